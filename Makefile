@@ -1,0 +1,47 @@
+# make demo    train, resume, convert, resume on fewer ranks; draw the pictures and print the numbers
+# make test    the tests, in an environment of their own making
+# make clean   all that the above made
+
+PYTHON ?= python3
+RANKS   = .venv/bin/deepspeed --num_gpus
+PY      = .venv/bin/python
+CKPT    = ds_transformer_checkpoint
+export TORCH_EXTENSIONS_DIR = $(CURDIR)/.venv/torch_extensions
+
+TRAIN   = train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --steps 200 --checkpoint_dir $(CKPT)
+RESUME  = $(TRAIN) --resume --checkpoint_interval 400
+
+.PHONY: demo test clean
+.DELETE_ON_ERROR:
+
+demo: assets/resume_no_uc.png assets/resume_uc.png
+
+.venv/installed: requirements.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install -q -r requirements.txt
+	touch $@
+
+# Test 1: an ordinary ZeRO checkpoint resumes on the same number of ranks, and on no other
+logs/default.csv: .venv/installed train.py model.py
+	$(RANKS) 4 $(TRAIN) --run_name default --checkpoint_interval 100
+
+logs/resume_no_uc.csv: logs/default.csv
+	$(RANKS) 4 $(RESUME) --checkpoint_tag global_step100 --run_name resume_no_uc
+
+assets/resume_no_uc.png: logs/resume_no_uc.csv plot.py
+	-$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name refused
+	$(PY) plot.py logs/default.csv logs/resume_no_uc.csv --output $@ --tolerance 0
+
+# Test 3: a universal checkpoint resumes on any
+$(CKPT)/latest_universal: logs/default.csv ds_to_universal.py
+	$(PY) ds_to_universal.py --input_folder $(CKPT)/global_step100/ --output_folder $(CKPT)/global_step100_universal \
+		--num_extract_workers 4 --num_merge_workers 4
+
+logs/resume_uc_4gpu.csv: $(CKPT)/latest_universal
+	$(RANKS) 4 $(RESUME) --checkpoint_tag global_step100_universal --universal_checkpoint --run_name resume_uc_4gpu
+
+logs/resume_uc.csv: $(CKPT)/latest_universal
+	$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100_universal --universal_checkpoint --run_name resume_uc
+
+assets/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc.csv plot.py
+	$(PY) plot.py logs/default.csv logs/resume_uc_4gpu.csv logs/resume_uc.csv --output $@ --tolerance 1e-5

@@ -1,0 +1,138 @@
+"""What the training scripts share and what is not the lesson: a small GPT, the data, the log.
+
+Nothing here knows about DeepSpeed, ranks or checkpoints, so grad_accu_pt.py stays plain PyTorch.
+"""
+
+import csv
+import hashlib
+import math
+import sysconfig
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+VOCABULARY = 256  # bytes
+
+# -----------------------------------------------------------------------------
+# model
+
+
+class Attention(nn.Module):
+    def __init__(self, n_embd, n_head, dropout):
+        super().__init__()
+        self.qkv = nn.Linear(n_embd, 3 * n_embd)
+        self.proj = nn.Linear(n_embd, n_embd)
+        self.head_dim, self.dropout = n_embd // n_head, dropout
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        q, k, v = (t.view(B, T, -1, self.head_dim).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        return F.dropout(self.proj(y.transpose(1, 2).reshape(B, T, -1)), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    def __init__(self, n_embd, n_head, dropout):
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(n_embd), Attention(n_embd, n_head, dropout)
+        self.ln_2, self.up, self.down = nn.LayerNorm(n_embd), nn.Linear(n_embd, 4 * n_embd), nn.Linear(4 * n_embd, n_embd)
+        self.dropout = dropout
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + F.dropout(self.down(F.gelu(self.up(self.ln_2(x)))), self.dropout, self.training)
+
+
+class GPT(nn.Module):
+    """A GPT over bytes with the embedding tied to the output layer.
+
+    forward(inputs [B, T], targets [B, T]) returns the mean cross-entropy in nats over the targets that are not -100.
+    """
+
+    def __init__(self, n_layer=2, n_head=4, n_embd=64, seq_len=64, dropout=0.1):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, n_embd), nn.Embedding(seq_len, n_embd)
+        self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout) for _ in range(n_layer))
+        self.ln_f, self.lm_head = nn.LayerNorm(n_embd), nn.Linear(n_embd, VOCABULARY, bias=False)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:  # the layers that write to the residual stream start smaller, as in GPT-2
+                residual = name.endswith(("proj.weight", "down.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer) if residual else 0.02)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, inputs, targets):
+        x = self.wte(inputs) + self.wpe(torch.arange(inputs.size(1), device=inputs.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.lm_head(self.ln_f(x))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def parameter_groups(model, weight_decay):
+    """Two groups: matrices decay, biases and norms do not. Frozen parameters are in neither."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decay, no_decay = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+
+
+# -----------------------------------------------------------------------------
+# data
+
+
+def load_data(path=None, seq_len=64):
+    """Bytes of `path`, or of the source of Python's standard library.
+
+    Returns (train [N] uint8, validation [N/9] uint8, fingerprint str); the last tenth is held out.
+    Raises OSError when the file cannot be read, ValueError when it is too short for one sequence in each part.
+    """
+    files = [Path(path)] if path else sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = b"".join(file.read_bytes() for file in files)
+    held_out = len(text) // 10
+    if held_out < seq_len + 2:
+        raise ValueError(f"{path or 'the standard library'} has {len(text)} bytes, {10 * (seq_len + 2)} are needed")
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return data[:-held_out], data[-held_out:], f"{hashlib.sha256(text).hexdigest()[:16]} ({len(text)} bytes)"
+
+
+def derive_seed(*key):
+    """A 63-bit seed from any key, (seed, step, micro-batch) say: near keys give unrelated streams."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little") >> 1
+
+
+def global_batch(data, seed, step, size, seq_len):
+    """The `size` sequences of one optimizer step as (inputs, targets), each [size, seq_len] int64.
+
+    A function of (seed, step) alone: every rank, and every number of ranks, draws the same ones.
+    """
+    generator = torch.Generator().manual_seed(derive_seed(seed, step))
+    starts = torch.randint(len(data) - seq_len, (size, 1), generator=generator)
+    sequences = data[starts + torch.arange(seq_len + 1)].long()
+    return sequences[:, :-1], sequences[:, 1:]
+
+
+# -----------------------------------------------------------------------------
+# log
+
+COLUMNS = ["step", "loss", "val_loss", "lr", "grad_norm", "loss_scale", "tokens_per_second"]
+
+
+class Log:
+    """logs/<run_name>.csv with every digit of every number, and a line on the screen for each of its rows."""
+
+    def __init__(self, run_name):
+        path = Path("logs", f"{run_name}.csv")
+        path.parent.mkdir(exist_ok=True)
+        self.file = path.open("w", newline="", buffering=1)
+        self.writer = csv.DictWriter(self.file, COLUMNS)
+        self.writer.writeheader()
+
+    def write(self, **row):
+        self.writer.writerow(row)
+        validation = f" | val {row['val_loss']:.4f}" if row.get("val_loss") is not None else ""
+        print(
+            f"step {row['step']:4d} | loss {row['loss']:.4f}{validation} | lr {row['lr']:.2e} | "
+            f"norm {row['grad_norm']:.3f} | {row['tokens_per_second']:,.0f} tokens/s",
+            flush=True,
+        )

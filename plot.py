@@ -1,0 +1,120 @@
+"""Draw the loss of runs against a baseline, the difference below, and print it as numbers.
+
+    python plot.py logs/default.csv logs/resume_uc.csv --output assets/resume_uc.png --tolerance 1e-5
+
+The first log is the baseline. The picture's CSV, all runs joined by step, is written next to it. With --tolerance,
+exit code 1 when a loss differs by more. Nothing is smoothed.
+"""
+
+import argparse
+import csv
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def fail(message):
+    print(f"plot.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def read_log(path):
+    """{"loss": {step: value}, "val_loss": {step: value}} of one log."""
+    try:
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file))
+        series = {c: {int(r["step"]): float(r[c]) for r in rows if r[c]} for c in ("loss", "val_loss")}
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        fail(f"{path} is not a log of these scripts: {error!r}")
+    if not series["loss"]:
+        fail(f"{path} has no steps")
+    return series
+
+
+def differences(baseline, run, column):
+    """{step: |run - baseline|} over the steps that both have; NaN compares as infinitely far."""
+    common = sorted(baseline[column].keys() & run[column].keys())
+    gaps = {step: abs(run[column][step] - baseline[column][step]) for step in common}
+    return {step: gap if gap == gap else float("inf") for step, gap in gaps.items()}
+
+
+def draw(names, runs, path):
+    figure, (top, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[2, 1], layout="constrained")
+    baseline = runs[0]
+    top.plot(*zip(*baseline["loss"].items(), strict=True), color="0.8", linewidth=7, label=f"{names[0]} (baseline)")
+    if baseline["val_loss"]:
+        top.plot(*zip(*baseline["val_loss"].items(), strict=True), "o", color="0.6", markersize=9, label="its validation loss")
+    styles = ["-", (0, (5, 3)), (0, (1, 1.5)), "-."]
+    for i, (name, run) in enumerate(zip(names[1:], runs[1:], strict=True)):
+        color, style = f"C{i}", styles[i % len(styles)]
+        top.plot(*zip(*run["loss"].items(), strict=True), color=color, linewidth=1.3, linestyle=style, label=name)
+        if run["val_loss"]:
+            top.plot(*zip(*run["val_loss"].items(), strict=True), ".", color=color, markersize=5)
+        gaps = differences(baseline, run, "loss")
+        below.plot(*zip(*gaps.items(), strict=True), color=color, linewidth=1.3, linestyle=style, label=name)
+        first = min(run["loss"])
+        if first > min(baseline["loss"]):
+            for axis in (top, below):
+                axis.axvline(first - 0.5, color="0.4", linestyle="--", linewidth=1)
+    top.set(ylabel="loss (nats per byte)")
+    top.legend(frameon=False)
+    below.set_yscale("symlog", linthresh=1e-8)  # zero has a place of its own, at the bottom
+    largest = max([1e-6, *(g for run in runs[1:] for g in differences(baseline, run, "loss").values() if g < 1e9)])
+    below.set(ylim=(-2e-9, 10 * largest), xlabel="step", ylabel="|difference|\nto the baseline")
+    for axis in (top, below):
+        axis.grid(color="0.92")
+        axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def write_joined(names, runs, path):
+    steps = sorted(set().union(*(run["loss"] for run in runs)))
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        columns = ("loss", "val_loss")
+        writer.writerow(["step", *(f"{name} {column}" for column in columns for name in names)])
+        writer.writerows([step, *(run[c].get(step, "") for c in columns for run in runs)] for step in steps)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("logs", nargs="+", help="logs/*.csv, the baseline first")
+    parser.add_argument("--output", default="assets/loss.png", help="picture to write, with its .csv beside it")
+    parser.add_argument("--tolerance", type=float, help="exit 1 when a |difference| is above this")
+    args = parser.parse_args()
+    names, runs = [Path(log).stem for log in args.logs], [read_log(log) for log in args.logs]
+    if len(set(names)) < len(names):
+        fail(f"two logs have the same name: {', '.join(names)}")
+    for name, run in zip(names[1:], runs[1:], strict=True):
+        if not differences(runs[0], run, "loss"):
+            fail(f"{name} has no step in common with {names[0]}")
+    output = Path(args.output)
+    draw(names, runs, output)
+    write_joined(names, runs, output.with_suffix(".csv"))
+
+    above = []
+    print(f"{'against ' + names[0]:<28}{'loss':<12}{'steps':>10}{'first |diff|':>14}{'max |diff|':>12}{'bit-identical':>15}")
+    for name, run in zip(names[1:], runs[1:], strict=True):
+        for column, title in (("loss", "training"), ("val_loss", "validation")):
+            gaps = differences(runs[0], run, column)
+            if not gaps:
+                continue
+            steps, zeros = list(gaps), sum(gap == 0 for gap in gaps.values())
+            row = f"{name:<28}{title:<12}{f'{steps[0]}-{steps[-1]}':>10}{gaps[steps[0]]:>14.1e}"
+            print(f"{row}{max(gaps.values()):>12.1e}{f'{zeros} of {len(gaps)}':>15}")
+            if args.tolerance is not None:
+                above += [(step, name, title, gap) for step, gap in gaps.items() if gap > args.tolerance]
+    print(f"wrote {output} and {output.with_suffix('.csv')}")
+    if above:
+        step, name, title, gap = min(above)
+        print(f"plot.py: {name} differs by {gap:.1e} at step {step} ({title}), tolerance {args.tolerance:g}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
