@@ -201,7 +201,8 @@ def write_parameter(folder, name, parameter):
     written = 0
     for key, pieces in parameter["states"].items():
         # cat copies; a view would take the whole shard behind it into the file
-        tensor = torch.cat([flat.detach().narrow(0, start, numel) for flat, start, numel in pieces]).view(parameter["shape"])
+        tensor = torch.cat([flat.detach().narrow(0, start, numel) for flat, start, numel in pieces])
+        tensor = tensor.view(parameter["shape"])
         torch.save({"param": tensor, "cat_dim": 0}, folder / f"{key}.pt")
         written += tensor.nbytes
     if parameter["step"] is not None:
@@ -217,7 +218,9 @@ def global_state(optimizer, parameters):
     state = {key: value for key, value in optimizer.items() if key not in dropped}
     step = next((p["step"] for p in parameters.values() if p["step"] is not None), base["param_groups"][0].get("step"))
     state["param_groups"] = base["param_groups"]
-    state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": base["param_groups"]}
+    # The loader of ZeRO-3 gives every group what the first one says. Where the groups differ it had better say nothing.
+    shared = {k: v for k, v in base["param_groups"][0].items() if all(v == g.get(k) for g in base["param_groups"])}
+    state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": [shared]}
     state.setdefault("ds_version", "0.19.8")
     return state
 
@@ -256,10 +259,12 @@ def convert(input_folder, output_folder, num_extract_workers=4, num_merge_worker
     folder = output.with_name(f".{output.name}.tmp-{os.getpid()}")
     try:
         folder.mkdir(parents=True)
-        total = sum(flat.element_size() * n for p in parameters.values() for s in p["states"].values() for flat, _, n in s)
-        with ThreadPoolExecutor(num_merge_workers) as pool, tqdm(
-            total=total, unit="B", unit_scale=True, disable=not progress
-        ) as bar:
+        pieces = (piece for p in parameters.values() for state in p["states"].values() for piece in state)
+        total = sum(flat.element_size() * numel for flat, _, numel in pieces)
+        with (
+            ThreadPoolExecutor(num_merge_workers) as pool,
+            tqdm(total=total, unit="B", unit_scale=True, disable=not progress) as bar,
+        ):
             for written in pool.map(lambda item: write_parameter(folder, *item), parameters.items()):
                 bar.update(written)
         save(global_state(optimizer, parameters), folder / "zero" / "optimizer_state.pt")

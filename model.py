@@ -37,8 +37,8 @@ class Block(nn.Module):
     def __init__(self, n_embd, n_head, dropout):
         super().__init__()
         self.ln_1, self.attn = nn.LayerNorm(n_embd), Attention(n_embd, n_head, dropout)
-        self.ln_2, self.up, self.down = nn.LayerNorm(n_embd), nn.Linear(n_embd, 4 * n_embd), nn.Linear(4 * n_embd, n_embd)
-        self.dropout = dropout
+        self.ln_2, self.dropout = nn.LayerNorm(n_embd), dropout
+        self.up, self.down = nn.Linear(n_embd, 4 * n_embd), nn.Linear(4 * n_embd, n_embd)
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
@@ -51,7 +51,7 @@ class GPT(nn.Module):
     forward(inputs [B, T], targets [B, T]) returns the mean cross-entropy in nats over the targets that are not -100.
     """
 
-    def __init__(self, n_layer=2, n_head=4, n_embd=64, seq_len=64, dropout=0.1):
+    def __init__(self, n_layer=2, n_head=4, n_embd=64, seq_len=32, dropout=0.1):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(VOCABULARY, n_embd), nn.Embedding(seq_len, n_embd)
         self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout) for _ in range(n_layer))
@@ -81,7 +81,7 @@ def parameter_groups(model, weight_decay):
 # data
 
 
-def load_data(path=None, seq_len=64):
+def load_data(path=None, seq_len=32):
     """Bytes of `path`, or of the source of Python's standard library.
 
     Returns (train [N] uint8, validation [N/9] uint8, fingerprint str); the last tenth is held out.
@@ -119,18 +119,26 @@ COLUMNS = ["step", "loss", "val_loss", "lr", "grad_norm", "loss_scale", "tokens_
 
 
 class Log:
-    """logs/<run_name>.csv with every digit of every number, and a line on the screen for each of its rows."""
+    """logs/<run_name>.csv with every digit of every number, and a line on the screen for each of its rows.
 
-    def __init__(self, run_name):
+    A run that goes on under the same name keeps the rows up to the step it resumes from.
+    """
+
+    def __init__(self, run_name, done=0):
         path = Path("logs", f"{run_name}.csv")
         path.parent.mkdir(exist_ok=True)
+        kept = []
+        if done and path.exists():
+            with path.open(newline="") as file:
+                kept = [row for row in csv.DictReader(file) if int(row["step"]) <= done]
         self.file = path.open("w", newline="", buffering=1)
         self.writer = csv.DictWriter(self.file, COLUMNS)
         self.writer.writeheader()
+        self.writer.writerows(kept)
 
     def write(self, **row):
         self.writer.writerow(row)
-        validation = f" | val {row['val_loss']:.4f}" if row.get("val_loss") is not None else ""
+        validation = f" | val {row['val_loss']:.4f}" if "val_loss" in row else ""
         print(
             f"step {row['step']:4d} | loss {row['loss']:.4f}{validation} | lr {row['lr']:.2e} | "
             f"norm {row['grad_norm']:.3f} | {row['tokens_per_second']:,.0f} tokens/s",

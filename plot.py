@@ -47,24 +47,27 @@ def draw(names, runs, path):
     baseline = runs[0]
     top.plot(*zip(*baseline["loss"].items(), strict=True), color="0.8", linewidth=7, label=f"{names[0]} (baseline)")
     if baseline["val_loss"]:
-        top.plot(*zip(*baseline["val_loss"].items(), strict=True), "o", color="0.6", markersize=9, label="its validation loss")
-    styles = ["-", (0, (5, 3)), (0, (1, 1.5)), "-."]
+        points = baseline["val_loss"].items()
+        top.plot(*zip(*points, strict=True), "o", color="0.6", markersize=9, label=f"{names[0]}, validation")
+    styles, resumed = ["-", (0, (5, 3)), (0, (1, 1.5)), "-."], set()
     for i, (name, run) in enumerate(zip(names[1:], runs[1:], strict=True)):
-        color, style = f"C{i}", styles[i % len(styles)]
-        top.plot(*zip(*run["loss"].items(), strict=True), color=color, linewidth=1.3, linestyle=style, label=name)
+        color, gaps = f"C{i}", differences(baseline, run, "loss")
+        top.plot(*zip(*run["loss"].items(), strict=True), color=color, lw=1.3, ls=styles[i % len(styles)], label=name)
         if run["val_loss"]:
             top.plot(*zip(*run["val_loss"].items(), strict=True), ".", color=color, markersize=5)
-        gaps = differences(baseline, run, "loss")
-        below.plot(*zip(*gaps.items(), strict=True), color=color, linewidth=1.3, linestyle=style, label=name)
-        first = min(run["loss"])
-        if first > min(baseline["loss"]):
-            for axis in (top, below):
-                axis.axvline(first - 0.5, color="0.4", linestyle="--", linewidth=1)
+        below.plot(*zip(*gaps.items(), strict=True), ".", color=color, markersize=4, clip_on=False)
+        resumed |= {min(run["loss"]) - 1} - {min(baseline["loss"]) - 1}
+    for step in resumed:
+        for axis in (top, below):
+            axis.axvline(step + 0.5, color="0.4", linestyle="--", linewidth=1)
+        top.annotate(
+            f" resumed after\n step {step}", (step + 0.5, 1), xycoords=("data", "axes fraction"), va="top", size=9
+        )
     top.set(ylabel="loss (nats per byte)")
     top.legend(frameon=False)
     below.set_yscale("symlog", linthresh=1e-8)  # zero has a place of its own, at the bottom
     largest = max([1e-6, *(g for run in runs[1:] for g in differences(baseline, run, "loss").values() if g < 1e9)])
-    below.set(ylim=(-2e-9, 10 * largest), xlabel="step", ylabel="|difference|\nto the baseline")
+    below.set(ylim=(-2e-9, 10 * largest), xlabel="step", ylabel=f"|loss - {names[0]}|\n0: every bit equal")
     for axis in (top, below):
         axis.grid(color="0.92")
         axis.spines[["top", "right"]].set_visible(False)
@@ -98,7 +101,8 @@ def main():
     write_joined(names, runs, output.with_suffix(".csv"))
 
     above = []
-    print(f"{'against ' + names[0]:<28}{'loss':<12}{'steps':>10}{'first |diff|':>14}{'max |diff|':>12}{'bit-identical':>15}")
+    header = f"{'against ' + names[0]:<28}{'loss':<12}{'steps':>10}"
+    print(f"{header}{'first |diff|':>14}{'max |diff|':>12}{'bit-identical':>15}")
     for name, run in zip(names[1:], runs[1:], strict=True):
         for column, title in (("loss", "training"), ("val_loss", "validation")):
             gaps = differences(runs[0], run, column)
@@ -112,8 +116,7 @@ def main():
     print(f"wrote {output} and {output.with_suffix('.csv')}")
     if above:
         step, name, title, gap = min(above)
-        print(f"plot.py: {name} differs by {gap:.1e} at step {step} ({title}), tolerance {args.tolerance:g}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f"plot.py: {name} differs by {gap:.1e} at step {step} ({title}), more than {args.tolerance:g}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train a small GPT with DeepSpeed ZeRO, save ZeRO checkpoints, resume from them or from universal ones.
+"""Train a small GPT with DeepSpeed ZeRO; save ZeRO checkpoints; resume from them, or from universal ones.
 
     deepspeed --num_gpus 4 train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --steps 200 \
         --checkpoint_dir ds_transformer_checkpoint --run_name default --checkpoint_interval 100
@@ -8,7 +8,7 @@
         --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --steps 200 --checkpoint_interval 400
 
 The same commands run on GPUs and on CPUs. Data and dropout belong to (step, micro-batch), never to a rank: that is
-why the loss does not notice on how many ranks it is computed.
+why the loss does not notice how many ranks compute it.
 """
 
 import argparse
@@ -29,12 +29,15 @@ from deepspeed.accelerator import get_accelerator
 from model import GPT, Log, derive_seed, global_batch, load_data, parameter_groups
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "dropout")
+# What a resumed run must have in common with the checkpoint's, or its loss could not go on as if nothing had happened.
+TRACKED = (*SHAPE, "seed", "train_batch_size", "train_micro_batch_size_per_gpu", "dtype", "lr", "warmup_steps", "steps")
 
 
 def fail(message):
     """A user's mistake: one line from one rank, exit code 2."""
     if RANK != 0:
-        time.sleep(15)  # the first rank to exit makes the launcher end the others, so rank 0 must be first
+        time.sleep(15)  # the first rank to exit makes the launcher end the others, and rank 0 must speak before that
         os._exit(2)
     print(f"train.py: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
@@ -44,239 +47,228 @@ def fail(message):
 # arguments
 
 
+def positive(text):
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return int(text)
+
+
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail
     arg = parser.add_argument
-    arg("--train_batch_size", type=int, default=256, help="sequences of one optimizer step, over all ranks")
-    arg("--train_micro_batch_size_per_gpu", type=int, default=64, help="sequences of one forward pass on one rank")
-    arg("--steps", type=int, default=200, help="optimizer steps of the whole run, a resumed part included")
+    arg("--train_batch_size", type=positive, default=256, help="sequences of one optimizer step, over all ranks")
+    arg("--train_micro_batch_size_per_gpu", type=positive, default=64, help="sequences of one forward pass on one rank")
+    arg("--steps", type=positive, default=200, help="optimizer steps of the whole run, the resumed part included")
     arg("--run_name", default="default", help="the log is logs/<run_name>.csv")
     arg("--zero_stage", type=int, choices=[1, 2, 3], default=1)
     arg("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="fp16 needs a GPU")
-    arg("--offload", action="store_true", help="optimizer (at ZeRO-3 parameters too) in CPU memory")
-    # checkpoints
+    arg("--offload", action="store_true", help="keep the optimizer, at ZeRO-3 the parameters too, in CPU memory")
     arg("--checkpoint_dir", default="ds_transformer_checkpoint")
-    arg("--checkpoint_interval", type=int, default=100, help="steps from one checkpoint to the next")
+    arg("--checkpoint_interval", type=positive, default=100, help="steps from one checkpoint to the next")
     arg("--resume", action="store_true", help="go on from --checkpoint_dir/--checkpoint_tag")
-    arg("--checkpoint_tag", help="default: what the file `latest` or `latest_universal` names")
+    arg("--checkpoint_tag", help="default: the one that the file `latest`, or `latest_universal`, names")
     arg("--universal_checkpoint", action="store_true", help="the tag is a universal checkpoint")
-    # optimizer
     arg("--lr", type=float, default=5e-3)
-    arg("--warmup_steps", type=int, default=20)
-    # model and data
-    arg("--n_layer", type=int, default=2)
-    arg("--n_head", type=int, default=4)
-    arg("--n_embd", type=int, default=64)
-    arg("--seq_len", type=int, default=32)
+    arg("--warmup_steps", type=positive, default=20)
+    arg("--n_layer", type=positive, default=2)
+    arg("--n_head", type=positive, default=4)
+    arg("--n_embd", type=positive, default=64)
+    arg("--seq_len", type=positive, default=32)
     arg("--dropout", type=float, default=0.1)
     arg("--data", metavar="FILE", help="any text; default: the source of Python's standard library")
     arg("--seed", type=int, default=1337)
-    arg("--eval_interval", type=int, default=10, help="steps from one validation loss to the next")
-    arg("--tensorboard", action="store_true", help="write the log to runs/ too (needs the tensorboard package)")
+    arg("--eval_interval", type=positive, default=10, help="steps from one validation loss to the next")
     arg("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser.parse_args()
 
 
 def check_arguments(args):
     if "RANK" not in os.environ:
-        fail("no launcher: start it as `deepspeed --num_gpus 4 train.py ...` or `torchrun --nproc-per-node 4 train.py ...`")
+        fail("start it with a launcher: deepspeed --num_gpus 4 train.py, or torchrun --nproc-per-node 4 train.py")
     batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
-    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "steps", "checkpoint_interval", "eval_interval"):
-        if getattr(args, name) < 1:
-            fail(f"--{name} must be at least 1, not {getattr(args, name)}")
     if batch % (micro * WORLD_SIZE):
         unit = micro * WORLD_SIZE
-        sizes = ", ".join(str(unit * k) for k in sorted({max(1, batch // unit), batch // unit + 1}))
+        sizes = [size for size in (batch // unit * unit, batch // unit * unit + unit) if size]
         micros = [m for m in range(1, batch + 1) if batch % (m * WORLD_SIZE) == 0]
-        ranks = [r for r in range(1, batch + 1) if batch % (micro * r) == 0]
+        ranks = [n for n in range(1, batch + 1) if batch % (micro * n) == 0]
         fail(
-            f"a batch of {batch} does not divide into micro-batches of {micro} on {WORLD_SIZE} ranks; what would: "
-            f"--train_batch_size {sizes}; --train_micro_batch_size_per_gpu {micros or 'none'}; ranks {ranks or 'none'}"
+            f"a batch of {batch} does not divide into micro-batches of {micro} on {WORLD_SIZE} ranks; these would: "
+            f"--train_batch_size {sizes}, --train_micro_batch_size_per_gpu {micros}, or on {ranks} ranks"
         )
     if args.n_embd % args.n_head:
         fail(f"--n_embd {args.n_embd} does not divide into --n_head {args.n_head} heads")
-    if args.dtype == "fp16" and not get_accelerator().is_fp16_supported():
-        fail(f"--dtype fp16 does not run on {get_accelerator().device_name()}: use a GPU, or --dtype bf16 or fp32")
-    if args.dtype == "bf16" and not get_accelerator().is_bf16_supported():
-        fail(f"--dtype bf16 does not run on {get_accelerator().device_name()}: use --dtype fp32 or fp16")
+    device = get_accelerator()
+    if not {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}[args.dtype]:
+        fail(f"--dtype {args.dtype} does not run on this {device.device_name()}: take another --dtype, or a GPU")
 
 
 # -----------------------------------------------------------------------------
 # DeepSpeed
 
 
+def set_up():
+    """Process-wide settings, then the process group."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    if get_accelerator().device_name() == "cpu":
+        # How many threads share a sum decides its last bits: one per rank, whatever the machine.
+        torch.set_num_threads(1)
+        # Plain gloo: DeepSpeed's shared-memory all-reduce compiles for a minute and leaves 66 MB per rank in /dev/shm.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    else:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    deepspeed.init_distributed()
+
+
 def deepspeed_config(args):
     zero = {"stage": args.zero_stage}
     if args.offload:
-        # torch's AdamW also works on offloaded states, and needs no compiler
-        zero |= {"offload_optimizer": {"device": "cpu"}}
-        if args.zero_stage == 3:
-            zero |= {"offload_param": {"device": "cpu"}}
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if args.offload and args.zero_stage == 3:
+        zero["offload_param"] = {"device": "cpu"}
     return {
+        # Two batch numbers; DeepSpeed derives the third, the accumulation steps, from them and the number of ranks.
         "train_batch_size": args.train_batch_size,
         "train_micro_batch_size_per_gpu": args.train_micro_batch_size_per_gpu,
-        # the accumulation steps follow: train_batch_size / (micro batch x ranks)
         "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": args.dtype == "bf16"},
-        "fp16": {"enabled": args.dtype == "fp16"},
-        "gradient_clipping": 1.0,
+        # torch's AdamW, offloaded too: the same arithmetic everywhere, and nothing to compile
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": args.lr, "betas": [0.9, 0.95]}},
+        "zero_force_ds_cpu_optimizer": False,
         "scheduler": {
             "type": "WarmupCosineLR",
             "params": {
                 "total_num_steps": args.steps,
                 "warmup_num_steps": args.warmup_steps,
                 "warmup_min_ratio": 1 / args.warmup_steps,
-                "cos_min_ratio": 0.1,
                 "warmup_type": "linear",
+                "cos_min_ratio": 0.1,
             },
         },
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": args.dtype == "bf16"},
+        "fp16": {"enabled": args.dtype == "fp16"},
         "checkpoint": {"load_universal": args.universal_checkpoint},
-        "tensorboard": {"enabled": args.tensorboard, "output_path": "runs", "job_name": args.run_name},
     }
-
-
-def set_up():
-    """Process-wide settings, before the first collective."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    if get_accelerator().device_name() == "cpu":
-        # The number of threads changes the order of additions: one per rank, so that runs can be compared.
-        torch.set_num_threads(1)
-        # Plain gloo: DeepSpeed's shared-memory all-reduce compiles for a minute and leaves 66 MB per rank in /dev/shm.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
 
 
 # -----------------------------------------------------------------------------
 # checkpoints
 
 
-def save(engine, args, state):
-    """Write every rank's shard, then give the folder its name: a checkpoint that has its name is complete."""
-    folder, tag = Path(args.checkpoint_dir), f"global_step{state['step']}"
-    unfinished, old = folder / f"{tag}.unfinished", folder / f"{tag}.old"
-    engine.save_checkpoint(folder, tag=unfinished.name, client_state={"run": state}, save_latest=False)
+def save(engine, args, client_state):
+    """Write every rank's shard, then give the folder its name: a folder that has its name is complete."""
+    folder, tag = Path(args.checkpoint_dir), f"global_step{client_state['step']}"
+    unfinished, replaced = folder / f"{tag}.unfinished", folder / f"{tag}.replaced"
+    engine.save_checkpoint(folder, tag=unfinished.name, client_state={"run": client_state}, save_latest=False)
     if RANK == 0:
         if (folder / tag).exists():
-            (folder / tag).rename(old)
+            (folder / tag).rename(replaced)
         unfinished.rename(folder / tag)
-        shutil.rmtree(old, ignore_errors=True)
-        (folder / "latest.tmp").write_text(tag)
-        (folder / "latest.tmp").rename(folder / "latest")
+        (folder / "latest.unfinished").write_text(tag)
+        (folder / "latest.unfinished").rename(folder / "latest")
+        shutil.rmtree(replaced, ignore_errors=True)
     dist.barrier()
 
 
-def read_client_state(args):
-    """The client state of the checkpoint to resume from, after every check that needs no engine."""
+def open_checkpoint(args, client_state):
+    """Model states of the checkpoint to resume from. Refuses, before any work, one that is not there, not whole, of
+    the other kind, cut for another number of ranks, or of another run than client_state describes."""
     folder = Path(args.checkpoint_dir)
-    latest = folder / ("latest_universal" if args.universal_checkpoint else "latest")
     if args.checkpoint_tag is None:
+        latest = folder / ("latest_universal" if args.universal_checkpoint else "latest")
         if not latest.is_file():
             fail(f"{latest} does not exist: give --checkpoint_tag")
         args.checkpoint_tag = latest.read_text().strip()
     folder = folder / args.checkpoint_tag
     if not folder.is_dir():
-        tags = sorted(p.parent.name for p in folder.parent.glob("*/*model_states.pt"))
-        fail(f"{folder} does not exist; tags there: {', '.join(dict.fromkeys(tags)) or 'none'}")
+        tags = sorted({file.parent.name for file in folder.parent.glob("*/*model_states.pt")})
+        fail(f"{folder} does not exist; in {folder.parent} there is: {', '.join(tags) or 'no checkpoint'}")
     if (folder / "zero").is_dir() != args.universal_checkpoint:
-        fail(
-            f"{folder} is an ordinary ZeRO checkpoint: leave out --universal_checkpoint, or convert it first"
-            if args.universal_checkpoint
-            else f"{folder} is a universal checkpoint: add --universal_checkpoint"
-        )
-    model_states = sorted(folder.glob("*mp_rank_00_model_states.pt"))
-    if not model_states:
-        fail(f"{folder} holds no *mp_rank_00_model_states.pt: it is not a complete checkpoint")
-    for file in folder.rglob("*.pt"):
-        if not zipfile.is_zipfile(file):  # the directory of the container is its end, so this sees any truncation
-            fail(f"{file} is truncated or not a checkpoint file")
-    checkpoint = torch.load(model_states[0], mmap=True, weights_only=True)
+        if args.universal_checkpoint:
+            fail(f"{folder} is an ordinary ZeRO checkpoint: leave out --universal_checkpoint, or convert it")
+        fail(f"{folder} is a universal checkpoint: add --universal_checkpoint")
+
+    def whole(name):
+        file = folder / name
+        if not zipfile.is_zipfile(file):  # the container's directory is its end, so no truncation goes unseen
+            fail(f"{file} is {'truncated' if file.exists() else 'missing'}: the checkpoint is not whole")
+        return file
+
+    prefix = "zero_pp_rank_{}_" if (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists() else ""
+    model_states = prefix + "mp_rank_00_model_states.pt"
+    checkpoint = torch.load(whole(model_states.format(0)), mmap=True, weights_only=True)
     if "run" not in checkpoint:
-        fail(f"{model_states[0]} was not written by train.py")
+        fail(f"{folder} was not written by train.py")
+    saved, ranks = checkpoint["run"], checkpoint["dp_world_size"]
+    for name in (*TRACKED, "data", *(() if args.universal_checkpoint else ("zero_stage",))):
+        if name == "train_micro_batch_size_per_gpu" and args.dropout == 0:
+            continue  # only dropout is drawn by the micro-batch
+        if saved[name] != client_state[name]:
+            fail(f"{name} is {saved[name]} in {folder} and {client_state[name]} here: the loss would not go on alike")
+    if ranks != WORLD_SIZE and not args.universal_checkpoint:
+        fail(
+            f"{folder} is cut for {ranks} ranks, and these are {WORLD_SIZE}. Convert it: python ds_to_universal.py "
+            f"--input_folder {folder} --output_folder {folder}_universal; then resume with --universal_checkpoint "
+            f"--checkpoint_tag {args.checkpoint_tag}_universal"
+        )
+    if RANK == 0 and args.universal_checkpoint:
+        whole("zero/optimizer_state.pt")
+        for name in (name for group in checkpoint["param_shapes"] for name in group):
+            for state in ("fp32", "exp_avg", "exp_avg_sq", "step"):
+                whole(f"zero/{name}/{state}.pt")
+    elif RANK == 0:
+        for rank in range(ranks):
+            whole(model_states.format(rank))
+            whole(f"{'bf16_' * (args.dtype == 'bf16')}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     return checkpoint
 
 
-def check_resume(args, checkpoint, state):
-    """Refuse what could not go on as if nothing had happened."""
-    folder, saved = Path(args.checkpoint_dir, args.checkpoint_tag), checkpoint["run"]
-    ordinary = [] if args.universal_checkpoint else ["zero_stage"]
-    for name in [*state, *ordinary]:
-        if name in ("step", "zero_stage") and name not in ordinary:
-            continue
-        if name == "train_micro_batch_size_per_gpu" and args.dropout == 0:
-            continue  # only the dropout masks belong to micro-batches
-        if saved[name] != state[name]:
-            fail(f"{name}: {folder} has {saved[name]}, this run has {state[name]}; the loss could not go on the same")
-    ranks = checkpoint["dp_world_size"]
-    if args.universal_checkpoint:
-        for name in (name for group in checkpoint["param_shapes"] for name in group):
-            for key in ("fp32", "exp_avg", "exp_avg_sq", "step"):
-                if not (folder / "zero" / name / f"{key}.pt").is_file():
-                    fail(f"{folder / 'zero' / name / key}.pt is missing")
-    else:
-        if ranks != WORLD_SIZE:
-            fail(
-                f"{folder} was written by {ranks} ranks and this run has {WORLD_SIZE}. Convert it: "
-                f"python ds_to_universal.py --input_folder {folder} --output_folder {folder}_universal ; then resume "
-                f"with --checkpoint_tag {args.checkpoint_tag}_universal --universal_checkpoint"
-            )
-        for rank in range(ranks):
-            kinds = ["optim_states"] + (["model_states"] if args.zero_stage == 3 else [])
-            for kind in kinds:
-                if not list(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}.pt")):
-                    fail(f"{folder}/*zero_pp_rank_{rank}_mp_rank_00_{kind}.pt is missing")
-
-
 def resume(engine, args, checkpoint):
-    """Load the checkpoint, mend what DeepSpeed 0.19.8 leaves out, and say what was restored."""
-    folder = Path(args.checkpoint_dir, args.checkpoint_tag)
+    """Load the checkpoint, mend what DeepSpeed 0.19.8 leaves out, and print what was restored from where."""
     path, _ = engine.load_checkpoint(args.checkpoint_dir, tag=args.checkpoint_tag)
-    assert path is not None, f"DeepSpeed did not load {folder}"
-    optimizer, module = engine.optimizer.optimizer, engine.module
+    assert path is not None, f"DeepSpeed did not load {args.checkpoint_tag}"
+    folder, run = Path(args.checkpoint_dir, args.checkpoint_tag), checkpoint["run"]
+    module, optimizer = engine.module, engine.optimizer.optimizer
+    frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    buffers = [name for name, _ in module.named_buffers() if name in checkpoint["buffer_names"]]
     if args.universal_checkpoint:
-        groups = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=False)["param_groups"]
+        saved = torch.load(folder / "zero/optimizer_state.pt", mmap=True, weights_only=False)["param_groups"]
         # ZeRO-3 gives every parameter group the hyper-parameters of group 0: biases and norms would decay.
-        for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-        # ZeRO-3 gives all sub-groups one tensor to count steps in: Adam would count each step once per sub-group.
-        for moments in optimizer.state.values():
-            moments["step"] = moments["step"].clone()
-        # Frozen parameters and buffers are in no optimizer state, and the loader looks nowhere else.
-        frozen = [p for p in module.parameters() if not p.requires_grad]
-        names = [name for name, p in module.named_parameters() if not p.requires_grad]
-        names += [name for name, _ in module.named_buffers()]
-        whole = {name: checkpoint["module"][name] for name in names if name in checkpoint["module"]}
-        with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0, enabled=args.zero_stage == 3):
-            module.load_state_dict(whole, strict=False)
-    run = checkpoint["run"]
-    taken = run["step"] - engine.skipped_steps
-    steps = [int(moments["step"]) for moments in optimizer.state.values()]
-    assert set(steps) == {taken}, f"the optimizer counts steps {steps}, the checkpoint {taken}"
+        for group, saved_group in zip(optimizer.param_groups, saved, strict=True):
+            group.update({key: value for key, value in saved_group.items() if key != "params"})
+        # ZeRO-3 lets all groups share one step count: Adam would advance it once per group.
+        for state in optimizer.state.values():
+            state["step"] = state["step"].clone()
+        # Frozen parameters and buffers are in no optimizer, and the loader looks nowhere else.
+        with deepspeed.zero.GatheredParameters(list(frozen.values()), modifier_rank=0, enabled=args.zero_stage == 3):
+            module.load_state_dict({name: checkpoint["module"][name] for name in (*frozen, *buffers)}, strict=False)
+    counts = {int(state["step"]) for state in optimizer.state.values()}
+    assert counts == {run["step"] - engine.skipped_steps}, f"optimizer at {counts}, checkpoint at {run['step']}"
     if RANK == 0:
-        shown = "zero/<parameter>/*.pt" if args.universal_checkpoint else "*zero_pp_rank_*_optim_states.pt"
-        count = sum(len(group) for group in checkpoint["param_shapes"])
-        groups = ", ".join(f"lr {g['lr']:.3g} decay {g['weight_decay']:.3g}" for g in optimizer.param_groups)
-        extra = [name for name in checkpoint["module"] if name in dict(module.named_buffers())]
-        fixed = sum(not p.requires_grad for p in module.parameters())
-        print(f"resumed from {folder}, {checkpoint['dp_world_size']} ranks then, {WORLD_SIZE} now")
-        print(f"  {count} parameters, fp32 and two moments      {shown}")
-        print(f"  optimizer: {taken} steps; groups: {groups}")
-        print(f"  {fixed} frozen parameters, {len(extra)} buffers; schedule at {engine.lr_scheduler.last_batch_iteration}")
-        print(f"  step {run['step']}, seed {run['seed']}, data {run['data']}", flush=True)
+        decay = ", ".join(f"{group['weight_decay']:g}" for group in optimizer.param_groups)
+        number, models = sum(map(len, checkpoint["param_shapes"])), Path(path).name
+        schedule = f"step {engine.lr_scheduler.last_batch_iteration}, learning rate {engine.get_lr()[0]:.3e}"
+        shards = "zero/<parameter>/*.pt" if args.universal_checkpoint else "*zero_pp_rank_*_optim_states.pt"
+        print(f"resumed from {folder}: {checkpoint['dp_world_size']} ranks then, {WORLD_SIZE} now")
+        for what, value, file in (
+            ("parameters", f"{number} with fp32 weight and both moments", shards),
+            (
+                "optimizer",
+                f"step {counts.pop()}, weight decay {decay}, loss scale {engine.optimizer.loss_scale:g}",
+                shards,
+            ),
+            ("schedule", schedule, models),
+            ("model", f"{len(frozen)} frozen parameters, {len(buffers)} buffers", models),
+            ("data, dropout", f"from step {run['step'] + 1} of seed {run['seed']}", models),
+        ):
+            print(f"  {what:<14} {value:<50} {file}", flush=True)
     return run["step"]
 
 
 # -----------------------------------------------------------------------------
 # training
-
-
-def mean_loss(losses):
-    """The mean over all micro-batches of all ranks, added in their global order whatever rank computed which."""
-    dist.all_reduce(losses)
-    return losses.mean().item()
 
 
 def main():
@@ -286,63 +278,62 @@ def main():
         train, validation, fingerprint = load_data(args.data, args.seq_len)
     except (OSError, ValueError) as error:
         fail(f"--data: {error}")
-    micro = args.train_micro_batch_size_per_gpu
-    accumulation = args.train_batch_size // (micro * WORLD_SIZE)
-    shape = ("n_layer", "n_head", "n_embd", "seq_len", "dropout")
-    tracked = (*shape, "train_batch_size", "train_micro_batch_size_per_gpu", "seed", "dtype")
-    state = {name: getattr(args, name) for name in (*tracked, "steps", "lr", "warmup_steps", "zero_stage")}
-    state |= {"step": 0, "data": fingerprint}
-    checkpoint = read_client_state(args) if args.resume else None
-    if checkpoint:
-        check_resume(args, checkpoint, state)
+    client_state = {name: getattr(args, name) for name in (*TRACKED, "zero_stage")} | {"data": fingerprint}
+    checkpoint = open_checkpoint(args, client_state) if args.resume else None
 
     set_up()
     torch.manual_seed(args.seed)
-    model = GPT(**{name: getattr(args, name) for name in shape})
+    model = GPT(**{name: getattr(args, name) for name in SHAPE})
+    size = sum(p.numel() for p in model.parameters())
     groups = parameter_groups(model, weight_decay=0.1)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=deepspeed_config(args))
-    engine.lr_scheduler.step()  # DeepSpeed's schedule would give the first step a learning rate of 0
+    engine.lr_scheduler.step()  # without it DeepSpeed's schedule gives the first step a learning rate of 0
+
+    batch, micro, device = args.train_batch_size, args.train_micro_batch_size_per_gpu, engine.device
+    accumulation = engine.gradient_accumulation_steps()
     if RANK == 0:
-        parameters = sum(p.numel() for p in GPT(**{name: getattr(args, name) for name in shape}).parameters())
-        print(f"{parameters:,} parameters, data {fingerprint}, {engine.device}, ZeRO-{args.zero_stage}, {args.dtype}")
-        print(f"{args.train_batch_size} = {micro} per GPU x {accumulation} accumulation steps x {WORLD_SIZE} GPUs")
-    state["step"] = resume(engine, args, checkpoint) if checkpoint else 0
-    log = Log(args.run_name) if RANK == 0 else None
+        print(f"{size:,} parameters, ZeRO-{args.zero_stage}, {args.dtype}, on {device}, data {fingerprint}")
+        print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {WORLD_SIZE} GPUs", flush=True)
+    done = resume(engine, args, checkpoint) if checkpoint else 0
+    log = Log(args.run_name, done) if RANK == 0 else None
 
-    # Of the global batch, rank r takes the micro-batches r * accumulation .. (r + 1) * accumulation - 1.
+    # The global batch is cut into micro-batches, numbered alike on every layout. This rank's are `mine`.
     mine = range(RANK * accumulation, (RANK + 1) * accumulation)
+    losses = torch.zeros(batch // micro, dtype=torch.float64, device=device)
 
-    def rows(m):
-        return slice(m * micro, (m + 1) * micro)
+    def micro_batch(sequences, m):
+        return (part[m * micro : (m + 1) * micro].to(device) for part in sequences)
 
-    for step in range(state["step"] + 1, args.steps + 1):
+    def mean_loss():
+        dist.all_reduce(losses)  # each rank has zeros where the others have losses, so no order of additions matters
+        mean = losses.mean().item()
+        losses.zero_()
+        return mean
+
+    for step in range(done + 1, args.steps + 1):
         start, lr = time.perf_counter(), engine.get_lr()[0]
-        inputs, targets = global_batch(train, args.seed, step, args.train_batch_size, args.seq_len)
-        losses = torch.zeros(args.train_batch_size // micro, dtype=torch.float64, device=engine.device)
+        sequences = global_batch(train, args.seed, step, batch, args.seq_len)
         for m in mine:
             torch.manual_seed(derive_seed(args.seed, step, m))  # dropout belongs to the micro-batch, not to the rank
-            loss = engine(inputs[rows(m)].to(engine.device), targets[rows(m)].to(engine.device))
+            loss = engine(*micro_batch(sequences, m))
             engine.backward(loss)  # divides by the accumulation steps
-            engine.step()  # acts after the last of them
+            engine.step()  # does nothing until the last of them
             losses[m] = loss.detach()
-        row = {"step": step, "loss": mean_loss(losses), "lr": lr}
-        row["tokens_per_second"] = args.train_batch_size * args.seq_len / (time.perf_counter() - start)
-        row["grad_norm"] = float(engine.get_global_grad_norm())
-        row["loss_scale"] = float(engine.optimizer.cur_scale) if args.dtype == "fp16" else 1.0
-
+        row = {"step": step, "loss": mean_loss(), "lr": lr, "grad_norm": float(engine.get_global_grad_norm())}
+        row["tokens_per_second"] = batch * args.seq_len / (time.perf_counter() - start)
+        row["loss_scale"] = engine.optimizer.loss_scale
         if step % args.eval_interval == 0 or step == args.steps:
-            inputs, targets = global_batch(validation, args.seed, 0, args.train_batch_size, args.seq_len)
-            losses.zero_()
             engine.eval()
+            sequences = global_batch(validation, args.seed, 0, batch, args.seq_len)
             with torch.no_grad():
                 for m in mine:
-                    losses[m] = engine(inputs[rows(m)].to(engine.device), targets[rows(m)].to(engine.device))
+                    losses[m] = engine(*micro_batch(sequences, m))
             engine.train()
-            row["val_loss"] = mean_loss(losses)
+            row["val_loss"] = mean_loss()
         if log:
             log.write(**row)
         if step % args.checkpoint_interval == 0:
-            save(engine, args, state | {"step": step})
+            save(engine, args, client_state | {"step": step})
     dist.destroy_process_group()
 
 
