@@ -21,6 +21,18 @@ demo: assets/resume_no_uc.png assets/resume_uc.png
 	.venv/bin/pip install -q -r requirements.txt
 	touch $@
 
+.venv/installed-dev: .venv/installed requirements-dev.txt
+	.venv/bin/pip install -q -r requirements-dev.txt
+	touch $@
+
+test: .venv/installed-dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	$(PY) -m pytest -q
+
+clean:
+	rm -rf .venv logs $(CKPT)
+
 # Test 1: an ordinary ZeRO checkpoint resumes on the same number of ranks, and on no other
 logs/default.csv: .venv/installed train.py model.py
 	$(RANKS) 4 $(TRAIN) --run_name default --checkpoint_interval 100

@@ -216,7 +216,7 @@ def open_checkpoint(args, client_state):
     if RANK == 0 and args.universal_checkpoint:
         whole("zero/optimizer_state.pt")
         for name in (name for group in checkpoint["param_shapes"] for name in group):
-            for state in ("fp32", "exp_avg", "exp_avg_sq", "step"):
+            for state in ("fp32", "exp_avg", "exp_avg_sq", "step")[: 3 if args.zero_stage == 3 else 4]:
                 whole(f"zero/{name}/{state}.pt")
     elif RANK == 0:
         for rank in range(ranks):

@@ -1,0 +1,158 @@
+"""ds_to_universal.py against DeepSpeed's own converter, on real checkpoints: every tensor, every bit."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import run
+from test_mends import convert_with_deepspeed, frozen_and_buffer
+
+import ds_to_universal
+
+# Parameters that divide among no number of ranks, and some smaller than it.
+COMMON = ("--n_embd", 36, "--n_head", 3, "--seq_len", 14, "--train_batch_size", 12, "--steps", 3)
+COMMON = (*COMMON, "--train_micro_batch_size_per_gpu", 1, "--checkpoint_interval", 3)
+
+
+def load(path):
+    return torch.load(path, weights_only=False)
+
+
+CASES = [(stage, dtype, ranks, None) for stage in (1, 2, 3) for dtype in ("fp32", "bf16") for ranks in (1, 3, 4)]
+CASES += [(stage, "bf16", 4, frozen_and_buffer(1)) for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("stage, dtype, ranks, variant", CASES)
+def test_bit_equal_to_deepspeed(tmp_path, stage, dtype, ranks, variant):
+    run(
+        tmp_path,
+        ranks,
+        "train.py",
+        *COMMON,
+        "--zero_stage",
+        stage,
+        "--dtype",
+        dtype,
+        "--checkpoint_dir",
+        "c",
+        patch=variant,
+    )
+    source, theirs, ours = (tmp_path / "c" / name for name in ("global_step3", "theirs", "ours"))
+    convert_with_deepspeed(source, theirs)
+    ds_to_universal.convert(source, ours)
+
+    model = load(ours / "mp_rank_00_model_states.pt")
+    compared = 0
+    for path in sorted((theirs / "zero").rglob("*.pt")):
+        name, state = str(path.parent.relative_to(theirs / "zero")), path.stem
+        if state == "optimizer_state":
+            continue
+        wanted = load(path)
+        if name in model["shared_params"]:
+            assert not (ours / "zero" / name).exists()  # X12: a tied weight is stored once, under its first name
+            continue
+        if name in model["module"]:  # frozen parameters and buffers: what the loader of zero/ never reads
+            assert state == "fp32" and torch.equal(wanted["param"], model["module"][name].float())
+            continue
+        got = load(ours / "zero" / name / path.name)
+        if state == "step":
+            assert torch.equal(got, wanted) and got.item() == 3
+            continue
+        wanted = (
+            wanted["param"] if isinstance(wanted, dict) else wanted.view(got["param"].shape)
+        )  # ZeRO-3 stores it flat
+        assert got["param"].dtype == wanted.dtype == torch.float32 and got["param"].shape == wanted.shape
+        assert torch.equal(got["param"].view(torch.int32), wanted.view(torch.int32))  # NaN and -0.0 too
+        assert got["cat_dim"] == 0
+        compared += 1
+    parameters = [name for group in model["param_shapes"] for name in group]
+    assert compared == 3 * len(parameters)
+    assert {p.parent.name for p in (ours / "zero").rglob("fp32.pt")} == set(parameters)
+
+    a, b = load(ours / "zero" / "optimizer_state.pt"), load(theirs / "zero" / "optimizer_state.pt")
+    assert vars(a["loss_scaler"]) == vars(b["loss_scaler"]) and type(a["loss_scaler"]) is type(b["loss_scaler"])
+    assert a["param_groups"] == b["param_groups"] and a["dynamic_loss_scale"] == b["dynamic_loss_scale"]
+    original = load(min(source.glob("*mp_rank_00_model_states.pt")))
+    assert {k: v for k, v in model.items() if k not in ("module", "frozen_param_fragments")} == {
+        k: v for k, v in original.items() if k not in ("module", "frozen_param_fragments")
+    }
+
+
+def test_stores_no_shard(tmp_path):
+    """X8: the global state has no tensor but the step, so no rank reads another one's shard again."""
+    run(tmp_path, 2, "train.py", *COMMON, "--zero_stage", 3, "--checkpoint_dir", "c")
+    ds_to_universal.convert(tmp_path / "c" / "global_step3", tmp_path / "c" / "u")
+    folder = tmp_path / "c" / "u"
+    assert (folder / "zero" / "optimizer_state.pt").stat().st_size < 10_000
+    shapes = load(folder / "mp_rank_00_model_states.pt")["param_shapes"]
+    size = sum(math.prod(shape) for group in shapes for shape in group.values())
+    stored = sum(path.stat().st_size for path in (folder / "zero").rglob("*.pt"))
+    files = len(list((folder / "zero").rglob("*.pt")))
+    assert 3 * 4 * size < stored < 3 * 4 * size + 2500 * files
+
+
+@pytest.fixture(scope="session")
+def checkpoint(work):
+    run(work, 2, "train.py", *COMMON, "--checkpoint_dir", "converter")
+    return work / "converter" / "global_step3"
+
+
+@pytest.mark.parametrize("name", ["a[b]", "run+1", "with space", "trailing/"])
+def test_any_folder_name(tmp_path, checkpoint, name):
+    """X4, X5, X7: no character in a path means anything, and a trailing slash changes nothing."""
+    ds_to_universal.convert(f"{checkpoint}/", f"{tmp_path}/{name}")
+    name = name.strip("/")
+    assert (tmp_path / "latest_universal").read_text() == name
+    assert len(list((tmp_path / name / "zero").rglob("exp_avg.pt"))) == 28
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "latest_universal"])
+
+
+def test_replaces_a_universal_checkpoint_and_nothing_else(tmp_path, checkpoint):
+    """A second conversion replaces the first whole; another folder is left as it is, the source too."""
+    output = tmp_path / "u"
+    ds_to_universal.convert(checkpoint, output)
+    (output / "zero" / "left over").mkdir()
+    ds_to_universal.convert(checkpoint, output)
+    assert not (output / "zero" / "left over").exists()
+    before = sorted(path.name for path in checkpoint.iterdir())
+    for taken in (checkpoint, tmp_path):
+        with pytest.raises(ds_to_universal.CheckpointError, match="is not a universal checkpoint"):
+            ds_to_universal.convert(checkpoint, taken)
+    assert sorted(path.name for path in checkpoint.iterdir()) == before
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "empty"])
+def test_broken_source(tmp_path, checkpoint, damage):
+    """Each file of the source in turn: one line that names it, and nothing appears."""
+    source = tmp_path / "source"
+    for victim in sorted(checkpoint.glob("*.pt")):
+        source.mkdir()
+        for path in checkpoint.glob("*.pt"):
+            (source / path.name).write_bytes(path.read_bytes())
+        path = source / victim.name
+        if damage == "missing":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2 if damage == "truncated" else 0])
+        with pytest.raises(ds_to_universal.CheckpointError) as error:
+            ds_to_universal.convert(source, tmp_path / "u")
+        assert victim.name in str(error.value) and "\n" not in str(error.value)
+        for path in source.iterdir():
+            path.unlink()
+        source.rmdir()
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_command_line(tmp_path, checkpoint, capfd, monkeypatch):
+    """DeepSpeed's flags; one line of figures, or one line of error and exit code 2."""
+    flags = ["--num_extract_workers", "4", "--num_merge_workers", "4", "--inject_missing_state"]
+    command = ["ds_to_universal.py", "--input_folder", f"{checkpoint}/", "--output_folder", str(tmp_path / "u"), *flags]
+    monkeypatch.setattr("sys.argv", command)
+    ds_to_universal.main()
+    assert "28 parameters" in capfd.readouterr().out
+    monkeypatch.setattr("sys.argv", [command[0], "--input_folder", str(tmp_path / "no"), *command[3:]])
+    with pytest.raises(SystemExit) as stop:
+        ds_to_universal.main()
+    assert stop.value.code == 2
+    assert capfd.readouterr().err == f"ds_to_universal.py: error: {Path(tmp_path / 'no')} does not exist\n"

@@ -1,0 +1,59 @@
+"""The commands of the README through the real launchers, on the smallest run that says something."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import PORT, ROOT
+
+BIN = Path(sys.executable).parent
+SMALL = ["--n_embd", "32", "--seq_len", "16", "--steps", "4", "--train_batch_size", "8"]
+SMALL += ["--train_micro_batch_size_per_gpu", "4", "--checkpoint_interval", "2"]
+LAUNCHERS = {
+    "deepspeed": [str(BIN / "deepspeed"), "--master_port", str(PORT), "--num_gpus", "2"],
+    "torchrun": [str(BIN / "torchrun"), "--master-port", str(PORT), "--nproc-per-node", "2"],
+}
+
+
+def start(folder, launcher, *arguments):
+    """Its exit code and output; whatever it started ends with it."""
+    command = [*LAUNCHERS[launcher], str(ROOT / "train.py"), *arguments]
+    path = f"{BIN}:{os.environ['PATH']}"
+    process = subprocess.Popen(
+        command, cwd=folder, env=os.environ | {"PATH": path}, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        out, _ = process.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, out
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_train_and_refuse(tmp_path, launcher):
+    code, out = start(tmp_path, launcher, *SMALL)
+    assert code == 0, out
+    assert "8 = 4 per GPU x 1 accumulation steps x 2 GPUs" in out and "step    4 | loss" in out
+    folder = tmp_path / "ds_transformer_checkpoint"
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["global_step2", "global_step4"]
+    assert (folder / "latest").read_text() == "global_step4"
+    # Rank 1 has the same complaint. The launcher ends all ranks when one exits; still rank 0's line comes out, once.
+    code, out = start(tmp_path, launcher, *SMALL, "--resume", "--checkpoint_tag", "global_step9")
+    assert code != 0 and out.count("train.py: error: ds_transformer_checkpoint/global_step9 does not exist") == 1
+    assert launcher == "torchrun" or code == 2
+
+
+def test_leaves_nothing_in_shared_memory():
+    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{PORT}_*"))
+
+
+def test_without_a_launcher(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, ROOT / "train.py"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 2 and result.stderr.count("train.py: error: start it with a launcher: deepspeed") == 1

@@ -1,0 +1,88 @@
+"""plot.py: the numbers of the table, the joined CSV, the exit code, and zero drawn as zero."""
+
+import csv
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+
+def write(path, losses, val=None):
+    with open(path, "w") as file:
+        file.write("step,loss,val_loss,lr,grad_norm,loss_scale,tokens_per_second\n")
+        file.writelines(f"{s},{v!r},{(val or {}).get(s, '')},0.1,1.0,1.0,100.0\n" for s, v in losses.items())
+
+
+def plot(folder, *arguments):
+    command = [sys.executable, ROOT / "plot.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def logs(tmp_path):
+    write(tmp_path / "base.csv", {s: 5.0 - 0.25 * s for s in range(1, 11)}, {10: 2.75})
+    write(tmp_path / "same.csv", {s: 5.0 - 0.25 * s for s in range(6, 11)}, {10: 2.75})
+    write(tmp_path / "off.csv", {s: 5.0 - 0.25 * s + (2.0**-10 if s >= 8 else 0) for s in range(6, 11)}, {10: 3.0})
+    return tmp_path
+
+
+def test_table_picture_and_csv(logs):
+    result = plot(logs, "base.csv", "same.csv", "off.csv", "--output", "out/picture.png")
+    assert result.returncode == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert ["same", "training", "6-10", "0.0e+00", "0.0e+00", "5", "of", "5"] in rows
+    assert ["off", "training", "6-10", "0.0e+00", "9.8e-04", "2", "of", "5"] in rows
+    assert ["off", "validation", "10-10", "2.5e-01", "2.5e-01", "0", "of", "1"] in rows
+    assert (logs / "out" / "picture.png").read_bytes()[:4] == b"\x89PNG"
+    with open(logs / "out" / "picture.csv", newline="") as file:
+        joined = list(csv.DictReader(file))
+    assert [row["step"] for row in joined] == [str(s) for s in range(1, 11)]
+    assert joined[8]["base loss"] == "2.75" and float(joined[8]["off loss"]) == 2.75 + 2.0**-10
+    assert joined[0]["same loss"] == "" and joined[9]["off val_loss"] == "3.0"
+
+
+def test_tolerance(logs):
+    assert plot(logs, "base.csv", "same.csv", "--tolerance", 0).returncode == 0
+    result = plot(logs, "base.csv", "off.csv", "--tolerance", 1e-4)
+    assert result.returncode == 1
+    assert result.stderr == "plot.py: off differs by 9.8e-04 at step 8 (training), more than 0.0001\n"
+    assert plot(logs, "base.csv", "off.csv", "--tolerance", 0.3).returncode == 0
+
+
+def test_nan_is_a_difference(logs):
+    """A loss that is no number differs from every number, and from itself."""
+    write(logs / "nan.csv", {s: float("nan") for s in range(6, 11)})
+    assert plot(logs, "base.csv", "nan.csv", "--tolerance", 1e9).returncode == 1
+
+
+@pytest.mark.parametrize("content", [None, "", "a,b\n1,2\n", "step,loss,val_loss\n", "step,loss,val_loss\n1,x,\n"])
+def test_bad_log(logs, content):
+    if content is not None:
+        (logs / "bad.csv").write_text(content)
+    result = plot(logs, "base.csv", "bad.csv")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "bad.csv" in result.stderr
+
+
+def test_nothing_in_common(logs):
+    write(logs / "later.csv", {20: 1.0})
+    result = plot(logs, "base.csv", "later.csv")
+    assert result.returncode == 2 and "later has no step in common with base" in result.stderr
+
+
+def test_zero_is_drawn_at_zero():
+    """A log axis has no place for zero; the axis of the differences has."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    import plot as script
+
+    runs = [{"loss": {1: 2.0, 2: 1.0}, "val_loss": {}}, {"loss": {1: 2.0, 2: 1.001}, "val_loss": {}}]
+    plt.close("all")
+    script.draw(["a", "b"], runs, ROOT / ".pytest_cache" / "zero.png")
+    below = plt.gcf().axes[1]
+    assert list(below.lines[0].get_ydata()) == pytest.approx([0.0, 0.001])
+    low, high = below.get_ylim()
+    assert low < 0 < 0.001 < high and below.transData.transform((1, 0.0))[1] > below.bbox.y0

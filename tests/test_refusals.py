@@ -1,0 +1,111 @@
+"""A user's mistake: one clear line on standard error from one rank, exit code 2, and nothing written or lost."""
+
+import shutil
+
+import pytest
+from conftest import launch, run
+
+import ds_to_universal
+
+COMMON = (
+    "--n_embd",
+    32,
+    "--seq_len",
+    16,
+    "--train_batch_size",
+    24,
+    "--train_micro_batch_size_per_gpu",
+    6,
+    "--steps",
+    3,
+)
+UNIVERSAL = ("--resume", "--universal_checkpoint", "--checkpoint_tag", "global_step3_universal")
+ORDINARY = ("--resume", "--checkpoint_tag", "global_step3")
+
+
+@pytest.fixture(scope="session")
+def trained(work):
+    folder = work / "refusals"
+    folder.mkdir()
+    run(folder, 2, "train.py", *COMMON, "--checkpoint_dir", "c", "--checkpoint_interval", 3)
+    ds_to_universal.convert(folder / "c" / "global_step3", folder / "c" / "global_step3_universal")
+    (folder / "short.txt").write_text("too short to cut a tenth off it")
+    (folder / "other.txt").write_text("another text. " * 1000)
+    return folder
+
+
+def everything(folder):
+    return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*") if p.is_file() and p.name[0] != "."}
+
+
+def refused(folder, ranks, *arguments):
+    before = everything(folder)
+    result = launch(folder, ranks, "train.py", *COMMON, "--checkpoint_dir", "c", "--run_name", "refused", *arguments)
+    assert result.code == 2, result.out + result.errors
+    assert result.out == "" and result.errors.count("\n") == 1 and result.errors.startswith("train.py: error: ")
+    assert everything(folder) == before and not (folder / "logs" / "refused.csv").exists()
+    return result.errors
+
+
+@pytest.mark.parametrize(
+    "ranks, arguments, words",
+    [
+        (2, ("--resume", "--checkpoint_tag", "no"), ["c/no does not exist", "global_step3, global_step3_universal"]),
+        (2, (*ORDINARY, "--universal_checkpoint"), ["global_step3 is an ordinary ZeRO checkpoint"]),
+        (
+            2,
+            UNIVERSAL[:1] + UNIVERSAL[2:],
+            ["global_step3_universal is a universal checkpoint: add --universal_checkpoint"],
+        ),
+        (1, ORDINARY, ["cut for 2 ranks, and these are 1", "python ds_to_universal.py --input_folder c/global_step3"]),
+        (4, ORDINARY, ["cut for 2 ranks, and these are 4"]),
+        (2, (*ORDINARY, "--zero_stage", 3), ["zero_stage is 1 in c/global_step3 and 3 here"]),
+        (3, UNIVERSAL, ["batch of 24", "micro-batches of 6 on 3 ranks", "[18, 36]", "[1, 2, 4, 8]", "[1, 2, 4] ranks"]),
+        (2, (*UNIVERSAL, "--n_layer", 3), ["n_layer is 2", "3 here"]),
+        (2, (*UNIVERSAL, "--n_embd", 64), ["n_embd is 32", "64 here"]),
+        (2, (*UNIVERSAL, "--seed", 1), ["seed is 1337", "1 here"]),
+        (2, (*UNIVERSAL, "--train_batch_size", 48), ["train_batch_size is 24", "48 here"]),
+        (2, (*UNIVERSAL, "--train_micro_batch_size_per_gpu", 3), ["train_micro_batch_size_per_gpu is 6", "3 here"]),
+        (2, (*UNIVERSAL, "--dtype", "bf16"), ["dtype is fp32", "bf16 here"]),
+        (2, (*UNIVERSAL, "--steps", 30), ["steps is 3", "30 here"]),
+        (2, (*UNIVERSAL, "--data", "other.txt"), ["data is ", "(14000 bytes) here"]),
+        (2, ("--data", "short.txt"), ["--data: short.txt has 31 bytes, 180 are needed"]),
+        (2, ("--data", "missing.txt"), ["--data: ", "missing.txt"]),
+        (2, ("--data", "."), ["--data: ", "Is a directory"]),
+        (2, ("--dtype", "fp16"), ["--dtype fp16 does not run on this cpu"]),
+        (2, ("--n_head", 5), ["--n_embd 32 does not divide into --n_head 5 heads"]),
+        (2, ("--steps", 0), ["--steps", "at least 1"]),
+        (2, ("--zero_stage", 0), ["--zero_stage", "invalid choice"]),
+        (2, ("--checkpoint_dir", "nowhere", "--resume"), ["nowhere/latest does not exist"]),
+    ],
+)
+def test_refused(trained, ranks, arguments, words):
+    line = refused(trained, ranks, *arguments)
+    for word in words:
+        assert word in line, line
+
+
+@pytest.mark.parametrize("resume", [ORDINARY, UNIVERSAL], ids=["ordinary", "universal"])
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_every_file_of_a_checkpoint(trained, tmp_path, resume, damage):
+    """Each file that a resume needs, one after the other, missing and truncated: the line names it."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "c" / resume[-1]
+    victims = sorted(folder.glob("*.pt"))
+    if resume is UNIVERSAL:  # one of its two names is enough: both are the same file
+        victims = [folder / "zero_pp_rank_0_mp_rank_00_model_states.pt", folder / "zero" / "optimizer_state.pt"]
+        victims += sorted((folder / "zero" / "wte.weight").iterdir()) + [folder / "zero" / "ln_f.bias" / "exp_avg.pt"]
+    for victim in victims:
+        content = victim.read_bytes()
+        victim.unlink()
+        if damage == "truncated":
+            victim.write_bytes(content[: len(content) * 2 // 3])
+        elif victim.name.startswith("zero_pp_rank_0_mp_rank_00_model"):
+            (folder / "mp_rank_00_model_states.pt").unlink()
+            assert "mp_rank_00_model_states.pt is missing" in refused(tmp_path, 2, *resume)
+            (folder / "mp_rank_00_model_states.pt").write_bytes(content)
+            victim.write_bytes(content)
+            continue
+        line = refused(tmp_path, 2, *resume)
+        assert str(victim.relative_to(tmp_path)) in line and damage in line, line
+        victim.write_bytes(content)

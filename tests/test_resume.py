@@ -1,0 +1,250 @@
+"""The loss does not notice a resume: at the same number of ranks not by a bit, at another by the last digits. And the
+comparison can fail: every way of getting it wrong that we know of is tried, and seen."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import compare, read_log, run
+
+import ds_to_universal
+import model
+
+MODEL = ("--n_embd", 32, "--seq_len", 16, "--warmup_steps", 20)
+
+
+def options(stage, dtype, folder, batch=24, micro=6, steps=200):
+    return (
+        *MODEL, "--zero_stage", stage, "--dtype", dtype, "--checkpoint_dir", folder, "--steps", steps,
+        "--train_batch_size", batch, "--train_micro_batch_size_per_gpu", micro,
+    )  # fmt: skip
+
+
+UNIVERSAL = ("--resume", "--universal_checkpoint", "--checkpoint_interval", 1000)
+
+
+@pytest.fixture(
+    scope="session", params=[(s, d) for s in (1, 2, 3) for d in ("fp32", "bf16")], ids=lambda p: f"zero{p[0]}-{p[1]}"
+)
+def baseline(request, work):
+    """200 steps on 4 ranks with a ZeRO checkpoint at 100, converted. Returns (name, options)."""
+    stage, dtype = request.param
+    name = f"zero{stage}_{dtype}"
+    common = options(stage, dtype, name)
+    run(work, 4, "train.py", *common, "--run_name", name, "--checkpoint_interval", 100)
+    ds_to_universal.convert(work / name / "global_step100", work / name / "global_step100_universal")
+    return name, common
+
+
+def assert_identical(work, name, resumed):
+    for column in ("loss", "val_loss", "lr", "grad_norm"):
+        gaps = compare(work, name, resumed, column)
+        assert min(gaps) in (101, 110) and max(gaps) == 200
+        assert set(gaps.values()) == {0.0}, (column, {s: g for s, g in gaps.items() if g})
+
+
+def test_same_ranks_zero_checkpoint(work, baseline):
+    """A ZeRO checkpoint on the ranks that wrote it: every one of 100 steps is the same, every bit."""
+    name, common = baseline
+    resume = ("--resume", "--checkpoint_tag", "global_step100", "--checkpoint_interval", 1000)
+    run(work, 4, "train.py", *common, *resume, "--run_name", f"{name}_zero")
+    assert_identical(work, name, f"{name}_zero")
+    assert len(compare(work, name, f"{name}_zero")) == 100
+
+
+def test_same_ranks_universal_checkpoint(work, baseline):
+    """The same through a universal checkpoint."""
+    name, common = baseline
+    out = run(work, 4, "train.py", *common, *UNIVERSAL, "--run_name", f"{name}_uc4")
+    assert_identical(work, name, f"{name}_uc4")
+    assert "step 100, weight decay 0.1, 0, loss scale 1" in out
+
+
+def test_half_the_ranks(work, baseline):
+    """On 2 ranks, with twice the accumulation steps: 1e-5 in fp32, 1e-2 in bf16."""
+    name, common = baseline
+    out = run(work, 2, "train.py", *common, *UNIVERSAL, "--run_name", f"{name}_uc2")
+    assert "24 = 6 per GPU x 2 accumulation steps x 2 GPUs" in out
+    for column in ("loss", "val_loss"):
+        gaps = compare(work, name, f"{name}_uc2", column)
+        assert max(gaps.values()) <= (1e-5 if "fp32" in name else 1e-2), max(gaps.values())
+
+
+@pytest.mark.parametrize("before, after", [(2, 4), (4, 1), (4, 3), (1, 4), (4, 8)])
+def test_up_and_odd(work, before, after):
+    """Any number of ranks to any other, dividing or not."""
+    name = f"from{before}"
+    common = options(1, "fp32", name, batch=24, micro=1, steps=60)
+    if not (work / name).exists():
+        run(work, before, "train.py", *common, "--run_name", name, "--checkpoint_interval", 30)
+        ds_to_universal.convert(work / name / "global_step30", work / name / "global_step30_universal")
+    run(work, after, "train.py", *common, *UNIVERSAL, "--run_name", f"{name}_to{after}")
+    gaps = compare(work, name, f"{name}_to{after}")
+    assert list(gaps) == list(range(31, 61)) and max(gaps.values()) <= 1e-5
+
+
+@pytest.mark.parametrize("before, after", [(1, 3), (3, 1), (2, 3), (1, 2)])
+def test_other_stage(work, before, after):
+    """A universal checkpoint does not know the ZeRO stage it came from (X10)."""
+    name = f"stage{before}"
+    if not (work / name).exists():
+        common = options(before, "fp32", name, steps=60)
+        run(work, 4, "train.py", *common, "--run_name", name, "--checkpoint_interval", 30)
+        ds_to_universal.convert(work / name / "global_step30", work / name / "global_step30_universal")
+    common = options(after, "fp32", name, steps=60)
+    run(work, 4, "train.py", *common, *UNIVERSAL, "--run_name", f"{name}_to_stage{after}")
+    gaps = compare(work, name, f"{name}_to_stage{after}")
+    assert len(gaps) == 30 and max(gaps.values()) <= 1e-5
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offload(work, stage):
+    """With the optimizer, at ZeRO-3 the parameters too, in CPU memory."""
+    name = f"offload{stage}"
+    common = (*options(stage, "fp32", name, steps=20), "--offload")
+    run(work, 4, "train.py", *common, "--run_name", name, "--checkpoint_interval", 10)
+    ds_to_universal.convert(work / name / "global_step10", work / name / "global_step10_universal")
+    for ranks, limit in ((4, 0.0), (2, 1e-5)):
+        run(work, ranks, "train.py", *common, *UNIVERSAL, "--run_name", f"{name}_uc{ranks}")
+        assert max(compare(work, name, f"{name}_uc{ranks}").values()) <= limit
+
+
+def fp16_on_cpu():
+    """Take the device check away, and start from a loss scale that overflows and later grows again."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    initialize, scaling = deepspeed.initialize, {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 8}
+    deepspeed.initialize = lambda config, **rest: initialize(config=config | {"fp16": config["fp16"] | scaling}, **rest)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fp16_loss_scale(work, stage):
+    """The dynamic loss scale goes on where it was, and the optimizer's count stays behind by the skipped steps."""
+    name = f"fp16_{stage}"
+    common = options(stage, "fp16", name, steps=30)
+    run(work, 4, "train.py", *common, "--run_name", name, "--checkpoint_interval", 20, patch=fp16_on_cpu)
+    ds_to_universal.convert(work / name / "global_step20", work / name / "global_step20_universal")
+    out = run(work, 4, "train.py", *common, *UNIVERSAL, "--run_name", f"{name}_uc", patch=fp16_on_cpu)
+    scales = read_log(work, name, "loss_scale")["loss_scale"]
+    assert f"loss scale {scales[20]:g}" in out and scales[20] < 2**24 and "optimizer      step 20" not in out
+    assert len(set(scales.values())) > 3
+    for column in ("loss", "loss_scale"):
+        assert set(compare(work, name, f"{name}_uc", column).values()) == {0.0}
+
+
+def test_log_goes_on_under_the_same_name(work):
+    """A run resumed under its own name keeps its rows, does no step twice and leaves none out."""
+    common = options(1, "fp32", "same_name", steps=20)
+    run(work, 2, "train.py", *common, "--run_name", "same_name", "--checkpoint_interval", 8)
+    before = read_log(work, "same_name")
+    run(work, 2, "train.py", *common, "--run_name", "same_name", "--resume", "--checkpoint_tag", "global_step8")
+    after = read_log(work, "same_name")
+    assert list(after["loss"]) == list(range(1, 21)) and after == before
+
+
+# -----------------------------------------------------------------------------
+# each sequence exactly once
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_every_sequence_once(work, ranks, stage):
+    """Over ranks and micro-batches, the model sees the global batch of the step: each row once, none twice."""
+
+    def record():
+        forward = model.GPT.forward
+
+        def recorded(self, inputs, targets):
+            if self.training:
+                rows = torch.cat([inputs, targets[:, -1:]], dim=1).tolist()
+                with open(f"rows.{os.environ['RANK']}", "a") as file:
+                    file.writelines(f"{row}\n" for row in rows)
+            return forward(self, inputs, targets)
+
+        model.GPT.forward = recorded
+
+    folder = work / f"rows{ranks}_{stage}"
+    folder.mkdir()
+    common = options(stage, "fp32", "unused", batch=24, micro=2, steps=3)
+    run(folder, ranks, "train.py", *common, "--run_name", "rows", patch=record)
+    seen = [Path(folder, f"rows.{rank}").read_text().splitlines() for rank in range(ranks)]
+    train, _, _ = model.load_data(None, 16)
+    for step in (1, 2, 3):
+        inputs, targets = model.global_batch(train, 1337, step, 24, 16)
+        wanted = [str(row) for row in torch.cat([inputs, targets[:, -1:]], dim=1).tolist()]
+        share = 24 // ranks
+        got = [row for rows in seen for row in rows[(step - 1) * share : step * share]]
+        assert len(set(wanted)) == 24  # the step has 24 different sequences, so counting them means something
+        assert sorted(got) == sorted(wanted)
+    assert sum(len(rows) for rows in seen) == 3 * 24
+
+
+def test_data_differ_at_every_step():
+    train, _, _ = model.load_data(None, 16)
+    steps = [model.global_batch(train, 1337, step, 24, 16)[0] for step in range(1, 50)]
+    assert len({tuple(batch.flatten().tolist()) for batch in steps}) == 49
+
+
+# -----------------------------------------------------------------------------
+# negative controls: what the comparison above must catch, and does
+
+
+@pytest.fixture(scope="session")
+def short(work):
+    common = options(1, "fp32", "short", steps=40)
+    run(work, 4, "train.py", *common, "--run_name", "short", "--checkpoint_interval", 30)
+    ds_to_universal.convert(work / "short" / "global_step30", work / "short" / "global_step30_universal")
+    run(work, 2, "train.py", *common, *UNIVERSAL, "--run_name", "short_right")
+    assert max(compare(work, "short", "short_right").values()) <= 1e-5
+    return common
+
+
+def off_by_one():
+    batch = model.global_batch
+    model.global_batch = lambda data, seed, step, *sizes: batch(data, seed, step + 1, *sizes)
+
+
+def data_by_rank_count():
+    batch = model.global_batch
+    model.global_batch = lambda data, seed, *rest: batch(data, seed + int(os.environ["WORLD_SIZE"]), *rest)
+
+
+def dropout_by_rank():
+    derive = model.derive_seed
+    model.derive_seed = lambda *key: derive(*key[:2], os.environ["RANK"]) if len(key) == 3 else derive(*key)
+
+
+@pytest.mark.parametrize("mistake", [off_by_one, data_by_rank_count, dropout_by_rank])
+def test_mistake_is_seen(work, short, mistake):
+    name = f"short_{mistake.__name__}"
+    run(work, 2, "train.py", *short, *UNIVERSAL, "--run_name", name, patch=mistake)
+    assert max(compare(work, "short", name).values()) > 1e-4
+
+
+def test_lost_moment_is_seen(work, short):
+    """One exp_avg of 28 is zero: the loss of the first step is the same, the next ones are not."""
+    shutil.copytree(work / "short", work / "short_broken")
+    file = work / "short_broken" / "global_step30_universal" / "zero" / "blocks.0.up.weight" / "exp_avg.pt"
+    content = torch.load(file)
+    content["param"].zero_()
+    torch.save(content, file)
+    run(work, 2, "train.py", *short, "--checkpoint_dir", "short_broken", *UNIVERSAL, "--run_name", "short_no_moment")
+    gaps = compare(work, "short", "short_no_moment")
+    assert gaps[31] <= 1e-6 and max(gaps.values()) > 1e-4
+
+
+def test_half_the_accumulation_is_seen(work, short):
+    """2 ranks with the accumulation steps of 4 take half the batch. train.py refuses; made to go on, it does not track."""
+    shutil.copytree(work / "short", work / "short_half")
+    for file in (work / "short_half" / "global_step30_universal").glob("*_model_states.pt"):
+        state = torch.load(file)
+        state["run"]["train_batch_size"] = 12
+        torch.save(state, file)
+    half = (*short, "--checkpoint_dir", "short_half", "--train_batch_size", 12)
+    out = run(work, 2, "train.py", *half, *UNIVERSAL, "--run_name", "short_half")
+    assert "12 = 6 per GPU x 1 accumulation steps x 2 GPUs" in out
+    assert max(compare(work, "short", "short_half").values()) > 1e-4
