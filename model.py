@@ -1,12 +1,16 @@
-"""What the training scripts share and what is not the lesson: a small GPT, the data, the log.
+"""What the training scripts share and what is not the lesson: a small GPT, the data, the log, the refusals.
 
-Nothing here knows about DeepSpeed, ranks or checkpoints, so grad_accu_pt.py stays plain PyTorch.
+Nothing here knows of DeepSpeed or of checkpoints, so grad_accu_pt.py stays plain PyTorch.
 """
 
+import argparse
 import csv
 import hashlib
 import math
+import os
+import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import torch
@@ -112,10 +116,17 @@ def global_batch(data, seed, step, size, seq_len):
     return sequences[:, :-1], sequences[:, 1:]
 
 
+def ragged(targets, seed, step):
+    """The same targets with sequences of unequal length: beyond its length each is -100, which no loss counts."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, step, "ragged"))
+    lengths = torch.randint(1, targets.size(1) + 1, (targets.size(0), 1), generator=generator)
+    return targets.masked_fill(torch.arange(targets.size(1)) >= lengths, -100)
+
+
 # -----------------------------------------------------------------------------
 # log
 
-COLUMNS = ["step", "loss", "val_loss", "lr", "grad_norm", "loss_scale", "tokens_per_second"]
+COLUMNS = ["step", "loss", "val_loss", "lr", "grad_norm", "loss_scale", "tokens_per_second", "seconds", "layout"]
 
 
 class Log:
@@ -124,23 +135,57 @@ class Log:
     A run that goes on under the same name keeps the rows up to the step it resumes from.
     """
 
-    def __init__(self, run_name, done=0):
+    def __init__(self, run_name, layout, done=0):
         path = Path("logs", f"{run_name}.csv")
         path.parent.mkdir(exist_ok=True)
         kept = []
         if done and path.exists():
             with path.open(newline="") as file:
                 kept = [row for row in csv.DictReader(file) if int(row["step"]) <= done]
-        self.file = path.open("w", newline="", buffering=1)
+        self.layout, self.file = layout, path.open("w", newline="", buffering=1)
         self.writer = csv.DictWriter(self.file, COLUMNS)
         self.writer.writeheader()
         self.writer.writerows(kept)
 
-    def write(self, **row):
-        self.writer.writerow(row)
+    def write(self, *, loss_scale=1.0, **row):
+        self.writer.writerow(row | {"loss_scale": loss_scale, "layout": self.layout})
         validation = f" | val {row['val_loss']:.4f}" if "val_loss" in row else ""
         print(
             f"step {row['step']:4d} | loss {row['loss']:.4f}{validation} | lr {row['lr']:.2e} | "
             f"norm {row['grad_norm']:.3f} | {row['tokens_per_second']:,.0f} tokens/s",
             flush=True,
         )
+
+
+# -----------------------------------------------------------------------------
+# refusals
+
+
+def fail(message):
+    """A user's mistake: one line from one rank, exit code 2."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(15)  # the first rank to exit makes the launcher end the others, and rank 0 must speak before that
+        os._exit(2)
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def positive(text):
+    """The argparse type of a number that counts something."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return int(text)
+
+
+def accumulation_steps(batch, micro, ranks):
+    """batch / (micro x ranks), or a refusal that says which numbers would divide."""
+    unit = micro * ranks
+    if batch % unit:
+        sizes = [size for size in (batch // unit * unit, batch // unit * unit + unit) if size]
+        micros = [m for m in range(1, batch + 1) if batch % (m * ranks) == 0]
+        fail(
+            f"a batch of {batch} does not divide into micro-batches of {micro} on {ranks} ranks; these would: "
+            f"--train_batch_size {sizes}, --train_micro_batch_size_per_gpu {micros}, or "
+            f"{[n for n in range(1, batch + 1) if batch % (micro * n) == 0]} ranks"
+        )
+    return batch // unit

@@ -15,7 +15,6 @@ import argparse
 import logging
 import os
 import shutil
-import sys
 import time
 import warnings
 import zipfile
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from model import GPT, Log, derive_seed, global_batch, load_data, parameter_groups
+from model import GPT, Log, accumulation_steps, derive_seed, fail, global_batch, load_data, parameter_groups, positive
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "dropout")
@@ -34,23 +33,8 @@ SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "dropout")
 TRACKED = (*SHAPE, "seed", "train_batch_size", "train_micro_batch_size_per_gpu", "dtype", "lr", "warmup_steps", "steps")
 
 
-def fail(message):
-    """A user's mistake: one line from one rank, exit code 2."""
-    if RANK != 0:
-        time.sleep(15)  # the first rank to exit makes the launcher end the others, and rank 0 must speak before that
-        os._exit(2)
-    print(f"train.py: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
-
-
 # -----------------------------------------------------------------------------
 # arguments
-
-
-def positive(text):
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
-    return int(text)
 
 
 def parse_arguments():
@@ -86,16 +70,7 @@ def parse_arguments():
 def check_arguments(args):
     if "RANK" not in os.environ:
         fail("start it with a launcher: deepspeed --num_gpus 4 train.py, or torchrun --nproc-per-node 4 train.py")
-    batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
-    if batch % (micro * WORLD_SIZE):
-        unit = micro * WORLD_SIZE
-        sizes = [size for size in (batch // unit * unit, batch // unit * unit + unit) if size]
-        micros = [m for m in range(1, batch + 1) if batch % (m * WORLD_SIZE) == 0]
-        ranks = [n for n in range(1, batch + 1) if batch % (micro * n) == 0]
-        fail(
-            f"a batch of {batch} does not divide into micro-batches of {micro} on {WORLD_SIZE} ranks; these would: "
-            f"--train_batch_size {sizes}, --train_micro_batch_size_per_gpu {micros}, or on {ranks} ranks"
-        )
+    accumulation_steps(args.train_batch_size, args.train_micro_batch_size_per_gpu, WORLD_SIZE)
     if args.n_embd % args.n_head:
         fail(f"--n_embd {args.n_embd} does not divide into --n_head {args.n_head} heads")
     device = get_accelerator()
@@ -295,7 +270,7 @@ def main():
         print(f"{size:,} parameters, ZeRO-{args.zero_stage}, {args.dtype}, on {device}, data {fingerprint}")
         print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {WORLD_SIZE} GPUs", flush=True)
     done = resume(engine, args, checkpoint) if checkpoint else 0
-    log = Log(args.run_name, done) if RANK == 0 else None
+    log = Log(args.run_name, f"{micro} x {accumulation} x {WORLD_SIZE}", done) if RANK == 0 else None
 
     # The global batch is cut into micro-batches, numbered alike on every layout. This rank's are `mine`.
     mine = range(RANK * accumulation, (RANK + 1) * accumulation)
@@ -320,8 +295,8 @@ def main():
             engine.step()  # does nothing until the last of them
             losses[m] = loss.detach()
         row = {"step": step, "loss": mean_loss(), "lr": lr, "grad_norm": float(engine.get_global_grad_norm())}
-        row["tokens_per_second"] = batch * args.seq_len / (time.perf_counter() - start)
-        row["loss_scale"] = engine.optimizer.loss_scale
+        row |= {"loss_scale": engine.optimizer.loss_scale, "seconds": time.perf_counter() - start}
+        row["tokens_per_second"] = batch * args.seq_len / row["seconds"]
         if step % args.eval_interval == 0 or step == args.steps:
             engine.eval()
             sequences = global_batch(validation, args.seed, 0, batch, args.seq_len)

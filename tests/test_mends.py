@@ -1,5 +1,5 @@
-"""What DeepSpeed loses when it loads a universal checkpoint, and train.py mends. Each test runs train.py twice: as it is,
-and with the lines of the mend taken out, which must be seen."""
+"""What DeepSpeed loses when it loads a universal checkpoint, and train.py mends. Each test runs train.py twice: as it
+is, and with the line of the mend taken out, which must be seen."""
 
 import os
 import re
@@ -94,7 +94,7 @@ def frozen_and_buffer(seed):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_frozen_parameters_and_buffers(work, stage):
-    """X3: at no stage does the loader restore them. The resumed run starts from other values, and must not keep them."""
+    """X3: at no stage does the loader restore them. The resumed run starts from other values."""
     name = f"x3_{stage}"
     common = (*COMMON, "--zero_stage", stage, "--checkpoint_dir", name)
     run(work, 4, "train.py", *common, "--run_name", name, "--checkpoint_interval", 20, patch=frozen_and_buffer(1))
@@ -108,7 +108,7 @@ def test_frozen_parameters_and_buffers(work, stage):
 
 
 def test_lost_step_count_is_refused(work, stage3):
-    """The step count of the optimizer is checked against the checkpoint's, so a loader that loses it is not believed."""
+    """The step count of the optimizer is checked against the checkpoint's, so a loader that loses it is caught."""
 
     def patch():
         import deepspeed

@@ -238,7 +238,7 @@ def test_lost_moment_is_seen(work, short):
 
 
 def test_half_the_accumulation_is_seen(work, short):
-    """2 ranks with the accumulation steps of 4 take half the batch. train.py refuses; made to go on, it does not track."""
+    """2 ranks with the accumulation steps of 4 take half the batch. train.py refuses; made to go on, it is off."""
     shutil.copytree(work / "short", work / "short_half")
     for file in (work / "short_half" / "global_step30_universal").glob("*_model_states.pt"):
         state = torch.load(file)

@@ -1,0 +1,165 @@
+"""Gradient accumulation: five layouts, one curve; each sequence once; and the traps, seen."""
+
+import difflib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, compare, launch, read_log, run
+
+import model
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import traps  # noqa: E402
+
+LAYOUTS = {  # run: (script, ranks, micro-batch, accumulation steps)
+    "no_grad_accu_pt": ("grad_accu_pt.py", 1, 32, 1),
+    "grad_accu_4_pt": ("grad_accu_pt.py", 1, 8, 4),
+    "no_grad_accu_ds": ("grad_accu_ds.py", 1, 32, 1),
+    "grad_accu_4_ds": ("grad_accu_ds.py", 1, 8, 4),
+    "grad_accu_2_ds_ws2": ("grad_accu_ds.py", 2, 8, 2),
+}
+
+
+@pytest.mark.parametrize("flags", [(), ("--ragged",)], ids=["equal", "ragged"])
+def test_five_layouts_one_curve(tmp_path, flags):
+    """PyTorch and DeepSpeed, one batch of 32 or 4 micro-batches or 2 on 2 ranks: 1e-5 over 100 steps, ragged too."""
+    for name, (script, ranks, micro, accumulation) in LAYOUTS.items():
+        arguments = ("--steps", 100, "--run_name", name, "--train_micro_batch_size_per_gpu", micro)
+        out = run(tmp_path, ranks, script, *arguments, "--train_batch_size", 32, *flags)
+        assert f"32 = {micro} per GPU x {accumulation} accumulation steps x {ranks} GPUs" in out
+        for column in ("loss", "grad_norm"):
+            gaps = compare(tmp_path, "no_grad_accu_pt", name, column)
+            assert len(gaps) == 100 and max(gaps.values()) <= 1e-5, (name, column, max(gaps.values()))
+    losses = list(read_log(tmp_path, "no_grad_accu_pt")["loss"].values())
+    assert losses[0] > 5.5 and losses[-1] < 3.0  # it learns, so the curves had something to disagree about
+
+
+def record_rows():
+    """Every sequence that passes through the model, by rank."""
+    forward = model.GPT.forward
+
+    def recorded(self, inputs, targets):
+        with open(f"rows.{os.environ['RANK']}", "a") as file:
+            file.writelines(f"{row}\n" for row in torch.cat([inputs, targets[:, -1:]], dim=1).tolist())
+        return forward(self, inputs, targets)
+
+    model.GPT.forward = recorded
+
+
+def rows_by_step(folder, ranks, steps):
+    """[sorted rows of step 1, of step 2, ...] over all ranks; None where they do not divide into steps."""
+    seen = [Path(folder, f"rows.{rank}").read_text().splitlines() for rank in range(ranks)]
+    share = len(seen[0]) // steps
+    return [sorted(row for rows in seen for row in rows[s * share : (s + 1) * share]) for s in range(steps)]
+
+
+def wanted_rows(steps):
+    train, _, _ = model.load_data()
+    wanted = []
+    for step in range(1, steps + 1):
+        inputs, targets = model.global_batch(train, 1337, step, 32, 32)
+        wanted.append(sorted(str(row) for row in torch.cat([inputs, targets[:, -1:]], dim=1).tolist()))
+        assert len(set(wanted[-1])) == 32
+    return wanted
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_sequence_once(tmp_path, layout):
+    """Each of the 32 sequences of a step passes through the model once, over ranks and micro-batches."""
+    script, ranks, micro, _ = layout
+    run(tmp_path, ranks, script, "--steps", 3, "--train_micro_batch_size_per_gpu", micro, patch=record_rows)
+    assert rows_by_step(tmp_path, ranks, 3) == wanted_rows(3)
+
+
+def test_feeding_everything_every_time_matches_and_is_seen(tmp_path):
+    """A loop that feeds the whole batch in every micro-step has the same curve. Only the count of rows tells."""
+    source = (ROOT / "grad_accu_pt.py").read_text()
+    edits = {
+        "rows = slice(m * micro, (m + 1) * micro)": "rows = slice(0, batch)",
+        "share = tokens[rows].sum().item() / tokens.sum().item()": "share = 1 / accumulation",
+    }
+    for old, new in edits.items():
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    (tmp_path / "everything.py").write_text(source)
+    run(tmp_path, 1, "grad_accu_pt.py", "--run_name", "right")
+    command = (tmp_path / "everything.py", "--run_name", "everything", "--train_micro_batch_size_per_gpu", 8)
+    run(tmp_path, 1, *command)
+    assert max(compare(tmp_path, "right", "everything").values()) <= 1e-5
+    run(tmp_path, 1, *command, "--steps", 3, patch=record_rows)
+    assert rows_by_step(tmp_path, 1, 3) != wanted_rows(3)
+
+
+@pytest.mark.parametrize("uneven", [False, True], ids=["equal", "ragged"])
+def test_accumulated_gradient_is_the_full_gradient(uneven):
+    """In float64 the sum of the shares' gradients is the gradient of the whole batch, to 1e-12."""
+    torch.manual_seed(0)
+    gpt = model.GPT(dropout=0.0).double()
+    # the loss is float32 by design; here it must not be
+    gpt_loss = lambda x, y: torch.nn.functional.cross_entropy(logits(gpt, x).flatten(0, 1), y.flatten())  # noqa: E731
+    train, _, _ = model.load_data()
+    inputs, targets = model.global_batch(train, 1337, 1, 32, 32)
+    if uneven:
+        targets = model.ragged(targets, 1337, 1)
+        assert len(set((targets >= 0).sum(dim=1).tolist())) > 10
+    gpt_loss(inputs, targets).backward()
+    full = [p.grad.clone() for p in gpt.parameters()]
+    for micro in (16, 8, 1):
+        gpt.zero_grad()
+        for m in range(32 // micro):
+            rows = slice(m * micro, (m + 1) * micro)
+            share = (targets[rows] >= 0).sum().item() / (targets >= 0).sum().item()
+            (gpt_loss(inputs[rows], targets[rows]) * share).backward()
+        largest = max((p.grad - f).abs().max().item() for p, f in zip(gpt.parameters(), full, strict=True))
+        assert largest <= 1e-12
+    assert max(f.abs().max().item() for f in full) > 1e-2
+
+
+def logits(gpt, inputs):
+    x = gpt.wte(inputs) + gpt.wpe(torch.arange(inputs.size(1)))
+    for block in gpt.blocks:
+        x = block(x)
+    return gpt.lm_head(gpt.ln_f(x))
+
+
+@pytest.mark.parametrize(
+    "trap, low, high, ratio",
+    [
+        ("no trap", 0, 1e-5, 1),
+        ("not divided, AdamW", 1e-5, 1e-3, 4),  # Adam divides the factor away: nothing to see in the loss ...
+        ("not divided, AdamW, clipping", 1e-2, 1, 4),  # ... until something compares the gradient with a constant
+        ("not divided, SGD", 0.1, 100, 4),
+        ("a step at every micro-batch", 1e-1, 10, 0.25),
+        ("no trap, ragged", 0, 1e-5, 1),
+        ("mean of means, ragged", 1e-3, 1, 1),
+    ],
+)
+def test_trap(tmp_path, monkeypatch, trap, low, high, ratio):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [])
+    gap, norms = traps.measure(trap)
+    assert low <= gap <= high
+    assert norms == pytest.approx(ratio, rel=1e-4 if trap.startswith(("no", "not")) else 0.05)
+
+
+def test_the_pair_is_alike():
+    """The two scripts differ where PyTorch and DeepSpeed do. All else is the same lines in the same order."""
+    pt, ds = ((ROOT / f"grad_accu_{kind}.py").read_text().splitlines() for kind in ("pt", "ds"))
+    assert "deepspeed" not in "".join(pt[8:]).lower() and "distributed" not in "".join(pt).lower()
+    same = sum(block.size for block in difflib.SequenceMatcher(None, pt, ds, autojunk=False).get_matching_blocks())
+    changed = [line for line in difflib.ndiff(pt[8:], ds[8:]) if line.startswith("- ")]
+    assert same >= 0.7 * len(pt) and len(changed) <= 15, "\n".join(changed)
+    for section in ("parser.add_argument", "    inputs, targets", "    tokens =", "        rows =", "        share ="):
+        assert [s for s in pt if s.startswith(section)][:3] == [s for s in ds if s.startswith(section)][:3]
+
+
+@pytest.mark.parametrize("script, ranks", [("grad_accu_pt.py", 1), ("grad_accu_ds.py", 2)])
+def test_batch_that_does_not_divide(tmp_path, script, ranks):
+    result = launch(tmp_path, ranks, script, "--train_batch_size", 32, "--train_micro_batch_size_per_gpu", 12)
+    assert result.code == 2 and result.out == "" and not (tmp_path / "logs").exists()
+    assert result.errors.count("\n") == 1
+    assert f"{script}: error: a batch of 32 does not divide into micro-batches of 12 on {ranks} ranks" in result.errors
+    assert str({1: [24, 36], 2: [24, 48]}[ranks]) in result.errors
