@@ -14,7 +14,7 @@ RESUME  = $(TRAIN) --resume --checkpoint_interval 400
 .PHONY: demo test clean
 .DELETE_ON_ERROR:
 
-demo: assets/resume_no_uc.png assets/resume_uc.png
+demo: assets/resume_no_uc.png assets/grad_accu.png assets/resume_uc.png assets/traps.txt
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -41,8 +41,33 @@ logs/resume_no_uc.csv: logs/default.csv
 	$(RANKS) 4 $(RESUME) --checkpoint_tag global_step100 --run_name resume_no_uc
 
 assets/resume_no_uc.png: logs/resume_no_uc.csv plot.py
-	-$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name refused
+	$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name refused; test $$? -eq 2
 	$(PY) plot.py logs/default.csv logs/resume_no_uc.csv --output $@ --tolerance 0
+
+# Test 2: accumulation, in PyTorch and on DeepSpeed
+ACCU = --steps 100 --run_name $(basename $(notdir $@)) --train_batch_size 32 --train_micro_batch_size_per_gpu
+logs/no_grad_accu_pt.csv: .venv/installed grad_accu_pt.py model.py
+	$(PY) grad_accu_pt.py $(ACCU) 32
+
+logs/grad_accu_4_pt.csv: .venv/installed grad_accu_pt.py model.py
+	$(PY) grad_accu_pt.py $(ACCU) 8
+
+logs/no_grad_accu_ds.csv: .venv/installed grad_accu_ds.py model.py
+	$(RANKS) 1 grad_accu_ds.py $(ACCU) 32
+
+logs/grad_accu_4_ds.csv: .venv/installed grad_accu_ds.py model.py
+	$(RANKS) 1 grad_accu_ds.py $(ACCU) 8
+
+logs/grad_accu_2_ds_ws2.csv: .venv/installed grad_accu_ds.py model.py
+	$(RANKS) 2 grad_accu_ds.py $(ACCU) 8
+
+GRAD_ACCU = $(patsubst %,logs/%.csv,no_grad_accu_pt grad_accu_4_pt no_grad_accu_ds grad_accu_4_ds grad_accu_2_ds_ws2)
+assets/grad_accu.png: $(GRAD_ACCU) plot.py
+	$(PY) plot.py $(GRAD_ACCU) --output $@ --tolerance 1e-5
+
+assets/traps.txt: .venv/installed benchmarks/traps.py grad_accu_pt.py model.py
+	$(PY) benchmarks/traps.py > $@
+	cat $@
 
 # Test 3: a universal checkpoint resumes on any
 $(CKPT)/latest_universal: logs/default.csv ds_to_universal.py

@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import time
+import warnings
 
 import deepspeed
 import torch
@@ -32,6 +33,7 @@ batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
 accumulation = accumulation_steps(batch, micro, ranks)
 torch.set_num_threads(1)
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+warnings.simplefilter("ignore", FutureWarning)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # on a CPU it compiles for a minute and leaks memory
 
 torch.manual_seed(1337)

@@ -8,6 +8,8 @@ exit code 1 when a loss differs by more. Nothing is smoothed.
 
 import argparse
 import csv
+import math
+import statistics
 import sys
 from pathlib import Path
 
@@ -23,16 +25,18 @@ def fail(message):
 
 
 def read_log(path):
-    """{"loss": {step: value}, "val_loss": {step: value}} of one log."""
+    """{"loss": {step: value}, "val_loss": {step: value}, "layout": str, "seconds": [of every step]} of one log."""
     try:
         with open(path, newline="") as file:
             rows = list(csv.DictReader(file))
-        series = {c: {int(r["step"]): float(r[c]) for r in rows if r[c]} for c in ("loss", "val_loss")}
+        run = {c: {int(r["step"]): float(r[c]) for r in rows if r[c]} for c in ("loss", "val_loss")}
+        run["seconds"] = [float(r["seconds"]) for r in rows if r.get("seconds")]
     except (OSError, KeyError, TypeError, ValueError) as error:
         fail(f"{path} is not a log of these scripts: {error!r}")
-    if not series["loss"]:
+    if not run["loss"]:
         fail(f"{path} has no steps")
-    return series
+    run["layout"] = rows[-1].get("layout") or ""
+    return run
 
 
 def differences(baseline, run, column):
@@ -100,23 +104,30 @@ def main():
     draw(names, runs, output)
     write_joined(names, runs, output.with_suffix(".csv"))
 
+    row = "{:<20}{:>20}{:>10}{:>14}{:>12}{:>15}{:>18}{:>9}"
+    print(row.format("", "micro x accum x", "", "", "", "", "validation", ""))
+    print(
+        row.format(
+            "run", "ranks = batch", "steps", "first |diff|", "max |diff|", "bit-identical", "max |diff|", "steps/s"
+        )
+    )
     above = []
-    header = f"{'against ' + names[0]:<28}{'loss':<12}{'steps':>10}"
-    print(f"{header}{'first |diff|':>14}{'max |diff|':>12}{'bit-identical':>15}")
-    for name, run in zip(names[1:], runs[1:], strict=True):
-        for column, title in (("loss", "training"), ("val_loss", "validation")):
-            gaps = differences(runs[0], run, column)
-            if not gaps:
-                continue
-            steps, zeros = list(gaps), sum(gap == 0 for gap in gaps.values())
-            row = f"{name:<28}{title:<12}{f'{steps[0]}-{steps[-1]}':>10}{gaps[steps[0]]:>14.1e}"
-            print(f"{row}{max(gaps.values()):>12.1e}{f'{zeros} of {len(gaps)}':>15}")
-            if args.tolerance is not None:
-                above += [(step, name, title, gap) for step, gap in gaps.items() if gap > args.tolerance]
+    for name, run in zip(names, runs, strict=True):
+        steps, gaps, validation = list(run["loss"]), *(differences(runs[0], run, c) for c in ("loss", "val_loss"))
+        layout = f"{run['layout']} = {math.prod(map(int, run['layout'].split(' x ')))}" if run["layout"] else ""
+        numbers = ["", "baseline", "", ""]
+        if run is not runs[0]:
+            zeros = sum(gap == 0 for gap in gaps.values())
+            numbers = [f"{next(iter(gaps.values())):.1e}", f"{max(gaps.values()):.1e}", f"{zeros} of {len(gaps)}"]
+            numbers.append(f"{max(validation.values()):.1e}" if validation else "")
+        speed = f"{1 / statistics.median(run['seconds']):.1f}" if run["seconds"] else ""
+        print(row.format(name, layout, f"{steps[0]}-{steps[-1]}", *numbers, speed))
+        for kind, series in (("training", gaps), ("validation", validation)):
+            above += [(step, name, kind, g) for step, g in series.items() if g > (args.tolerance or 0)]
     print(f"wrote {output} and {output.with_suffix('.csv')}")
-    if above:
-        step, name, title, gap = min(above)
-        sys.exit(f"plot.py: {name} differs by {gap:.1e} at step {step} ({title}), more than {args.tolerance:g}")
+    if above and args.tolerance is not None:
+        step, name, kind, gap = min(above)
+        sys.exit(f"plot.py: {name} differs by {gap:.1e} at step {step} ({kind}), more than {args.tolerance:g}")
 
 
 if __name__ == "__main__":

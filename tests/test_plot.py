@@ -10,8 +10,10 @@ from conftest import ROOT
 
 def write(path, losses, val=None):
     with open(path, "w") as file:
-        file.write("step,loss,val_loss,lr,grad_norm,loss_scale,tokens_per_second\n")
-        file.writelines(f"{s},{v!r},{(val or {}).get(s, '')},0.1,1.0,1.0,100.0\n" for s, v in losses.items())
+        file.write("step,loss,val_loss,lr,grad_norm,loss_scale,tokens_per_second,seconds,layout\n")
+        file.writelines(
+            f"{s},{v!r},{(val or {}).get(s, '')},0.1,1.0,1.0,100.0,0.5,8 x 2 x 3\n" for s, v in losses.items()
+        )
 
 
 def plot(folder, *arguments):
@@ -31,9 +33,10 @@ def test_table_picture_and_csv(logs):
     result = plot(logs, "base.csv", "same.csv", "off.csv", "--output", "out/picture.png")
     assert result.returncode == 0, result.stderr
     rows = [line.split() for line in result.stdout.splitlines()]
-    assert ["same", "training", "6-10", "0.0e+00", "0.0e+00", "5", "of", "5"] in rows
-    assert ["off", "training", "6-10", "0.0e+00", "9.8e-04", "2", "of", "5"] in rows
-    assert ["off", "validation", "10-10", "2.5e-01", "2.5e-01", "0", "of", "1"] in rows
+    layout = ["8", "x", "2", "x", "3", "=", "48"]
+    assert ["base", *layout, "1-10", "baseline", "2.0"] in rows
+    assert ["same", *layout, "6-10", "0.0e+00", "0.0e+00", "5", "of", "5", "0.0e+00", "2.0"] in rows
+    assert ["off", *layout, "6-10", "0.0e+00", "9.8e-04", "2", "of", "5", "2.5e-01", "2.0"] in rows
     assert (logs / "out" / "picture.png").read_bytes()[:4] == b"\x89PNG"
     with open(logs / "out" / "picture.csv", newline="") as file:
         joined = list(csv.DictReader(file))
