@@ -1,0 +1,183 @@
+"""ds_to_universal.py against DeepSpeed's own converter and `cp -r`: seconds, ratios, memory.
+
+    python benchmarks/convert.py --sizes 10M 124M --ranks 4 16 64 --stages 1 3 --folder /dev/shm
+
+The checkpoints are laid out here, in DeepSpeed 0.19.8's format, as bf16 training of a GPT-2 of that size on so many
+ranks writes them: random weights, all else as it would be. All three tools run as whole processes, in turn, and
+the median of --repeat rounds counts. Ours waits until the disk has it, so that each is followed by a sync.
+"""
+
+import argparse
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+ROOT = Path(__file__).resolve().parent.parent
+GPT = {"1M": (1000, 128, 4), "10M": (12288, 256, 8), "124M": (50257, 768, 12), "1B": (50257, 1792, 24)}
+
+
+def gpt_groups(vocabulary, width, layers):
+    """Parameter shapes of a GPT-2 with tied embeddings, in a decay and a no-decay group."""
+    decay, no_decay = OrderedDict(), OrderedDict()
+    decay["wte.weight"], decay["wpe.weight"] = (vocabulary, width), (1024, width)
+    for i in range(layers):
+        for name, shape in {
+            "attn.qkv": (3 * width, width),
+            "attn.proj": (width, width),
+            "up": (4 * width, width),
+            "down": (width, 4 * width),
+        }.items():
+            decay[f"h.{i}.{name}.weight"], no_decay[f"h.{i}.{name}.bias"] = shape, shape[:1]
+        for name in ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"):
+            no_decay[f"h.{i}.{name}"] = (width,)
+    no_decay |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+    return [OrderedDict((name, torch.Size(shape)) for name, shape in group.items()) for group in (decay, no_decay)]
+
+
+def lay_out(folder, groups, ranks, stage):
+    """Write a ZeRO checkpoint of random weights. groups: [{name: shape}]."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    noise = torch.rand(1 << 22)
+
+    def flat(numel):
+        return noise.repeat(math.ceil(numel / len(noise)))[:numel].clone()
+
+    hyper = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "params": [0]}
+    param_groups = [hyper | {"weight_decay": 0.1}, hyper | {"weight_decay": 0.0, "params": [1]}]
+    model = {
+        "buffer_names": [], "optimizer": None, "param_shapes": groups, "frozen_param_shapes": None,
+        "shared_params": {"lm_head.weight": "wte.weight"}, "frozen_param_fragments": None, "data_sampler": None,
+        "lr_scheduler": {"last_batch_iteration": 100}, "random_ltd": None, "skipped_steps": 0, "global_steps": 100,
+        "global_samples": 100, "dp_world_size": ranks, "mp_world_size": 1, "ds_config": {}, "ds_version": "0.19.8",
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+    }  # fmt: skip
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    sizes = [[(name, shape.numel()) for name, shape in group.items()] for group in groups]
+    if stage == 3:
+        placeholders = {name: torch.empty(0, dtype=torch.bfloat16) for name in shapes}
+        for rank in range(ranks):
+            torch.save(model | {"module": placeholders}, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    else:
+        module = {name: flat(shape.numel()).view(shape).bfloat16() for name, shape in shapes.items()}
+        torch.save(model | {"module": module}, folder / "mp_rank_00_model_states.pt")
+    for rank in range(ranks):
+        common = {"loss_scaler": LossScaler(1.0), "dynamic_loss_scale": False, "overflow": False}
+        step, state, fp32, mappings, paddings = torch.tensor(100.0), {}, [], [], []
+        for group, names in enumerate(sizes):
+            if stage == 3:
+                size = sum(math.ceil(numel / ranks) for _, numel in names)
+            else:
+                total = sum(numel for _, numel in names)
+                size, mapping, offset = 2 * math.ceil(total / (2 * ranks)), OrderedDict(), 0
+                for name, numel in names:
+                    begin, end = max(offset, rank * size), min(offset + numel, (rank + 1) * size)
+                    if begin < end:
+                        mapping[name] = fragment_address(start=begin - rank * size, numel=end - begin)
+                    offset += numel
+                mappings.append(mapping)
+                paddings.append(max(0, min(size, (rank + 1) * size - total)))
+            state[group] = {"step": step, "exp_avg": flat(size), "exp_avg_sq": flat(size)}
+            fp32.append(flat(size)[: size - paddings[-1]].clone() if paddings else flat(size))
+        base = {"state": state, "param_groups": param_groups}
+        if stage == 3:
+            shard = common | {"zero_stage": ZeroStageEnum.weights, "partition_count": ranks, "fp32_flat_groups": fp32}
+            shard |= {"optimizer_state_dict": base}
+        else:
+            shard = common | {"clip_grad": 1.0, "base_optimizer_state": base, "single_partition_of_fp32_groups": fp32}
+            shard |= {"zero_stage": ZeroStageEnum(stage), "group_paddings": paddings, "ds_version": "0.19.8"}
+            shard |= {"partition_count": [ranks, ranks], "param_slice_mappings": mappings}
+        content = {"optimizer_state_dict": shard, "ds_config": {}, "ds_version": "0.19.8"}
+        torch.save(content, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
+def timed(command, folder):
+    """(seconds, MB of the largest process, output) of a whole process and the disk behind it."""
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    out = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    subprocess.run(["sync", "-f", folder], check=True)
+    assert status == 0, f"{command} failed: {out}"
+    return time.perf_counter() - start, usage.ru_maxrss / 1e3, out
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=GPT, default=["10M", "124M"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[4, 16, 64])
+    parser.add_argument("--stages", nargs="+", type=int, default=[1, 3])
+    parser.add_argument(
+        "--folder", type=Path, default=Path("/dev/shm"), help="where: /dev/shm is memory, others a disk"
+    )
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    work = args.folder / f"convert_benchmark_{os.getpid()}"
+    source, output = work / "source", work / "output"
+    common = ["--input_folder", source, "--output_folder", output, "--num_extract_workers", "4", "--num_merge_workers"]
+    commands = {
+        "ours": [sys.executable, ROOT / "ds_to_universal.py", *common, "2"],
+        "DeepSpeed": [
+            sys.executable,
+            "-m",
+            "deepspeed.checkpoint.ds_to_universal",
+            *common,
+            "2",
+            "--inject_missing_state",
+        ],
+        "cp": ["cp", "-r", source, output],
+    }
+    print(
+        f"seconds of whole processes, medians of {args.repeat}, on {args.folder}; data: what ours takes after its start"
+    )
+    columns = "{:>5}{:>6}{:>7}{:>7} |{:>8}{:>11}{:>8} |{:>16}{:>9} |{:>9}{:>14}"
+    print(
+        columns.format(
+            "size",
+            "ZeRO",
+            "ranks",
+            "GB",
+            "ours",
+            "DeepSpeed",
+            "cp -r",
+            "DeepSpeed/ours",
+            "data/cp",
+            "ours MB",
+            "DeepSpeed MB",
+        )
+    )
+    try:
+        for size in args.sizes:
+            for stage in args.stages:
+                for ranks in args.ranks:
+                    lay_out(source, gpt_groups(*GPT[size]), ranks, stage)
+                    total = sum(path.stat().st_size for path in source.iterdir()) / 1e9
+                    results = {name: [] for name in commands}
+                    for _ in range(args.repeat):
+                        for name, command in commands.items():
+                            results[name].append(timed(list(map(str, command)), args.folder))
+                            shutil.rmtree(output)
+                    data = statistics.median(float(out.split(" in ")[1].split()[0]) for _, _, out in results["ours"])
+                    seconds = {name: statistics.median(s for s, _, _ in runs) for name, runs in results.items()}
+                    memory = {name: max(m for _, m, _ in runs) for name, runs in results.items()}
+                    ours, theirs, cp = (f"{seconds[name]:.2f}" for name in ("ours", "DeepSpeed", "cp"))
+                    ratio = f"{seconds['DeepSpeed'] / seconds['ours']:.1f}"
+                    row = (size, stage, ranks, f"{total:.2f}", ours, theirs, cp, ratio, f"{data / seconds['cp']:.2f}")
+                    print(columns.format(*row, f"{memory['ours']:.0f}", f"{memory['DeepSpeed']:.0f}"), flush=True)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
