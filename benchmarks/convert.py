@@ -8,13 +8,13 @@ the median of --repeat rounds counts. Ours waits until the disk has it, so that 
 """
 
 import argparse
+import json
 import math
 import os
 import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -102,15 +102,19 @@ def lay_out(folder, groups, ranks, stage):
         torch.save(content, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
+# A process inherits the peak memory of the one that forks it, and this one is large: a small one goes between.
+BETWEEN = """import json, resource, subprocess, sys, time
+start = time.perf_counter()
+run = subprocess.run(sys.argv[2:], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+subprocess.run(["sync", "-f", sys.argv[1]], check=True)
+seconds = time.perf_counter() - start
+print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3, run.stdout]))"""
+
+
 def timed(command, folder):
-    """(seconds, MB of the largest process, output) of a whole process and the disk behind it."""
-    start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    out = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    subprocess.run(["sync", "-f", folder], check=True)
-    assert status == 0, f"{command} failed: {out}"
-    return time.perf_counter() - start, usage.ru_maxrss / 1e3, out
+    """[seconds, MB of the largest process, output] of a whole process and the disk behind it."""
+    command = [sys.executable, "-c", BETWEEN, folder, *command]
+    return json.loads(subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True).stdout)
 
 
 def main():
@@ -166,7 +170,7 @@ def main():
                     results = {name: [] for name in commands}
                     for _ in range(args.repeat):
                         for name, command in commands.items():
-                            results[name].append(timed(list(map(str, command)), args.folder))
+                            results[name].append(timed(command, args.folder))
                             shutil.rmtree(output)
                     data = statistics.median(float(out.split(" in ")[1].split()[0]) for _, _, out in results["ours"])
                     seconds = {name: statistics.median(s for s, _, _ in runs) for name, runs in results.items()}
