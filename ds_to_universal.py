@@ -26,6 +26,7 @@ classes stay names. Each range is read once, checked against the archive's CRC-3
 """
 
 import argparse
+import bisect
 import collections
 import contextlib
 import copyreg
@@ -33,6 +34,7 @@ import ctypes
 import fcntl
 import functools
 import io
+import itertools
 import math
 import os
 import pickle
@@ -223,18 +225,17 @@ def load(path, trust=False):
 
 
 def find_shards(folder):
-    """The optimizer shards as {rank: path}."""
+    """The optimizer shards as {model-parallel rank: {data-parallel rank: path}}."""
     shards = {}
     for path in sorted(folder.glob("*_optim_states.pt")):
         match = re.fullmatch(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", path.name)
-        if match is None or path.name.startswith("expp_"):
+        if match is None:
             raise CheckpointError(f"{path} is not the optimizer shard of a ZeRO checkpoint of dense layers")
         rank, mp_rank = map(int, match.groups())
-        if mp_rank:
-            raise CheckpointError(f"{path}: tensor- and pipeline-parallel checkpoints are not converted yet")
-        if rank in shards:
-            raise CheckpointError(f"{path} and {shards[rank].name} are both the shard of rank {rank}")
-        shards[rank] = path
+        others = shards.setdefault(mp_rank, {})
+        if rank in others:
+            raise CheckpointError(f"{path} and {others[rank].name} are both the shard of rank {rank}")
+        others[rank] = path
     if not shards:
         raise CheckpointError(f"{folder} holds no *_optim_states.pt: it is not a ZeRO checkpoint")
     if list(folder.glob("layer_*_expert_*")) or (folder / "offloaded_tensors").exists():
@@ -294,13 +295,13 @@ def blame(path):
         ) from error
 
 
-def read(folder, workers, trust=False, strict=True):
-    """The whole checkpoint: its descriptions in memory, its tensors as byte ranges.
+def read_data_parallel(folder, mp_rank, shards, pool, trust, strict):
+    """The checkpoint of one model-parallel rank, put together over its data-parallel ranks: descriptions in memory,
+    tensors as byte ranges.
 
     Returns (model, optimizer, parameters): rank 0's model states, `module` cut down to buffers and whole frozen
     parameters; rank 0's optimizer state; {name: {"shape", "step", "states": {state: (kind, pieces)}}}.
     """
-    shards = find_shards(folder)
     low = min(shards)
     with blame(shards[low]):
         first = load(shards[low], trust)["optimizer_state_dict"]
@@ -312,12 +313,11 @@ def read(folder, workers, trust=False, strict=True):
             raise CheckpointError(f"{folder / name} is missing")
     if max(shards) >= ranks:
         raise CheckpointError(f"{shards[max(shards)]} is one too many: {shards[low].name} says {ranks} ranks")
-    paths = [folder / "mp_rank_00_model_states.pt"]
+    paths = [folder / f"mp_rank_{mp_rank:02d}_model_states.pt"]
     if stage3:
-        paths = [folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)]
-    with ThreadPoolExecutor(workers) as pool:
-        optimizers = list(pool.map(lambda rank: load(shards[rank], trust), range(ranks)))
-        models = list(pool.map(lambda path: load(path, trust), paths))
+        paths = [folder / f"zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_model_states.pt" for rank in range(ranks)]
+    optimizers = list(pool.map(lambda rank: load(shards[rank], trust), range(ranks)))
+    models = list(pool.map(lambda path: load(path, trust), paths))
 
     model, parameters, ends = models[0], {}, {}
     with blame(paths[0]):
@@ -374,6 +374,252 @@ def read(folder, workers, trust=False, strict=True):
             module = {name: compact(tensor) for name, tensor in model["module"].items() if name in kept}
             model["module"], model["frozen_param_fragments"] = module | frozen, None
     return model, first, parameters
+
+
+def read(folder, output, workers, trust=False, strict=True):
+    """The whole checkpoint: (model states of every model-parallel rank, rank 0's optimizer state, parameters), where
+    parameters is {name: {"shape", "step", "states": {state: (kind, pieces)}, "how": what the loader needs to cut it}}.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist")
+    if (folder / "zero").is_dir():
+        raise CheckpointError(f"{folder} is a universal checkpoint already")
+    if output.exists() and not (output / "zero" / "optimizer_state.pt").is_file():
+        raise CheckpointError(f"{output} exists and is not a universal checkpoint: it is left as it is")
+    shards = find_shards(folder)
+    with ThreadPoolExecutor(workers) as pool:
+        parts = [read_data_parallel(folder, mp, shards[mp], pool, trust, strict) for mp in sorted(shards)]
+    models, optimizers, parameters = zip(*parts, strict=True)
+    with blame(folder):
+        degrees = models[0].get("checkpoint_parallel_dimensions") or {}
+        pipeline = degrees.get("pp_degree") or (1 if models[0]["module"] is not None else len(shards))
+        tensor = degrees.get("tp_degree") or len(shards) // pipeline
+        if sorted(shards) != list(range(tensor * pipeline)):
+            names = ", ".join(f"mp_rank_{mp:02d}" for mp in sorted(shards))
+            raise CheckpointError(f"{folder} should have {tensor} tensor x {pipeline} pipeline ranks, and has {names}")
+        for model in models:
+            if model["global_steps"] != models[0]["global_steps"]:
+                raise CheckpointError(f"{folder}: its model-parallel ranks are of different steps")
+        merged, merger = {}, TensorParallel(models[0].get("universal_checkpoint_info"), tensor, folder)
+        for stage in range(pipeline):
+            ranks = parameters[stage * tensor : (stage + 1) * tensor]
+            for name in ranks[0]:
+                if name in merged and not merger.tied(name):
+                    raise CheckpointError(f"{folder}: {name} is in two pipeline stages and is not declared as tied")
+                if name not in merged:
+                    merged[name] = merger.merge(name, [rank[name] for rank in ranks])
+        if strict and merger.unused:
+            raise CheckpointError(
+                f"{folder}: universal_checkpoint_info has patterns that match no parameter: "
+                f"{', '.join(sorted(merger.unused))} (--no_strict goes on without)"
+            )
+    return models, optimizers[0], merged
+
+
+def blocks_along(dim, shapes):
+    """Where the shards of a tensor cut along dim lie in it: (shape, [(rank, shape, strides and offset in the shard,
+    strides and offset in the whole)])."""
+    size = [sum(shape[d] for shape in shapes) if d == dim else shapes[0][d] for d in range(len(shapes[0]))]
+    return tuple(size), sub_parameter_blocks(dim, size, [[shape[dim] for shape in shapes]])
+
+
+def sub_parameter_blocks(dim, size, widths):
+    """The same for a tensor that is several side by side along dim, each cut by itself: widths[sub][rank]."""
+    blocks, strides = [], whole("", [], size).stride
+    at, in_shard = 0, [0] * len(widths[0])
+    for sub in widths:
+        for rank, width in enumerate(sub):
+            mine = [sum(w[rank] for w in widths) if d == dim else n for d, n in enumerate(size)]
+            stride = whole("", [], mine).stride
+            block = [width if d == dim else n for d, n in enumerate(size)]
+            blocks.append((rank, block, stride, in_shard[rank] * stride[dim], strides, at * strides[dim]))
+            in_shard[rank], at = in_shard[rank] + width, at + width
+    return blocks
+
+
+def runs(blocks):
+    """Blocks as contiguous runs in the order of the whole: [(offset in the whole, numel, rank, offset in shard)]."""
+    found = []
+    for rank, shape, stride, offset, full_stride, full_offset in blocks:
+        inner, dims = 1, len(shape)
+        while dims and (stride[dims - 1] == full_stride[dims - 1] == inner or shape[dims - 1] == 1):
+            dims -= 1
+            inner *= shape[dims]
+        for index in itertools.product(*map(range, shape[:dims])) if inner else ():
+            there = full_offset + sum(i * s for i, s in zip(index, full_stride, strict=False))
+            found.append((there, inner, rank, offset + sum(i * s for i, s in zip(index, stride, strict=False))))
+    return sorted(found)
+
+
+class Ranges:
+    """Sub-ranges of a long list of pieces, found by bisection."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+        self.ends = list(itertools.accumulate(nbytes for _, _, nbytes in pieces))
+
+    def cut(self, start, nbytes):
+        taken, i = [], bisect.bisect_right(self.ends, start)
+        while nbytes:
+            record, first, size = self.pieces[i]
+            skip = start - (self.ends[i] - size)
+            part = min(size - skip, nbytes)
+            taken.append((record, first + skip, part))
+            start, nbytes, i = start + part, nbytes - part, i + 1
+        return taken
+
+
+class TensorParallel:
+    """Puts the shards of tensor-parallel ranks together, by the universal_checkpoint_info that the checkpoint carries.
+
+    The names of its entries, and what each does, are DeepSpeed's (deepspeed/checkpoint/constants.py). Every layout is a
+    permutation of byte ranges, except the average, which takes torch.
+    """
+
+    LISTS = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns", "vocabulary_parameter_patterns")
+    LISTS += ("parameter_with_row_parallelism_patterns", "parameter_with_2_sub_params_cat_dim_0")
+
+    def __init__(self, info, degree, folder):
+        self.info, self.degree, self.folder, self.unused = info or {}, degree, folder, set()
+        if degree > 1 and not info:
+            raise CheckpointError(
+                f"{folder} has {degree} tensor-parallel ranks and no universal_checkpoint_info, which says how they "
+                "are cut: it must be in the client state when the checkpoint is saved"
+            )
+        self.version = self.info.get("universal_checkpoint_version", 0.0)
+        self.affine = self.info.get("affine_map") or {"params": {}, "version": 1}
+        if self.affine.get("version", 1) > 1:
+            raise CheckpointError(f"{folder}: affine map of version {self.affine['version']}, and only 1 is known")
+        if degree > 1:
+            self.unused = {pattern for key in self.LISTS for pattern in self.info.get(key, [])}
+            self.unused |= {p for sub in self.info.get("parameter_with_sub_params", []) for p in sub["patterns"]}
+
+    def match(self, patterns, name):
+        matched = [pattern for pattern in patterns if re.match(pattern, name)]
+        self.unused -= set(matched)
+        if len(matched) > 1:
+            raise CheckpointError(f"{self.folder}: {name} matches more than one pattern: {', '.join(matched)}")
+        return matched[0] if matched else None
+
+    def tied(self, name):
+        return self.match(self.info.get("pipeline_replicated_parameter_patterns", []), name)
+
+    def merge(self, name, shards):
+        """One parameter from its shards, in the order of the tensor-parallel ranks."""
+        if self.degree == 1:
+            return shards[0] | {"how": {"cat_dim": 0}}
+        found = {key: self.match(self.info.get(key, []), name) for key in self.LISTS}
+        sub = next((s for s in self.info.get("parameter_with_sub_params", []) if self.match(s["patterns"], name)), None)
+        if self.match(self.info.get("autotp_unsupported_parameter_patterns") or {}, name):
+            raise CheckpointError(f"{self.folder}: DeepSpeed did not record how {name} is cut")
+        shapes, how = [shard["shape"] for shard in shards], {}
+        pattern = self.match(self.affine["params"], name)
+        if pattern:
+            shape, blocks = self.affine_blocks(name, self.affine["params"][pattern])
+        elif found["tp_replicated_parameter_patterns"]:
+            shape = shapes[0]
+            stride = whole("", [], shape).stride
+            blocks = [(rank, shape, stride, 0, stride, 0) for rank in range(self.degree)]
+        elif found["parameter_to_average_patterns"]:
+            return self.average(shards)
+        elif found["parameter_with_2_sub_params_cat_dim_0"]:
+            size = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+            blocks, shape = sub_parameter_blocks(0, size, 2 * [[shape[0] // 2 for shape in shapes]]), tuple(size)
+            how = {"cat_dim": 0, "param_n_sub_params": 2}
+        elif sub:
+            shape, blocks, how = self.sub_parameters(name, shapes, sub)
+        else:
+            dim = 1 if found["parameter_with_row_parallelism_patterns"] else 0
+            (shape, blocks), how = blocks_along(dim, shapes), {"cat_dim": dim}
+        order, copies, at = [], [], 0
+        for run in runs(blocks):
+            if run[0] == at:
+                order.append(run)
+                at += run[1]
+            elif order and run[:2] == order[-1][:2]:
+                copies.append(run)  # of the last one, on another rank
+            else:
+                raise CheckpointError(f"{self.folder}: the shards of {name} do not cover it exactly once")
+        if at != math.prod(shape):
+            raise CheckpointError(f"{self.folder}: the shards of {name} hold {at} of its {math.prod(shape)} elements")
+        states = {}
+        for key, (kind, _) in shards[0]["states"].items():
+            width, ranges = ELEMENT_SIZE[kind], [Ranges(shard["states"][key][1]) for shard in shards]
+            pieces = [p for _, numel, rank, start in order for p in ranges[rank].cut(start * width, numel * width)]
+            put_together = Ranges(pieces)
+            for there, numel, rank, start in copies:
+                original = put_together.cut(there * width, numel * width)
+                if not same(original, ranges[rank].cut(start * width, numel * width)):
+                    raise CheckpointError(f"{self.folder}: {key} of {name} differs on tensor-parallel rank {rank}")
+            states[key] = (kind, pieces)
+        if found["vocabulary_parameter_patterns"]:
+            shape = (self.info["original_vocab_size"], *shape[1:])
+            states = {
+                k: (kind, Ranges(p).cut(0, math.prod(shape) * ELEMENT_SIZE[kind])) for k, (kind, p) in states.items()
+            }
+            how["vocab_tensor"] = True
+        return {"shape": shape, "step": shards[0]["step"], "states": states, "how": how}
+
+    def affine_blocks(self, name, entry):
+        blocks = []
+        for rank, shard in entry["ranks"].items():
+            for piece in shard["pieces"]:
+                if piece.get("scale", 1.0) != 1.0:
+                    raise CheckpointError(
+                        f"{self.folder}: {name} is stored scaled, its optimizer state cannot be converted"
+                    )
+                (there, full_stride), (here, stride) = piece["source"], piece["dest"]
+                blocks.append((int(rank), piece["shape"], stride, here, full_stride, there))
+        return tuple(entry["logical_shape"]), blocks
+
+    def sub_parameters(self, name, shapes, sub):
+        dim, spec = sub["partition_dim"], sub["shape"][sub["partition_dim"]]
+        total = sum(math.prod(shape) for shape in shapes)
+        if isinstance(spec, int):  # before version 0.4: the number of sub-parameters of one size
+            spec = (sum(shape[dim] for shape in shapes) // spec,) * spec
+        widths = [[size // self.degree] * self.degree for size in spec]
+        if self.version >= 0.4:
+            widths = self.info["sub_param_shard_widths"][self.match(sub["patterns"], name)]
+        if [sum(width) for width in widths] != list(spec):
+            raise CheckpointError(f"{self.folder}: the widths of {name}, {widths}, do not make up its sizes {spec}")
+        size = [sum(n) if isinstance(n, (tuple, list)) else n for n in sub["shape"]]
+        size[dim] = sum(spec)
+        if -1 in size:
+            size[size.index(-1)] = total // -math.prod(size)
+        if math.prod(size) != total:
+            raise CheckpointError(f"{self.folder}: {name} has {total} elements, which do not make up {size}")
+        description = opaque("deepspeed.checkpoint.universal_checkpoint.SubparamShape")
+        described = description.__new__(description)
+        shape = [spec if d == dim else n for d, n in enumerate(sub["shape"])]
+        described.state = {"patterns": sub["patterns"], "shape": tuple(shape), "partition_dim": dim}
+        return tuple(size), sub_parameter_blocks(dim, size, widths), {"sub_param_shape": described}
+
+    def average(self, shards):
+        import torch
+
+        states = {}
+        for key, (kind, _) in shards[0]["states"].items():
+            assert kind == "FloatStorage", f"{key} is {kind}, averages are taken of float32"
+            data = [b"".join(bytes(read_range(*piece)) for piece in shard["states"][key][1]) for shard in shards]
+            mean = sum(torch.frombuffer(bytearray(d), dtype=torch.float32) for d in data) / len(shards)
+            content = mean.numpy().tobytes()
+            states[key] = (kind, [(content, 0, len(content))])
+        return shards[0] | {"states": states, "how": {}}
+
+
+def same(a, b):
+    """Whether two lists of pieces hold the same bytes."""
+    a, b = ((read_range(r, s + at, min(CHUNK, n - at)) for r, s, n in p for at in range(0, n, CHUNK)) for p in (a, b))
+    left, right = b"", b""
+    for chunk in a:
+        left += bytes(chunk)
+        while len(right) < len(left) and (more := next(b, None)) is not None:
+            right += bytes(more)
+        size = min(len(left), len(right))
+        if left[:size] != right[:size]:
+            return False
+        left, right = left[size:], right[size:]
+    return not left and not right and next(b, None) is None
 
 
 def check_steps(shards, steps, paths, models, strict):
@@ -583,7 +829,7 @@ def global_state(optimizer, parameters):
     return state
 
 
-def files_of(model, optimizer, parameters):
+def files_of(models, optimizer, parameters):
     """{path below the output folder: content}."""
     files = {}
     for name, parameter in parameters.items():
@@ -591,12 +837,11 @@ def files_of(model, optimizer, parameters):
         if not folder.startswith("zero/"):
             raise CheckpointError(f"{name!r} is a parameter's name that leaves the folder")
         for key, (kind, pieces) in parameter["states"].items():
-            files[f"{folder}/{key}.pt"] = {"param": whole(kind, pieces, parameter["shape"]), "cat_dim": 0}
+            files[f"{folder}/{key}.pt"] = {"param": whole(kind, pieces, parameter["shape"])} | parameter["how"]
         if parameter["step"] is not None:
             files[f"{folder}/step.pt"] = parameter["step"]
     files["zero/optimizer_state.pt"] = global_state(optimizer, parameters)
-    files["mp_rank_00_model_states.pt"] = model
-    return files
+    return files | {f"mp_rank_{mp_rank:02d}_model_states.pt": model for mp_rank, model in enumerate(models)}
 
 
 # -----------------------------------------------------------------------------
@@ -641,9 +886,10 @@ def sync(folder):
         os.close(descriptor)
 
 
-def start(output):
-    """The empty folder to write into, beside the output and locked. Sweeps away what a killed conversion has left."""
-    folder, old = output.with_name(f".{output.name}.unfinished"), output.with_name(f".{output.name}.replaced")
+def start(folder, output):
+    """Make the empty folder to write into, beside the output; sweep away what a killed conversion has left. Returns the
+    descriptor that keeps it locked."""
+    old = output.with_name(f".{output.name}.replaced")
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
@@ -654,7 +900,7 @@ def start(output):
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     if old.exists():
         shutil.rmtree(old) if output.exists() else old.rename(output)
-    return folder, lock
+    return lock
 
 
 def verify(folder, files):
@@ -678,49 +924,71 @@ def verify(folder, files):
                     at += size
 
 
+@contextlib.contextmanager
+def together(share):
+    """Of several processes none goes on unless all do: each raises what one of them did."""
+    problem = None
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        problem = error
+    problem = next((p for p in share(problem) if p is not None), None)
+    if problem is not None:
+        raise problem
+
+
 def convert(
     input_folder, output_folder, num_extract_workers=4, num_merge_workers=2, *,
-    strict=True, trust=False, check=False, progress=False,
+    strict=True, trust=False, check=False, progress=False, rank=0, ranks=1, share=lambda value: [value],
 ):  # fmt: skip
     """Convert the ZeRO checkpoint in input_folder into a universal checkpoint at output_folder.
 
-    check compares the finished files with the source, byte by byte, before they are published. Raises CheckpointError
-    when the input is not a whole ZeRO checkpoint, or the output is something else's folder; OSError when a disk fails.
-    Nothing has then appeared at output_folder. Returns {"parameters", "bytes", "files", "seconds"}.
+    check compares the finished files with the source, byte by byte, before they are published. Several processes share
+    the work as rank of ranks; share(value) returns the values of all of them.
+    Raises CheckpointError when the input is not a whole ZeRO checkpoint, or the output is something else's folder;
+    OSError when a disk fails. Nothing has then appeared at output_folder.
+    Returns {"parameters", "bytes", "files", "seconds"}.
     """
     began = time.perf_counter()
     source, output = Path(input_folder), Path(os.path.abspath(output_folder))
-    if not source.is_dir():
-        raise CheckpointError(f"{source} does not exist")
-    if (source / "zero").is_dir():
-        raise CheckpointError(f"{source} is a universal checkpoint already")
-    if output.exists() and not (output / "zero" / "optimizer_state.pt").is_file():
-        raise CheckpointError(f"{output} exists and is not a universal checkpoint: it is left as it is")
-    model, optimizer, parameters = read(source, num_extract_workers, trust, strict)
-    files = files_of(model, optimizer, parameters)
-
-    folder, lock = start(output)
+    folder, lock = output.with_name(f".{output.name}.unfinished"), None
     try:
-        for parent in {(folder / name).parent for name in files}:
-            parent.mkdir(parents=True, exist_ok=True)
+        with together(share):
+            models, optimizer, parameters = read(source, output, num_extract_workers, trust, strict)
+            files = files_of(models, optimizer, parameters)
+            if rank == 0:
+                lock = start(folder, output)
+                for parent in {(folder / name).parent for name in files}:
+                    parent.mkdir(parents=True, exist_ok=True)
         pieces = {name: pieces_of(content) for name, content in files.items()}
         sizes = {name: sum(nbytes for _, _, nbytes in ranges) for name, ranges in pieces.items()}
         records = {id(r): r for ranges in pieces.values() for r, _, _ in ranges if isinstance(r, Record)}.values()
-        with ThreadPoolExecutor(num_merge_workers) as pool, bar(sum(sizes.values()), progress) as done:
-            largest_first = sorted(files, key=sizes.get, reverse=True)
-            for written in pool.map(lambda name: write(folder / name, files[name]), largest_first):
-                done(written)
-            list(pool.map(check_record, records))
-        os.link(folder / "mp_rank_00_model_states.pt", folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
-        if check:
-            verify(folder, files)
-        publish(folder, output)
+        mine, loads = [], [0] * ranks
+        for name in sorted(files, key=sizes.get, reverse=True):  # the largest first, each to who has least so far
+            least = loads.index(min(loads))
+            loads[least] += sizes[name] or 1
+            mine += [name] if least == rank else []
+        with ThreadPoolExecutor(num_merge_workers) as pool:
+            with together(share), bar(sum(sizes[name] for name in mine), progress) as done:
+                for written in pool.map(lambda name: write(folder / name, files[name]), mine):
+                    done(written)
+            for record, seen in zip(records, zip(*share([r.seen for r in records]), strict=True), strict=True):
+                record.seen = [interval for of_one in seen for interval in of_one]
+            with together(share):
+                if rank == 0:
+                    list(pool.map(check_record, records))
+                    for path in folder.glob("mp_rank_*_model_states.pt"):
+                        os.link(path, folder / f"zero_pp_rank_0_{path.name}")
+                    if check:
+                        verify(folder, files)
+                    publish(folder, output)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
         opened.cache_clear()
-    seconds = time.perf_counter() - began
-    return {"parameters": len(parameters), "bytes": sum(sizes.values()), "files": len(files) + 1, "seconds": seconds}
+    seconds, count = time.perf_counter() - began, len(files) + len(models)
+    return {"parameters": len(parameters), "bytes": sum(sizes.values()), "files": count, "seconds": seconds}
 
 
 def pieces_of(content):
@@ -746,6 +1014,29 @@ def bar(total, progress):
         yield shown.update
 
 
+def launched():
+    """rank, ranks and share of the process under the deepspeed launcher, torchrun or srun; of one alone, nothing."""
+    rank, ranks = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+    if rank is None:
+        rank, ranks = (os.environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+        os.environ.setdefault("MASTER_ADDR", os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
+        os.environ.setdefault("MASTER_PORT", "29500")
+    if rank is None or ranks is None or int(ranks) == 1:
+        return {}
+    import torch.distributed as dist
+
+    def share(value):
+        values = [None] * int(ranks)
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError as error:  # gloo's, when a process is gone
+            raise CheckpointError("another process of this conversion is gone: nothing is published") from error
+        return values
+
+    dist.init_process_group("gloo", rank=int(rank), world_size=int(ranks))
+    return {"rank": int(rank), "ranks": int(ranks), "share": share}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arg = parser.add_argument
@@ -759,13 +1050,21 @@ def main():
         "executed here, but they will be when the result is loaded")  # fmt: skip
     arg("--inject_missing_state", action="store_true", help="accepted, as DeepSpeed's converter does; not needed here")
     arg("--keep_temp_folder", action="store_true", help="accepted; there is none")
+    arg("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     args = vars(parser.parse_args())
-    del args["inject_missing_state"], args["keep_temp_folder"]
+    del args["inject_missing_state"], args["keep_temp_folder"], args["local_rank"]
+    team = launched()
+    rank = team.get("rank", 0)
     try:
-        done = convert(**args, progress=True)
+        done = convert(**args, **team, progress=rank == 0)
     except (CheckpointError, OSError) as error:
-        print(f"ds_to_universal.py: error: {error}", file=sys.stderr)
+        if rank:  # rank 0 says it, and the launcher must not end it before it has
+            time.sleep(5)
+            os._exit(2)
+        print(f"ds_to_universal.py: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, CheckpointError) else 1)
+    if rank:
+        return
     rate, memory = done["bytes"] / done["seconds"] / 1e9, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     print(
         f"{args['output_folder']}: {done['parameters']} parameters, {done['bytes']:,} bytes, {done['files']} files "
