@@ -81,6 +81,7 @@ KNOWN = {f"torch.{name}" for name in (*ELEMENT_SIZE, *DTYPES, "device")} | {
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
 }
 
 
@@ -1063,6 +1064,9 @@ def main():
             os._exit(2)
         print(f"ds_to_universal.py: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, CheckpointError) else 1)
+    if team:
+        team["share"](None)
+        sys.modules["torch.distributed"].destroy_process_group()
     if rank:
         return
     rate, memory = done["bytes"] / done["seconds"] / 1e9, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
