@@ -325,6 +325,11 @@ def read_data_parallel(folder, mp_rank, shards, pool, trust, strict):
         shapes, said = model["param_shapes"], model["dp_world_size"]
         for names in shapes:
             parameters |= {name: {"shape": tuple(shape), "step": None, "states": {}} for name, shape in names.items()}
+        if not stage3 and ranks > 1 and model["ds_config"].get("zero_optimization", {}).get("round_robin_gradients"):
+            raise CheckpointError(
+                f"{paths[0]}: with round_robin_gradients DeepSpeed saves a wrong description of its slices; load the "
+                "checkpoint on the ranks that wrote it, switch that off, and save it again"
+            )
     if said != ranks:
         raise CheckpointError(f"{paths[0]} is of {said} ranks, {shards[low].name} of {ranks}")
     steps = []
@@ -683,7 +688,8 @@ def read_into(buffer, record, start):
     if isinstance(record, bytes):
         buffer[:] = record[start : start + len(buffer)]
         return len(buffer)
-    got = os.preadv(opened(record.path).fileno(), [buffer], record.offset + start)
+    file = opened(record.path)  # held while it is read: the cache may let go of it in another thread
+    got = os.preadv(file.fileno(), [buffer], record.offset + start)
     if not got:
         raise CheckpointError(f"{record.path} became shorter while it was read")
     return got

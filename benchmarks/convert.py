@@ -38,9 +38,9 @@ def gpt_groups(vocabulary, width, layers):
             "up": (4 * width, width),
             "down": (width, 4 * width),
         }.items():
-            decay[f"h.{i}.{name}.weight"], no_decay[f"h.{i}.{name}.bias"] = shape, shape[:1]
+            decay[f"blocks.{i}.{name}.weight"], no_decay[f"blocks.{i}.{name}.bias"] = shape, shape[:1]
         for name in ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"):
-            no_decay[f"h.{i}.{name}"] = (width,)
+            no_decay[f"blocks.{i}.{name}"] = (width,)
     no_decay |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
     return [OrderedDict((name, torch.Size(shape)) for name, shape in group.items()) for group in (decay, no_decay)]
 
