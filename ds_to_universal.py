@@ -45,7 +45,6 @@ import struct
 import sys
 import threading
 import time
-import uuid
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +53,9 @@ from pathlib import Path
 
 class CheckpointError(Exception):
     """What is wrong with the checkpoint or the folders, in one line."""
+
+    def __init__(self, message):
+        super().__init__(" ".join(str(message).splitlines()))
 
 
 # -----------------------------------------------------------------------------
@@ -160,6 +162,7 @@ def in_memory(tensor):
     data = bytes(read_range(record, start, nbytes))
     if not record.seen:
         record.seen.append((start, nbytes, zlib.crc32(data)))
+        check_record(record)
     return whole(tensor.storage.kind, [(data, 0, nbytes)], tensor.size)
 
 
@@ -330,14 +333,23 @@ def read_data_parallel(folder, mp_rank, shards, pool, trust, strict):
                 f"{paths[0]}: with round_robin_gradients DeepSpeed saves a wrong description of its slices; load the "
                 "checkpoint on the ranks that wrote it, switch that off, and save it again"
             )
+    for path, other in zip(paths, models, strict=True):
+        for key in ("param_shapes", "buffer_names", "frozen_param_shapes"):
+            if other.get(key) != model.get(key):
+                raise CheckpointError(f"{path} has other {key} than {paths[0].name}")
     if said != ranks:
         raise CheckpointError(f"{paths[0]} is of {said} ranks, {shards[low].name} of {ranks}")
-    steps = []
+    steps, kinds = [], None
     for rank, optimizer in enumerate(optimizers):
         with blame(shards[rank]):
             optimizers[rank] = optimizer = optimizer["optimizer_state_dict"]
             groups = [flat_states(optimizer, group) for group in range(len(shapes))]
             taken = [0] * len(shapes)
+            if len(shapes) != len(optimizer["fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"]):
+                raise CheckpointError(f"{shards[rank]} has another number of parameter groups than {paths[0].name}")
+            kinds = kinds or [states.keys() for states, _ in groups]
+            if kinds != [states.keys() for states, _ in groups]:
+                raise CheckpointError(f"{shards[rank]} has other optimizer states than {shards[0].name}")
             for group, name, start, numel in fragments(rank, ranks, optimizer, shapes):
                 (states, step), parameter = groups[group], parameters[name]
                 # In its slice a parameter begins where the one before ends; over the ranks it goes on at the next
@@ -353,6 +365,9 @@ def read_data_parallel(folder, mp_rank, shards, pool, trust, strict):
                         raise CheckpointError(f"{shards[rank]}: {key} of {name} is not what it is in the other shards")
                     pieces += cut(flat, start, numel)
                 parameter["step"] = step
+            for end, (states, _) in zip(taken, groups, strict=True):
+                if stage3 and end > states["fp32"].size[0]:
+                    raise CheckpointError(f"{shards[rank]} is shorter than its parameters")
             steps.append([number(step) for _, step in groups])
     for name, parameter in parameters.items():
         for key in parameter["states"] or ["everything"]:
@@ -377,7 +392,7 @@ def read_data_parallel(folder, mp_rank, shards, pool, trust, strict):
             kept = set(model["buffer_names"])
             if not stage3:  # what neither an optimizer nor the other name of a tied weight accounts for
                 kept |= set(model["module"]) - set(parameters) - set(model.get("shared_params") or {})
-            module = {name: compact(tensor) for name, tensor in model["module"].items() if name in kept}
+            module = {name: compact(model["module"][name]) for name in sorted(kept)}
             model["module"], model["frozen_param_fragments"] = module | frozen, None
     return model, first, parameters
 
@@ -769,13 +784,19 @@ class Pickler(pickle._Pickler):
         super().save(obj, save_persistent_id)
 
 
+def pickled(content):
+    """(pickle, the storages that it refers to)."""
+    file = io.BytesIO()
+    pickler = Pickler(file)
+    pickler.dump(content)
+    return file.getvalue(), pickler.storages
+
+
 def write(path, content):
     """Write a .pt file. Returns the bytes of its tensors."""
-    pickled = io.BytesIO()
-    pickler = Pickler(pickled)
-    pickler.dump(content)
-    small = [("data.pkl", pickled.getvalue()), ("byteorder", b"little"), ("version", b"3\n")]
-    records = [*small, *((f"data/{key}", storage.pieces) for key, storage in enumerate(pickler.storages))]
+    data, storages = pickled(content)
+    small = [("data.pkl", data), ("byteorder", b"little"), ("version", b"3\n")]
+    records = [*small, *((f"data/{key}", storage.pieces) for key, storage in enumerate(storages))]
     position, directory = 0, b""
     with open(path, "xb", buffering=0) as file:
         for name, data in records:
@@ -790,9 +811,9 @@ def write(path, content):
             crc = copy([(data, 0, size)] if isinstance(data, bytes) else data, file)
             sizes = (0xFFFFFFFF, 0xFFFFFFFF) if big else (size, size)
             fields = struct.pack("<HHHHHIII", 45 if big else 20, 0x800, 0, 0, 0x21, crc, *sizes)
-            os.pwrite(
-                file.fileno(), b"PK\3\4" + fields + struct.pack("<HH", len(name), len(extra)) + name + extra, position
-            )
+            file.seek(position)
+            header = b"PK\3\4" + fields + struct.pack("<HH", len(name), len(extra)) + name + extra
+            write_all(file, memoryview(header))
             far = ([size, size] if big else []) + ([position] if position >= 0xFFFFFFFF else [])
             extra = struct.pack(f"<HH{len(far)}Q", 1, 8 * len(far), *far) if far else b""
             directory += (
@@ -806,14 +827,17 @@ def write(path, content):
             "<HHHHIIH", 0, 0, *2 * [len(records)], len(directory), min(position, 0xFFFFFFFF), 0
         )
         file.seek(position)
-        file.write(directory + end)
-    return sum(nbytes for storage in pickler.storages for _, _, nbytes in storage.pieces)
+        write_all(file, memoryview(directory + end))
+    return sum(nbytes for storage in storages for _, _, nbytes in storage.pieces)
 
 
 def check_record(record):
     """The record is what its archive's CRC-32 says. What no file took of it, padding, is read here."""
     at, crc = 0, 0
     for start, nbytes, piece in [*sorted(set(record.seen)), (record.nbytes, 0, 0)]:
+        if start < at:  # views that share elements: their sums do not add up to the record's
+            crc = zlib.crc32(read_range(record, 0, record.nbytes))
+            break
         if start > at:
             crc = zlib.crc32(read_range(record, at, start - at), crc)
         crc, at = crc_join(crc, piece, nbytes), start + nbytes
@@ -840,10 +864,12 @@ def files_of(models, optimizer, parameters):
     """{path below the output folder: content}."""
     files = {}
     for name, parameter in parameters.items():
-        folder = os.path.normpath(os.path.join("zero", name))
-        if not folder.startswith("zero/"):
-            raise CheckpointError(f"{name!r} is a parameter's name that leaves the folder")
+        folder = os.path.join("zero", name)
+        if folder != os.path.normpath(folder) or not folder.startswith("zero/"):
+            raise CheckpointError(f"{name!r} is a parameter's name that leads to another folder")
         for key, (kind, pieces) in parameter["states"].items():
+            if "/" in key:
+                raise CheckpointError(f"{key!r} is a state's name that leads to another folder")
             files[f"{folder}/{key}.pt"] = {"param": whole(kind, pieces, parameter["shape"])} | parameter["how"]
         if parameter["step"] is not None:
             files[f"{folder}/step.pt"] = parameter["step"]
@@ -868,17 +894,31 @@ def publish(folder, output):
     """Write everything to the disk, give the finished folder its final name, and let `latest_universal` point to it.
     Whenever this is interrupted, the output is the old one or the new one, and whole."""
     sync(folder)
-    old = output.with_name(f".{output.name}.replaced")
+    old, pointer = (output.with_name(f".{output.name}.{what}") for what in ("replaced", "pointer"))
     if not output.exists():
         folder.rename(output)
-    elif not exchange(folder, output):
-        output.rename(old)  # start() brings it back if the next line never runs
-        folder.rename(output)
-        shutil.rmtree(old)
-    pointer = output.with_name(f".latest_universal.{uuid.uuid4().hex}")
+    else:
+        with locked(output):  # in the place of the unfinished folder it still keeps others out
+            if not exchange(folder, output):
+                output.rename(old)  # start() brings it back if the next line never runs
+                folder.rename(output)
+            shutil.rmtree(old if old.exists() else folder)
     pointer.write_text(output.name)
     pointer.rename(output.with_name("latest_universal"))
     sync(output.parent)
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """Holds the lock of a folder, or raises BlockingIOError."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(lock), os.stat(folder)):
+            raise BlockingIOError(f"{folder} was replaced")
+        yield
+    finally:
+        os.close(lock)
 
 
 def sync(folder):
@@ -893,42 +933,36 @@ def sync(folder):
         os.close(descriptor)
 
 
-def start(folder, output):
-    """Make the empty folder to write into, beside the output; sweep away what a killed conversion has left. Returns the
-    descriptor that keeps it locked."""
-    old = output.with_name(f".{output.name}.replaced")
+@contextlib.contextmanager
+def unfinished(folder, output):
+    """The empty folder to write into, beside the output and locked; gone in the end unless it was published. Sweeps
+    away what a killed conversion has left."""
+    old, pointer = (output.with_name(f".{output.name}.{what}") for what in ("replaced", "pointer"))
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise CheckpointError(f"another conversion to {output} is running") from None
-    for entry in folder.iterdir():
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    if old.exists():
-        shutil.rmtree(old) if output.exists() else old.rename(output)
-    return lock
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder))
+        except (BlockingIOError, FileNotFoundError):
+            raise CheckpointError(f"another conversion to {output} is running") from None
+        for entry in folder.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        pointer.unlink(missing_ok=True)
+        if old.exists():
+            shutil.rmtree(old) if output.exists() else old.rename(output)
+        mine = os.stat(folder)
+        try:
+            yield
+        finally:
+            if folder.exists() and os.path.samestat(mine, os.stat(folder)):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def verify(folder, files):
     """Read the finished folder back, cut every tensor as its pieces were, and compare each byte with the source."""
     for name, content in files.items():
-        written = load(folder / name)
-        if name.endswith("_states.pt"):
-            pairs = [(written["module"][k], t) for k, t in (content["module"] or {}).items()]
-        elif isinstance(content, dict) and "param" in content:
-            pairs = [(written["param"], content["param"])]
-        else:
-            continue
-        for got, wanted in pairs:
-            assert (got.size, got.stride, got.storage.kind) == (wanted.size, wanted.stride, wanted.storage.kind)
-            ((record, at, _),) = got.storage.pieces
-            for source, first, nbytes in wanted.storage.pieces:
-                for offset in range(0, nbytes, CHUNK):
-                    size = min(CHUNK, nbytes - offset)
-                    if read_range(record, at, size) != read_range(source, first + offset, size):
-                        raise CheckpointError(f"{folder / name} is not what {source.path} holds: nothing is published")
-                    at += size
+        (written, got), (wanted, pieces) = pickled(load(folder / name, trust=True)), pickled(content)
+        if written != wanted or not all(same(a.pieces, b.pieces) for a, b in zip(got, pieces, strict=True)):
+            raise CheckpointError(f"{folder / name} is not what the checkpoint holds: nothing is published")
 
 
 @contextlib.contextmanager
@@ -957,14 +991,16 @@ def convert(
     Returns {"parameters", "bytes", "files", "seconds"}.
     """
     began = time.perf_counter()
-    source, output = Path(input_folder), Path(os.path.abspath(output_folder))
-    folder, lock = output.with_name(f".{output.name}.unfinished"), None
-    try:
+    source, output = Path(input_folder), Path(os.path.realpath(output_folder))
+    folder = output.with_name(f".{output.name}.unfinished")
+    with contextlib.ExitStack() as stack:
+        stack.callback(opened.cache_clear)
         with together(share):
             models, optimizer, parameters = read(source, output, num_extract_workers, trust, strict)
-            files = files_of(models, optimizer, parameters)
+            with blame(source / "*_optim_states.pt"):
+                files = files_of(models, optimizer, parameters)
             if rank == 0:
-                lock = start(folder, output)
+                stack.enter_context(unfinished(folder, output))
                 for parent in {(folder / name).parent for name in files}:
                     parent.mkdir(parents=True, exist_ok=True)
         pieces = {name: pieces_of(content) for name, content in files.items()}
@@ -989,22 +1025,15 @@ def convert(
                     if check:
                         verify(folder, files)
                     publish(folder, output)
-    finally:
-        if lock is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-        opened.cache_clear()
     seconds, count = time.perf_counter() - began, len(files) + len(models)
     return {"parameters": len(parameters), "bytes": sum(sizes.values()), "files": count, "seconds": seconds}
 
 
 def pieces_of(content):
     """The byte ranges that a file is made of."""
-    if isinstance(content, Tensor):
-        return content.storage.pieces
-    if isinstance(content, dict):
-        return [piece for value in content.values() for piece in pieces_of(value)]
-    return [piece for value in content for piece in pieces_of(value)] if isinstance(content, (list, tuple)) else []
+    if isinstance(content, dict) and "param" in content:
+        return content["param"].storage.pieces
+    return [piece for storage in pickled(content)[1] for piece in storage.pieces]
 
 
 @contextlib.contextmanager
@@ -1017,8 +1046,15 @@ def bar(total, progress):
     if not progress:
         yield lambda written: None
         return
-    with tqdm(total=total, unit="B", unit_scale=True) as shown:
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as shown:  # None: where there is a terminal
         yield shown.update
+
+
+def peak_memory():
+    """Megabytes."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1e3
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3  # also what the parent process had
 
 
 def launched():
@@ -1075,7 +1111,7 @@ def main():
         sys.modules["torch.distributed"].destroy_process_group()
     if rank:
         return
-    rate, memory = done["bytes"] / done["seconds"] / 1e9, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    rate, memory = done["bytes"] / done["seconds"] / 1e9, peak_memory()
     print(
         f"{args['output_folder']}: {done['parameters']} parameters, {done['bytes']:,} bytes, {done['files']} files "
         f"in {done['seconds']:.2f} s, {rate:.2f} GB/s, {memory:.0f} MB of memory"
