@@ -1,0 +1,625 @@
+"""ds_to_universal.py when things go wrong: damaged sources, hostile pickles, kill -9, full disks, a second conversion.
+The result is whole and right, or one line says which file is at fault and nothing has changed."""
+
+import contextlib
+import fcntl
+import itertools
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, run
+from test_mends import frozen_and_buffer
+
+import ds_to_universal
+from benchmarks.convert import gpt_groups, lay_out
+from ds_to_universal import CheckpointError, convert
+
+SMALL = ("--n_embd", 16, "--n_head", 2, "--n_layer", 1, "--seq_len", 14, "--steps", 4, "--checkpoint_interval", 2)
+SMALL = (*SMALL, "--train_batch_size", 12, "--train_micro_batch_size_per_gpu", 1)
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def load(path):
+    return torch.load(path, weights_only=False)
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["zero1", "zero3"])
+def saved(request, tmp_path_factory):
+    """Steps 2 and 4 of a run with a frozen layer and a buffer on 3 ranks, and what they convert into."""
+    work, stage = tmp_path_factory.mktemp("safety"), request.param
+    run(work, 3, "train.py", *SMALL, "--zero_stage", stage, "--checkpoint_dir", "c", patch=frozen_and_buffer(1))
+    early, late = work / "c" / "global_step2", work / "c" / "global_step4"
+    for step in (early, late):
+        convert(step, work / "u" / step.name)
+    old, new = (content(work / "u" / step.name) for step in (early, late))
+    assert len(old) == len(new) == 63 and old != new
+    return SimpleNamespace(stage=stage, early=early, late=late, old=old, new=new)
+
+
+stage1 = pytest.mark.parametrize("saved", [1], indirect=True, ids=["zero1"])
+
+
+@pytest.fixture
+def tmp_path(tmp_path):
+    """In memory where there is one, for hundreds of conversions."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
+
+
+def source_like(folder, checkpoint, changed):
+    """The checkpoint with some files changed: {name: bytes, another file, or None to leave it out}."""
+    folder.mkdir(parents=True)
+    for name, new in ({path.name: path for path in checkpoint.iterdir()} | changed).items():
+        if isinstance(new, bytes):
+            (folder / name).write_bytes(new)
+        elif new is not None:
+            (folder / name).symlink_to(new)
+    return folder
+
+
+def edited(folder, checkpoint, pattern, change):
+    """The checkpoint with change(content) made to the files that match the pattern."""
+    source_like(folder, checkpoint, {path.name: None for path in checkpoint.glob(pattern)})
+    for path in checkpoint.glob(pattern):
+        whole = load(path)
+        change(whole)
+        torch.save(whole, folder / path.name)
+    return folder
+
+
+def settled(output, wanted):
+    """The output is this, it is what latest_universal names, and nothing else lies beside it."""
+    assert content(output) == wanted
+    assert (output.parent / "latest_universal").read_text() == output.name
+    assert sorted(path.name for path in output.parent.iterdir()) == sorted(["latest_universal", output.name])
+
+
+# -----------------------------------------------------------------------------
+# damaged sources
+
+
+def attempt(source, output, blamed, same):
+    """None if the conversion is refused, with the name and without a trace, or gives the same; else what it did."""
+    try:
+        convert(source, output)
+    except CheckpointError as error:
+        if blamed not in str(error) or "\n" in str(error):
+            return f"says {error}"
+    except Exception as error:
+        return f"fails with {error!r}"
+    else:
+        if not same(output):
+            return "converts into something else"
+        shutil.rmtree(output)
+        (output.parent / "latest_universal").unlink()
+    return f"leaves {os.listdir(output.parent)}" if any(output.parent.iterdir()) else None
+
+
+def fuzz(tmp_path, saved, cases, same):
+    """cases: (label, {file: change}, whom to blame). Returns their number; none may end badly."""
+    bad, tried = [], 0
+    for label, changed, blamed in cases:
+        source, output = source_like(tmp_path / f"source{tried}", saved.early, changed), tmp_path / "out" / "u"
+        output.parent.mkdir(exist_ok=True)
+        if outcome := attempt(source, output, blamed or str(source), same):
+            bad.append(f"{label}: {outcome}")
+            shutil.rmtree(output.parent)
+        shutil.rmtree(source)
+        tried += 1
+    assert not bad, f"{len(bad)} of {tried}:\n" + "\n".join(bad)
+    return tried
+
+
+def records(path):
+    """[(name, start of the local header, start of the data, size)] of an archive, and where its directory starts."""
+    data, found = path.read_bytes(), []
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            lengths = struct.unpack("<HH", data[info.header_offset + 26 : info.header_offset + 30])
+            start = info.header_offset + 30 + sum(lengths)
+            found.append((info.filename.split("/", 1)[1], info.header_offset, start, info.file_size))
+        return found, archive.start_dir
+
+
+def flip(data, position, bit=0):
+    return data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
+
+
+def damaged_bytes(checkpoint):
+    rng = random.Random(1)
+    for path in sorted(checkpoint.iterdir()):
+        data, (found, directory) = path.read_bytes(), records(path)
+        end = data.index(b"PK\6\6", directory)
+        yield f"{path.name} deleted", {path.name: None}, path.name
+        lengths = [0, len(data) - 1, *(1 << n for n in range(len(data).bit_length()))]
+        for length in lengths + rng.sample(range(len(data)), 6):
+            yield f"{path.name} cut at {length}", {path.name: data[:length]}, path.name
+        places = [(f"data of {name}", start, size) for name, _, start, size in found if size]
+        places += [(f"header of {name}", header, 30) for name, header, _, _ in found]
+        places += [("data.pkl", found[0][2], found[0][3])] * 5 + [("directory", directory, end - directory)] * 12
+        places += [("end record", end, len(data) - end)] * 8 + [("anywhere", 0, len(data))] * 8
+        for place, start, size in places:
+            position, bit = start + rng.randrange(size), rng.randrange(8)
+            label = f"{path.name} bit {bit} of byte {position} ({place}) flipped"
+            yield label, {path.name: flip(data, position, bit)}, path.name
+
+
+def test_damaged_bytes(tmp_path, saved):
+    """Files cut at any length and single flipped bits: refused by name, or without effect on any byte."""
+    tried = fuzz(tmp_path, saved, damaged_bytes(saved.early), lambda output: content(output) == saved.old)
+    assert tried >= 300
+
+
+def wrong_files(saved):
+    names = sorted(path.name for path in saved.early.iterdir())
+    for name in names:
+        yield f"{name} of another step", {name: saved.late / name}, None
+    for kind in ("optim", "model"):
+        for a, b in itertools.combinations([name for name in names if kind in name], 2):
+            yield f"{a} and {b} swapped", {a: saved.early / b, b: saved.early / a}, None
+            yield f"{a} copied over {b}", {b: saved.early / a}, None
+            yield f"{b} copied over {a}", {a: saved.early / b}, None
+
+
+def test_wrong_files(tmp_path, saved):
+    """A file of another step or another rank in the place of the right one is always refused."""
+    assert fuzz(tmp_path, saved, wrong_files(saved), lambda output: False) == {1: 4 + 9, 3: 6 + 18}[saved.stage]
+
+
+def keys(value, path=()):
+    """The path of everything in nested dicts and lists that can be taken out, but for the inside of descriptions."""
+    if isinstance(value, (dict, list)) and path[-1:] not in [("ds_config",), ("run",), ("param_groups",)]:
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield (*path, key)
+            yield from keys(inner, (*path, key))
+
+
+def without_keys(checkpoint, folder, unknowable):
+    folder.mkdir()
+    for path in sorted(checkpoint.iterdir()):
+        for taken in (taken for taken in keys(load(path)) if taken not in unknowable):
+            value = whole = load(path)
+            for key in taken[:-1]:
+                value = value[key]
+            del value[taken[-1]]
+            torch.save(whole, folder / path.name)
+            yield f"{path.name} without {taken}", {path.name: (folder / path.name).read_bytes()}, None
+
+
+def weights(folder):
+    """Every byte below zero/<parameter>/, and the buffers and frozen parameters."""
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("zero/?*/*.pt")}
+    return files | {name: (tensor.dtype, tensor.tolist()) for name, tensor in load(folder / MODEL)["module"].items()}
+
+
+def test_missing_keys(tmp_path, saved):
+    """Without any one entry of any file, at any depth: refused, or every weight and moment is there all the same."""
+    convert(saved.early, tmp_path / "whole" / "u")
+    wanted = weights(tmp_path / "whole" / "u").items()
+    unknowable = {("module", "wpe.weight")} if saved.stage == 1 else set()  # the only trace of a frozen parameter
+    cases = without_keys(saved.early, tmp_path / "edited", unknowable)
+    # A tied weight may be kept in addition where shared_params no longer says that it is one.
+    assert fuzz(tmp_path, saved, cases, lambda output: wanted <= weights(output).items()) >= 200
+
+
+@stage1
+def test_step_count_is_checked(tmp_path, saved):
+    """Not strict, and the same in every shard: only its checksum tells a wrong step count."""
+    shards, two = {path.name: path.read_bytes() for path in saved.early.glob("*_optim_*")}, struct.pack("<f", 2.0)
+    for name, data in shards.items():
+        places = [start for _, _, start, size in records(saved.early / name)[0] if data[start : start + size] == two]
+        assert len(places) == 2
+        for place in places:
+            data = flip(data, place + 3)
+        shards[name] = data
+    with pytest.raises(CheckpointError, match="_optim_states.pt is damaged"):
+        convert(source_like(tmp_path / "s", saved.early, shards), tmp_path / "u", strict=False)
+
+
+def test_buffers_that_overlap(tmp_path, saved):
+    """Views of one storage are no damage, whichever bytes they share."""
+    buffers = {"table": torch.arange(10.0)}
+    buffers |= {"middle": buffers["table"][2:5], "end": buffers["table"][4:]}
+
+    def change(model):
+        model["module"] |= buffers
+        model["buffer_names"] += list(buffers)
+
+    convert(edited(tmp_path / "s", saved.early, "*_model_*", change), tmp_path / "u", check=True)
+    module = load(tmp_path / "u" / MODEL)["module"]
+    assert all(torch.equal(module[name], tensor) for name, tensor in buffers.items())
+
+
+# -----------------------------------------------------------------------------
+# hostile pickles
+
+
+class Call:
+    """Pickles as a call: whoever loads it with all of pickle makes the call."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+HOSTILE = {
+    r"posix\.system": lambda marker: Call(os.system, f"touch {marker}"),
+    r"io\.open": lambda marker: Call(open, str(marker), "w"),
+    r"(__builtin__|builtins)\.eval": lambda marker: Call(eval, f"open({str(marker)!r}, 'w')"),
+    r"(__builtin__|builtins)\.getattr": lambda marker: Call(getattr, Call(open, str(marker), "w"), "name"),
+}
+
+
+@stage1
+@pytest.mark.parametrize("place", ["shard", "optimizer state", "model states"])
+def test_hostile_pickle(tmp_path, saved, place):
+    """A planted call is refused with its file and its name. Trusted, it is taken over and not made."""
+    marker, pattern = tmp_path / "marker", "*_model_*" if place == "model states" else "*_optim_*"
+    for (path, plant), protocol in zip(HOSTILE.items(), (2, 2, 4, 2), strict=True):
+        victim = tmp_path / min(saved.early.glob(pattern)).name
+        whole = load(saved.early / victim.name)
+        (whole["optimizer_state_dict"] if place == "optimizer state" else whole)["note"] = plant(marker)
+        torch.save(whole, victim, pickle_protocol=protocol)
+        source, output = source_like(tmp_path / "s", saved.early, {victim.name: victim}), tmp_path / "out" / "u"
+        output.parent.mkdir()
+        with pytest.raises(CheckpointError, match=f"{victim.name}: it refers to {path}, "):
+            convert(source, output)
+        assert not any(output.parent.iterdir())
+        convert(source, output, trust=True)
+        assert not marker.exists()
+        if place == "model states":
+            load(output / MODEL)
+            assert marker.exists()
+            marker.unlink()
+        convert(source, output, trust=True, check=True)
+        assert not marker.exists()
+        for folder in (source, output.parent):
+            shutil.rmtree(folder)
+
+
+@stage1
+def test_trusted_tensors_are_checked(tmp_path, saved):
+    """Also the bytes of a tensor inside an object that is taken over as it is must match their checksum."""
+    planted = SimpleNamespace(tensor=torch.arange(1000, 1010))
+    source = edited(tmp_path / "s", saved.early, MODEL, lambda model: model.update(note=planted))
+    convert(source, tmp_path / "u", trust=True)
+    assert torch.equal(load(tmp_path / "u" / MODEL)["note"].tensor, planted.tensor)
+    data = (source / MODEL).read_bytes()
+    (source / MODEL).write_bytes(flip(data, data.index(struct.pack("<2q", 1000, 1001))))
+    with pytest.raises(CheckpointError, match=MODEL):
+        convert(source, tmp_path / "u", trust=True)
+
+
+@stage1
+def test_names_of_files(tmp_path, saved):
+    """A state of the optimizer whose name is a path to elsewhere, and two parameters of one folder, are refused."""
+
+    def states(shard):
+        for state in shard["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            state["../../../../escaped"] = state.pop("exp_avg")
+
+    def parameters(whole):
+        for names in whole.get("param_shapes") or whole["optimizer_state_dict"]["param_slice_mappings"]:
+            for name in list(names):
+                names[name.replace("ln_f.weight", "x/../ln_f.bias")] = names.pop(name)
+
+    for pattern, change, told in (("*", parameters, "x/../ln_f.bias"), ("*_optim_*", states, "../escaped")):
+        source = edited(tmp_path / change.__name__, saved.early, pattern, change)
+        with pytest.raises(CheckpointError, match=re.escape(told)):
+            convert(source, tmp_path / "a" / "b" / "u")
+    assert not list(tmp_path.rglob("escaped.pt"))
+
+
+@stage1
+def test_odd_pickles(tmp_path, saved):
+    """A class with a line break in its name is refused in one line; a list that holds itself does not end badly."""
+    source = source_like(tmp_path / "s", saved.early, {MODEL: None})
+    with zipfile.ZipFile(source / MODEL, "w") as archive:
+        archive.writestr(f"{Path(MODEL).stem}/data.pkl", b"\x80\x04\x8c\x03a\nb\x8c\x01c\x93.")
+    with pytest.raises(CheckpointError) as error:
+        convert(source, tmp_path / "u")
+    assert MODEL in str(error.value) and "\n" not in str(error.value)
+    endless = []
+    endless.append(endless)
+    with contextlib.suppress(CheckpointError):
+        convert(edited(tmp_path / "t", saved.early, MODEL, lambda model: model.update(note=endless)), tmp_path / "u")
+
+
+# -----------------------------------------------------------------------------
+# kill -9
+
+
+def command(source, output):
+    words = [sys.executable, ROOT / "ds_to_universal.py", "--input_folder", source, "--output_folder", output]
+    return list(map(str, words))
+
+
+def test_killed_at_any_moment(tmp_path):
+    """50 times kill -9, spread over a conversion: an older result is untouched or replaced whole, and the next
+    conversion is right and sweeps up."""
+    sources, output, rng, wanted, seen = (
+        (tmp_path / "a", tmp_path / "b"),
+        tmp_path / "o" / "u",
+        random.Random(2),
+        [],
+        [],
+    )
+    for source in sources:
+        lay_out(source, gpt_groups(1000, 128, 4), 4, 1)
+        convert(source, output)
+        wanted.append(content(output))
+    untouched, began = content(sources[1]), time.monotonic()
+    subprocess.run(command(sources[1], output), check=True, capture_output=True, timeout=60)
+    duration = time.monotonic() - began
+    settled(output, wanted[1])
+    for moment in range(50):
+        convert(sources[0], output)
+        settled(output, wanted[0])
+        with subprocess.Popen(command(sources[1], output), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as one:
+            time.sleep(duration * 1.3 * (moment + rng.random()) / 50)
+            one.kill()
+        seen.append((output.with_name(".u.unfinished").exists(), wanted.index(content(output))))
+        assert output.with_name("latest_universal").read_text() == "u"
+        assert content(sources[1]) == untouched
+    convert(sources[1], output)
+    settled(output, wanted[1])
+    assert sum(unfinished for unfinished, _ in seen) >= 5 and {new for _, new in seen} == {0, 1}
+
+
+def killed_at(count, source, output, exchange):
+    """Convert in a child that is killed before its count-th change of a folder. Returns whether it came so far."""
+    left, changes = itertools.count(1), {"os.link", "os.rename", "os.rmdir", "ctypes.dlsym", "shutil.rmtree"}
+
+    def hook(event, arguments):
+        if (event in changes or event == "open" and arguments[1] == "w") and next(left) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            signal.alarm(60)
+            ds_to_universal.exchange = exchange
+            sys.addaudithook(hook)
+            convert(source, output)
+            os._exit(0)
+        os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+@stage1
+@pytest.mark.parametrize("exchange", [ds_to_universal.exchange, lambda a, b: False], ids=["swap", "two renames"])
+def test_killed_at_every_step(tmp_path, saved, exchange):
+    """Killed right before every rename, link and removal. Where a system cannot swap two folders, the old one may for
+    a moment only stand beside its place, whole."""
+    output, moments, beside = tmp_path / "u", 0, 0
+    convert(saved.early, output)
+    while killed_at(moments + 1, saved.late, output, exchange):
+        moments += 1
+        if exchange is not ds_to_universal.exchange and not output.exists():
+            beside += 1
+            assert content(tmp_path / ".u.replaced") == saved.old
+        else:
+            assert content(output) in (saved.old, saved.new)
+        assert (tmp_path / "latest_universal").read_text() == "u"
+        convert(saved.early, output)
+        settled(output, saved.old)
+    settled(output, saved.new)
+    assert moments >= 20 and beside == (exchange is not ds_to_universal.exchange)
+
+
+# -----------------------------------------------------------------------------
+# disks
+
+
+def fails(source, output, code, text, **options):
+    """The command ends with this exit code and, after the progress bar, this error in one line."""
+    result = subprocess.run(command(source, output), capture_output=True, text=True, timeout=60, **options)
+    assert result.returncode == code
+    assert result.stderr.count("ds_to_universal.py: error: ") == 1 and "Traceback" not in result.stderr
+    assert text in result.stderr.splitlines()[-1]
+    return result.stderr
+
+
+@stage1
+def test_full_disk(tmp_path, saved):
+    """A file system that fills up at any file, also the last: one line, exit code 1, and the older result stays."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", disk]
+    if os.geteuid() or subprocess.run(mount, timeout=9, capture_output=True).returncode:
+        pytest.skip("file systems are root's to mount")
+    try:
+        convert(saved.early, disk / "u")
+        used = shutil.disk_usage(disk).used
+        for size in [*range(used, 2 * used - 8192, used // 9 // 4096 * 4096), 2 * used - 8192, used - 4096]:
+            if size < used:
+                shutil.rmtree(disk / "u")
+                (disk / "latest_universal").unlink()
+            subprocess.run(["mount", "-o", f"remount,size={size}", disk], timeout=9, check=True)
+            fails(saved.late, disk / "u", 1, "No space left on device")
+            settled(disk / "u", saved.old) if size >= used else None
+        assert not any(disk.iterdir())
+    finally:
+        subprocess.run(["umount", disk], timeout=9, check=True)
+
+
+@stage1
+def test_limited_file_size(tmp_path, saved):
+    """No file may grow beyond a limit, at whichever byte of the largest one it is met."""
+    output, largest = tmp_path / "u", max(map(len, saved.new.values()))
+    convert(saved.early, output)
+    for limit in (0, 1, 5000, largest // 2, *range(largest - 700, largest, 99), largest - 1):
+        limited = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # noqa: B023, E731
+        fails(saved.late, output, 1, "File too large", preexec_fn=limited)
+        settled(output, saved.old)
+
+
+@stage1
+def test_nothing_but_the_error(tmp_path, saved):
+    """A file in the place of a folder, a file system without new folders. Where stderr is no terminal it holds one
+    line, also when the conversion fails in mid-course."""
+    (tmp_path / "file").touch()
+    fails(saved.early, tmp_path / "file" / "u", 1, "Not a directory")
+    fails(saved.early, "/proc/safety/u", 1, "No such file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    victim = max(saved.early.glob("*_optim_*"))
+    start = next(start for _, _, start, size in records(victim)[0] if size > 5000)
+    source = source_like(tmp_path / "s", saved.early, {victim.name: flip(victim.read_bytes(), start + 3000)})
+    assert fails(source, tmp_path / "u", 2, f"{victim.name} is damaged").count("\n") == 1
+
+
+def intercept(monkeypatch, number, action):
+    """Call action(path) before the number-th file is written, or after every one."""
+    written, original = itertools.count(1), ds_to_universal.write
+
+    def write(path, value):
+        if next(written) == number:
+            action(path)
+        result = original(path, value)
+        if number is None:
+            action(path)
+        return result
+
+    monkeypatch.setattr(ds_to_universal, "write", write)
+
+
+@pytest.mark.parametrize("loss", ["cut", "emptied", "overwritten"])
+def test_source_vanishes(tmp_path, monkeypatch, saved, loss):
+    """Shards that shrink or change while they are read: one line with the name of one, and the older result stays."""
+    shards = {path.name: path.read_bytes() for path in saved.late.glob("*_optim_*")}
+    source, output = source_like(tmp_path / "s", saved.late, shards), tmp_path / "out" / "u"
+    convert(saved.early, output)
+
+    def lose(path):
+        for name, data in shards.items():
+            new = {"cut": data[: len(data) // 2], "emptied": b"", "overwritten": (saved.early / name).read_bytes()}
+            (source / name).write_bytes(new[loss])
+
+    intercept(monkeypatch, 5, lose)
+    with pytest.raises(CheckpointError, match=r"_optim_states\.pt (became shorter|is damaged)"):
+        convert(source, output)
+    settled(output, saved.old)
+
+
+@stage1
+@pytest.mark.parametrize("kind", [None, "exp_avg.pt", "fp32.pt", "step.pt", "optimizer_state.pt", MODEL])
+def test_verify(tmp_path, monkeypatch, saved, kind):
+    """check finds one wrong bit of any tensor in any kind of file that the disk did not keep as it was written."""
+    output, flipped = tmp_path / "out" / "u", []
+
+    def damage(path):
+        if path.name == kind and not flipped:
+            size, start = max((size, start) for name, _, start, size in records(path)[0] if name.startswith("data/"))
+            path.write_bytes(flip(path.read_bytes(), start + size // 2))
+            flipped.append(path)
+
+    intercept(monkeypatch, None, damage)
+    if kind is None:
+        convert(saved.early, output, check=True)
+        settled(output, saved.old)
+        return
+    with pytest.raises(CheckpointError, match=re.escape(kind)):
+        convert(saved.early, output, check=True)
+    assert flipped and not any(output.parent.iterdir())
+
+
+# -----------------------------------------------------------------------------
+# what else is in the folder
+
+
+@stage1
+def test_left_over_from_a_killed_run(tmp_path, saved):
+    """Files of an unfinished conversion, right or wrong, have no part in the next; what they link to stays."""
+    output, precious = tmp_path / "out" / "u", tmp_path / "precious" / "folder"
+    stale = output.with_name(".u.unfinished")
+    convert(saved.late, stale)
+    (stale / "zero" / "no.such.parameter").mkdir()
+    (stale / "zero" / "no.such.parameter" / "fp32.pt").write_bytes(b"wrong")
+    output.with_name("latest_universal").unlink()
+    convert(saved.early, output)
+    settled(output, saved.old)
+    precious.mkdir(parents=True)
+    stale.mkdir()
+    (stale / "link").symlink_to(precious.parent)
+    convert(saved.late, output)
+    settled(output, saved.new)
+    assert precious.is_dir()
+
+
+@stage1
+def test_two_at_once(tmp_path, saved):
+    """The second conversion to one folder is refused while the first one runs, and leaves its files alone."""
+    output, folder = tmp_path / "u", tmp_path / ".u.unfinished"
+    folder.mkdir()
+    (folder / "of the first").touch()
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(CheckpointError, match=f"another conversion to {output} is running"):
+        convert(saved.early, output)
+    assert (folder / "of the first").exists() and not output.exists()
+    os.close(lock)
+    convert(saved.early, output)
+    settled(output, saved.old)
+
+
+@stage1
+@pytest.mark.parametrize("older", [False, True], ids=["first result", "replaces a result"])
+def test_second_starts_while_first_ends(tmp_path, monkeypatch, saved, older):
+    """From publishing to its end the first conversion keeps the second one out, or leaves its files alone."""
+    output, folder, sync, let_in = tmp_path / "u", tmp_path / ".u.unfinished", ds_to_universal.sync, []
+    if older:
+        convert(saved.late, output)
+
+    def second_starts(synced):
+        sync(synced)
+        if synced == output.parent:
+            folder.mkdir(exist_ok=True)
+            lock = os.open(folder, os.O_RDONLY)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                (folder / "of the second").touch()
+                let_in.append(True)
+            os.close(lock)
+
+    monkeypatch.setattr(ds_to_universal, "sync", second_starts)
+    convert(saved.early, output)
+    assert content(output) == saved.old
+    assert not let_in or (folder / "of the second").exists()
+
+
+@stage1
+def test_output_behind_a_link(tmp_path, saved):
+    """An output that is a link to a folder elsewhere: refused or right, and nothing is left beside either."""
+    elsewhere, output = tmp_path / "disk" / "u", tmp_path / "out" / "u"
+    convert(saved.early, elsewhere)
+    output.parent.mkdir()
+    output.symlink_to(elsewhere)
+    for _ in range(2):
+        with contextlib.suppress(CheckpointError):
+            convert(saved.late, output)
+            assert content(output) == saved.new
+        assert content(output) in (saved.old, saved.new) and content(elsewhere) in (saved.old, saved.new)
+        assert not [path for path in (*output.parent.iterdir(), *elsewhere.parent.iterdir()) if path.name[0] == "."]

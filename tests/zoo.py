@@ -1,0 +1,177 @@
+"""Trains a small odd model with DeepSpeed: zoo.py '[{"name": "a", "stage": 1, "optimizer": "AdamW"}, ...]', job by job.
+
+A job trains 6 steps and, after the third, saves <name>/global_step3 and <name>/truth.pt: what the live engine held.
+With "load" it goes on from <name>/<load> instead, in a model of another seed. Losses go to <name>/<label>.json.
+"""
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+
+SAVED, STEPS, BATCH = 3, 6, 12
+KEYS = ["a-b", "with space", "brackets[0]", "plus+", "ünï", "sla/sh", "star*", "quote'\"", "back\\slash"]
+STATES = {
+    "AdamW": ["exp_avg", "exp_avg_sq"],
+    "amsgrad": ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
+    "momentum": ["momentum_buffer"],
+    "SGD": [],
+    "Adagrad": ["sum"],
+    "RMSprop": ["square_avg", "momentum_buffer", "grad_avg"],
+    "Lion": ["exp_avg"],
+}
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            a, b = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                update = m.lerp(p.grad, 1 - a).sign() + group["weight_decay"] * p
+                p.sub_(group["lr"] * update)
+                m.lerp_(p.grad, 1 - b)
+
+
+def make_optimizer(name, groups):
+    return {
+        "AdamW": lambda: torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.7)),
+        "amsgrad": lambda: torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.7), amsgrad=True),
+        "momentum": lambda: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
+        "SGD": lambda: torch.optim.SGD(groups, lr=1e-2),
+        "Adagrad": lambda: torch.optim.Adagrad(groups, lr=1e-2),
+        "RMSprop": lambda: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.9, centered=True),
+        "Lion": lambda: Lion(groups, lr=1e-3),
+    }[name]()
+
+
+class Zoo(nn.Module):
+    def __init__(self, scalar, keys):
+        super().__init__()
+        self.first, self.tied = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(8, 5).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(7, affine=False)
+        self.rows = nn.Parameter(torch.randn(9, 7))  # what is normalised belongs to no batch, hence to no rank
+        self.single = nn.Parameter(torch.randn(1))
+        self.unused = nn.Parameter(torch.randn(2, 3))
+        self.scalar = nn.Parameter(torch.randn(())) if scalar else None
+        self.odd = nn.ParameterDict({key: torch.randn(1 + i % 3) for i, key in enumerate(keys)})
+        self.register_buffer("mask", torch.rand(5) < 0.7)
+        self.register_buffer("scratch", torch.randn(4), persistent=False)
+
+    def forward(self, x, y):
+        out = self.frozen(self.tied(self.first(x).relu())).tanh() * self.mask
+        rest = self.norm(self.rows.float()).pow(3).mean() + sum(p.cos().mean() for p in self.odd.values()) / len(
+            self.odd
+        )
+        rest = rest + (0 if self.scalar is None else self.scalar)
+        return (out.mean(-1) * self.single + rest - y).float().pow(2).mean()
+
+
+def groups_of(model, count):
+    """Parameter groups that differ in their hyper-parameters. Frozen parameters belong to none."""
+    taken = [p for p in model.parameters() if p.requires_grad]
+    cuts = [taken[i::count] for i in range(count)]
+    return [{"params": cut, "lr": 1e-2 / (i + 1), "weight_decay": 0.1 * i} for i, cut in enumerate(cuts)]
+
+
+def dump_truth(engine, path, states, stage):
+    """What rank 0 sees of the live engine: whole parameters, whole states, step counts, module."""
+    if stage < 3:  # DeepSpeed looks for the states after the first group's first step: other groups have none then
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    truth = {"states": {}, "frozen": {}, "module": {}}
+    for name, p in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([p], enabled=stage == 3):
+            truth["module" if p.requires_grad else "frozen"][name] = p.detach().cpu().clone()
+        if p.requires_grad:
+            truth["states"][name] = {"fp32": safe_get_full_fp32_param(p).cpu()}
+            for key in states:
+                truth["states"][name][key] = safe_get_full_optimizer_state(p, key).cpu()
+    truth["buffers"] = {name: b.cpu().clone() for name, b in engine.module.named_buffers()}
+    groups = engine.optimizer.optimizer.param_groups
+    truth["groups"] = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    truth["steps"] = [state["step"] for state in engine.optimizer.optimizer.state.values() if "step" in state]
+    if dist.get_rank() == 0:
+        torch.save(truth, path)
+    dist.barrier()
+
+
+def mend(engine, folder, stage):
+    """What DeepSpeed's loader leaves out, as resume() of train.py does."""
+    module, optimizer = engine.module, engine.optimizer.optimizer
+    saved = torch.load(folder / "zero/optimizer_state.pt", weights_only=False)["param_groups"]
+    for group, saved_group in zip(optimizer.param_groups, saved, strict=True):
+        group.update({key: value for key, value in saved_group.items() if key != "params"})
+    for state in optimizer.state.values():
+        if state.get("step") is not None:
+            state["step"] = state["step"].clone()
+    kept = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0, enabled=stage == 3):
+        module.load_state_dict(kept, strict=False)
+
+
+def work(
+    name, stage, optimizer, dtype="fp32", groups=1, scalar=False, keys=KEYS, load=None, label="losses", zero=None,
+    accumulate=None,
+):  # fmt: skip
+    torch.manual_seed(2 if load else 1)
+    rank, ranks, folder = dist.get_rank(), dist.get_world_size(), Path(name)
+    config = {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": BATCH // ranks,
+        "zero_optimization": {"stage": stage} | (zero or {}),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "data_types": {"grad_accum_dtype": accumulate},
+        "bf16": {"enabled": dtype == "bf16"},
+        "checkpoint": {"load_universal": bool(load)},
+    }
+    model = Zoo(scalar, keys)
+    made = make_optimizer(optimizer, groups_of(model, groups))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=made, config=config)
+    if load:
+        assert engine.load_checkpoint(folder, tag=load)[0] is not None
+        mend(engine, folder / load, stage)
+    losses = []
+    for step in range(SAVED if load else 0, STEPS):
+        x = torch.randn(BATCH, 9, generator=torch.Generator().manual_seed(step))
+        x, y = x[rank::ranks, :8], x[rank::ranks, 8]
+        loss = engine(x.to(engine.device, torch.bfloat16 if dtype == "bf16" else torch.float32), y.to(engine.device))
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().double()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / ranks)
+        if not load and step + 1 == SAVED:
+            engine.save_checkpoint(folder, tag=f"global_step{SAVED}")
+            dump_truth(engine, folder / "truth.pt", STATES[optimizer], stage)
+    if rank == 0:
+        (folder / f"{label}.json").write_text(json.dumps(losses))
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed()
+    for job in json.loads(sys.argv[1]):
+        work(**job)
+    dist.destroy_process_group()
