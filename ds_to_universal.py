@@ -247,23 +247,31 @@ def find_shards(folder):
     return shards
 
 
-def fragments(rank, ranks, optimizer, shapes):
+def fragments(rank, ranks, optimizer, shapes, round_robin):
     """Yields (group, name, start, numel) for every piece of a parameter in a shard.
 
     ZeRO-1/2: a group's parameters are laid end to end and cut into one slice per rank; the shard says what it holds.
+    But with round_robin_gradients what it says is wrong, and the order of param_shapes is right.
     ZeRO-3: every parameter is cut by itself, ceil(numel / ranks) elements per rank, in the order of param_shapes.
     """
-    if "fp32_flat_groups" not in optimizer:
-        for group, mapping in enumerate(optimizer["param_slice_mappings"]):
-            for name, address in mapping.items():
-                yield group, name, address.state["start"], address.state["numel"]
-        return
     for group, names in enumerate(shapes):
-        offset = 0
-        for name, shape in names.items():
-            share = math.ceil(math.prod(shape) / ranks)
-            yield group, name, offset, max(0, min(share, math.prod(shape) - rank * share))
-            offset += share
+        at = 0
+        if "fp32_flat_groups" in optimizer:
+            for name, shape in names.items():
+                share = math.ceil(math.prod(shape) / ranks)
+                yield group, name, at, max(0, min(share, math.prod(shape) - rank * share))
+                at += share
+        elif not round_robin:
+            for name, address in optimizer["param_slice_mappings"][group].items():
+                yield group, name, address.state["start"], address.state["numel"]
+        else:
+            size = optimizer["single_partition_of_fp32_groups"][group].size[0] + optimizer["group_paddings"][group]
+            alignment = (optimizer.get("param_alignment_paddings") or {group: None})[group] or [0] * len(names)
+            for (name, shape), padding in zip(names.items(), alignment, strict=True):
+                first, last = max(at, rank * size), min(at + math.prod(shape), (rank + 1) * size)
+                if first < last:
+                    yield group, name, first - rank * size, last - first
+                at += math.prod(shape) + padding
 
 
 def flat_states(optimizer, group):
@@ -326,13 +334,9 @@ def read_data_parallel(folder, mp_rank, shards, pool, trust, strict):
     model, parameters, ends = models[0], {}, {}
     with blame(paths[0]):
         shapes, said = model["param_shapes"], model["dp_world_size"]
+        round_robin = (model["ds_config"].get("zero_optimization") or {}).get("round_robin_gradients")
         for names in shapes:
             parameters |= {name: {"shape": tuple(shape), "step": None, "states": {}} for name, shape in names.items()}
-        if not stage3 and ranks > 1 and model["ds_config"].get("zero_optimization", {}).get("round_robin_gradients"):
-            raise CheckpointError(
-                f"{paths[0]}: with round_robin_gradients DeepSpeed saves a wrong description of its slices; load the "
-                "checkpoint on the ranks that wrote it, switch that off, and save it again"
-            )
     for path, other in zip(paths, models, strict=True):
         for key in ("param_shapes", "buffer_names", "frozen_param_shapes"):
             if other.get(key) != model.get(key):
@@ -350,7 +354,7 @@ def read_data_parallel(folder, mp_rank, shards, pool, trust, strict):
             kinds = kinds or [states.keys() for states, _ in groups]
             if kinds != [states.keys() for states, _ in groups]:
                 raise CheckpointError(f"{shards[rank]} has other optimizer states than {shards[0].name}")
-            for group, name, start, numel in fragments(rank, ranks, optimizer, shapes):
+            for group, name, start, numel in fragments(rank, ranks, optimizer, shapes, round_robin):
                 (states, step), parameter = groups[group], parameters[name]
                 # In its slice a parameter begins where the one before ends; over the ranks it goes on at the next
                 # slice's first element from the last of this one. So each element is there, and once.

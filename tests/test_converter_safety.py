@@ -235,18 +235,30 @@ def test_step_count_is_checked(tmp_path, saved):
         convert(source_like(tmp_path / "s", saved.early, shards), tmp_path / "u", strict=False)
 
 
-def test_buffers_that_overlap(tmp_path, saved):
-    """Views of one storage are no damage, whichever bytes they share."""
-    buffers = {"table": torch.arange(10.0)}
+def test_buffers_that_overlap(tmp_path, monkeypatch, saved):
+    """Views of one storage are no damage, whichever bytes they share; but a bit that is read wrong for one of them is."""
+    buffers, read_into, wrong = {"table": torch.arange(10.0)}, ds_to_universal.read_into, []
     buffers |= {"middle": buffers["table"][2:5], "end": buffers["table"][4:]}
 
     def change(model):
         model["module"] |= buffers
         model["buffer_names"] += list(buffers)
 
-    convert(edited(tmp_path / "s", saved.early, "*_model_*", change), tmp_path / "u", check=True)
+    def read_wrong(buffer, record, start):
+        size = read_into(buffer, record, start)
+        if not wrong and not isinstance(record, bytes) and (record.nbytes, size) == (40, 12):
+            buffer[0] ^= 1
+            wrong.append(record)
+        return size
+
+    source = edited(tmp_path / "s", saved.early, "*_model_*", change)
+    convert(source, tmp_path / "u", check=True)
     module = load(tmp_path / "u" / MODEL)["module"]
     assert all(torch.equal(module[name], tensor) for name, tensor in buffers.items())
+    monkeypatch.setattr(ds_to_universal, "read_into", read_wrong)
+    with pytest.raises(CheckpointError, match=min(path.name for path in source.glob("*_model_*"))):
+        convert(source, tmp_path / "u")
+    assert wrong
 
 
 # -----------------------------------------------------------------------------
@@ -333,13 +345,19 @@ def test_names_of_files(tmp_path, saved):
 
 @stage1
 def test_odd_pickles(tmp_path, saved):
-    """A class with a line break in its name is refused in one line; a list that holds itself does not end badly."""
+    """A class with a line break in its name is refused in one line, and so is a number of ranks that is a word; a list
+    that holds itself does not end badly."""
     source = source_like(tmp_path / "s", saved.early, {MODEL: None})
     with zipfile.ZipFile(source / MODEL, "w") as archive:
         archive.writestr(f"{Path(MODEL).stem}/data.pkl", b"\x80\x04\x8c\x03a\nb\x8c\x01c\x93.")
     with pytest.raises(CheckpointError) as error:
         convert(source, tmp_path / "u")
     assert MODEL in str(error.value) and "\n" not in str(error.value)
+    words = edited(
+        tmp_path / "w", saved.early, "*_optim_*", lambda s: s["optimizer_state_dict"].update(partition_count="x")
+    )
+    with pytest.raises(CheckpointError, match="_optim_states.pt"):
+        convert(words, tmp_path / "u")
     endless = []
     endless.append(endless)
     with contextlib.suppress(CheckpointError):
