@@ -318,7 +318,7 @@ def read_data_parallel(folder, mp_rank, shards, pool, trust, strict):
     with blame(shards[low]):
         first = load(shards[low], trust)["optimizer_state_dict"]
         stage3, count = "fp32_flat_groups" in first, first["partition_count"]
-        ranks = count if isinstance(count, int) else max(count)
+        ranks = range(count if isinstance(count, int) else max(count)).stop  # a TypeError for what is no number
     for rank in range(ranks):
         if rank not in shards:
             name = shards[low].name.replace(f"_rank_{low}_", f"_rank_{rank}_", 1)
@@ -840,6 +840,8 @@ def check_record(record):
     at, crc = 0, 0
     for start, nbytes, piece in [*sorted(set(record.seen)), (record.nbytes, 0, 0)]:
         if start < at:  # views that share elements: their sums do not add up to the record's
+            if any(zlib.crc32(read_range(record, first, n)) != again for first, n, again in record.seen):
+                raise CheckpointError(f"{record.path} is damaged, or was read wrong: a tensor is not the same twice")
             crc = zlib.crc32(read_range(record, 0, record.nbytes))
             break
         if start > at:
@@ -897,19 +899,22 @@ def exchange(a, b):
 def publish(folder, output):
     """Write everything to the disk, give the finished folder its final name, and let `latest_universal` point to it.
     Whenever this is interrupted, the output is the old one or the new one, and whole."""
-    sync(folder)
     old, pointer = (output.with_name(f".{output.name}.{what}") for what in ("replaced", "pointer"))
-    if not output.exists():
-        folder.rename(output)
-    else:
-        with locked(output):  # in the place of the unfinished folder it still keeps others out
-            if not exchange(folder, output):
-                output.rename(old)  # start() brings it back if the next line never runs
-                folder.rename(output)
-            shutil.rmtree(old if old.exists() else folder)
     pointer.write_text(output.name)
-    pointer.rename(output.with_name("latest_universal"))
-    sync(output.parent)
+    sync(folder)
+    with contextlib.ExitStack() as stack:
+        replaces = output.exists()
+        if replaces:
+            stack.enter_context(locked(output))  # in the place of the unfinished folder it still keeps others out
+        if not replaces:
+            folder.rename(output)
+        elif not exchange(folder, output):
+            output.rename(old)  # unfinished() brings it back if the next line never runs
+            folder.rename(output)
+        pointer.rename(output.with_name("latest_universal"))
+        sync(output.parent)
+        if replaces:
+            shutil.rmtree(old if old.exists() else folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -927,12 +932,13 @@ def locked(folder):
 
 def sync(folder):
     """All that was written to the file system of this folder is on the disk."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "syncfs"):
+        return os.sync()
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        if ctypes.CDLL(None).syncfs(descriptor):
-            os.sync()
-    except AttributeError:
-        os.sync()
+        if libc.syncfs(descriptor):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(folder))
     finally:
         os.close(descriptor)
 
@@ -959,6 +965,7 @@ def unfinished(folder, output):
         finally:
             if folder.exists() and os.path.samestat(mine, os.stat(folder)):
                 shutil.rmtree(folder, ignore_errors=True)
+                pointer.unlink(missing_ok=True)
 
 
 def verify(folder, files):
@@ -1025,7 +1032,10 @@ def convert(
                 if rank == 0:
                     list(pool.map(check_record, records))
                     for path in folder.glob("mp_rank_*_model_states.pt"):
-                        os.link(path, folder / f"zero_pp_rank_0_{path.name}")
+                        try:
+                            os.link(path, folder / f"zero_pp_rank_0_{path.name}")
+                        except OSError:  # a file system without links
+                            shutil.copyfile(path, folder / f"zero_pp_rank_0_{path.name}")
                     if check:
                         verify(folder, files)
                     publish(folder, output)

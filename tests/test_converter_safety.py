@@ -236,7 +236,7 @@ def test_step_count_is_checked(tmp_path, saved):
 
 
 def test_buffers_that_overlap(tmp_path, monkeypatch, saved):
-    """Views of one storage are no damage, whichever bytes they share; but a bit that is read wrong for one of them is."""
+    """Views of one storage are no damage, whichever bytes they share; a bit read wrong for one of them is."""
     buffers, read_into, wrong = {"table": torch.arange(10.0)}, ds_to_universal.read_into, []
     buffers |= {"middle": buffers["table"][2:5], "end": buffers["table"][4:]}
 
