@@ -24,6 +24,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch.utils.serialization import config as torch_files
 
 from model import GPT, Log, accumulation_steps, derive_seed, fail, global_batch, load_data, parameter_groups, positive
 
@@ -202,6 +203,7 @@ def open_checkpoint(args, client_state):
 
 def resume(engine, args, checkpoint):
     """Load the checkpoint, mend what DeepSpeed 0.19.8 leaves out, and print what was restored from where."""
+    torch_files.load.mmap = True  # else every rank reads every parameter whole, to take its own part of it
     path, _ = engine.load_checkpoint(args.checkpoint_dir, tag=args.checkpoint_tag)
     assert path is not None, f"DeepSpeed did not load {args.checkpoint_tag}"
     folder, run = Path(args.checkpoint_dir, args.checkpoint_tag), checkpoint["run"]
