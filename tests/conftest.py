@@ -59,6 +59,8 @@ def launch(folder, ranks, script, *arguments, patch=None, limit=300):
     """
     children = {}
     for rank in range(ranks):
+        for stream in ("out", "err"):  # a rank may be ended before it opens them
+            Path(folder, f".{stream}.{rank}").write_text("")
         pid = os.fork()
         if pid == 0:
             os.chdir(folder)
