@@ -71,6 +71,8 @@ def load(folder, size, stage, mapped):
     watcher.join()
     assert path is not None
     print("RESULT " + json.dumps([seconds, peak[0] - before]), flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def main():
