@@ -75,4 +75,5 @@ for step in range(1, args.steps + 1):
     seconds = time.perf_counter() - start
     if rank == 0:
         log.write(**row, seconds=seconds, tokens_per_second=tokens.sum().item() / seconds)
+dist.barrier()  # a rank that leaves early can take the others down
 dist.destroy_process_group()

@@ -311,6 +311,7 @@ def main():
             log.write(**row)
         if step % args.checkpoint_interval == 0:
             save(engine, args, client_state | {"step": step})
+    dist.barrier()  # a rank that leaves early can take the others down
     dist.destroy_process_group()
 
 
