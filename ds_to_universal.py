@@ -33,6 +33,7 @@ import copyreg
 import ctypes
 import fcntl
 import functools
+import gc
 import io
 import itertools
 import math
@@ -692,9 +693,26 @@ def crc_multiply(a, b):
     return product
 
 
+@functools.lru_cache(4096)
+def crc_table(nbytes):
+    """crc_multiply(crc_shift(nbytes), x) for all 16 values of each of the 8 half-bytes of x."""
+    table, column = [[0] for _ in range(8)], crc_shift(nbytes)
+    for bit in range(31, -1, -1):
+        part = table[bit // 4]
+        part[:] = [value ^ column * b for value in part for b in (0, 1)]
+        column = (column >> 1) ^ (0xEDB88320 if column & 1 else 0)
+    return table
+
+
 def crc_join(first, second, nbytes):
     """CRC-32 of A + B from those of A and of B, B being nbytes long: every byte is summed once for two files."""
-    return crc_multiply(crc_shift(nbytes), first) ^ second
+    if not first:
+        return second
+    a, b, c, d, e, f, g, h = crc_table(nbytes)
+    return (
+        a[first & 15] ^ b[first >> 4 & 15] ^ c[first >> 8 & 15] ^ d[first >> 12 & 15]
+        ^ e[first >> 16 & 15] ^ f[first >> 20 & 15] ^ g[first >> 24 & 15] ^ h[first >> 28] ^ second
+    )  # fmt: skip
 
 
 @functools.lru_cache(256)
@@ -790,10 +808,24 @@ class Pickler(pickle._Pickler):
 
 def pickled(content):
     """(pickle, the storages that it refers to)."""
+    if isinstance(content, dict) and isinstance(content.get("param"), Tensor):
+        storage, *rest = content["param"]
+        numel = sum(nbytes for _, _, nbytes in storage.pieces) // ELEMENT_SIZE[storage.kind]
+        return described(storage.kind, numel, *rest, *((k, v) for k, v in content.items() if k != "param")), [storage]
     file = io.BytesIO()
     pickler = Pickler(file)
     pickler.dump(content)
     return file.getvalue(), pickler.storages
+
+
+@functools.lru_cache(4096)
+def described(kind, numel, offset, size, stride, requires_grad, *how):
+    """The pickle of a state file. Layers are alike, and so are the states of each: few have to be made."""
+    blank = Storage(kind, [(None, 0, numel * ELEMENT_SIZE[kind])])
+    content = {"param": Tensor(blank, offset, size, stride, requires_grad)} | dict(how)
+    file = io.BytesIO()
+    Pickler(file).dump(content)
+    return file.getvalue()
 
 
 def write(path, content):
@@ -802,6 +834,7 @@ def write(path, content):
     small = [("data.pkl", data), ("byteorder", b"little"), ("version", b"3\n")]
     records = [*small, *((f"data/{key}", storage.pieces) for key, storage in enumerate(storages))]
     position, directory = 0, b""
+    ahead, at = b"", 0  # not yet written, and where it begins: a header is known after its record only
     with open(path, "xb", buffering=0) as file:
         for name, data in records:
             name = f"{Path(path).stem}/{name}".encode()
@@ -811,27 +844,32 @@ def write(path, content):
             padding = -(position + 30 + len(name) + len(extra) + 4) % 64  # torch aligns records, to map them
             extra += struct.pack("<HH", 0x4246, padding) + bytes(padding)
             start = position + 30 + len(name) + len(extra)
-            file.seek(start)
-            crc = copy([(data, 0, size)] if isinstance(data, bytes) else data, file)
+            if isinstance(data, bytes):
+                crc = zlib.crc32(data)
+            else:
+                file.seek(start)
+                crc = copy(data, file)
             sizes = (0xFFFFFFFF, 0xFFFFFFFF) if big else (size, size)
             fields = struct.pack("<HHHHHIII", 45 if big else 20, 0x800, 0, 0, 0x21, crc, *sizes)
-            file.seek(position)
-            header = b"PK\3\4" + fields + struct.pack("<HH", len(name), len(extra)) + name + extra
-            write_all(file, memoryview(header))
+            ahead += b"PK\3\4" + fields + struct.pack("<HH", len(name), len(extra)) + name + extra
+            if isinstance(data, bytes):
+                ahead += data
+            else:
+                file.seek(at)
+                write_all(file, memoryview(ahead))
+                ahead, at = b"", start + size
             far = ([size, size] if big else []) + ([position] if position >= 0xFFFFFFFF else [])
             extra = struct.pack(f"<HH{len(far)}Q", 1, 8 * len(far), *far) if far else b""
-            directory += (
-                b"PK\1\2" + struct.pack("<H", 45) + fields + struct.pack("<HHHHHI", len(name), len(extra), 0, 0, 0, 0)
-            )
+            directory += b"PK\1\2" + struct.pack("<H", 45) + fields
+            directory += struct.pack("<HHHHHI", len(name), len(extra), 0, 0, 0, 0)
             directory += struct.pack("<I", min(position, 0xFFFFFFFF)) + name + extra
             position = start + size
         end = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, *2 * [len(records)], len(directory), position)
         end += b"PK\6\7" + struct.pack("<IQI", 0, position + len(directory), 1)
-        end += b"PK\5\6" + struct.pack(
-            "<HHHHIIH", 0, 0, *2 * [len(records)], len(directory), min(position, 0xFFFFFFFF), 0
-        )
-        file.seek(position)
-        write_all(file, memoryview(directory + end))
+        size, where = len(directory), min(position, 0xFFFFFFFF)
+        end += b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, *2 * [len(records)], size, where, 0)
+        file.seek(at)
+        write_all(file, memoryview(ahead + directory + end))
     return sum(nbytes for storage in storages for _, _, nbytes in storage.pieces)
 
 
@@ -1110,6 +1148,7 @@ def main():
     arg("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     args = vars(parser.parse_args())
     del args["inject_missing_state"], args["keep_temp_folder"], args["local_rank"]
+    gc.disable()  # a hundred thousand small objects that live to the end
     team = launched()
     rank = team.get("rank", 0)
     try:

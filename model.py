@@ -23,36 +23,55 @@ VOCABULARY = 256  # bytes
 # model
 
 
+def dropout(x, p, key, part=(0, 1)):
+    """Dropout of x [B, T, C] by a mask that is a function of key, a tuple, alone: the same on every layout of ranks.
+
+    part (i, n): x is the i-th of n equal parts of longer sequences and gets its part of their mask. No key, no dropout.
+    """
+    if not p or key is None:
+        return x
+    (B, T, C), (i, n) = x.shape, part
+    generator = torch.Generator(x.device).manual_seed(derive_seed(*key))
+    noise = torch.rand(B, n * T, C, device=x.device, generator=generator)
+    return x * (noise[:, i * T : (i + 1) * T] >= p) / (1 - p)
+
+
+def causal_attention(q, k, v):
+    """[B, T, heads, head_dim] each -> [B, T, heads, head_dim]."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
 class Attention(nn.Module):
-    def __init__(self, n_embd, n_head, dropout):
+    def __init__(self, n_embd, n_head):
         super().__init__()
-        self.qkv = nn.Linear(n_embd, 3 * n_embd)
-        self.proj = nn.Linear(n_embd, n_embd)
-        self.head_dim, self.dropout = n_embd // n_head, dropout
+        self.qkv, self.proj = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd)
+        self.head_dim, self.attend = n_embd // n_head, causal_attention
 
     def forward(self, x):
         B, T, _ = x.shape
-        q, k, v = (t.view(B, T, -1, self.head_dim).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
-        return F.dropout(self.proj(y.transpose(1, 2).reshape(B, T, -1)), self.dropout, self.training)
+        # As many heads as this rank's part of the weights makes: tensor parallelism gives it some of them.
+        q, k, v = (t.view(B, T, -1, self.head_dim) for t in self.qkv(x).chunk(3, dim=-1))
+        return self.proj(self.attend(q, k, v).reshape(B, T, -1))
 
 
 class Block(nn.Module):
     def __init__(self, n_embd, n_head, dropout):
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(n_embd), Attention(n_embd, n_head, dropout)
+        self.ln_1, self.attn = nn.LayerNorm(n_embd), Attention(n_embd, n_head)
         self.ln_2, self.dropout = nn.LayerNorm(n_embd), dropout
         self.up, self.down = nn.Linear(n_embd, 4 * n_embd), nn.Linear(4 * n_embd, n_embd)
 
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + F.dropout(self.down(F.gelu(self.up(self.ln_2(x)))), self.dropout, self.training)
+    def forward(self, x, key=None, part=(0, 1)):
+        x = x + dropout(self.attn(self.ln_1(x)), self.dropout, key and (*key, "attention"), part)
+        return x + dropout(self.down(F.gelu(self.up(self.ln_2(x)))), self.dropout, key and (*key, "mlp"), part)
 
 
 class GPT(nn.Module):
     """A GPT over bytes with the embedding tied to the output layer.
 
     forward(inputs [B, T], targets [B, T]) returns the mean cross-entropy in nats over the targets that are not -100.
+    With a key, a tuple, it drops out, and the masks are a function of it. part: see dropout().
     """
 
     def __init__(self, n_layer=2, n_head=4, n_embd=64, seq_len=32, dropout=0.1):
@@ -66,10 +85,11 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer) if residual else 0.02)
         self.lm_head.weight = self.wte.weight
 
-    def forward(self, inputs, targets):
-        x = self.wte(inputs) + self.wpe(torch.arange(inputs.size(1), device=inputs.device))
-        for block in self.blocks:
-            x = block(x)
+    def forward(self, inputs, targets, key=None, part=(0, 1)):
+        T = inputs.size(1)
+        x = self.wte(inputs) + self.wpe(torch.arange(part[0] * T, (part[0] + 1) * T, device=inputs.device))
+        for i, block in enumerate(self.blocks):
+            x = block(x, key and (*key, i), part)
         logits = self.lm_head(self.ln_f(x))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 

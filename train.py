@@ -24,14 +24,16 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_grad
 from torch.utils.serialization import config as torch_files
 
-from model import GPT, Log, accumulation_steps, derive_seed, fail, global_batch, load_data, parameter_groups, positive
+from model import GPT, Log, accumulation_steps, fail, global_batch, load_data, parameter_groups, positive
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "dropout")
 # What a resumed run must have in common with the checkpoint's, or its loss could not go on as if nothing had happened.
 TRACKED = (*SHAPE, "seed", "train_batch_size", "train_micro_batch_size_per_gpu", "dtype", "lr", "warmup_steps", "steps")
+TRACKED += ("exact",)
 
 
 # -----------------------------------------------------------------------------
@@ -64,6 +66,7 @@ def parse_arguments():
     arg("--data", metavar="FILE", help="any text; default: the source of Python's standard library")
     arg("--seed", type=int, default=1337)
     arg("--eval_interval", type=positive, default=10, help="steps from one validation loss to the next")
+    arg("--exact", action="store_true", help="every bit of the loss alike on any number of ranks; fp32")
     arg("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser.parse_args()
 
@@ -99,7 +102,8 @@ def set_up():
 
 
 def deepspeed_config(args):
-    zero = {"stage": args.zero_stage}
+    # ZeRO-3 multiplies in its own way, which rounds in its own way; unless it is told not to.
+    zero = {"stage": args.zero_stage, "memory_efficient_linear": not args.exact}
     if args.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     if args.offload and args.zero_stage == 3:
@@ -127,6 +131,49 @@ def deepspeed_config(args):
         "fp16": {"enabled": args.dtype == "fp16"},
         "checkpoint": {"load_universal": args.universal_checkpoint},
     }
+
+
+# -----------------------------------------------------------------------------
+# --exact
+
+
+def round_gradients(parameters, micro_batches, limits):
+    """Round every micro-batch's gradient so that the order in which they are added can not matter.
+
+    Floating-point addition is exact as long as all terms and sums are multiples of one grid and have at most 24 bits.
+    limits [parameters]: powers of two that bound a micro-batch's share of each gradient, |g / micro_batches|. The grid
+    is the finest on which no sum of all micro-batches can pass 24 bits. Adding and subtracting 1.5 * 2^23 grids rounds
+    to it. ZeRO divides by the ranks before it adds; the shares are multiples of their number, so that is exact too.
+    Returns peaks [parameters], in which the largest share of each gradient collects.
+    """
+    peaks = torch.zeros_like(limits)
+    multiples = torch.arange(0, 2**24, WORLD_SIZE, dtype=torch.float32, device=limits.device)
+    assert torch.equal(multiples / WORLD_SIZE, torch.arange(len(multiples), device=limits.device)), "inexact division"
+
+    def hook(i):
+        def rounded(gradient):
+            share = gradient / micro_batches
+            peaks[i] = torch.maximum(peaks[i], share.abs().max())
+            grid = max(micro_batches, 4) * limits[i] / 2**24
+            return ((share + 1.5 * 2**23 * grid) - 1.5 * 2**23 * grid) * WORLD_SIZE
+
+        return rounded
+
+    for i, parameter in enumerate(parameters):
+        parameter.register_hook(hook(i))
+    return peaks
+
+
+def exact_norm(parameters, peaks, limits):
+    """The norm of the whole gradient, summed by every rank in the same order. Fails where a sum of gradients may have
+    been rounded; else sets the limits of the next step to 64 times the peaks of this one, or to half of what they are.
+    """
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    assert (peaks <= limits).all(), f"--exact: gradients of {peaks.max()} grew 64-fold in a step, or are not finite"
+    following = torch.ldexp(torch.ones_like(peaks), torch.frexp(64 * peaks).exponent)
+    limits.copy_(torch.maximum(following, limits / 2))
+    peaks.zero_()
+    return torch.stack([safe_get_full_grad(p).double().norm() for p in parameters]).norm().float()
 
 
 # -----------------------------------------------------------------------------
@@ -272,6 +319,12 @@ def main():
         print(f"{size:,} parameters, ZeRO-{args.zero_stage}, {args.dtype}, on {device}, data {fingerprint}")
         print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {WORLD_SIZE} GPUs", flush=True)
     done = resume(engine, args, checkpoint) if checkpoint else 0
+    if args.exact:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        limits = torch.tensor(checkpoint["run"]["limits"] if checkpoint else [4.0] * len(trained), device=device)
+        peaks = round_gradients(trained, batch // micro, limits)
+        clip = engine.optimizer.unscale_and_clip_grads
+        engine.optimizer.unscale_and_clip_grads = lambda gradients, _: clip(gradients, norm)
     log = Log(args.run_name, f"{micro} x {accumulation} x {WORLD_SIZE}", done) if RANK == 0 else None
 
     # The global batch is cut into micro-batches, numbered alike on every layout. This rank's are `mine`.
@@ -291,12 +344,16 @@ def main():
         start, lr = time.perf_counter(), engine.get_lr()[0]
         sequences = global_batch(train, args.seed, step, batch, args.seq_len)
         for m in mine:
-            torch.manual_seed(derive_seed(args.seed, step, m))  # dropout belongs to the micro-batch, not to the rank
-            loss = engine(*micro_batch(sequences, m))
-            engine.backward(loss)  # divides by the accumulation steps
+            # Dropout belongs to the micro-batch, not to the rank.
+            loss = engine(*micro_batch(sequences, m), key=(args.seed, step, m))
+            # Divides by the accumulation steps, which --exact has done.
+            engine.backward(loss, scale_wrt_gas=not args.exact)
+            if args.exact and m == mine[-1]:
+                norm = exact_norm(trained, peaks, limits)
             engine.step()  # does nothing until the last of them
             losses[m] = loss.detach()
-        row = {"step": step, "loss": mean_loss(), "lr": lr, "grad_norm": float(engine.get_global_grad_norm())}
+        norm = norm if args.exact else engine.get_global_grad_norm()
+        row = {"step": step, "loss": mean_loss(), "lr": lr, "grad_norm": float(norm)}
         row |= {"loss_scale": engine.optimizer.loss_scale, "seconds": time.perf_counter() - start}
         row["tokens_per_second"] = batch * args.seq_len / row["seconds"]
         if step % args.eval_interval == 0 or step == args.steps:
@@ -310,7 +367,7 @@ def main():
         if log:
             log.write(**row)
         if step % args.checkpoint_interval == 0:
-            save(engine, args, client_state | {"step": step})
+            save(engine, args, client_state | {"step": step, "limits": limits.tolist() if args.exact else None})
     dist.barrier()  # a rank that leaves early can take the others down
     dist.destroy_process_group()
 

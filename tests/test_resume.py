@@ -158,12 +158,12 @@ def test_every_sequence_once(work, ranks, stage):
     def record():
         forward = model.GPT.forward
 
-        def recorded(self, inputs, targets):
+        def recorded(self, inputs, targets, **options):
             if self.training:
                 rows = torch.cat([inputs, targets[:, -1:]], dim=1).tolist()
                 with open(f"rows.{os.environ['RANK']}", "a") as file:
                     file.writelines(f"{row}\n" for row in rows)
-            return forward(self, inputs, targets)
+            return forward(self, inputs, targets, **options)
 
         model.GPT.forward = recorded
 
@@ -215,7 +215,7 @@ def data_by_rank_count():
 
 def dropout_by_rank():
     derive = model.derive_seed
-    model.derive_seed = lambda *key: derive(*key[:2], os.environ["RANK"]) if len(key) == 3 else derive(*key)
+    model.derive_seed = lambda *key: derive(*key[:2], os.environ["RANK"], *key[3:]) if len(key) == 5 else derive(*key)
 
 
 @pytest.mark.parametrize("mistake", [off_by_one, data_by_rank_count, dropout_by_rank])
