@@ -12,6 +12,8 @@ why the loss does not notice how many ranks compute it.
 """
 
 import argparse
+import functools
+import itertools
 import logging
 import os
 import shutil
@@ -24,16 +26,28 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.utils import groups, safe_get_full_grad
 from torch.utils.serialization import config as torch_files
 
-from model import GPT, Log, accumulation_steps, fail, global_batch, load_data, parameter_groups, positive
+from model import (
+    GPT,
+    Log,
+    accumulation_steps,
+    causal_attention,
+    fail,
+    global_batch,
+    load_data,
+    parameter_groups,
+    positive,
+)
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "dropout")
 # What a resumed run must have in common with the checkpoint's, or its loss could not go on as if nothing had happened.
 TRACKED = (*SHAPE, "seed", "train_batch_size", "train_micro_batch_size_per_gpu", "dtype", "lr", "warmup_steps", "steps")
 TRACKED += ("exact",)
+LAYOUT = ("zero_stage", "tensor_parallel", "sequence_parallel")  # what only a universal checkpoint can change
 
 
 # -----------------------------------------------------------------------------
@@ -56,6 +70,8 @@ def parse_arguments():
     arg("--resume", action="store_true", help="go on from --checkpoint_dir/--checkpoint_tag")
     arg("--checkpoint_tag", help="default: the one that the file `latest`, or `latest_universal`, names")
     arg("--universal_checkpoint", action="store_true", help="the tag is a universal checkpoint")
+    arg("--tensor_parallel", type=positive, default=1, metavar="N", help="ranks that share each layer")
+    arg("--sequence_parallel", type=positive, default=1, metavar="N", help="ranks that share each sequence")
     arg("--lr", type=float, default=5e-3)
     arg("--warmup_steps", type=positive, default=20)
     arg("--n_layer", type=positive, default=2)
@@ -74,9 +90,21 @@ def parse_arguments():
 def check_arguments(args):
     if "RANK" not in os.environ:
         fail("start it with a launcher: deepspeed --num_gpus 4 train.py, or torchrun --nproc-per-node 4 train.py")
-    accumulation_steps(args.train_batch_size, args.train_micro_batch_size_per_gpu, WORLD_SIZE)
+    tensor, sequence = args.tensor_parallel, args.sequence_parallel
+    if WORLD_SIZE % (tensor * sequence):
+        fail(f"{WORLD_SIZE} ranks do not divide by --tensor_parallel {tensor} x --sequence_parallel {sequence}")
+    args.data_parallel = WORLD_SIZE // (tensor * sequence)
+    accumulation_steps(args.train_batch_size, args.train_micro_batch_size_per_gpu, args.data_parallel)
     if args.n_embd % args.n_head:
         fail(f"--n_embd {args.n_embd} does not divide into --n_head {args.n_head} heads")
+    if args.n_head % (tensor * sequence):
+        fail(f"--n_head {args.n_head} does not divide by --tensor_parallel {tensor} x --sequence_parallel {sequence}")
+    if args.seq_len % sequence:
+        fail(f"--seq_len {args.seq_len} does not divide by --sequence_parallel {sequence}")
+    if args.exact and tensor * sequence > 1:
+        fail("--exact is for data parallelism: other kinds cut the sums inside the model, too")
+    if args.exact and args.dtype != "fp32":
+        fail(f"--exact needs --dtype fp32: sums in {args.dtype} have too few bits to be exact")
     device = get_accelerator()
     if not {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}[args.dtype]:
         fail(f"--dtype {args.dtype} does not run on this {device.device_name()}: take another --dtype, or a GPU")
@@ -101,6 +129,25 @@ def set_up():
     deepspeed.init_distributed()
 
 
+def parallel_ranks(args, model):
+    """Tensor-parallel ranks are neighbours, then come those that share a sequence, then the data-parallel ones. Gives
+    the model the attention of its kind, and returns (data-parallel rank, part of the sequence)."""
+    tensor, sequence = args.tensor_parallel, args.sequence_parallel
+    if tensor > 1:
+        groups._init_tp_mesh_device(tensor)
+    if sequence > 1:
+        for first in range(0, WORLD_SIZE, tensor * sequence):
+            for i in range(tensor):
+                ranks = range(first + i, first + tensor * sequence, tensor)
+                group = dist.new_group(ranks)
+                if RANK in ranks:
+                    mine = group
+        for block in model.blocks:  # Ulysses: from a part of the sequence to a part of the heads, and back
+            ulysses = DistributedAttention(causal_attention, mine, scatter_idx=2, gather_idx=1)
+            block.attn.attend = functools.partial(ulysses, batch_dim_idx=0)
+    return RANK // (tensor * sequence), (RANK // tensor % sequence, sequence)
+
+
 def deepspeed_config(args):
     # ZeRO-3 multiplies in its own way, which rounds in its own way; unless it is told not to.
     zero = {"stage": args.zero_stage, "memory_efficient_linear": not args.exact}
@@ -108,9 +155,22 @@ def deepspeed_config(args):
         zero["offload_optimizer"] = {"device": "cpu"}
     if args.offload and args.zero_stage == 3:
         zero["offload_param"] = {"device": "cpu"}
+    tensor_parallel = {
+        "autotp_size": args.tensor_parallel,
+        "partition_config": {
+            "use_default_specs": False,
+            "layer_specs": [
+                {"patterns": [r".*qkv\.weight$"], "partition_type": "column", "shape": [3, -1], "partition_dim": 0},
+                {"patterns": [r".*up\.weight$"], "partition_type": "column"},
+                {"patterns": [r".*(proj|down)\.weight$"], "partition_type": "row"},
+            ],
+        },
+    }
     return {
         # Two batch numbers; DeepSpeed derives the third, the accumulation steps, from them and the number of ranks.
-        "train_batch_size": args.train_batch_size,
+        # Of sequence parallelism it knows nothing: it takes a rank's part of a sequence for a sequence. The loss being
+        # the mean over parts of one size, the mean of the gradients over all ranks is right, at every ZeRO stage.
+        "train_batch_size": args.train_batch_size * args.sequence_parallel,
         "train_micro_batch_size_per_gpu": args.train_micro_batch_size_per_gpu,
         "zero_optimization": zero,
         # torch's AdamW, offloaded too: the same arithmetic everywhere, and nothing to compile
@@ -130,7 +190,7 @@ def deepspeed_config(args):
         "bf16": {"enabled": args.dtype == "bf16"},
         "fp16": {"enabled": args.dtype == "fp16"},
         "checkpoint": {"load_universal": args.universal_checkpoint},
-    }
+    } | ({"tensor_parallel": tensor_parallel} if args.tensor_parallel > 1 else {})
 
 
 # -----------------------------------------------------------------------------
@@ -169,7 +229,7 @@ def exact_norm(parameters, peaks, limits):
     been rounded; else sets the limits of the next step to 64 times the peaks of this one, or to half of what they are.
     """
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-    assert (peaks <= limits).all(), f"--exact: gradients of {peaks.max()} grew 64-fold in a step, or are not finite"
+    assert (peaks <= limits).all(), "--exact: a gradient grew 64-fold in a step, or is not finite: sums may be rounded"
     following = torch.ldexp(torch.ones_like(peaks), torch.frexp(64 * peaks).exponent)
     limits.copy_(torch.maximum(following, limits / 2))
     peaks.zero_()
@@ -219,14 +279,15 @@ def open_checkpoint(args, client_state):
             fail(f"{file} is {'truncated' if file.exists() else 'missing'}: the checkpoint is not whole")
         return file
 
-    prefix = "zero_pp_rank_{}_" if (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists() else ""
-    model_states = prefix + "mp_rank_00_model_states.pt"
-    checkpoint = torch.load(whole(model_states.format(0)), mmap=True, weights_only=True)
+    prefix = "zero_pp_rank_{0}_" if (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists() else ""
+    model_states = prefix + "mp_rank_{1:02d}_model_states.pt"
+    checkpoint = torch.load(whole(model_states.format(0, 0)), mmap=True, weights_only=True)
     if "run" not in checkpoint:
         fail(f"{folder} was not written by train.py")
-    saved, ranks = checkpoint["run"], checkpoint["dp_world_size"]
-    for name in (*TRACKED, "data", *(() if args.universal_checkpoint else ("zero_stage",))):
-        if name == "train_micro_batch_size_per_gpu" and args.dropout == 0:
+    saved = checkpoint["run"]
+    ranks = checkpoint["dp_world_size"] * saved["tensor_parallel"]
+    for name in (*TRACKED, "data", *(() if args.universal_checkpoint else LAYOUT)):
+        if name == "train_micro_batch_size_per_gpu" and args.dropout == 0 and not args.exact:
             continue  # only dropout is drawn by the micro-batch
         if saved[name] != client_state[name]:
             fail(f"{name} is {saved[name]} in {folder} and {client_state[name]} here: the loss would not go on alike")
@@ -242,15 +303,17 @@ def open_checkpoint(args, client_state):
             for state in ("fp32", "exp_avg", "exp_avg_sq", "step")[: 3 if args.zero_stage == 3 else 4]:
                 whole(f"zero/{name}/{state}.pt")
     elif RANK == 0:
-        for rank in range(ranks):
-            whole(model_states.format(rank))
-            whole(f"{'bf16_' * (args.dtype == 'bf16')}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        for rank, tensor in itertools.product(range(checkpoint["dp_world_size"]), range(args.tensor_parallel)):
+            whole(model_states.format(rank, tensor))
+            whole(f"{'bf16_' * (args.dtype == 'bf16')}zero_pp_rank_{rank}_mp_rank_{tensor:02d}_optim_states.pt")
     return checkpoint
 
 
 def resume(engine, args, checkpoint):
     """Load the checkpoint, mend what DeepSpeed 0.19.8 leaves out, and print what was restored from where."""
-    torch_files.load.mmap = True  # else every rank reads every parameter whole, to take its own part of it
+    # Else every rank reads every parameter whole, to take its own part of it. AutoTP also sends tensors as files in
+    # memory, which cannot be mapped.
+    torch_files.load.mmap = args.tensor_parallel == 1
     path, _ = engine.load_checkpoint(args.checkpoint_dir, tag=args.checkpoint_tag)
     assert path is not None, f"DeepSpeed did not load {args.checkpoint_tag}"
     folder, run = Path(args.checkpoint_dir, args.checkpoint_tag), checkpoint["run"]
@@ -275,7 +338,8 @@ def resume(engine, args, checkpoint):
         number, models = sum(map(len, checkpoint["param_shapes"])), Path(path).name
         schedule = f"step {engine.lr_scheduler.last_batch_iteration}, learning rate {engine.get_lr()[0]:.3e}"
         shards = "zero/<parameter>/*.pt" if args.universal_checkpoint else "*zero_pp_rank_*_optim_states.pt"
-        print(f"resumed from {folder}: {checkpoint['dp_world_size']} ranks then, {WORLD_SIZE} now")
+        then = checkpoint["dp_world_size"] * run["tensor_parallel"]
+        print(f"resumed from {folder}: {then} ranks then, {WORLD_SIZE} now")
         for what, value, file in (
             ("parameters", f"{number} with fp32 weight and both moments", shards),
             (
@@ -302,22 +366,32 @@ def main():
         train, validation, fingerprint = load_data(args.data, args.seq_len)
     except (OSError, ValueError) as error:
         fail(f"--data: {error}")
-    client_state = {name: getattr(args, name) for name in (*TRACKED, "zero_stage")} | {"data": fingerprint}
+    client_state = {name: getattr(args, name) for name in (*TRACKED, *LAYOUT)} | {"data": fingerprint}
     checkpoint = open_checkpoint(args, client_state) if args.resume else None
 
     set_up()
     torch.manual_seed(args.seed)
     model = GPT(**{name: getattr(args, name) for name in SHAPE})
     size = sum(p.numel() for p in model.parameters())
-    groups = parameter_groups(model, weight_decay=0.1)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=deepspeed_config(args))
+    data_rank, part = parallel_ranks(args, model)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=parameter_groups(model, weight_decay=0.1),
+        config=deepspeed_config(args),
+        mpu=groups if args.tensor_parallel > 1 else None,
+    )
     engine.lr_scheduler.step()  # without it DeepSpeed's schedule gives the first step a learning rate of 0
 
     batch, micro, device = args.train_batch_size, args.train_micro_batch_size_per_gpu, engine.device
     accumulation = engine.gradient_accumulation_steps()
     if RANK == 0:
         print(f"{size:,} parameters, ZeRO-{args.zero_stage}, {args.dtype}, on {device}, data {fingerprint}")
-        print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {WORLD_SIZE} GPUs", flush=True)
+        degrees = {"DP": args.data_parallel, "TP": args.tensor_parallel, "SP": args.sequence_parallel}
+        ranks = f"{args.data_parallel} GPUs"
+        if args.data_parallel < WORLD_SIZE:
+            product = " x ".join(f"{n} {kind}" for kind, n in degrees.items() if n > 1 or kind == "DP")
+            ranks = f"{args.data_parallel} data-parallel ({WORLD_SIZE} ranks = {product})"
+        print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {ranks}", flush=True)
     done = resume(engine, args, checkpoint) if checkpoint else 0
     if args.exact:
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -325,18 +399,20 @@ def main():
         peaks = round_gradients(trained, batch // micro, limits)
         clip = engine.optimizer.unscale_and_clip_grads
         engine.optimizer.unscale_and_clip_grads = lambda gradients, _: clip(gradients, norm)
-    log = Log(args.run_name, f"{micro} x {accumulation} x {WORLD_SIZE}", done) if RANK == 0 else None
+    log = Log(args.run_name, f"{micro} x {accumulation} x {args.data_parallel}", done) if RANK == 0 else None
 
     # The global batch is cut into micro-batches, numbered alike on every layout. This rank's are `mine`.
-    mine = range(RANK * accumulation, (RANK + 1) * accumulation)
+    mine = range(data_rank * accumulation, (data_rank + 1) * accumulation)
     losses = torch.zeros(batch // micro, dtype=torch.float64, device=device)
 
+    positions = slice(part[0] * args.seq_len // part[1], (part[0] + 1) * args.seq_len // part[1])
+
     def micro_batch(sequences, m):
-        return (part[m * micro : (m + 1) * micro].to(device) for part in sequences)
+        return (rows[m * micro : (m + 1) * micro, positions].to(device) for rows in sequences)
 
     def mean_loss():
-        dist.all_reduce(losses)  # each rank has zeros where the others have losses, so no order of additions matters
-        mean = losses.mean().item()
+        dist.all_reduce(losses)  # data-parallel ranks have zeros where the others have losses: no order matters
+        mean = losses.mean().item() / (args.tensor_parallel * args.sequence_parallel)
         losses.zero_()
         return mean
 
@@ -345,7 +421,7 @@ def main():
         sequences = global_batch(train, args.seed, step, batch, args.seq_len)
         for m in mine:
             # Dropout belongs to the micro-batch, not to the rank.
-            loss = engine(*micro_batch(sequences, m), key=(args.seed, step, m))
+            loss = engine(*micro_batch(sequences, m), key=(args.seed, step, m), part=part)
             # Divides by the accumulation steps, which --exact has done.
             engine.backward(loss, scale_wrt_gas=not args.exact)
             if args.exact and m == mine[-1]:
@@ -361,7 +437,7 @@ def main():
             sequences = global_batch(validation, args.seed, 0, batch, args.seq_len)
             with torch.no_grad():
                 for m in mine:
-                    losses[m] = engine(*micro_batch(sequences, m))
+                    losses[m] = engine(*micro_batch(sequences, m), part=part)
             engine.train()
             row["val_loss"] = mean_loss()
         if log:

@@ -73,6 +73,8 @@ def refused(folder, ranks, *arguments):
         (2, ("--data", "missing.txt"), ["--data: ", "missing.txt"]),
         (2, ("--data", "."), ["--data: ", "Is a directory"]),
         (2, ("--dtype", "fp16"), ["--dtype fp16 does not run on this cpu"]),
+        (2, ("--exact", "--dtype", "bf16"), ["--exact needs --dtype fp32"]),
+        (2, (*UNIVERSAL, "--exact"), ["exact is False", "True here"]),
         (2, ("--n_head", 5), ["--n_embd 32 does not divide into --n_head 5 heads"]),
         (2, ("--steps", 0), ["--steps", "at least 1"]),
         (2, ("--zero_stage", 0), ["--zero_stage", "invalid choice"]),
