@@ -516,6 +516,8 @@ class TensorParallel:
         self.affine = self.info.get("affine_map") or {"params": {}, "version": 1}
         if self.affine.get("version", 1) > 1:
             raise CheckpointError(f"{folder}: affine map of version {self.affine['version']}, and only 1 is known")
+        # One rank's parameters are whole, and still the file says how more ranks would cut them.
+        self.described = any(self.info.get(key) for key in (*self.LISTS, "parameter_with_sub_params"))
         if degree > 1:
             self.unused = {pattern for key in self.LISTS for pattern in self.info.get(key, [])}
             self.unused |= {p for sub in self.info.get("parameter_with_sub_params", []) for p in sub["patterns"]}
@@ -532,7 +534,7 @@ class TensorParallel:
 
     def merge(self, name, shards):
         """One parameter from its shards, in the order of the tensor-parallel ranks."""
-        if self.degree == 1:
+        if self.degree == 1 and not self.described:
             return shards[0] | {"how": {"cat_dim": 0}}
         found = {key: self.match(self.info.get(key, []), name) for key in self.LISTS}
         sub = next((s for s in self.info.get("parameter_with_sub_params", []) if self.match(s["patterns"], name)), None)

@@ -1,0 +1,399 @@
+"""Train the same GPT as a pipeline with tensor parallelism inside, ZeRO-1; save; resume on any other layout.
+
+    deepspeed --num_gpus 8 train_3d.py --pipeline_parallel 2 --tensor_parallel 2 --steps 200 --run_name tp2_pp2_dp2 \
+        --train_batch_size 256 --train_micro_batch_size_per_gpu 32 --checkpoint_dir ckpt_3d --checkpoint_interval 100
+    python ds_to_universal.py --input_folder ckpt_3d/global_step100 --output_folder ckpt_3d/global_step100_universal
+    deepspeed --num_gpus 4 train_3d.py --pipeline_parallel 2 --tensor_parallel 2 --steps 200 --run_name tp2_pp2_dp1 \
+        --train_batch_size 256 --train_micro_batch_size_per_gpu 32 --checkpoint_dir ckpt_3d \
+        --resume --universal_checkpoint
+
+A pipeline numbers its layers, so its parameters have other names than train.py's: the checkpoints of the two do not
+resume each other.
+"""
+
+import argparse
+import functools
+import logging
+import os
+import shutil
+import time
+import warnings
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+from model import GPT, Log, accumulation_steps, fail, global_batch, load_data, positive
+
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "dropout")
+TRACKED = (*SHAPE, "seed", "train_batch_size", "train_micro_batch_size_per_gpu", "dtype", "lr", "warmup_steps", "steps")
+LAYOUT = ("pipeline_parallel", "tensor_parallel", "data_parallel")  # what only a universal checkpoint can change
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail
+    arg = parser.add_argument
+    arg("--pipeline_parallel", type=positive, default=1, metavar="N", help="stages that the layers are dealt out to")
+    arg("--tensor_parallel", type=positive, default=1, metavar="N", help="ranks that share each layer")
+    arg("--train_batch_size", type=positive, default=256, help="sequences of one optimizer step, over all ranks")
+    arg("--train_micro_batch_size_per_gpu", type=positive, default=32, help="sequences of one forward pass")
+    arg("--steps", type=positive, default=200, help="optimizer steps of the whole run, the resumed part included")
+    arg("--run_name", default="default_3d", help="the log is logs/<run_name>.csv")
+    arg("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="fp16 needs a GPU")
+    arg("--checkpoint_dir", default="ckpt_3d")
+    arg("--checkpoint_interval", type=positive, default=100, help="steps from one checkpoint to the next")
+    arg("--resume", action="store_true", help="go on from --checkpoint_dir/--checkpoint_tag")
+    arg("--checkpoint_tag", help="default: the one that the file `latest`, or `latest_universal`, names")
+    arg("--universal_checkpoint", action="store_true", help="the tag is a universal checkpoint")
+    arg("--lr", type=float, default=5e-3)
+    arg("--warmup_steps", type=positive, default=20)
+    arg("--n_layer", type=positive, default=2)
+    arg("--n_head", type=positive, default=4)
+    arg("--n_embd", type=positive, default=64)
+    arg("--seq_len", type=positive, default=32)
+    arg("--dropout", type=float, default=0.1)
+    arg("--data", metavar="FILE", help="any text; default: the source of Python's standard library")
+    arg("--seed", type=int, default=1337)
+    arg("--eval_interval", type=positive, default=10, help="steps from one validation loss to the next")
+    arg("--tensorboard", action="store_true", help="also write runs/<run_name> through DeepSpeed's monitor")
+    arg("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    return parser.parse_args()
+
+
+def check_arguments(args):
+    if "RANK" not in os.environ:
+        fail("start it with a launcher: deepspeed --num_gpus 8 train_3d.py, or torchrun --nproc-per-node 8 train_3d.py")
+    pipeline, tensor = args.pipeline_parallel, args.tensor_parallel
+    if WORLD_SIZE % (pipeline * tensor):
+        fail(f"{WORLD_SIZE} ranks do not divide by --pipeline_parallel {pipeline} x --tensor_parallel {tensor}")
+    args.data_parallel = WORLD_SIZE // (pipeline * tensor)
+    accumulation_steps(args.train_batch_size, args.train_micro_batch_size_per_gpu, args.data_parallel)
+    if args.n_embd % args.n_head or args.n_head % tensor:
+        fail(f"--n_embd {args.n_embd} in --n_head {args.n_head} heads on --tensor_parallel {tensor} does not divide")
+    if pipeline > args.n_layer + 4:
+        fail(f"--pipeline_parallel {pipeline} is more than the {args.n_layer + 4} layers of --n_layer {args.n_layer}")
+    device = get_accelerator()
+    if not {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}[args.dtype]:
+        fail(f"--dtype {args.dtype} does not run on this {device.device_name()}: take another --dtype, or a GPU")
+
+
+# -----------------------------------------------------------------------------
+# tensor parallelism: a column-parallel layer, then a row-parallel one, and one sum over the ranks
+
+
+class Sum(torch.autograd.Function):
+    """All-reduce in the forward pass, nothing in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Spread(torch.autograd.Function):
+    """Nothing in the forward pass, all-reduce in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Sum.apply(gradient, ctx.group), None
+
+
+def shard(parameter, rank, ranks, dim=0, parts=1):
+    """This rank's share of each of the `parts` that lie side by side along dim."""
+    mine = [part.chunk(ranks, dim)[rank] for part in parameter.detach().chunk(parts, dim)]
+    mine = nn.Parameter(torch.cat(mine, dim))
+    mine.model_parallel = True  # else the gradient norm counts it on the first rank only
+    return mine
+
+
+class Column(nn.Module):
+    """This rank's outputs of a linear layer [in -> out]; of each of its `parts`, as of q, k and v."""
+
+    def __init__(self, linear, group, parts=1):
+        super().__init__()
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.weight, self.bias = (shard(p, rank, ranks, parts=parts) for p in (linear.weight, linear.bias))
+        self.group = group
+
+    def forward(self, x):
+        return F.linear(Spread.apply(x, self.group), self.weight, self.bias)
+
+
+class Row(nn.Module):
+    """A linear layer [in -> out] of which this rank has some inputs."""
+
+    def __init__(self, linear, group):
+        super().__init__()
+        self.weight = shard(linear.weight, dist.get_rank(group), dist.get_world_size(group), dim=1)
+        self.bias, self.group = nn.Parameter(linear.bias.detach().clone()), group
+
+    def forward(self, x):
+        return Sum.apply(F.linear(x, self.weight), self.group) + self.bias
+
+
+# -----------------------------------------------------------------------------
+# the pipeline: every layer takes and gives (x [B, T, C], key of the micro-batch's dropout)
+
+
+class Embedding(nn.Module):
+    """The tied one: first layer, and, turned round, the last."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone())
+
+    def forward(self, inputs):
+        tokens, key = inputs
+        return F.embedding(tokens, self.weight), key
+
+
+class Positions(Embedding):
+    def forward(self, inputs):
+        x, key = inputs
+        return x + self.weight, key
+
+
+class Layer(nn.Module):
+    def __init__(self, block, number, group):
+        super().__init__()
+        block.attn.qkv, block.attn.proj = Column(block.attn.qkv, group, parts=3), Row(block.attn.proj, group)
+        block.up, block.down = Column(block.up, group), Row(block.down, group)
+        self.block, self.number = block, number
+
+    def forward(self, inputs):
+        x, key = inputs
+        return self.block(x, (*key.tolist(), self.number) if self.training else None), key
+
+
+class Norm(nn.LayerNorm):
+    def forward(self, inputs):
+        return super().forward(inputs[0])
+
+
+def build(args, loss_function):
+    """Every rank builds the whole GPT, so that it starts alike on every layout, and keeps its part."""
+    topology = PipeModelDataParallelTopology(
+        num_pp=args.pipeline_parallel, num_mp=args.tensor_parallel, num_dp=args.data_parallel
+    )
+    for ranks in topology.get_axis_comm_lists("model") or [[rank] for rank in range(WORLD_SIZE)]:
+        group = dist.new_group(ranks)
+        if RANK in ranks:
+            mine = group
+    torch.manual_seed(args.seed)
+    gpt = GPT(**{name: getattr(args, name) for name in SHAPE})
+    norm = Norm(args.n_embd)
+    norm.load_state_dict(gpt.ln_f.state_dict())
+    tied = functools.partial(TiedLayerSpec, "wte", Embedding, gpt.wte.weight, tied_weight_attr="weight")
+    layers = [tied(), Positions(gpt.wpe.weight), *(Layer(block, i, mine) for i, block in enumerate(gpt.blocks)), norm]
+    layers.append(tied(forward_fn=lambda embedding, x: x @ embedding.weight.T))
+    module = PipelineModule(layers, topology=topology, loss_fn=loss_function)
+    D = args.n_embd
+    module.universal_checkpoint_info = {  # how the ranks' parts make up the whole; DeepSpeed saves it with them
+        "universal_checkpoint_version": 0.2,
+        "pipeline_replicated_parameter_patterns": [r"tied_modules\.wte\.weight"],
+        "tp_replicated_parameter_patterns": [
+            r"tied_modules\.wte\.weight",
+            r"1\.weight",
+            r".*ln_\d\.(weight|bias)",
+            rf"{len(layers) - 2}\.(weight|bias)",
+            r".*(proj|down)\.bias",
+        ],
+        "parameter_with_row_parallelism_patterns": [r".*(proj|down)\.weight"],
+        "vocabulary_parameter_patterns": [],
+        "parameter_to_average_patterns": [],
+        "parameter_with_sub_params": [
+            {"patterns": [r".*qkv\.weight"], "shape": ((D, D, D), D), "partition_dim": 0},
+            {"patterns": [r".*qkv\.bias"], "shape": ((D, D, D),), "partition_dim": 0},
+        ],
+    }
+    return module
+
+
+def deepspeed_config(args):
+    return {
+        "train_batch_size": args.train_batch_size,
+        "train_micro_batch_size_per_gpu": args.train_micro_batch_size_per_gpu,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": args.lr, "betas": [0.9, 0.95]}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {
+                "total_num_steps": args.steps,
+                "warmup_num_steps": args.warmup_steps,
+                "warmup_min_ratio": 1 / args.warmup_steps,
+                "warmup_type": "linear",
+                "cos_min_ratio": 0.1,
+            },
+        },
+        "gradient_clipping": 1.0,
+        "steps_per_print": 1 << 30,
+        "bf16": {"enabled": args.dtype == "bf16"},
+        "fp16": {"enabled": args.dtype == "fp16"},
+        "checkpoint": {"load_universal": args.universal_checkpoint},
+        "tensorboard": {"enabled": args.tensorboard, "output_path": "runs", "job_name": args.run_name},
+    }
+
+
+# -----------------------------------------------------------------------------
+# checkpoints
+
+
+def save(engine, args, client_state):
+    """Write every rank's shard, then give the folder its name: a folder that has its name is complete."""
+    folder, tag = Path(args.checkpoint_dir), f"global_step{client_state['step']}"
+    unfinished, replaced = folder / f"{tag}.unfinished", folder / f"{tag}.replaced"
+    engine.save_checkpoint(folder, tag=unfinished.name, client_state={"run": client_state}, save_latest=False)
+    if RANK == 0:
+        if (folder / tag).exists():
+            (folder / tag).rename(replaced)
+        unfinished.rename(folder / tag)
+        (folder / "latest.unfinished").write_text(tag)
+        (folder / "latest.unfinished").rename(folder / "latest")
+        shutil.rmtree(replaced, ignore_errors=True)
+    dist.barrier()
+
+
+def open_checkpoint(args, client_state):
+    """The client state of the checkpoint to resume from. Refuses one that is not there, of the other kind, cut for
+    another layout, or of another run than client_state describes."""
+    folder = Path(args.checkpoint_dir)
+    if args.checkpoint_tag is None:
+        latest = folder / ("latest_universal" if args.universal_checkpoint else "latest")
+        if not latest.is_file():
+            fail(f"{latest} does not exist: give --checkpoint_tag")
+        args.checkpoint_tag = latest.read_text().strip()
+    folder = folder / args.checkpoint_tag
+    if not (folder / "mp_rank_00_model_states.pt").is_file():
+        fail(f"{folder} is not a checkpoint")
+    if (folder / "zero").is_dir() != args.universal_checkpoint:
+        if args.universal_checkpoint:
+            fail(f"{folder} is an ordinary ZeRO checkpoint: leave out --universal_checkpoint, or convert it")
+        fail(f"{folder} is a universal checkpoint: add --universal_checkpoint")
+    saved = torch.load(folder / "mp_rank_00_model_states.pt", mmap=True, weights_only=True).get("run", {})
+    if saved.get("script") != client_state["script"]:
+        fail(f"{folder} was not written by {client_state['script']}: its parameters have other names")
+    for name in (*TRACKED, "data"):
+        if saved[name] != client_state[name]:
+            fail(f"{name} is {saved[name]} in {folder} and {client_state[name]} here: the loss would not go on alike")
+    for name in LAYOUT:
+        if saved[name] != client_state[name] and not args.universal_checkpoint:
+            fail(
+                f"{folder} is cut for {name} {saved[name]}, and this is {client_state[name]}. Convert it: python "
+                f"ds_to_universal.py --input_folder {folder} --output_folder {folder}_universal"
+            )
+    return saved
+
+
+# -----------------------------------------------------------------------------
+# training
+
+
+def main():
+    args = parse_arguments()
+    check_arguments(args)
+    try:
+        train, validation, fingerprint = load_data(args.data, args.seq_len)
+    except (OSError, ValueError) as error:
+        fail(f"--data: {error}")
+    client_state = {name: getattr(args, name) for name in (*TRACKED, *LAYOUT)}
+    client_state |= {"data": fingerprint, "script": "train_3d.py"}
+    saved = open_checkpoint(args, client_state) if args.resume else None
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # on a CPU it compiles for a minute and leaks memory
+    deepspeed.init_distributed()
+    seen = []  # on the last stage, the loss of each micro-batch in turn
+
+    def loss_function(logits, targets):
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        seen.append(loss.detach())
+        return loss
+
+    module = build(args, loss_function)
+    parameters = list(module.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=deepspeed_config(args))
+    engine.lr_scheduler.step()  # without it DeepSpeed's schedule gives the first step a learning rate of 0
+
+    batch, micro, device = args.train_batch_size, args.train_micro_batch_size_per_gpu, engine.device
+    accumulation, done = engine.gradient_accumulation_steps(), 0
+    degrees = f"{args.data_parallel} DP x {args.tensor_parallel} TP x {args.pipeline_parallel} PP"
+    if RANK == 0:
+        print(
+            f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {args.data_parallel} data-parallel "
+            f"({WORLD_SIZE} ranks = {degrees})",
+            flush=True,
+        )
+    if saved:
+        path, _ = engine.load_checkpoint(args.checkpoint_dir, tag=args.checkpoint_tag)
+        assert path is not None, f"DeepSpeed did not load {args.checkpoint_tag}"
+        done = saved["step"]
+        counts = {int(state["step"]) for state in engine.optimizer.optimizer.state.values()}
+        assert counts <= {done - engine.skipped_steps}, f"optimizer at {counts}, checkpoint at {done}"
+        if RANK == 0:
+            then = " x ".join(str(saved[name]) for name in ("data_parallel", "tensor_parallel", "pipeline_parallel"))
+            print(f"resumed from {path}: step {done}, {then} then (DP x TP x PP)", flush=True)
+    log = Log(args.run_name, f"{micro} x {accumulation} x {args.data_parallel}", done) if RANK == 0 else None
+    data_rank = engine.grid.get_data_parallel_rank()
+    mine = range(data_rank * accumulation, (data_rank + 1) * accumulation)
+    losses = torch.zeros(batch // micro, dtype=torch.float64, device=device)
+
+    def micro_batches(sequences, step):
+        inputs, targets = sequences
+        for m in mine:
+            rows = slice(m * micro, (m + 1) * micro)
+            yield (inputs[rows], torch.tensor([args.seed, step, m])), targets[rows]
+
+    def mean_loss():
+        if engine.is_last_stage():
+            losses[mine.start : mine.stop] = torch.stack(seen)
+        dist.all_reduce(losses)
+        mean = losses.mean().item() / args.tensor_parallel
+        losses.zero_()
+        seen.clear()
+        return mean
+
+    for step in range(done + 1, args.steps + 1):
+        start, lr = time.perf_counter(), engine.get_lr()[0]
+        engine.train_batch(micro_batches(global_batch(train, args.seed, step, batch, args.seq_len), step))
+        row = {"step": step, "loss": mean_loss(), "lr": lr, "grad_norm": float(engine.get_global_grad_norm())}
+        row |= {"loss_scale": engine.optimizer.loss_scale, "seconds": time.perf_counter() - start}
+        row["tokens_per_second"] = batch * args.seq_len / row["seconds"]
+        if step % args.eval_interval == 0 or step == args.steps:
+            sequences = global_batch(validation, args.seed, 0, batch, args.seq_len)
+            engine.eval_batch(micro_batches(sequences, 0), num_micro_batches=accumulation)
+            row["val_loss"] = mean_loss()
+        if log:
+            log.write(**row)
+        if step % args.checkpoint_interval == 0:
+            save(engine, args, client_state | {"step": step})
+    dist.barrier()  # a rank that leaves early can take the others down
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
