@@ -1,4 +1,6 @@
 # make demo    train, resume, convert, resume on fewer ranks; draw the pictures and print the numbers
+# make exact   the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of universal checkpoints
+# make 3d      change the tensor, pipeline and sequence layout
 # make test    the tests, in an environment of their own making
 # make clean   all that the above made
 
@@ -11,7 +13,7 @@ export TORCH_EXTENSIONS_DIR = $(CURDIR)/.venv/torch_extensions
 TRAIN   = train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --steps 200 --checkpoint_dir $(CKPT)
 RESUME  = $(TRAIN) --resume --checkpoint_interval 400
 
-.PHONY: demo test clean
+.PHONY: demo exact 3d test clean
 .DELETE_ON_ERROR:
 
 demo: assets/resume_no_uc.png assets/grad_accu.png assets/resume_uc.png assets/traps.txt
@@ -31,10 +33,10 @@ test: .venv/installed-dev
 	$(PY) -m pytest -q
 
 clean:
-	rm -rf .venv logs $(CKPT)
+	rm -rf .venv logs runs ckpt_exact ckpt_3d $(CKPT)
 
 # Test 1: an ordinary ZeRO checkpoint resumes on the same number of ranks, and on no other
-logs/default.csv: .venv/installed train.py model.py
+logs/default.csv: .venv/installed train.py model.py checkpoint.py
 	$(RANKS) 4 $(TRAIN) --run_name default --checkpoint_interval 100
 
 logs/resume_no_uc.csv: logs/default.csv
@@ -82,3 +84,37 @@ logs/resume_uc.csv: $(CKPT)/latest_universal
 
 assets/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc.csv plot.py
 	$(PY) plot.py logs/default.csv logs/resume_uc_4gpu.csv logs/resume_uc.csv --output $@ --tolerance 1e-5
+
+# --exact: every bit alike
+EXACT = train.py --exact --train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 200
+SCRATCH = $(foreach stage,1 2 3,$(foreach ranks,1 2 4 8,logs/exact_zero$(stage)_$(ranks)_ranks.csv))
+CHAINS = $(foreach stage,1 2 3,logs/exact_zero$(stage)_4_to_2_to_8_to_1.csv)
+
+exact: assets/exact.png assets/exact.txt
+
+$(SCRATCH): .venv/installed train.py model.py checkpoint.py
+	run=$(basename $(notdir $@)); stage=$${run#exact_zero}; ranks=$${run%_ranks}; \
+	$(RANKS) $${ranks##*_} $(EXACT) --zero_stage $${stage%%_*} --run_name $$run --checkpoint_interval 400
+
+$(CHAINS): logs/exact_zero%_4_to_2_to_8_to_1.csv: .venv/installed train.py model.py checkpoint.py ds_to_universal.py
+	rm -rf ckpt_exact/zero$*
+	run="$(EXACT) --zero_stage $* --run_name $(basename $(notdir $@)) --checkpoint_dir ckpt_exact/zero$* --checkpoint_interval 50"; \
+	$(RANKS) 4 $$run && for change in 50:2 100:8 150:1; do \
+		tag=ckpt_exact/zero$*/global_step$${change%:*}; \
+		$(PY) ds_to_universal.py --input_folder $$tag --output_folder $${tag}_universal && \
+		$(RANKS) $${change#*:} $$run --resume --universal_checkpoint || exit 1; \
+	done
+
+assets/exact.png: $(SCRATCH) $(CHAINS) plot.py
+	$(PY) plot.py $(SCRATCH) $(CHAINS) --output $@ --tolerance 0
+
+assets/exact.txt: .venv/installed benchmarks/exact.py train.py model.py
+	$(PY) benchmarks/exact.py > $@
+	cat $@
+
+# Test 4: other layouts
+3d: assets/3d.txt
+
+assets/3d.txt: .venv/installed-dev benchmarks/layouts.py train.py train_3d.py model.py checkpoint.py ds_to_universal.py
+	$(PY) benchmarks/layouts.py > $@
+	cat $@

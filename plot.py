@@ -26,6 +26,8 @@ def fail(message):
 
 def read_log(path):
     """{"loss": {step: value}, "val_loss": {step: value}, "layout": str, "seconds": [of every step]} of one log."""
+    if Path(path).is_dir():
+        return read_tensorboard(path)
     try:
         with open(path, newline="") as file:
             rows = list(csv.DictReader(file))
@@ -37,6 +39,31 @@ def read_log(path):
         fail(f"{path} has no steps")
     run["layout"] = rows[-1].get("layout") or ""
     return run
+
+
+def read_tensorboard(folder):
+    """The same of a folder of event files, these scripts', DeepSpeed's or Megatron-DeepSpeed's. They hold float32."""
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError:
+        fail(f"{folder} is a folder of TensorBoard files: pip install tensorboard")
+    series = {}
+    for file in sorted(Path(folder).rglob("*tfevents*")):
+        events = EventAccumulator(str(file.parent), {"scalars": 0}).Reload()
+        series |= {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    run = {
+        column: next((series[tag] for tag in tags if tag in series), {})
+        for column, tags in {
+            "loss": ("loss", "lm-loss-training/lm loss", "Train/Samples/train_loss"),
+            "val_loss": ("val_loss", "lm-loss-validation/lm loss validation"),
+        }.items()
+    }
+    if not run["loss"]:
+        fail(f"{folder} has no loss in its TensorBoard files; there is: {', '.join(series) or 'nothing'}")
+    if "loss" not in series and "Train/Samples/train_loss" in series:  # counted in sequences
+        batch = min(run["loss"])
+        run["loss"] = {samples // batch: loss for samples, loss in run["loss"].items()}
+    return run | {"layout": "", "seconds": []}
 
 
 def differences(baseline, run, column):
@@ -90,7 +117,7 @@ def write_joined(names, runs, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("logs", nargs="+", help="logs/*.csv, the baseline first")
+    parser.add_argument("logs", nargs="+", help="logs/*.csv or folders of TensorBoard files, the baseline first")
     parser.add_argument("--output", default="assets/loss.png", help="picture to write, with its .csv beside it")
     parser.add_argument("--tolerance", type=float, help="exit 1 when a |difference| is above this")
     args = parser.parse_args()

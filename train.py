@@ -13,13 +13,11 @@ why the loss does not notice how many ranks compute it.
 
 import argparse
 import functools
-import itertools
+import importlib.util
 import logging
 import os
-import shutil
 import time
 import warnings
-import zipfile
 from pathlib import Path
 
 import deepspeed
@@ -30,6 +28,7 @@ from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups, safe_get_full_grad
 from torch.utils.serialization import config as torch_files
 
+from checkpoint import open_checkpoint, save
 from model import (
     GPT,
     Log,
@@ -47,7 +46,6 @@ SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "dropout")
 # What a resumed run must have in common with the checkpoint's, or its loss could not go on as if nothing had happened.
 TRACKED = (*SHAPE, "seed", "train_batch_size", "train_micro_batch_size_per_gpu", "dtype", "lr", "warmup_steps", "steps")
 TRACKED += ("exact",)
-LAYOUT = ("zero_stage", "tensor_parallel", "sequence_parallel")  # what only a universal checkpoint can change
 
 
 # -----------------------------------------------------------------------------
@@ -82,6 +80,7 @@ def parse_arguments():
     arg("--data", metavar="FILE", help="any text; default: the source of Python's standard library")
     arg("--seed", type=int, default=1337)
     arg("--eval_interval", type=positive, default=10, help="steps from one validation loss to the next")
+    arg("--tensorboard", action="store_true", help="also write runs/<run_name> through DeepSpeed's monitor")
     arg("--exact", action="store_true", help="every bit of the loss alike on any number of ranks; fp32")
     arg("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser.parse_args()
@@ -105,6 +104,8 @@ def check_arguments(args):
         fail("--exact is for data parallelism: other kinds cut the sums inside the model, too")
     if args.exact and args.dtype != "fp32":
         fail(f"--exact needs --dtype fp32: sums in {args.dtype} have too few bits to be exact")
+    if args.tensorboard and not importlib.util.find_spec("tensorboard"):
+        fail("--tensorboard needs its package: pip install tensorboard")
     device = get_accelerator()
     if not {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}[args.dtype]:
         fail(f"--dtype {args.dtype} does not run on this {device.device_name()}: take another --dtype, or a GPU")
@@ -190,6 +191,7 @@ def deepspeed_config(args):
         "bf16": {"enabled": args.dtype == "bf16"},
         "fp16": {"enabled": args.dtype == "fp16"},
         "checkpoint": {"load_universal": args.universal_checkpoint},
+        "tensorboard": {"enabled": args.tensorboard, "output_path": "runs", "job_name": args.run_name},
     } | ({"tensor_parallel": tensor_parallel} if args.tensor_parallel > 1 else {})
 
 
@@ -240,76 +242,7 @@ def exact_norm(parameters, peaks, limits):
 # checkpoints
 
 
-def save(engine, args, client_state):
-    """Write every rank's shard, then give the folder its name: a folder that has its name is complete."""
-    folder, tag = Path(args.checkpoint_dir), f"global_step{client_state['step']}"
-    unfinished, replaced = folder / f"{tag}.unfinished", folder / f"{tag}.replaced"
-    engine.save_checkpoint(folder, tag=unfinished.name, client_state={"run": client_state}, save_latest=False)
-    if RANK == 0:
-        if (folder / tag).exists():
-            (folder / tag).rename(replaced)
-        unfinished.rename(folder / tag)
-        (folder / "latest.unfinished").write_text(tag)
-        (folder / "latest.unfinished").rename(folder / "latest")
-        shutil.rmtree(replaced, ignore_errors=True)
-    dist.barrier()
-
-
-def open_checkpoint(args, client_state):
-    """Model states of the checkpoint to resume from. Refuses, before any work, one that is not there, not whole, of
-    the other kind, cut for another number of ranks, or of another run than client_state describes."""
-    folder = Path(args.checkpoint_dir)
-    if args.checkpoint_tag is None:
-        latest = folder / ("latest_universal" if args.universal_checkpoint else "latest")
-        if not latest.is_file():
-            fail(f"{latest} does not exist: give --checkpoint_tag")
-        args.checkpoint_tag = latest.read_text().strip()
-    folder = folder / args.checkpoint_tag
-    if not folder.is_dir():
-        tags = sorted({file.parent.name for file in folder.parent.glob("*/*model_states.pt")})
-        fail(f"{folder} does not exist; in {folder.parent} there is: {', '.join(tags) or 'no checkpoint'}")
-    if (folder / "zero").is_dir() != args.universal_checkpoint:
-        if args.universal_checkpoint:
-            fail(f"{folder} is an ordinary ZeRO checkpoint: leave out --universal_checkpoint, or convert it")
-        fail(f"{folder} is a universal checkpoint: add --universal_checkpoint")
-
-    def whole(name):
-        file = folder / name
-        if not zipfile.is_zipfile(file):  # the container's directory is its end, so no truncation goes unseen
-            fail(f"{file} is {'truncated' if file.exists() else 'missing'}: the checkpoint is not whole")
-        return file
-
-    prefix = "zero_pp_rank_{0}_" if (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists() else ""
-    model_states = prefix + "mp_rank_{1:02d}_model_states.pt"
-    checkpoint = torch.load(whole(model_states.format(0, 0)), mmap=True, weights_only=True)
-    if "run" not in checkpoint:
-        fail(f"{folder} was not written by train.py")
-    saved = checkpoint["run"]
-    ranks = checkpoint["dp_world_size"] * saved["tensor_parallel"]
-    for name in (*TRACKED, "data", *(() if args.universal_checkpoint else LAYOUT)):
-        if name == "train_micro_batch_size_per_gpu" and args.dropout == 0 and not args.exact:
-            continue  # only dropout is drawn by the micro-batch
-        if saved[name] != client_state[name]:
-            fail(f"{name} is {saved[name]} in {folder} and {client_state[name]} here: the loss would not go on alike")
-    if ranks != WORLD_SIZE and not args.universal_checkpoint:
-        fail(
-            f"{folder} is cut for {ranks} ranks, and these are {WORLD_SIZE}. Convert it: python ds_to_universal.py "
-            f"--input_folder {folder} --output_folder {folder}_universal; then resume with --universal_checkpoint "
-            f"--checkpoint_tag {args.checkpoint_tag}_universal"
-        )
-    if RANK == 0 and args.universal_checkpoint:
-        whole("zero/optimizer_state.pt")
-        for name in (name for group in checkpoint["param_shapes"] for name in group):
-            for state in ("fp32", "exp_avg", "exp_avg_sq", "step")[: 3 if args.zero_stage == 3 else 4]:
-                whole(f"zero/{name}/{state}.pt")
-    elif RANK == 0:
-        for rank, tensor in itertools.product(range(checkpoint["dp_world_size"]), range(args.tensor_parallel)):
-            whole(model_states.format(rank, tensor))
-            whole(f"{'bf16_' * (args.dtype == 'bf16')}zero_pp_rank_{rank}_mp_rank_{tensor:02d}_optim_states.pt")
-    return checkpoint
-
-
-def resume(engine, args, checkpoint):
+def resume(engine, args, checkpoint, client_state):
     """Load the checkpoint, mend what DeepSpeed 0.19.8 leaves out, and print what was restored from where."""
     # Else every rank reads every parameter whole, to take its own part of it. AutoTP also sends tensors as files in
     # memory, which cannot be mapped.
@@ -338,8 +271,7 @@ def resume(engine, args, checkpoint):
         number, models = sum(map(len, checkpoint["param_shapes"])), Path(path).name
         schedule = f"step {engine.lr_scheduler.last_batch_iteration}, learning rate {engine.get_lr()[0]:.3e}"
         shards = "zero/<parameter>/*.pt" if args.universal_checkpoint else "*zero_pp_rank_*_optim_states.pt"
-        then = checkpoint["dp_world_size"] * run["tensor_parallel"]
-        print(f"resumed from {folder}: {then} ranks then, {WORLD_SIZE} now")
+        print(f"resumed from {folder}: {run['layout']} then, {client_state['layout']} now")
         for what, value, file in (
             ("parameters", f"{number} with fp32 weight and both moments", shards),
             (
@@ -366,7 +298,10 @@ def main():
         train, validation, fingerprint = load_data(args.data, args.seq_len)
     except (OSError, ValueError) as error:
         fail(f"--data: {error}")
-    client_state = {name: getattr(args, name) for name in (*TRACKED, *LAYOUT)} | {"data": fingerprint}
+    degrees = f"{args.data_parallel} DP x {args.tensor_parallel} TP x {args.sequence_parallel} SP"
+    layout = f"{WORLD_SIZE} ranks{f' = {degrees}' if args.data_parallel < WORLD_SIZE else ''} at ZeRO-{args.zero_stage}"
+    client_state = {name: getattr(args, name) for name in TRACKED}
+    client_state |= {"data": fingerprint, "script": "train.py", "layout": layout}
     checkpoint = open_checkpoint(args, client_state) if args.resume else None
 
     set_up()
@@ -385,14 +320,12 @@ def main():
     batch, micro, device = args.train_batch_size, args.train_micro_batch_size_per_gpu, engine.device
     accumulation = engine.gradient_accumulation_steps()
     if RANK == 0:
-        print(f"{size:,} parameters, ZeRO-{args.zero_stage}, {args.dtype}, on {device}, data {fingerprint}")
-        degrees = {"DP": args.data_parallel, "TP": args.tensor_parallel, "SP": args.sequence_parallel}
+        print(f"{size:,} parameters, {args.dtype}, {layout}, on {device}, data {fingerprint}")
         ranks = f"{args.data_parallel} GPUs"
         if args.data_parallel < WORLD_SIZE:
-            product = " x ".join(f"{n} {kind}" for kind, n in degrees.items() if n > 1 or kind == "DP")
-            ranks = f"{args.data_parallel} data-parallel ({WORLD_SIZE} ranks = {product})"
+            ranks = f"{args.data_parallel} data-parallel ({WORLD_SIZE} ranks = {degrees})"
         print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {ranks}", flush=True)
-    done = resume(engine, args, checkpoint) if checkpoint else 0
+    done = resume(engine, args, checkpoint, client_state) if checkpoint else 0
     if args.exact:
         trained = [p for p in model.parameters() if p.requires_grad]
         limits = torch.tensor(checkpoint["run"]["limits"] if checkpoint else [4.0] * len(trained), device=device)
@@ -442,8 +375,10 @@ def main():
             row["val_loss"] = mean_loss()
         if log:
             log.write(**row)
+            engine.monitor.write_events([(name, row[name], step) for name in ("loss", "val_loss") if name in row])
         if step % args.checkpoint_interval == 0:
-            save(engine, args, client_state | {"step": step, "limits": limits.tolist() if args.exact else None})
+            state = client_state | {"step": step, "limits": limits.tolist() if args.exact else None}
+            save(engine, args.checkpoint_dir, state)
     dist.barrier()  # a rank that leaves early can take the others down
     dist.destroy_process_group()
 

@@ -13,12 +13,11 @@ resume each other.
 
 import argparse
 import functools
+import importlib.util
 import logging
 import os
-import shutil
 import time
 import warnings
-from pathlib import Path
 
 import deepspeed
 import torch
@@ -29,12 +28,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
+from checkpoint import open_checkpoint, save
 from model import GPT, Log, accumulation_steps, fail, global_batch, load_data, positive
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "dropout")
 TRACKED = (*SHAPE, "seed", "train_batch_size", "train_micro_batch_size_per_gpu", "dtype", "lr", "warmup_steps", "steps")
-LAYOUT = ("pipeline_parallel", "tensor_parallel", "data_parallel")  # what only a universal checkpoint can change
 
 
 def parse_arguments():
@@ -80,6 +79,8 @@ def check_arguments(args):
         fail(f"--n_embd {args.n_embd} in --n_head {args.n_head} heads on --tensor_parallel {tensor} does not divide")
     if pipeline > args.n_layer + 4:
         fail(f"--pipeline_parallel {pipeline} is more than the {args.n_layer + 4} layers of --n_layer {args.n_layer}")
+    if args.tensorboard and not importlib.util.find_spec("tensorboard"):
+        fail("--tensorboard needs its package: pip install tensorboard")
     device = get_accelerator()
     if not {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}[args.dtype]:
         fail(f"--dtype {args.dtype} does not run on this {device.device_name()}: take another --dtype, or a GPU")
@@ -253,56 +254,6 @@ def deepspeed_config(args):
 
 
 # -----------------------------------------------------------------------------
-# checkpoints
-
-
-def save(engine, args, client_state):
-    """Write every rank's shard, then give the folder its name: a folder that has its name is complete."""
-    folder, tag = Path(args.checkpoint_dir), f"global_step{client_state['step']}"
-    unfinished, replaced = folder / f"{tag}.unfinished", folder / f"{tag}.replaced"
-    engine.save_checkpoint(folder, tag=unfinished.name, client_state={"run": client_state}, save_latest=False)
-    if RANK == 0:
-        if (folder / tag).exists():
-            (folder / tag).rename(replaced)
-        unfinished.rename(folder / tag)
-        (folder / "latest.unfinished").write_text(tag)
-        (folder / "latest.unfinished").rename(folder / "latest")
-        shutil.rmtree(replaced, ignore_errors=True)
-    dist.barrier()
-
-
-def open_checkpoint(args, client_state):
-    """The client state of the checkpoint to resume from. Refuses one that is not there, of the other kind, cut for
-    another layout, or of another run than client_state describes."""
-    folder = Path(args.checkpoint_dir)
-    if args.checkpoint_tag is None:
-        latest = folder / ("latest_universal" if args.universal_checkpoint else "latest")
-        if not latest.is_file():
-            fail(f"{latest} does not exist: give --checkpoint_tag")
-        args.checkpoint_tag = latest.read_text().strip()
-    folder = folder / args.checkpoint_tag
-    if not (folder / "mp_rank_00_model_states.pt").is_file():
-        fail(f"{folder} is not a checkpoint")
-    if (folder / "zero").is_dir() != args.universal_checkpoint:
-        if args.universal_checkpoint:
-            fail(f"{folder} is an ordinary ZeRO checkpoint: leave out --universal_checkpoint, or convert it")
-        fail(f"{folder} is a universal checkpoint: add --universal_checkpoint")
-    saved = torch.load(folder / "mp_rank_00_model_states.pt", mmap=True, weights_only=True).get("run", {})
-    if saved.get("script") != client_state["script"]:
-        fail(f"{folder} was not written by {client_state['script']}: its parameters have other names")
-    for name in (*TRACKED, "data"):
-        if saved[name] != client_state[name]:
-            fail(f"{name} is {saved[name]} in {folder} and {client_state[name]} here: the loss would not go on alike")
-    for name in LAYOUT:
-        if saved[name] != client_state[name] and not args.universal_checkpoint:
-            fail(
-                f"{folder} is cut for {name} {saved[name]}, and this is {client_state[name]}. Convert it: python "
-                f"ds_to_universal.py --input_folder {folder} --output_folder {folder}_universal"
-            )
-    return saved
-
-
-# -----------------------------------------------------------------------------
 # training
 
 
@@ -313,9 +264,10 @@ def main():
         train, validation, fingerprint = load_data(args.data, args.seq_len)
     except (OSError, ValueError) as error:
         fail(f"--data: {error}")
-    client_state = {name: getattr(args, name) for name in (*TRACKED, *LAYOUT)}
-    client_state |= {"data": fingerprint, "script": "train_3d.py"}
-    saved = open_checkpoint(args, client_state) if args.resume else None
+    degrees = f"{args.data_parallel} DP x {args.tensor_parallel} TP x {args.pipeline_parallel} PP"
+    client_state = {name: getattr(args, name) for name in TRACKED}
+    client_state |= {"data": fingerprint, "script": "train_3d.py", "layout": f"{WORLD_SIZE} ranks = {degrees}"}
+    saved = open_checkpoint(args, client_state)["run"] if args.resume else None
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -341,13 +293,9 @@ def main():
 
     batch, micro, device = args.train_batch_size, args.train_micro_batch_size_per_gpu, engine.device
     accumulation, done = engine.gradient_accumulation_steps(), 0
-    degrees = f"{args.data_parallel} DP x {args.tensor_parallel} TP x {args.pipeline_parallel} PP"
     if RANK == 0:
-        print(
-            f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {args.data_parallel} data-parallel "
-            f"({WORLD_SIZE} ranks = {degrees})",
-            flush=True,
-        )
+        ranks = f"{args.data_parallel} data-parallel ({WORLD_SIZE} ranks = {degrees})"
+        print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {ranks}", flush=True)
     if saved:
         path, _ = engine.load_checkpoint(args.checkpoint_dir, tag=args.checkpoint_tag)
         assert path is not None, f"DeepSpeed did not load {args.checkpoint_tag}"
@@ -355,8 +303,7 @@ def main():
         counts = {int(state["step"]) for state in engine.optimizer.optimizer.state.values()}
         assert counts <= {done - engine.skipped_steps}, f"optimizer at {counts}, checkpoint at {done}"
         if RANK == 0:
-            then = " x ".join(str(saved[name]) for name in ("data_parallel", "tensor_parallel", "pipeline_parallel"))
-            print(f"resumed from {path}: step {done}, {then} then (DP x TP x PP)", flush=True)
+            print(f"resumed from {path}: step {done}, {saved['layout']} then, {client_state['layout']} now", flush=True)
     log = Log(args.run_name, f"{micro} x {accumulation} x {args.data_parallel}", done) if RANK == 0 else None
     data_rank = engine.grid.get_data_parallel_rank()
     mine = range(data_rank * accumulation, (data_rank + 1) * accumulation)
@@ -389,8 +336,9 @@ def main():
             row["val_loss"] = mean_loss()
         if log:
             log.write(**row)
+            engine.monitor.write_events([(name, row[name], step) for name in ("loss", "val_loss") if name in row])
         if step % args.checkpoint_interval == 0:
-            save(engine, args, client_state | {"step": step})
+            save(engine, args.checkpoint_dir, client_state | {"step": step})
     dist.barrier()  # a rank that leaves early can take the others down
     dist.destroy_process_group()
 

@@ -136,22 +136,36 @@ def content(folder):
     return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*.pt")}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_processes_share_the_work(pipeline, tmp_path, ranks):
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), [("torchrun", 2), ("torchrun", 4), ("deepspeed", 2), ("srun", 2)], ids=str
+)
+def test_processes_share_the_work(pipeline, tmp_path, launcher, ranks):
     """The result is the one of a single process, byte by byte, and each process has written a part of it."""
     ds_to_universal.convert(pipeline, tmp_path / "one")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", PORT]
-    folders = ["--input_folder", pipeline, "--output_folder", tmp_path / "many"]
     spy = tmp_path / "spy.py"  # the converter, and a line for every file that a rank writes
     spy.write_text(
         f"import sys, os; sys.path.insert(0, {str(ROOT)!r}); import ds_to_universal as d; write = d.write\n"
-        f"def told(path, content):\n    open({str(tmp_path)!r} + '/rank' + os.environ['RANK'], 'a').write(path.name)\n"
+        "rank = os.environ.get('RANK') or os.environ['SLURM_PROCID']\n"
+        f"def told(path, content):\n    open({str(tmp_path)!r} + '/rank' + rank, 'a').write(path.name)\n"
         "    return write(path, content)\nd.write = told; d.main()\n"
     )
-    done = subprocess.run(
-        [*map(str, command), str(spy), *map(str, folders)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    arguments = [spy, "--input_folder", pipeline, "--output_folder", tmp_path / "many"]
+    environment = os.environ | {"MASTER_PORT": str(PORT), "LOCAL_SIZE": str(ranks)}
+    if launcher == "srun":  # it starts the tasks itself and says only who each is
+        tasks = [{"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(ranks)} for rank in range(ranks)]
+        commands = [([sys.executable], environment | {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"} | t) for t in tasks]
+    elif launcher == "torchrun":
+        module = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", PORT]
+        commands = [([sys.executable, *module], environment)]
+    else:
+        program = Path(sys.executable).with_name("deepspeed")
+        commands = [([program, "--num_gpus", ranks, "--master_port", PORT], environment)]
+    processes = [
+        subprocess.Popen(list(map(str, command + arguments)), env=env, stderr=subprocess.PIPE, text=True)
+        for command, env in commands
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert not any(process.returncode for process in processes), errors
     assert content(tmp_path / "one") == content(tmp_path / "many")
     assert all((tmp_path / f"rank{rank}").stat().st_size for rank in range(ranks))
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]

@@ -1,0 +1,90 @@
+"""Every change of the tensor, pipeline and sequence layout in one table, and the curves of the 3D ones.
+
+    python benchmarks/layouts.py
+
+Each layout trains 120 steps from scratch and is compared with one rank; its checkpoint of step 20 is converted and goes
+on, on other layouts, to step 120; those 100 steps are compared with the uninterrupted run. The ranks are forked from
+this process, which has imported DeepSpeed already. Ends with an error when any loss differs by more than 1e-5, or
+the same layout by a bit.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from conftest import compare, run  # noqa: E402
+
+import ds_to_universal  # noqa: E402
+import plot  # noqa: E402
+
+COMMON = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 120 --checkpoint_interval 20".split()
+AXES = {"train.py": ("tensor", "sequence"), "train_3d.py": ("tensor", "pipeline")}
+# script, ZeRO stage, layout that saves, layouts that go on: (first of the axes, second, data-parallel ranks)
+CHANGES = [
+    *(("train.py", s, (2, 1, 2), [(2, 1, 2), (2, 1, 1), (1, 1, 2), (4, 1, 1)]) for s in (1, 2, 3)),
+    *(("train.py", s, (1, 1, 1), [(2, 1, 1)]) for s in (1, 2, 3)),
+    *(("train.py", s, (1, 2, 2), [(1, 2, 2), (1, 2, 1), (1, 1, 2), (1, 4, 1)]) for s in (1, 3)),
+    *(("train.py", s, (2, 2, 1), [(2, 2, 1), (1, 1, 2)]) for s in (1, 3)),
+    ("train_3d.py", 1, (2, 2, 2), [(2, 2, 2), (2, 2, 1), (1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]),
+    *(("train_3d.py", 1, layout, []) for layout in [(2, 2, 1), (1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]),
+]
+
+
+def name_of(script, layout):
+    first, second = ("TP", "SP") if script == "train.py" else ("TP", "PP")
+    return f"{first} {layout[0]}, {second} {layout[1]}, DP {layout[2]}"
+
+
+def train(script, stage, layout, run_name, folder, *arguments):
+    degrees = [f"--{axis}_parallel={n}" for axis, n in zip(AXES[script], layout, strict=False)]
+    degrees += ["--zero_stage", stage] if script == "train.py" else []
+    ranks = layout[0] * layout[1] * layout[2]
+    run(Path.cwd(), ranks, script, *COMMON, *degrees, "--run_name", run_name, "--checkpoint_dir", folder, *arguments,
+        limit=1200)  # fmt: skip
+
+
+def largest(baseline, run_name):
+    return [max(compare(Path.cwd(), baseline, run_name, column).values()) for column in ("loss", "val_loss")]
+
+
+def main():
+    print(f"{'script':<12} {'ZeRO':>4}  {'from':<20} {'to':<20} {'max |diff|':>11} {'validation':>11}  compared with")
+    worst, one = 0.0, "one_rank"
+    train("train.py", 1, (1, 1, 1), one, "ckpt_3d/one")
+    for script, stage, layout, others in CHANGES:
+        name = f"{script[:-3]} ZeRO-{stage} {name_of(script, layout)}"
+        folder = Path("ckpt_3d", name.replace(" ", "_").replace(",", ""))
+        shutil.rmtree(folder, ignore_errors=True)
+        train(script, stage, layout, name, folder)
+        rows = [("scratch", layout, *largest(one, name), "1 rank")]
+        tag = folder / "global_step20_universal"
+        ds_to_universal.convert(folder / "global_step20", tag)
+        for other in others:
+            resumed = f"{name} to {name_of(script, other)}"
+            more = ("--resume", "--universal_checkpoint", "--checkpoint_tag", tag.name, "--checkpoint_interval", 400)
+            train(script, stage, other, resumed, folder, *more)
+            rows.append((name_of(script, layout), other, *largest(name, resumed), "the uninterrupted run"))
+            assert other != layout or max(rows[-1][2:4]) == 0.0, f"{resumed} is not the same, bit by bit"
+        for before, after, loss, validation, against in rows:
+            print(f"{script:<12} {stage:>4}  {before:<20} {name_of(script, after):<20} {loss:>11.1e} "
+                  f"{validation:>11.1e}  {against}", flush=True)  # fmt: skip
+            worst = max(worst, loss, validation)
+    baseline = "train_3d ZeRO-1 TP 2, PP 2, DP 2"
+    layouts = [name_of("train_3d.py", other) for other in CHANGES[-6][3]]
+    runs = [plot.read_log(f"logs/{baseline}.csv")]
+    runs += [plot.read_log(f"logs/{baseline} to {layout}.csv") for layout in layouts]
+    names = [layouts[0], *(f"then {layout}" for layout in layouts)]
+    for column, picture in (("loss", "3d"), ("val_loss", "3d_validation")):
+        output = ROOT / "assets" / f"{picture}.png"
+        plot.draw(names, [{"loss": r[column], "val_loss": {}} for r in runs], output)
+        plot.write_joined(names, runs, output.with_suffix(".csv"))
+    print(f"largest difference {worst:.1e}")
+    if worst > 1e-5:
+        sys.exit("benchmarks/layouts.py: a loss differs by more than 1e-5")
+
+
+if __name__ == "__main__":
+    main()

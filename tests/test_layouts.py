@@ -1,0 +1,173 @@
+"""Tensor, pipeline and sequence parallelism, alone and together: from scratch every layout tracks one rank, and through
+a universal checkpoint the loss goes on from any layout on any other. Dropout and clipping are on."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import compare, launch, run
+from test_parallel import assert_equal_to_deepspeed
+
+import ds_to_universal
+import plot
+
+SHAPE = ("--n_layer", 2, "--n_head", 4, "--n_embd", 32, "--seq_len", 16, "--eval_interval", 3)
+BATCH = ("--train_batch_size", 16, "--train_micro_batch_size_per_gpu", 2)
+COMMON = (*SHAPE, *BATCH, "--steps", 12, "--warmup_steps", 4, "--checkpoint_interval", 6)
+RESUME = ("--resume", "--universal_checkpoint", "--checkpoint_tag", "global_step6_universal")
+
+
+def largest(work, baseline, run_name):
+    return max(max(compare(work, baseline, run_name, c).values()) for c in ("loss", "val_loss", "grad_norm"))
+
+
+def train(work, stage, data, tensor, sequence, name, *arguments):
+    """Run train.py on data x tensor x sequence ranks."""
+    layout = ("--zero_stage", stage, "--tensor_parallel", tensor, "--sequence_parallel", sequence)
+    return run(work, data * tensor * sequence, "train.py", *COMMON, *layout, "--run_name", name, *arguments)
+
+
+def start(work, name, script, *layout):
+    """A run that saves, and the universal checkpoint of its step 6. script: train or train_3d of this file."""
+    script(work, *layout, name, "--checkpoint_dir", name)
+    ds_to_universal.convert(work / name / "global_step6", work / name / "global_step6_universal", check=True)
+
+
+@pytest.fixture(scope="module")
+def one_rank(work):
+    start(work, "one", train, 1, 1, 1, 1)
+
+
+def goes_on(work, name, stage, *layout):
+    resumed = f"{name}_to_{'x'.join(map(str, layout))}_at_{stage}"
+    train(work, stage, *layout, resumed, "--checkpoint_dir", name, *RESUME)
+    return largest(work, name, resumed)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_tensor_parallel(work, one_rank, stage):
+    name = f"tp_{stage}"
+    start(work, name, train, stage, 2, 2, 1)
+    assert largest(work, "one", name) <= 1e-5
+    assert goes_on(work, name, stage, 2, 2, 1) == 0.0
+    for layout in ((1, 2, 1), (2, 1, 1), (1, 4, 1)):
+        assert goes_on(work, name, stage, *layout) <= 1e-5
+    assert goes_on(work, "one", stage, 1, 2, 1) <= 1e-5  # from no tensor parallelism
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sequence_parallel(work, one_rank, stage):
+    name = f"sp_{stage}"
+    start(work, name, train, stage, 2, 1, 2)
+    assert largest(work, "one", name) <= 1e-5
+    assert goes_on(work, name, stage, 2, 1, 2) == 0.0
+    for layout in ((1, 1, 2), (2, 1, 1), (1, 1, 4)):
+        assert goes_on(work, name, stage, *layout) <= 1e-5
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_both(work, one_rank, stage):
+    name = f"tpsp_{stage}"
+    start(work, name, train, stage, 1, 2, 2)
+    assert largest(work, "one", name) <= 1e-5
+    if stage != 2:
+        assert goes_on(work, name, stage, 1, 2, 2) == 0.0
+        assert goes_on(work, name, 4 - stage, 2, 1, 1) <= 1e-5  # and to the other stage
+
+
+def test_the_arithmetic_is_printed(work, one_rank):
+    out = train(work, 1, 1, 2, 2, "printed", "--checkpoint_dir", "printed")
+    assert "16 = 2 per GPU x 8 accumulation steps x 1 data-parallel (4 ranks = 1 DP x 2 TP x 2 SP)" in out
+
+
+def train_3d(work, tensor, pipeline, data, name, *arguments):
+    layout = ("--tensor_parallel", tensor, "--pipeline_parallel", pipeline, "--run_name", name)
+    return run(work, tensor * pipeline * data, "train_3d.py", *COMMON, *layout, *arguments)
+
+
+@pytest.fixture(scope="module")
+def pipeline(work, one_rank):
+    start(work, "three", train_3d, 2, 2, 2)
+    start(work, "flat", train_3d, 1, 1, 1)
+
+
+def test_pipeline_from_scratch(work, pipeline):
+    """The same GPT as train.py's, whatever the layout."""
+    for name in ("flat", "three"):
+        assert largest(work, "one", name) <= 1e-5
+
+
+@pytest.mark.parametrize("layout", [(2, 2, 2), (2, 2, 1), (1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)])
+def test_pipeline_goes_on(work, pipeline, layout):
+    name = f"three_to_{'x'.join(map(str, layout))}"
+    train_3d(work, *layout, name, "--checkpoint_dir", "three", *RESUME)
+    difference = largest(work, "three", name)
+    assert difference == 0.0 if layout == (2, 2, 2) else difference <= 1e-5
+
+
+def test_pipeline_from_one_rank(work, pipeline):
+    """What one rank wrote is whole, and still says how two cut it."""
+    train_3d(work, 2, 2, 1, "flat_to_2x2x1", "--checkpoint_dir", "flat", *RESUME)
+    assert largest(work, "flat", "flat_to_2x2x1") <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bf16"])
+def test_pipeline_dtype(work, dtype):
+    for name, layout, resume in (("bf", (2, 2, 1), ()), ("bf_same", (2, 2, 1), RESUME), ("bf_1", (1, 1, 1), RESUME)):
+        train_3d(work, *layout, name, "--dtype", dtype, "--checkpoint_dir", "bf", *resume)
+        if not resume:
+            ds_to_universal.convert(work / "bf" / "global_step6", work / "bf" / "global_step6_universal")
+    assert largest(work, "bf", "bf_same") == 0.0
+    assert 0 < max(compare(work, "bf", "bf_1").values()) <= 1e-2
+
+
+def test_bit_equal_to_deepspeed(work, pipeline, tmp_path):
+    """DeepSpeed's converter, where it is right, writes the same for what these scripts save."""
+    assert_equal_to_deepspeed(work / "three" / "global_step6", tmp_path)
+
+
+def test_weights_cut_in_another_way_are_seen(work, pipeline, tmp_path):
+    """The control: the same checkpoint, with the shards of a row-parallel weight put together as columns are."""
+    shutil.copytree(work / "three" / "global_step6", tmp_path / "c" / "global_step6")
+    for path in (tmp_path / "c" / "global_step6").glob("mp_rank_*"):
+        state = torch.load(path, weights_only=False)
+        state["universal_checkpoint_info"]["parameter_with_row_parallelism_patterns"] = []
+        torch.save(state, path)
+    ds_to_universal.convert(tmp_path / "c" / "global_step6", tmp_path / "c" / "global_step6_universal")
+    options = ("--tensor_parallel", 1, "--pipeline_parallel", 1, "--run_name", "wrong", *RESUME)
+    result = launch(work, 1, "train_3d.py", *COMMON, *options, "--checkpoint_dir", tmp_path / "c")
+    assert result.code != 0 or max(compare(work, "three", "wrong").values()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "arguments", "words"),
+    [
+        ("train.py", 2, ("--checkpoint_dir", "three", *RESUME), "was written by train_3d.py, whose parameters have"),
+        ("train_3d.py", 2, ("--checkpoint_dir", "one", *RESUME), "was written by train.py, whose parameters have"),
+        (
+            "train_3d.py",
+            4,
+            ("--checkpoint_dir", "three", "--resume", "--checkpoint_tag", "global_step6"),
+            "is cut for 8 ranks = 2",
+        ),
+        ("train_3d.py", 4, ("--checkpoint_dir", "no", *RESUME), "no/global_step6_universal does not exist"),
+        ("train_3d.py", 4, ("--pipeline_parallel", 3), "4 ranks do not divide by --pipeline_parallel 3"),
+        ("train_3d.py", 7, ("--pipeline_parallel", 7), "--pipeline_parallel 7 is more than the 6 layers"),
+        ("train_3d.py", 3, ("--tensor_parallel", 3), "--n_head 4 heads on --tensor_parallel 3 does not divide"),
+        ("train_3d.py", 1, ("--dtype", "fp16"), "--dtype fp16 does not run on this cpu"),
+    ],
+)
+def test_refused(work, pipeline, script, ranks, arguments, words):
+    result = launch(work, ranks, script, *COMMON, "--run_name", "refused", *arguments)
+    assert result.code == 2 and result.errors.count("\n") == 1 and words in result.errors, result.errors
+    assert result.errors.startswith(f"{script}: error: ") and not (work / "logs" / "refused.csv").exists()
+
+
+@pytest.mark.parametrize("script", ["train.py", "train_3d.py"])
+def test_tensorboard(work, script):
+    """--tensorboard writes the same losses as the log, in float32, where plot.py reads them."""
+    name = f"board_{script[:-3]}"
+    run(work, 1, script, *COMMON, "--tensorboard", "--run_name", name, "--checkpoint_dir", name)
+    log, board = plot.read_log(work / "logs" / f"{name}.csv"), plot.read_log(work / "runs" / name)
+    for column in ("loss", "val_loss"):
+        assert board[column] == pytest.approx(log[column], rel=1e-7, abs=0)
