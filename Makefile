@@ -1,6 +1,7 @@
 # make demo    train, resume, convert, resume on fewer ranks; draw the pictures and print the numbers
 # make exact   the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of universal checkpoints
 # make 3d      change the tensor, pipeline and sequence layout
+# make preempt kill the training again and again, go on with other ranks each time
 # make test    the tests, in an environment of their own making
 # make clean   all that the above made
 
@@ -13,7 +14,7 @@ export TORCH_EXTENSIONS_DIR = $(CURDIR)/.venv/torch_extensions
 TRAIN   = train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --steps 200 --checkpoint_dir $(CKPT)
 RESUME  = $(TRAIN) --resume --checkpoint_interval 400
 
-.PHONY: demo exact 3d test clean
+.PHONY: demo exact 3d preempt test clean
 .DELETE_ON_ERROR:
 
 demo: assets/resume_no_uc.png assets/grad_accu.png assets/resume_uc.png assets/traps.txt
@@ -33,7 +34,7 @@ test: .venv/installed-dev
 	$(PY) -m pytest -q
 
 clean:
-	rm -rf .venv logs runs ckpt_exact ckpt_3d $(CKPT)
+	rm -rf .venv logs runs ckpt_exact ckpt_3d ckpt_preempt $(CKPT)
 
 # Test 1: an ordinary ZeRO checkpoint resumes on the same number of ranks, and on no other
 logs/default.csv: .venv/installed train.py model.py checkpoint.py
@@ -118,3 +119,7 @@ assets/exact.txt: .venv/installed benchmarks/exact.py train.py model.py
 assets/3d.txt: .venv/installed-dev benchmarks/layouts.py train.py train_3d.py model.py checkpoint.py ds_to_universal.py
 	$(PY) benchmarks/layouts.py > $@
 	cat $@
+
+# A job that is killed and goes on
+preempt: .venv/installed
+	$(PY) benchmarks/preempt.py

@@ -1,6 +1,7 @@
 """What train.py and train_3d.py share: saving a checkpoint so that it is never half there, and refusing to resume from
 one that would not go on as if nothing had happened."""
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -17,6 +18,9 @@ def save(engine, folder, client_state):
     """Write every rank's shard, then give the folder its name: a folder that has its name is complete."""
     folder, tag = Path(folder), f"global_step{client_state['step']}"
     unfinished, replaced = folder / f"{tag}.unfinished", folder / f"{tag}.replaced"
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed while it saved, on other ranks perhaps
+    dist.barrier()
     engine.save_checkpoint(folder, tag=unfinished.name, client_state={"run": client_state}, save_latest=False)
     if dist.get_rank() == 0:
         if (folder / tag).exists():
@@ -45,6 +49,9 @@ def open_checkpoint(args, client_state):
             fail(f"{latest} does not exist: give --checkpoint_tag")
         args.checkpoint_tag = latest.read_text().strip()
     folder = folder / args.checkpoint_tag
+    if not folder.is_dir():  # killed between the two renames of save()? Some rank brings it back.
+        with contextlib.suppress(OSError):
+            folder.with_name(f"{folder.name}.replaced").rename(folder)
     if not folder.is_dir():
         tags = sorted({file.parent.name for file in folder.parent.glob("*/*model_states.pt")})
         fail(f"{folder} does not exist; in {folder.parent} there is: {', '.join(tags) or 'no checkpoint'}")

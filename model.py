@@ -158,14 +158,15 @@ class Log:
     def __init__(self, run_name, layout, done=0):
         path = Path("logs", f"{run_name}.csv")
         path.parent.mkdir(exist_ok=True)
-        kept = []
+        kept, unfinished = [], path.with_suffix(".unfinished")
         if done and path.exists():
-            with path.open(newline="") as file:
-                kept = [row for row in csv.DictReader(file) if int(row["step"]) <= done]
-        self.layout, self.file = layout, path.open("w", newline="", buffering=1)
+            with path.open(newline="") as file:  # a run that was killed may have left half a row: it has no layout
+                kept = [row for row in csv.DictReader(file) if row["layout"] and int(row["step"]) <= done]
+        self.layout, self.file = layout, unfinished.open("w", newline="", buffering=1)
         self.writer = csv.DictWriter(self.file, COLUMNS)
         self.writer.writeheader()
         self.writer.writerows(kept)
+        unfinished.rename(path)
 
     def write(self, *, loss_scale=1.0, **row):
         self.writer.writerow(row | {"loss_scale": loss_scale, "layout": self.layout})

@@ -16,6 +16,7 @@ import functools
 import importlib.util
 import logging
 import os
+import signal
 import time
 import warnings
 from pathlib import Path
@@ -337,6 +338,8 @@ def main():
     # The global batch is cut into micro-batches, numbered alike on every layout. This rank's are `mine`.
     mine = range(data_rank * accumulation, (data_rank + 1) * accumulation)
     losses = torch.zeros(batch // micro, dtype=torch.float64, device=device)
+    asked_to_stop = []
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.append(True))  # save after this step, and end
 
     positions = slice(part[0] * args.seq_len // part[1], (part[0] + 1) * args.seq_len // part[1])
 
@@ -376,9 +379,13 @@ def main():
         if log:
             log.write(**row)
             engine.monitor.write_events([(name, row[name], step) for name in ("loss", "val_loss") if name in row])
-        if step % args.checkpoint_interval == 0:
+        stopping = torch.tensor(float(bool(asked_to_stop)), device=device)
+        dist.all_reduce(stopping)  # the signal reaches the ranks at different moments, and they stop at the same step
+        if step % args.checkpoint_interval == 0 or stopping:
             state = client_state | {"step": step, "limits": limits.tolist() if args.exact else None}
             save(engine, args.checkpoint_dir, state)
+        if stopping:
+            break
     dist.barrier()  # a rank that leaves early can take the others down
     dist.destroy_process_group()
 

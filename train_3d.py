@@ -16,6 +16,7 @@ import functools
 import importlib.util
 import logging
 import os
+import signal
 import time
 import warnings
 
@@ -308,6 +309,8 @@ def main():
     data_rank = engine.grid.get_data_parallel_rank()
     mine = range(data_rank * accumulation, (data_rank + 1) * accumulation)
     losses = torch.zeros(batch // micro, dtype=torch.float64, device=device)
+    asked_to_stop = []
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.append(True))  # save after this step, and end
 
     def micro_batches(sequences, step):
         inputs, targets = sequences
@@ -337,8 +340,12 @@ def main():
         if log:
             log.write(**row)
             engine.monitor.write_events([(name, row[name], step) for name in ("loss", "val_loss") if name in row])
-        if step % args.checkpoint_interval == 0:
+        stopping = torch.tensor(float(bool(asked_to_stop)), device=device)
+        dist.all_reduce(stopping)  # the signal reaches the ranks at different moments, and they stop at the same step
+        if step % args.checkpoint_interval == 0 or stopping:
             save(engine, args.checkpoint_dir, client_state | {"step": step})
+        if stopping:
+            break
     dist.barrier()  # a rank that leaves early can take the others down
     dist.destroy_process_group()
 
