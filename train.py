@@ -300,7 +300,8 @@ def main():
     except (OSError, ValueError) as error:
         fail(f"--data: {error}")
     degrees = f"{args.data_parallel} DP x {args.tensor_parallel} TP x {args.sequence_parallel} SP"
-    layout = f"{WORLD_SIZE} ranks{f' = {degrees}' if args.data_parallel < WORLD_SIZE else ''} at ZeRO-{args.zero_stage}"
+    ranks = "1 rank" if WORLD_SIZE == 1 else f"{WORLD_SIZE} ranks"
+    layout = f"{ranks}{f' = {degrees}' if args.data_parallel < WORLD_SIZE else ''} at ZeRO-{args.zero_stage}"
     client_state = {name: getattr(args, name) for name in TRACKED}
     client_state |= {"data": fingerprint, "script": "train.py", "layout": layout}
     checkpoint = open_checkpoint(args, client_state) if args.resume else None

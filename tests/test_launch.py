@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import PORT, ROOT
+from conftest import PORT, ROOT, compare, run
 
 BIN = Path(sys.executable).parent
 SMALL = ["--n_embd", "32", "--seq_len", "16", "--steps", "4", "--train_batch_size", "8"]
@@ -57,3 +57,34 @@ def test_without_a_launcher(tmp_path):
     command = [sys.executable, ROOT / "train.py"]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert result.returncode == 2 and result.stderr.count("train.py: error: start it with a launcher: deepspeed") == 1
+
+
+def test_two_nodes(tmp_path):
+    """A launcher on each of two nodes, without ssh, both nodes being this machine: they train, save into one folder and
+    convert it together; one node goes on."""
+    (tmp_path / "hostfile").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
+    nodes = [BIN / "deepspeed", "--hostfile", "hostfile", "--no_ssh", "--master_addr", "127.0.0.1"]
+
+    def on_both(script, *arguments):
+        command = [*nodes, "--master_port", PORT, "--node_rank"]
+        running = [
+            subprocess.Popen(
+                list(map(str, [*command, node, ROOT / script, *arguments])), cwd=tmp_path,
+                env=os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for node in (0, 1)
+        ]  # fmt: skip
+        outputs = [node.communicate(timeout=180)[0] for node in running]
+        assert [node.returncode for node in running] == [0, 0], outputs
+        return "".join(outputs)
+
+    out = on_both("train.py", *SMALL, "--run_name", "two_nodes")
+    assert out.count("8 = 4 per GPU x 1 accumulation steps x 2 GPUs") == 1
+    folder = tmp_path / "ds_transformer_checkpoint"
+    tag = folder / "global_step2"
+    out = on_both("ds_to_universal.py", "--input_folder", tag, "--output_folder", f"{tag}_universal")
+    assert out.count("28 parameters") == 1 and (folder / "latest_universal").read_text() == "global_step2_universal"
+    resume = ("--resume", "--universal_checkpoint", "--run_name", "one_node")
+    run(tmp_path, 1, "train.py", *SMALL, *resume)
+    assert max(compare(tmp_path, "two_nodes", "one_node").values()) <= 1e-5

@@ -61,7 +61,7 @@ def refused(folder, ranks, *arguments):
             1,
             ORDINARY,
             [
-                "cut for 2 ranks at ZeRO-1, and these are 1 ranks",
+                "cut for 2 ranks at ZeRO-1, and these are 1 rank at",
                 "python ds_to_universal.py --input_folder c/global_step3",
             ],
         ),
