@@ -770,7 +770,10 @@ def copy(pieces, file):
 
 def write_all(file, data):
     while len(data):
-        data = data[file.write(data) :]
+        try:
+            data = data[file.write(data) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(file.name)) from error
 
 
 class Pickler(pickle._Pickler):

@@ -36,7 +36,7 @@ def test_chain(work, one_rank, stage):
     assert differences(work, "exact_1", name) == {0.0}
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(2, 2), (8, 1), (8, 3)])
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 2), (8, 3)])
 def test_from_scratch(work, one_rank, ranks, stage):
     name = f"exact_{ranks}_{stage}"
     run(
@@ -45,12 +45,11 @@ def test_from_scratch(work, one_rank, ranks, stage):
     assert differences(work, "exact_1", name) == {0.0}
 
 
-@pytest.mark.parametrize("ranks", [3, 6])
-def test_ranks_that_are_no_power_of_two(work, ranks):
+def test_ranks_that_are_no_power_of_two(work):
     twelve = (*COMMON, "--exact", "--train_micro_batch_size_per_gpu", 2, "--checkpoint_interval", 99)
-    for n in (1, ranks):
-        run(work, n, "train.py", *twelve, "--zero_stage", 3 if n == 3 else 1, "--run_name", f"exact_12_{n}")
-    assert differences(work, "exact_12_1", f"exact_12_{ranks}") == {0.0}
+    for ranks in (1, 3):
+        run(work, ranks, "train.py", *twelve, "--zero_stage", ranks, "--run_name", f"exact_12_{ranks}")
+    assert differences(work, "exact_12_1", "exact_12_3") == {0.0}
 
 
 def test_without_it_the_bits_differ(work):

@@ -89,3 +89,22 @@ def test_zero_is_drawn_at_zero():
     assert list(below.lines[0].get_ydata()) == pytest.approx([0.0, 0.001])
     low, high = below.get_ylim()
     assert low < 0 < 0.001 < high and below.transData.transform((1, 0.0))[1] > below.bbox.y0
+
+
+@pytest.mark.parametrize(("tag", "unit"), [("lm-loss-training/lm loss", 1), ("Train/Samples/train_loss", 64)])
+def test_tensorboard_of_others(tmp_path, tag, unit):
+    """Megatron-DeepSpeed counts steps, DeepSpeed's monitor sequences; both are read as steps."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    import plot as script
+
+    with SummaryWriter(tmp_path / "runs") as writer:
+        for step in range(1, 6):
+            writer.add_scalar(tag, 1 / step, step * unit)
+    assert script.read_log(tmp_path / "runs")["loss"] == {step: pytest.approx(1 / step) for step in range(1, 6)}
+
+
+def test_a_folder_without_a_loss(logs):
+    (logs / "empty").mkdir()
+    result = plot(logs, "base.csv", "empty")
+    assert result.returncode == 2 and "empty has no loss in its TensorBoard files" in result.stderr

@@ -84,7 +84,7 @@ def refused(folder, ranks, *arguments):
         (2, (*UNIVERSAL, "--exact"), ["exact is False", "True here"]),
         (2, (*ORDINARY, "--tensor_parallel", 2), ["and these are 2 ranks = 1 DP x 2 TP x 1 SP"]),
         (3, ("--tensor_parallel", 2), ["3 ranks do not divide by --tensor_parallel 2 x --sequence_parallel 1"]),
-        (3, ("--tensor_parallel", 3), ["--n_head 2 does not divide by --tensor_parallel 3 x"]),
+        (3, ("--tensor_parallel", 3), ["--n_head 4 does not divide by --tensor_parallel 3 x"]),
         (2, ("--sequence_parallel", 2, "--seq_len", 15), ["--seq_len 15 does not divide by --sequence_parallel 2"]),
         (2, ("--tensor_parallel", 2, "--exact"), ["--exact is for data parallelism"]),
         (2, ("--n_head", 5), ["--n_embd 32 does not divide into --n_head 5 heads"]),
