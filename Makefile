@@ -17,7 +17,7 @@ RESUME  = $(TRAIN) --resume --checkpoint_interval 400
 .PHONY: demo exact 3d preempt test clean
 .DELETE_ON_ERROR:
 
-demo: assets/resume_no_uc.png assets/grad_accu.png assets/resume_uc.png assets/traps.txt
+demo: assets/resume_no_uc.png assets/folders.png assets/grad_accu.png assets/resume_uc.png assets/traps.txt
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -37,7 +37,7 @@ clean:
 	rm -rf .venv logs runs ckpt_exact ckpt_3d ckpt_preempt $(CKPT)
 
 # Test 1: an ordinary ZeRO checkpoint resumes on the same number of ranks, and on no other
-logs/default.csv: .venv/installed train.py model.py checkpoint.py
+logs/default.csv: .venv/installed train.py model.py common.py
 	$(RANKS) 4 $(TRAIN) --run_name default --checkpoint_interval 100
 
 logs/resume_no_uc.csv: logs/default.csv
@@ -46,6 +46,9 @@ logs/resume_no_uc.csv: logs/default.csv
 assets/resume_no_uc.png: logs/resume_no_uc.csv plot.py
 	$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name refused; test $$? -eq 2
 	$(PY) plot.py logs/default.csv logs/resume_no_uc.csv --output $@ --tolerance 0
+
+assets/folders.png: logs/default.csv benchmarks/folders.py
+	$(PY) benchmarks/folders.py $(CKPT)/global_step100 --output $@
 
 # Test 2: accumulation, in PyTorch and on DeepSpeed
 ACCU = --steps 100 --run_name $(basename $(notdir $@)) --train_batch_size 32 --train_micro_batch_size_per_gpu
@@ -93,11 +96,11 @@ CHAINS = $(foreach stage,1 2 3,logs/exact_zero$(stage)_4_to_2_to_8_to_1.csv)
 
 exact: assets/exact.png assets/exact.txt
 
-$(SCRATCH): .venv/installed train.py model.py checkpoint.py
+$(SCRATCH): .venv/installed train.py model.py common.py
 	run=$(basename $(notdir $@)); stage=$${run#exact_zero}; ranks=$${run%_ranks}; \
 	$(RANKS) $${ranks##*_} $(EXACT) --zero_stage $${stage%%_*} --run_name $$run --checkpoint_interval 400
 
-$(CHAINS): logs/exact_zero%_4_to_2_to_8_to_1.csv: .venv/installed train.py model.py checkpoint.py ds_to_universal.py
+$(CHAINS): logs/exact_zero%_4_to_2_to_8_to_1.csv: .venv/installed train.py model.py common.py ds_to_universal.py
 	rm -rf ckpt_exact/zero$*
 	run="$(EXACT) --zero_stage $* --run_name $(basename $(notdir $@)) --checkpoint_dir ckpt_exact/zero$* --checkpoint_interval 50"; \
 	$(RANKS) 4 $$run && for change in 50:2 100:8 150:1; do \
@@ -116,7 +119,7 @@ assets/exact.txt: .venv/installed benchmarks/exact.py train.py model.py
 # Test 4: other layouts
 3d: assets/3d.txt
 
-assets/3d.txt: .venv/installed-dev benchmarks/layouts.py train.py train_3d.py model.py checkpoint.py ds_to_universal.py
+assets/3d.txt: .venv/installed-dev benchmarks/layouts.py train.py train_3d.py model.py common.py ds_to_universal.py
 	$(PY) benchmarks/layouts.py > $@
 	cat $@
 

@@ -426,6 +426,8 @@ def read(folder, output, workers, trust=False, strict=True):
         for model in models:
             if model["global_steps"] != models[0]["global_steps"]:
                 raise CheckpointError(f"{folder}: its model-parallel ranks are of different steps")
+            if len(model["param_shapes"]) != len(models[0]["param_shapes"]):  # the loader takes groups by their number
+                raise CheckpointError(f"{folder}: a pipeline stage lacks a parameter group that others have")
         merged, merger = {}, TensorParallel(models[0].get("universal_checkpoint_info"), tensor, folder)
         for stage in range(pipeline):
             ranks = parameters[stage * tensor : (stage + 1) * tensor]

@@ -184,11 +184,12 @@ class Log:
 
 def fail(message):
     """A user's mistake: one line from one rank, exit code 2."""
-    if os.environ.get("RANK", "0") != "0":
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
         time.sleep(15)  # the first rank to exit makes the launcher end the others, and rank 0 must speak before that
-        os._exit(2)
+        message = f"rank {rank}: {message}"  # still here: rank 0 has nothing to complain of
     print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    os._exit(2) if rank != "0" else sys.exit(2)
 
 
 def positive(text):

@@ -61,7 +61,7 @@ def read_tensorboard(folder):
     if not run["loss"]:
         fail(f"{folder} has no loss in its TensorBoard files; there is: {', '.join(series) or 'nothing'}")
     if "loss" not in series and "Train/Samples/train_loss" in series:  # counted in sequences
-        batch = min(run["loss"])
+        batch = math.gcd(*run["loss"])
         run["loss"] = {samples // batch: loss for samples, loss in run["loss"].items()}
     return run | {"layout": "", "seconds": []}
 

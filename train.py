@@ -13,41 +13,30 @@ why the loss does not notice how many ranks compute it.
 
 import argparse
 import functools
-import importlib.util
-import logging
-import os
-import signal
+import math
 import time
-import warnings
 from pathlib import Path
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups, safe_get_full_grad
 from torch.utils.serialization import config as torch_files
 
-from checkpoint import open_checkpoint, save
-from model import (
-    GPT,
-    Log,
-    accumulation_steps,
-    causal_attention,
-    fail,
-    global_batch,
-    load_data,
-    parameter_groups,
-    positive,
+from common import (
+    RANK,
+    SHAPE,
+    TRACKED,
+    WORLD_SIZE,
+    add_arguments,
+    check_arguments,
+    open_checkpoint,
+    save,
+    set_up,
+    stop_on_sigterm,
 )
-
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "dropout")
-# What a resumed run must have in common with the checkpoint's, or its loss could not go on as if nothing had happened.
-TRACKED = (*SHAPE, "seed", "train_batch_size", "train_micro_batch_size_per_gpu", "dtype", "lr", "warmup_steps", "steps")
-TRACKED += ("exact",)
-
+from model import GPT, Log, causal_attention, fail, global_batch, load_data, parameter_groups, positive
 
 # -----------------------------------------------------------------------------
 # arguments
@@ -55,48 +44,18 @@ TRACKED += ("exact",)
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
+    add_arguments(parser)
     arg = parser.add_argument
-    arg("--train_batch_size", type=positive, default=256, help="sequences of one optimizer step, over all ranks")
-    arg("--train_micro_batch_size_per_gpu", type=positive, default=64, help="sequences of one forward pass on one rank")
-    arg("--steps", type=positive, default=200, help="optimizer steps of the whole run, the resumed part included")
-    arg("--run_name", default="default", help="the log is logs/<run_name>.csv")
     arg("--zero_stage", type=int, choices=[1, 2, 3], default=1)
-    arg("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="fp16 needs a GPU")
     arg("--offload", action="store_true", help="keep the optimizer, at ZeRO-3 the parameters too, in CPU memory")
-    arg("--checkpoint_dir", default="ds_transformer_checkpoint")
-    arg("--checkpoint_interval", type=positive, default=100, help="steps from one checkpoint to the next")
-    arg("--resume", action="store_true", help="go on from --checkpoint_dir/--checkpoint_tag")
-    arg("--checkpoint_tag", help="default: the one that the file `latest`, or `latest_universal`, names")
-    arg("--universal_checkpoint", action="store_true", help="the tag is a universal checkpoint")
-    arg("--tensor_parallel", type=positive, default=1, metavar="N", help="ranks that share each layer")
     arg("--sequence_parallel", type=positive, default=1, metavar="N", help="ranks that share each sequence")
-    arg("--lr", type=float, default=5e-3)
-    arg("--warmup_steps", type=positive, default=20)
-    arg("--n_layer", type=positive, default=2)
-    arg("--n_head", type=positive, default=4)
-    arg("--n_embd", type=positive, default=64)
-    arg("--seq_len", type=positive, default=32)
-    arg("--dropout", type=float, default=0.1)
-    arg("--data", metavar="FILE", help="any text; default: the source of Python's standard library")
-    arg("--seed", type=int, default=1337)
-    arg("--eval_interval", type=positive, default=10, help="steps from one validation loss to the next")
-    arg("--tensorboard", action="store_true", help="also write runs/<run_name> through DeepSpeed's monitor")
     arg("--exact", action="store_true", help="every bit of the loss alike on any number of ranks; fp32")
-    arg("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser.parse_args()
 
 
-def check_arguments(args):
-    if "RANK" not in os.environ:
-        fail("start it with a launcher: deepspeed --num_gpus 4 train.py, or torchrun --nproc-per-node 4 train.py")
+def check(args):
     tensor, sequence = args.tensor_parallel, args.sequence_parallel
-    if WORLD_SIZE % (tensor * sequence):
-        fail(f"{WORLD_SIZE} ranks do not divide by --tensor_parallel {tensor} x --sequence_parallel {sequence}")
-    args.data_parallel = WORLD_SIZE // (tensor * sequence)
-    accumulation_steps(args.train_batch_size, args.train_micro_batch_size_per_gpu, args.data_parallel)
-    if args.n_embd % args.n_head:
-        fail(f"--n_embd {args.n_embd} does not divide into --n_head {args.n_head} heads")
+    check_arguments(args, tensor_parallel=tensor, sequence_parallel=sequence)
     if args.n_head % (tensor * sequence):
         fail(f"--n_head {args.n_head} does not divide by --tensor_parallel {tensor} x --sequence_parallel {sequence}")
     if args.seq_len % sequence:
@@ -105,30 +64,12 @@ def check_arguments(args):
         fail("--exact is for data parallelism: other kinds cut the sums inside the model, too")
     if args.exact and args.dtype != "fp32":
         fail(f"--exact needs --dtype fp32: sums in {args.dtype} have too few bits to be exact")
-    if args.tensorboard and not importlib.util.find_spec("tensorboard"):
-        fail("--tensorboard needs its package: pip install tensorboard")
-    device = get_accelerator()
-    if not {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}[args.dtype]:
-        fail(f"--dtype {args.dtype} does not run on this {device.device_name()}: take another --dtype, or a GPU")
+    if args.exact and args.offload:
+        fail("--exact does not go with --offload: the optimizer of a CPU may round unlike that of a GPU")
 
 
 # -----------------------------------------------------------------------------
 # DeepSpeed
-
-
-def set_up():
-    """Process-wide settings, then the process group."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    if get_accelerator().device_name() == "cpu":
-        # How many threads share a sum decides its last bits: one per rank, whatever the machine.
-        torch.set_num_threads(1)
-        # Plain gloo: DeepSpeed's shared-memory all-reduce compiles for a minute and leaves 66 MB per rank in /dev/shm.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    else:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    deepspeed.init_distributed()
 
 
 def parallel_ranks(args, model):
@@ -209,7 +150,7 @@ def round_gradients(parameters, micro_batches, limits):
     to it. ZeRO divides by the ranks before it adds; the shares are multiples of their number, so that is exact too.
     Returns peaks [parameters], in which the largest share of each gradient collects.
     """
-    peaks = torch.zeros_like(limits)
+    peaks, terms = torch.zeros_like(limits), 1 << (max(micro_batches, 4) - 1).bit_length()  # a power of two
     multiples = torch.arange(0, 2**24, WORLD_SIZE, dtype=torch.float32, device=limits.device)
     assert torch.equal(multiples / WORLD_SIZE, torch.arange(len(multiples), device=limits.device)), "inexact division"
 
@@ -217,7 +158,7 @@ def round_gradients(parameters, micro_batches, limits):
         def rounded(gradient):
             share = gradient / micro_batches
             peaks[i] = torch.maximum(peaks[i], share.abs().max())
-            grid = max(micro_batches, 4) * limits[i] / 2**24
+            grid = terms * limits[i] / 2**24
             return ((share + 1.5 * 2**23 * grid) - 1.5 * 2**23 * grid) * WORLD_SIZE
 
         return rounded
@@ -231,8 +172,9 @@ def exact_norm(parameters, peaks, limits):
     """The norm of the whole gradient, summed by every rank in the same order. Fails where a sum of gradients may have
     been rounded; else sets the limits of the next step to 64 times the peaks of this one, or to half of what they are.
     """
+    peaks.nan_to_num_(nan=math.inf)  # a maximum may drop it
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-    assert (peaks <= limits).all(), "--exact: a gradient grew 64-fold in a step, or is not finite: sums may be rounded"
+    assert (peaks <= limits).all(), "--exact: a gradient is not finite, or grew 64-fold in a step: sums may be rounded"
     following = torch.ldexp(torch.ones_like(peaks), torch.frexp(64 * peaks).exponent)
     limits.copy_(torch.maximum(following, limits / 2))
     peaks.zero_()
@@ -294,7 +236,7 @@ def resume(engine, args, checkpoint, client_state):
 
 def main():
     args = parse_arguments()
-    check_arguments(args)
+    check(args)
     try:
         train, validation, fingerprint = load_data(args.data, args.seq_len)
     except (OSError, ValueError) as error:
@@ -302,11 +244,11 @@ def main():
     degrees = f"{args.data_parallel} DP x {args.tensor_parallel} TP x {args.sequence_parallel} SP"
     ranks = "1 rank" if WORLD_SIZE == 1 else f"{WORLD_SIZE} ranks"
     layout = f"{ranks}{f' = {degrees}' if args.data_parallel < WORLD_SIZE else ''} at ZeRO-{args.zero_stage}"
-    client_state = {name: getattr(args, name) for name in TRACKED}
+    client_state = {name: getattr(args, name) for name in (*TRACKED, "exact")}
     client_state |= {"data": fingerprint, "script": "train.py", "layout": layout}
     checkpoint = open_checkpoint(args, client_state) if args.resume else None
 
-    set_up()
+    set_up(fingerprint)
     torch.manual_seed(args.seed)
     model = GPT(**{name: getattr(args, name) for name in SHAPE})
     size = sum(p.numel() for p in model.parameters())
@@ -339,9 +281,7 @@ def main():
     # The global batch is cut into micro-batches, numbered alike on every layout. This rank's are `mine`.
     mine = range(data_rank * accumulation, (data_rank + 1) * accumulation)
     losses = torch.zeros(batch // micro, dtype=torch.float64, device=device)
-    asked_to_stop = []
-    signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.append(True))  # save after this step, and end
-
+    stopping = stop_on_sigterm()
     positions = slice(part[0] * args.seq_len // part[1], (part[0] + 1) * args.seq_len // part[1])
 
     def micro_batch(sequences, m):
@@ -380,12 +320,11 @@ def main():
         if log:
             log.write(**row)
             engine.monitor.write_events([(name, row[name], step) for name in ("loss", "val_loss") if name in row])
-        stopping = torch.tensor(float(bool(asked_to_stop)), device=device)
-        dist.all_reduce(stopping)  # the signal reaches the ranks at different moments, and they stop at the same step
-        if step % args.checkpoint_interval == 0 or stopping:
+        stop = stopping(device)
+        if step % args.checkpoint_interval == 0 or stop:
             state = client_state | {"step": step, "limits": limits.tolist() if args.exact else None}
             save(engine, args.checkpoint_dir, state)
-        if stopping:
+        if stop:
             break
     dist.barrier()  # a rank that leaves early can take the others down
     dist.destroy_process_group()

@@ -13,78 +13,47 @@ resume each other.
 
 import argparse
 import functools
-import importlib.util
-import logging
-import os
-import signal
 import time
-import warnings
 
 import deepspeed
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from checkpoint import open_checkpoint, save
-from model import GPT, Log, accumulation_steps, fail, global_batch, load_data, positive
-
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "dropout")
-TRACKED = (*SHAPE, "seed", "train_batch_size", "train_micro_batch_size_per_gpu", "dtype", "lr", "warmup_steps", "steps")
+from common import (
+    RANK,
+    SHAPE,
+    TRACKED,
+    WORLD_SIZE,
+    add_arguments,
+    check_arguments,
+    open_checkpoint,
+    save,
+    set_up,
+    stop_on_sigterm,
+)
+from model import GPT, Log, fail, global_batch, load_data, parameter_groups, positive
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
-    arg = parser.add_argument
-    arg("--pipeline_parallel", type=positive, default=1, metavar="N", help="stages that the layers are dealt out to")
-    arg("--tensor_parallel", type=positive, default=1, metavar="N", help="ranks that share each layer")
-    arg("--train_batch_size", type=positive, default=256, help="sequences of one optimizer step, over all ranks")
-    arg("--train_micro_batch_size_per_gpu", type=positive, default=32, help="sequences of one forward pass")
-    arg("--steps", type=positive, default=200, help="optimizer steps of the whole run, the resumed part included")
-    arg("--run_name", default="default_3d", help="the log is logs/<run_name>.csv")
-    arg("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="fp16 needs a GPU")
-    arg("--checkpoint_dir", default="ckpt_3d")
-    arg("--checkpoint_interval", type=positive, default=100, help="steps from one checkpoint to the next")
-    arg("--resume", action="store_true", help="go on from --checkpoint_dir/--checkpoint_tag")
-    arg("--checkpoint_tag", help="default: the one that the file `latest`, or `latest_universal`, names")
-    arg("--universal_checkpoint", action="store_true", help="the tag is a universal checkpoint")
-    arg("--lr", type=float, default=5e-3)
-    arg("--warmup_steps", type=positive, default=20)
-    arg("--n_layer", type=positive, default=2)
-    arg("--n_head", type=positive, default=4)
-    arg("--n_embd", type=positive, default=64)
-    arg("--seq_len", type=positive, default=32)
-    arg("--dropout", type=float, default=0.1)
-    arg("--data", metavar="FILE", help="any text; default: the source of Python's standard library")
-    arg("--seed", type=int, default=1337)
-    arg("--eval_interval", type=positive, default=10, help="steps from one validation loss to the next")
-    arg("--tensorboard", action="store_true", help="also write runs/<run_name> through DeepSpeed's monitor")
-    arg("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    add_arguments(parser)
+    parser.set_defaults(checkpoint_dir="ckpt_3d", run_name="default_3d", train_micro_batch_size_per_gpu=32)
+    parser.add_argument(
+        "--pipeline_parallel", type=positive, default=1, metavar="N", help="stages that share the layers"
+    )
     return parser.parse_args()
 
 
-def check_arguments(args):
-    if "RANK" not in os.environ:
-        fail("start it with a launcher: deepspeed --num_gpus 8 train_3d.py, or torchrun --nproc-per-node 8 train_3d.py")
-    pipeline, tensor = args.pipeline_parallel, args.tensor_parallel
-    if WORLD_SIZE % (pipeline * tensor):
-        fail(f"{WORLD_SIZE} ranks do not divide by --pipeline_parallel {pipeline} x --tensor_parallel {tensor}")
-    args.data_parallel = WORLD_SIZE // (pipeline * tensor)
-    accumulation_steps(args.train_batch_size, args.train_micro_batch_size_per_gpu, args.data_parallel)
-    if args.n_embd % args.n_head or args.n_head % tensor:
-        fail(f"--n_embd {args.n_embd} in --n_head {args.n_head} heads on --tensor_parallel {tensor} does not divide")
-    if pipeline > args.n_layer + 4:
-        fail(f"--pipeline_parallel {pipeline} is more than the {args.n_layer + 4} layers of --n_layer {args.n_layer}")
-    if args.tensorboard and not importlib.util.find_spec("tensorboard"):
-        fail("--tensorboard needs its package: pip install tensorboard")
-    device = get_accelerator()
-    if not {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}[args.dtype]:
-        fail(f"--dtype {args.dtype} does not run on this {device.device_name()}: take another --dtype, or a GPU")
+def check(args):
+    check_arguments(args, pipeline_parallel=args.pipeline_parallel, tensor_parallel=args.tensor_parallel)
+    if args.n_head % args.tensor_parallel:
+        fail(f"--n_head {args.n_head} does not divide by --tensor_parallel {args.tensor_parallel}")
+    if args.pipeline_parallel > args.n_layer:
+        fail(f"--pipeline_parallel {args.pipeline_parallel} stages want at least as many layers, not {args.n_layer}")
 
 
 # -----------------------------------------------------------------------------
@@ -206,7 +175,8 @@ def build(args, loss_function):
     tied = functools.partial(TiedLayerSpec, "wte", Embedding, gpt.wte.weight, tied_weight_attr="weight")
     layers = [tied(), Positions(gpt.wpe.weight), *(Layer(block, i, mine) for i, block in enumerate(gpt.blocks)), norm]
     layers.append(tied(forward_fn=lambda embedding, x: x @ embedding.weight.T))
-    module = PipelineModule(layers, topology=topology, loss_fn=loss_function)
+    # A Layer for every stage, hence both parameter groups: DeepSpeed's loader takes groups by their number.
+    module = PipelineModule(layers, topology=topology, loss_fn=loss_function, partition_method="type:Layer")
     D = args.n_embd
     module.universal_checkpoint_info = {  # how the ranks' parts make up the whole; DeepSpeed saves it with them
         "universal_checkpoint_version": 0.2,
@@ -260,7 +230,7 @@ def deepspeed_config(args):
 
 def main():
     args = parse_arguments()
-    check_arguments(args)
+    check(args)
     try:
         train, validation, fingerprint = load_data(args.data, args.seq_len)
     except (OSError, ValueError) as error:
@@ -270,11 +240,7 @@ def main():
     client_state |= {"data": fingerprint, "script": "train_3d.py", "layout": f"{WORLD_SIZE} ranks = {degrees}"}
     saved = open_checkpoint(args, client_state)["run"] if args.resume else None
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    torch.set_num_threads(1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # on a CPU it compiles for a minute and leaks memory
-    deepspeed.init_distributed()
+    set_up(fingerprint)
     seen = []  # on the last stage, the loss of each micro-batch in turn
 
     def loss_function(logits, targets):
@@ -283,12 +249,7 @@ def main():
         return loss
 
     module = build(args, loss_function)
-    parameters = list(module.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups = parameter_groups(module, weight_decay=0.1)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=deepspeed_config(args))
     engine.lr_scheduler.step()  # without it DeepSpeed's schedule gives the first step a learning rate of 0
 
@@ -302,15 +263,14 @@ def main():
         assert path is not None, f"DeepSpeed did not load {args.checkpoint_tag}"
         done = saved["step"]
         counts = {int(state["step"]) for state in engine.optimizer.optimizer.state.values()}
-        assert counts <= {done - engine.skipped_steps}, f"optimizer at {counts}, checkpoint at {done}"
+        assert counts == {done - engine.skipped_steps}, f"optimizer at {counts}, checkpoint at {done}"
         if RANK == 0:
             print(f"resumed from {path}: step {done}, {saved['layout']} then, {client_state['layout']} now", flush=True)
     log = Log(args.run_name, f"{micro} x {accumulation} x {args.data_parallel}", done) if RANK == 0 else None
     data_rank = engine.grid.get_data_parallel_rank()
     mine = range(data_rank * accumulation, (data_rank + 1) * accumulation)
     losses = torch.zeros(batch // micro, dtype=torch.float64, device=device)
-    asked_to_stop = []
-    signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.append(True))  # save after this step, and end
+    stopping = stop_on_sigterm()
 
     def micro_batches(sequences, step):
         inputs, targets = sequences
@@ -340,11 +300,10 @@ def main():
         if log:
             log.write(**row)
             engine.monitor.write_events([(name, row[name], step) for name in ("loss", "val_loss") if name in row])
-        stopping = torch.tensor(float(bool(asked_to_stop)), device=device)
-        dist.all_reduce(stopping)  # the signal reaches the ranks at different moments, and they stop at the same step
-        if step % args.checkpoint_interval == 0 or stopping:
+        stop = stopping(device)
+        if step % args.checkpoint_interval == 0 or stop:
             save(engine, args.checkpoint_dir, client_state | {"step": step})
-        if stopping:
+        if stop:
             break
     dist.barrier()  # a rank that leaves early can take the others down
     dist.destroy_process_group()

@@ -111,6 +111,33 @@ def test_pipeline_from_one_rank(work, pipeline):
     assert largest(work, "flat", "flat_to_2x2x1") <= 1e-5
 
 
+def test_more_stages(work):
+    """3 stages of one layer each: each has something of both parameter groups."""
+    for name, layout, resume in (("stages", (1, 3, 1), ()), ("stages_to_1", (1, 1, 1), RESUME)):
+        train_3d(work, *layout, name, "--n_layer", 3, "--checkpoint_dir", "stages", *resume)
+        if not resume:
+            ds_to_universal.convert(work / "stages" / "global_step6", work / "stages" / "global_step6_universal")
+    assert largest(work, "stages", "stages_to_1") <= 1e-5
+
+
+def test_a_stage_without_a_parameter_group(work, pipeline, tmp_path):
+    """DeepSpeed's loader would give the one group of such a stage's state to another: refused."""
+    shutil.copytree(work / "three" / "global_step6", tmp_path / "c")
+    for mp in (2, 3):
+        for path in (tmp_path / "c").glob(f"*mp_rank_{mp:02d}_*"):
+            state = torch.load(path, weights_only=False)
+            if "param_shapes" in state:
+                del state["param_shapes"][1]
+            else:
+                state = state["optimizer_state_dict"]
+                del state["single_partition_of_fp32_groups"][1], state["group_paddings"][1]
+                del state["param_slice_mappings"][1], state["base_optimizer_state"]["param_groups"][1]
+                state = {"optimizer_state_dict": state}
+            torch.save(state, path)
+    with pytest.raises(ds_to_universal.CheckpointError, match="a pipeline stage lacks a parameter group"):
+        ds_to_universal.convert(tmp_path / "c", tmp_path / "u")
+
+
 @pytest.mark.parametrize("dtype", ["bf16"])
 def test_pipeline_dtype(work, dtype):
     for name, layout, resume in (("bf", (2, 2, 1), ()), ("bf_same", (2, 2, 1), RESUME), ("bf_1", (1, 1, 1), RESUME)):
@@ -152,8 +179,13 @@ def test_weights_cut_in_another_way_are_seen(work, pipeline, tmp_path):
         ),
         ("train_3d.py", 4, ("--checkpoint_dir", "no", *RESUME), "no/global_step6_universal does not exist"),
         ("train_3d.py", 4, ("--pipeline_parallel", 3), "4 ranks do not divide by --pipeline_parallel 3"),
-        ("train_3d.py", 7, ("--pipeline_parallel", 7), "--pipeline_parallel 7 is more than the 6 layers"),
-        ("train_3d.py", 3, ("--tensor_parallel", 3), "--n_head 4 heads on --tensor_parallel 3 does not divide"),
+        (
+            "train_3d.py",
+            3,
+            ("--pipeline_parallel", 3),
+            "--pipeline_parallel 3 stages want at least as many layers, not",
+        ),
+        ("train_3d.py", 3, ("--tensor_parallel", 3), "--n_head 4 does not divide by --tensor_parallel 3"),
         ("train_3d.py", 1, ("--dtype", "fp16"), "--dtype fp16 does not run on this cpu"),
     ],
 )

@@ -104,6 +104,7 @@ def test_killed_between_the_renames(work, uninterrupted):
     run(work, 2, "train.py", *common)
     before = torch.load(work / name / "global_step12" / "zero_pp_rank_1_mp_rank_00_optim_states.pt", weights_only=False)
     resume = ("--resume", "--checkpoint_tag", "global_step8")
+    (work / name / "global_step12.replaced" / "left").mkdir(parents=True)  # a kill while the replaced one was removed
     result = launch(work, 2, "train.py", *common, *resume, patch=killed_while_saving(12, "renames"))
     assert result.code == -signal.SIGKILL and not (work / name / "global_step12").exists()
     run(work, 2, "train.py", *common, "--resume")
