@@ -95,7 +95,7 @@ def draw(names, runs, path):
             f" resumed after\n step {step}", (step + 0.5, 1), xycoords=("data", "axes fraction"), va="top", size=9
         )
     top.set(ylabel="loss (nats per byte)")
-    top.legend(frameon=False)
+    top.legend(frameon=False, **({"loc": "upper right", "ncols": 2, "fontsize": 8} if len(names) > 8 else {}))
     below.set_yscale("symlog", linthresh=1e-8)  # zero has a place of its own, at the bottom
     largest = max([1e-6, *(g for run in runs[1:] for g in differences(baseline, run, "loss").values() if g < 1e9)])
     below.set(ylim=(-2e-9, 10 * largest), xlabel="step", ylabel=f"|loss - {names[0]}|\n0: every bit equal")
@@ -131,7 +131,7 @@ def main():
     draw(names, runs, output)
     write_joined(names, runs, output.with_suffix(".csv"))
 
-    row = "{:<20}{:>20}{:>10}{:>14}{:>12}{:>15}{:>18}{:>9}"
+    row = f"{{:<{max(20, *map(len, names))}}}" + "{:>20}{:>10}{:>14}{:>12}{:>15}{:>18}{:>9}"
     print(row.format("", "micro x accum x", "", "", "", "", "validation", ""))
     print(
         row.format(

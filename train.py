@@ -141,43 +141,43 @@ def deepspeed_config(args):
 # --exact
 
 
-def round_gradients(parameters, micro_batches, limits):
-    """Round every micro-batch's gradient so that the order in which they are added can not matter.
+def round_gradients(parameters, micro_batches, accumulation):
+    """Round the gradients of the micro-batches so that the order in which they are added can not matter.
 
     Floating-point addition is exact as long as all terms and sums are multiples of one grid and have at most 24 bits.
-    limits [parameters]: powers of two that bound a micro-batch's share of each gradient, |g / micro_batches|. The grid
-    is the finest on which no sum of all micro-batches can pass 24 bits. Adding and subtracting 1.5 * 2^23 grids rounds
-    to it. ZeRO divides by the ranks before it adds; the shares are multiples of their number, so that is exact too.
-    Returns peaks [parameters], in which the largest share of each gradient collects.
+    Of every element, the largest share |gradient / micro_batches| that any micro-batch has, on any rank, is known
+    before the first addition: a hook keeps the gradients of this rank's micro-batches, and hands on zeros, until the
+    last of them. The grid of the element is then the finest on which no sum of micro-batches can pass 24 bits; adding
+    and subtracting 1.5 * 2^23 grids rounds to it. ZeRO divides by the number of ranks before it adds, so it is given
+    multiples of that number. All this takes the memory of `accumulation` gradients.
     """
-    peaks, terms = torch.zeros_like(limits), 1 << (max(micro_batches, 4) - 1).bit_length()  # a power of two
-    multiples = torch.arange(0, 2**24, WORLD_SIZE, dtype=torch.float32, device=limits.device)
-    assert torch.equal(multiples / WORLD_SIZE, torch.arange(len(multiples), device=limits.device)), "inexact division"
+    terms = 1 << (max(micro_batches, 4) - 1).bit_length()  # a power of two
+    device = parameters[0].device
+    multiples = torch.arange(0, 2**24, WORLD_SIZE, dtype=torch.float32, device=device)
+    assert torch.equal(multiples / WORLD_SIZE, torch.arange(len(multiples), device=device)), "inexact division"
 
-    def hook(i):
+    def hook(kept):
         def rounded(gradient):
-            share = gradient / micro_batches
-            peaks[i] = torch.maximum(peaks[i], share.abs().max())
-            grid = terms * limits[i] / 2**24
-            return ((share + 1.5 * 2**23 * grid) - 1.5 * 2**23 * grid) * WORLD_SIZE
+            kept.append(gradient / micro_batches)
+            if len(kept) < accumulation:
+                return torch.zeros_like(gradient)
+            peak = torch.stack(kept).abs().amax(0).clamp(min=2.0**-100).nan_to_num(nan=math.inf)
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+            limit = peak / torch.frexp(peak).mantissa  # the next power of two, exactly
+            assert (peak <= limit).all(), "--exact: a gradient is not finite, or its sum may pass 24 bits"
+            shift = 1.5 * 2**23 * (terms * limit / 2**24)
+            total = sum((share + shift) - shift for share in kept)
+            kept.clear()
+            return total * WORLD_SIZE
 
         return rounded
 
-    for i, parameter in enumerate(parameters):
-        parameter.register_hook(hook(i))
-    return peaks
+    for parameter in parameters:
+        parameter.register_hook(hook([]))
 
 
-def exact_norm(parameters, peaks, limits):
-    """The norm of the whole gradient, summed by every rank in the same order. Fails where a sum of gradients may have
-    been rounded; else sets the limits of the next step to 64 times the peaks of this one, or to half of what they are.
-    """
-    peaks.nan_to_num_(nan=math.inf)  # a maximum may drop it
-    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-    assert (peaks <= limits).all(), "--exact: a gradient is not finite, or grew 64-fold in a step: sums may be rounded"
-    following = torch.ldexp(torch.ones_like(peaks), torch.frexp(64 * peaks).exponent)
-    limits.copy_(torch.maximum(following, limits / 2))
-    peaks.zero_()
+def exact_norm(parameters):
+    """The norm of the whole gradient, which every rank gathers and adds up in the same order."""
     return torch.stack([safe_get_full_grad(p).double().norm() for p in parameters]).norm().float()
 
 
@@ -272,8 +272,7 @@ def main():
     done = resume(engine, args, checkpoint, client_state) if checkpoint else 0
     if args.exact:
         trained = [p for p in model.parameters() if p.requires_grad]
-        limits = torch.tensor(checkpoint["run"]["limits"] if checkpoint else [4.0] * len(trained), device=device)
-        peaks = round_gradients(trained, batch // micro, limits)
+        round_gradients(trained, batch // micro, accumulation)
         clip = engine.optimizer.unscale_and_clip_grads
         engine.optimizer.unscale_and_clip_grads = lambda gradients, _: clip(gradients, norm)
     log = Log(args.run_name, f"{micro} x {accumulation} x {args.data_parallel}", done) if RANK == 0 else None
@@ -302,7 +301,7 @@ def main():
             # Divides by the accumulation steps, which --exact has done.
             engine.backward(loss, scale_wrt_gas=not args.exact)
             if args.exact and m == mine[-1]:
-                norm = exact_norm(trained, peaks, limits)
+                norm = exact_norm(trained)
             engine.step()  # does nothing until the last of them
             losses[m] = loss.detach()
         norm = norm if args.exact else engine.get_global_grad_norm()
@@ -322,8 +321,7 @@ def main():
             engine.monitor.write_events([(name, row[name], step) for name in ("loss", "val_loss") if name in row])
         stop = stopping(device)
         if step % args.checkpoint_interval == 0 or stop:
-            state = client_state | {"step": step, "limits": limits.tolist() if args.exact else None}
-            save(engine, args.checkpoint_dir, state)
+            save(engine, args.checkpoint_dir, client_state | {"step": step})
         if stop:
             break
     dist.barrier()  # a rank that leaves early can take the others down

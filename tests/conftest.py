@@ -36,6 +36,7 @@ def rank_main(rank, ranks, script, arguments, patch):
         os.dup2(os.open(f".{stream}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     sys.argv = [script, *map(str, arguments)]
+    sys.modules.pop("common", None)  # it reads the rank when it is imported, and a test may have done that
     code = 0
     try:
         if patch:

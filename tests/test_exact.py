@@ -1,5 +1,8 @@
 """--exact: the same bits at any number of ranks and any ZeRO stage. 24 sequences a step, 8 or 12 micro-batches."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import compare, launch, run
@@ -60,59 +63,79 @@ def test_without_it_the_bits_differ(work):
     assert 0 < max(gaps.values()) < 1e-5
 
 
-def test_gradients_that_outgrow_the_grid_stop_the_run(work):
+def test_a_gradient_that_is_not_finite_stops_the_run(work):
     def patch():
         import model
 
         forward = model.GPT.forward
 
-        def grown(self, inputs, targets, key=None, **options):
-            return forward(self, inputs, targets, key, **options) * (500 if key and key[1] == 6 else 1)
+        def infinite(self, inputs, targets, key=None, **options):
+            return forward(self, inputs, targets, key, **options) * (math.inf if key and key[1:] == (6, 5) else 1)
 
-        model.GPT.forward = grown
+        model.GPT.forward = infinite
 
-    result = launch(work, 2, "train.py", *COMMON, "--exact", "--run_name", "grown", patch=patch)
-    assert result.code == 1 and "--exact: a gradient grew 64-fold" in result.errors
-    assert (work / "logs" / "grown.csv").read_text().count("\n") == 1 + 5  # five steps were whole
+    result = launch(work, 2, "train.py", *COMMON, "--exact", "--run_name", "infinite", patch=patch)
+    assert result.code == 1 and "--exact: a gradient is not finite" in result.errors
+    assert (work / "logs" / "infinite.csv").read_text().count("\n") == 1 + 5  # five steps were whole
 
 
-def sums(micro_batches, ranks, shrink, orders=20):
-    """The sum of a parameter's rounded gradients over micro_batches as ZeRO takes it, on `ranks` ranks, in many orders.
-    The limits are too small by the factor shrink."""
+def sums(monkeypatch, micro_batches, ranks, orders=10):
+    """The sum of a parameter's rounded gradients over micro_batches as ZeRO takes it, dealt out to ranks in many
+    orders."""
     torch.manual_seed(0)
-    gradients = torch.randn(micro_batches, 999) * torch.logspace(-6, 0, 999)
-    limits = 2 ** torch.ceil(torch.log2(gradients.abs().max() / micro_batches)).reshape(1)
-    gradients[:, :500] = (0.8 + 0.2 * torch.rand(micro_batches, 500)) * micro_batches * limits  # all but at the limit
-    limits /= shrink
-    parameter = torch.zeros(999, requires_grad=True)
-    peaks = train.round_gradients([parameter], micro_batches, limits)
-    rounded = []
-    for gradient in gradients:
-        parameter.grad = None
-        parameter.backward(gradient)
-        rounded.append(parameter.grad)
-    assert (peaks <= limits) == (shrink == 1)
+    gradients = torch.randn(micro_batches, 999) * torch.logspace(-6, 3, 999)
+    gradients[:, 300:600] = 1.9 + 0.09 * torch.rand(micro_batches, 300)  # all of them just below a power of two
+    largest = (gradients / micro_batches).abs().amax(0)
+    monkeypatch.setattr(train, "WORLD_SIZE", ranks)
+    monkeypatch.setattr(train.dist, "all_reduce", lambda peak, op: torch.maximum(peak, largest, out=peak))
     for _ in range(orders):
-        order = torch.randperm(micro_batches).tolist()
-        share = micro_batches // ranks
-        of_ranks = [sum(rounded[m] for m in order[r * share : (r + 1) * share]) for r in range(ranks)]
-        yield sum(part.div_(ranks) for part in of_ranks)
+        shares = torch.randperm(micro_batches).view(ranks, -1)
+        reduced = torch.zeros(999)
+        for share in shares[torch.randperm(ranks)]:
+            parameter = torch.zeros(999, requires_grad=True)
+            train.round_gradients([parameter], micro_batches, len(share))
+            for m in share:
+                parameter.backward(gradients[m])
+            reduced += parameter.grad.div_(ranks)
+        yield reduced
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 6, 8, 10, 12, 20, 40, 60])
 def test_any_order_of_additions(monkeypatch, micro_batches):
     results = []
     for ranks in (n for n in range(1, micro_batches + 1) if micro_batches % n == 0):
-        monkeypatch.setattr(train, "WORLD_SIZE", ranks)
-        results += sums(micro_batches, ranks, 1)
+        results += sums(monkeypatch, micro_batches, ranks)
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_limits_that_are_too_small_are_seen(monkeypatch):
-    """The bound is needed: sums that pass 24 bits depend on their order, and the peaks tell."""
+def test_the_rounding_is_small(monkeypatch):
+    """A sum of 8 is off by at most 8 x half a grid: 2^-20 of the largest gradient of this element."""
+    torch.manual_seed(0)
+    gradients = torch.randn(8, 999) * torch.logspace(-6, 3, 999)
     monkeypatch.setattr(train, "WORLD_SIZE", 1)
-    results = list(sums(60, 1, 64))
+    monkeypatch.setattr(train.dist, "all_reduce", lambda peak, op: None)
+    parameter = torch.zeros(999, requires_grad=True)
+    train.round_gradients([parameter], 8, 8)
+    for gradient in gradients:
+        parameter.backward(gradient)
+    off = (parameter.grad - gradients.double().mean(0)).abs()
+    assert (off <= 2.0**-20 * gradients.abs().amax(0)).all()
+
+
+def test_another_grid_on_every_rank_is_seen(monkeypatch):
+    """The control: ranks that do not tell each other their largest gradients round to grids of their own."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "maximum", lambda peak, largest, out: None)
+        results = [*sums(patch, 8, 1), *sums(patch, 8, 4)]
     assert not all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_grid_that_is_too_fine_is_seen(monkeypatch):
+    """The check before the rounding: a limit below the largest gradient could let a sum pass 24 bits."""
+    frexp = torch.frexp
+    monkeypatch.setattr(torch, "frexp", lambda x: SimpleNamespace(mantissa=4 * frexp(x).mantissa))
+    with pytest.raises(AssertionError, match="its sum may pass 24 bits"):
+        next(sums(monkeypatch, 8, 2))
 
 
 def test_adamw_is_element_wise():
