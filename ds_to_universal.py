@@ -62,18 +62,8 @@ class CheckpointError(Exception):
 # -----------------------------------------------------------------------------
 # what is inside a pickle, without its code
 
-ELEMENT_SIZE = {
-    "Double": 8,
-    "Float": 4,
-    "Half": 2,
-    "BFloat16": 2,
-    "Long": 8,
-    "Int": 4,
-    "Short": 2,
-    "Char": 1,
-    "Byte": 1,
-}
-ELEMENT_SIZE = {f"{name}Storage": size for name, size in ELEMENT_SIZE.items()} | {"BoolStorage": 1, "UntypedStorage": 1}
+SIZES = {8: "Double Long", 4: "Float Int", 2: "Half BFloat16 Short", 1: "Char Byte Bool Untyped"}
+ELEMENT_SIZE = {f"{kind}Storage": size for size, kinds in SIZES.items() for kind in kinds.split()}
 DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool".split()
 KNOWN = {f"torch.{name}" for name in (*ELEMENT_SIZE, *DTYPES, "device")} | {
     "torch.Tensor",
@@ -93,7 +83,7 @@ class Opaque:
 
     def __new__(cls, *args):
         self = super().__new__(cls)
-        self.args, self.called, self.state = args, False, None
+        self.args, self.called, self.state, self.list, self.dict = args, False, None, [], {}
         return self
 
     def __init__(self, *args):
@@ -102,9 +92,15 @@ class Opaque:
     def __setstate__(self, state):
         self.state = state
 
+    def __setitem__(self, key, value):
+        self.dict[key] = value
+
+    def append(self, value):
+        self.list.append(value)
+
     def __reduce_ex__(self, protocol):
         make = (type(self), self.args) if self.called else (copyreg.__newobj__, (type(self), *self.args))
-        return make if self.state is None else (*make, self.state)
+        return *make, self.state, iter(self.list) if self.list else None, iter(self.dict.items()) if self.dict else None
 
 
 @functools.cache
@@ -249,30 +245,37 @@ def find_shards(folder):
 
 
 def fragments(rank, ranks, optimizer, shapes, round_robin):
-    """Yields (group, name, start, numel) for every piece of a parameter in a shard.
+    """Yields (group, name, start in the parameter, start in the slice, numel) for all pieces of parameters in a shard.
 
-    ZeRO-1/2: a group's parameters are laid end to end and cut into one slice per rank; the shard says what it holds.
-    But with round_robin_gradients what it says is wrong, and the order of param_shapes is right.
-    ZeRO-3: every parameter is cut by itself, ceil(numel / ranks) elements per rank, in the order of param_shapes.
+    ZeRO-1/2: a group's parameters are laid end to end and cut into one slice per rank. The shard says so, too, but with
+    round_robin_gradients it is wrong.
+    ZeRO-3: every parameter is cut by itself, ceil(numel / ranks) elements per rank.
     """
     for group, names in enumerate(shapes):
         at = 0
         if "fp32_flat_groups" in optimizer:
             for name, shape in names.items():
                 share = math.ceil(math.prod(shape) / ranks)
-                yield group, name, at, max(0, min(share, math.prod(shape) - rank * share))
+                yield group, name, rank * share, at, max(0, min(share, math.prod(shape) - rank * share))
                 at += share
-        elif not round_robin:
-            for name, address in optimizer["param_slice_mappings"][group].items():
-                yield group, name, address.state["start"], address.state["numel"]
-        else:
-            size = optimizer["single_partition_of_fp32_groups"][group].size[0] + optimizer["group_paddings"][group]
-            alignment = (optimizer.get("param_alignment_paddings") or {group: None})[group] or [0] * len(names)
-            for (name, shape), padding in zip(names.items(), alignment, strict=True):
-                first, last = max(at, rank * size), min(at + math.prod(shape), (rank + 1) * size)
-                if first < last:
-                    yield group, name, first - rank * size, last - first
-                at += math.prod(shape) + padding
+            if at != optimizer["fp32_flat_groups"][group].size[0]:
+                raise ValueError(f"group {group} is not cut for {ranks} ranks")
+            continue
+        size = optimizer["single_partition_of_fp32_groups"][group].size[0]
+        if "zero_stage" in optimizer:  # BF16_Optimizer saves the padding, too
+            size += optimizer["group_paddings"][group]
+        alignment = (optimizer.get("param_alignment_paddings") or {group: None})[group] or [0] * len(names)
+        begin, said = rank * size, dict(optimizer["param_slice_mappings"][group])
+        for (name, shape), padding in zip(names.items(), alignment, strict=True):
+            end = at + math.prod(shape)
+            first, last = max(at, begin), min(end, begin + size)
+            if first < last:
+                if not round_robin and said.pop(name).state != {"start": first - begin, "numel": last - first}:
+                    raise ValueError(f"{name} is not where param_slice_mappings says")
+                yield group, name, first - at, first - begin, last - first
+            at = end + padding
+        if said and not round_robin:
+            raise ValueError(f"param_slice_mappings has more parameters: {', '.join(said)}")
 
 
 def flat_states(optimizer, group):
@@ -332,12 +335,14 @@ def read_data_parallel(folder, mp_rank, shards, pool, trust, strict):
     optimizers = list(pool.map(lambda rank: load(shards[rank], trust), range(ranks)))
     models = list(pool.map(lambda path: load(path, trust), paths))
 
-    model, parameters, ends = models[0], {}, {}
+    model, parameters = models[0], {}
     with blame(paths[0]):
         shapes, said = model["param_shapes"], model["dp_world_size"]
-        round_robin = (model["ds_config"].get("zero_optimization") or {}).get("round_robin_gradients")
+        config = model["ds_config"] if isinstance(model["ds_config"], dict) else {}  # older versions: a file's path
+        round_robin = (config.get("zero_optimization") or {}).get("round_robin_gradients")
         for names in shapes:
-            parameters |= {name: {"shape": tuple(shape), "step": None, "states": {}} for name, shape in names.items()}
+            for name, shape in names.items():
+                parameters[name] = {"shape": tuple(shape), "step": None, "states": {}, "numel": 0}
     for path, other in zip(paths, models, strict=True):
         for key in ("param_shapes", "buffer_names", "frozen_param_shapes"):
             if other.get(key) != model.get(key):
@@ -347,39 +352,37 @@ def read_data_parallel(folder, mp_rank, shards, pool, trust, strict):
     steps, kinds = [], None
     for rank, optimizer in enumerate(optimizers):
         with blame(shards[rank]):
-            optimizers[rank] = optimizer = optimizer["optimizer_state_dict"]
+            optimizer = optimizer["optimizer_state_dict"]
             groups = [flat_states(optimizer, group) for group in range(len(shapes))]
-            taken = [0] * len(shapes)
             if len(shapes) != len(optimizer["fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"]):
                 raise CheckpointError(f"{shards[rank]} has another number of parameter groups than {paths[0].name}")
+            base = optimizer["optimizer_state_dict" if stage3 else "base_optimizer_state"]["state"]
+            lost = {key for group in base for key, value in base[group].items() if isinstance(value, Tensor)} - {"step"}
+            lost -= {key for states, _ in groups for key in states}
+            if strict and lost:
+                raise CheckpointError(
+                    f"{shards[rank]}: {', '.join(sorted(lost))} of the optimizer belong to no single element, a "
+                    "universal checkpoint has no place for them (--no_strict leaves them out)"
+                )
             kinds = kinds or [states.keys() for states, _ in groups]
             if kinds != [states.keys() for states, _ in groups]:
                 raise CheckpointError(f"{shards[rank]} has other optimizer states than {shards[0].name}")
-            for group, name, start, numel in fragments(rank, ranks, optimizer, shapes, round_robin):
+            for group, name, offset, start, numel in fragments(rank, ranks, optimizer, shapes, round_robin):
                 (states, step), parameter = groups[group], parameters[name]
-                # In its slice a parameter begins where the one before ends; over the ranks it goes on at the next
-                # slice's first element from the last of this one. So each element is there, and once.
-                if start < taken[group] or name in ends and not stage3 and not (ends[name] and start == 0):
-                    raise CheckpointError(f"{shards[rank]}: the part of {name} does not follow on what comes before it")
-                taken[group] = start + numel
-                slice_size = states["fp32"].size[0] + (0 if stage3 else optimizer["group_paddings"][group])
-                ends[name] = start + numel == slice_size
+                if numel and offset != parameter["numel"]:  # so each element is there, and once
+                    raise CheckpointError(f"{shards[rank]}: its part of {name} does not follow on that of another rank")
+                parameter["numel"] += numel
                 for key, flat in states.items():
                     kind, pieces = parameter["states"].setdefault(key, (flat.storage.kind, []))
                     if kind != flat.storage.kind:
                         raise CheckpointError(f"{shards[rank]}: {key} of {name} is not what it is in the other shards")
                     pieces += cut(flat, start, numel)
                 parameter["step"] = step
-            for end, (states, _) in zip(taken, groups, strict=True):
-                if stage3 and end > states["fp32"].size[0]:
-                    raise CheckpointError(f"{shards[rank]} is shorter than its parameters")
             steps.append([number(step) for _, step in groups])
     for name, parameter in parameters.items():
-        for key in parameter["states"] or ["everything"]:
-            kind, pieces = parameter["states"].get(key, ("ByteStorage", []))
-            got, wanted = sum(n for _, _, n in pieces), math.prod(parameter["shape"]) * ELEMENT_SIZE[kind]
-            if got != wanted or not parameter["states"]:
-                raise CheckpointError(f"{folder}: the shards hold {got} of the {wanted} bytes of {name}, {key}")
+        got, wanted = parameter["numel"], math.prod(parameter["shape"])
+        if got != wanted:
+            raise CheckpointError(f"{folder}: the shards hold {got} of the {wanted} elements of {name}")
     check_steps(shards, steps, paths, models, strict)
 
     with blame(paths[0]):
@@ -431,6 +434,8 @@ def read(folder, output, workers, trust=False, strict=True):
         merged, merger = {}, TensorParallel(models[0].get("universal_checkpoint_info"), tensor, folder)
         for stage in range(pipeline):
             ranks = parameters[stage * tensor : (stage + 1) * tensor]
+            if any(rank.keys() != ranks[0].keys() for rank in ranks):
+                raise CheckpointError(f"{folder}: tensor-parallel ranks of stage {stage} hold different parameters")
             for name in ranks[0]:
                 if name in merged and not merger.tied(name):
                     raise CheckpointError(f"{folder}: {name} is in two pipeline stages and is not declared as tied")
@@ -444,15 +449,9 @@ def read(folder, output, workers, trust=False, strict=True):
     return models, optimizers[0], merged
 
 
-def blocks_along(dim, shapes):
-    """Where the shards of a tensor cut along dim lie in it: (shape, [(rank, shape, strides and offset in the shard,
-    strides and offset in the whole)])."""
-    size = [sum(shape[d] for shape in shapes) if d == dim else shapes[0][d] for d in range(len(shapes[0]))]
-    return tuple(size), sub_parameter_blocks(dim, size, [[shape[dim] for shape in shapes]])
-
-
-def sub_parameter_blocks(dim, size, widths):
-    """The same for a tensor that is several side by side along dim, each cut by itself: widths[sub][rank]."""
+def blocks_along(dim, size, widths):
+    """Where the shards of a tensor lie in it. It is one, or several side by side along dim, and each is cut by itself:
+    widths[sub][rank]. Returns [(rank, shape, strides and offset in the shard, strides and offset in the whole)]."""
     blocks, strides = [], whole("", [], size).stride
     at, in_shard = 0, [0] * len(widths[0])
     for sub in widths:
@@ -542,6 +541,7 @@ class TensorParallel:
         sub = next((s for s in self.info.get("parameter_with_sub_params", []) if self.match(s["patterns"], name)), None)
         if self.match(self.info.get("autotp_unsupported_parameter_patterns") or {}, name):
             raise CheckpointError(f"{self.folder}: DeepSpeed did not record how {name} is cut")
+        two = found["parameter_with_2_sub_params_cat_dim_0"]
         shapes, how = [shard["shape"] for shard in shards], {}
         pattern = self.match(self.affine["params"], name)
         if pattern:
@@ -552,15 +552,13 @@ class TensorParallel:
             blocks = [(rank, shape, stride, 0, stride, 0) for rank in range(self.degree)]
         elif found["parameter_to_average_patterns"]:
             return self.average(shards)
-        elif found["parameter_with_2_sub_params_cat_dim_0"]:
-            size = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
-            blocks, shape = sub_parameter_blocks(0, size, 2 * [[shape[0] // 2 for shape in shapes]]), tuple(size)
-            how = {"cat_dim": 0, "param_n_sub_params": 2}
-        elif sub:
+        elif sub and not two:
             shape, blocks, how = self.sub_parameters(name, shapes, sub)
         else:
-            dim = 1 if found["parameter_with_row_parallelism_patterns"] else 0
-            (shape, blocks), how = blocks_along(dim, shapes), {"cat_dim": dim}
+            dim = 1 if found["parameter_with_row_parallelism_patterns"] and not two else 0
+            shape = tuple(sum(s[d] for s in shapes) if d == dim else n for d, n in enumerate(shapes[0]))
+            parts, how = (2, {"cat_dim": 0, "param_n_sub_params": 2}) if two else (1, {"cat_dim": dim})
+            blocks = blocks_along(dim, shape, parts * [[s[dim] // parts for s in shapes]])
         order, copies, at = [], [], 0
         for run in runs(blocks):
             if run[0] == at:
@@ -622,7 +620,7 @@ class TensorParallel:
         described = description.__new__(description)
         shape = [spec if d == dim else n for d, n in enumerate(sub["shape"])]
         described.state = {"patterns": sub["patterns"], "shape": tuple(shape), "partition_dim": dim}
-        return tuple(size), sub_parameter_blocks(dim, size, widths), {"sub_param_shape": described}
+        return tuple(size), blocks_along(dim, size, widths), {"sub_param_shape": described}
 
     def average(self, shards):
         import torch
@@ -630,8 +628,8 @@ class TensorParallel:
         states = {}
         for key, (kind, _) in shards[0]["states"].items():
             assert kind == "FloatStorage", f"{key} is {kind}, averages are taken of float32"
-            data = [b"".join(bytes(read_range(*piece)) for piece in shard["states"][key][1]) for shard in shards]
-            mean = sum(torch.frombuffer(bytearray(d), dtype=torch.float32) for d in data) / len(shards)
+            data = [bytearray(joined(shard["states"][key][1])) for shard in shards]
+            mean = sum(torch.frombuffer(d, dtype=torch.float32) for d in data) / len(shards)
             content = mean.numpy().tobytes()
             states[key] = (kind, [(content, 0, len(content))])
         return shards[0] | {"states": states, "how": {}}
@@ -639,17 +637,14 @@ class TensorParallel:
 
 def same(a, b):
     """Whether two lists of pieces hold the same bytes."""
-    a, b = ((read_range(r, s + at, min(CHUNK, n - at)) for r, s, n in p for at in range(0, n, CHUNK)) for p in (a, b))
-    left, right = b"", b""
-    for chunk in a:
-        left += bytes(chunk)
-        while len(right) < len(left) and (more := next(b, None)) is not None:
-            right += bytes(more)
-        size = min(len(left), len(right))
-        if left[:size] != right[:size]:
-            return False
-        left, right = left[size:], right[size:]
-    return not left and not right and next(b, None) is None
+    size, other = (sum(nbytes for _, _, nbytes in pieces) for pieces in (a, b))
+    a, b = Ranges(a), Ranges(b)
+    spans = ((at, min(CHUNK, size - at)) for at in range(0, size, CHUNK))
+    return size == other and all(joined(a.cut(*span)) == joined(b.cut(*span)) for span in spans)
+
+
+def joined(pieces):
+    return b"".join(read_range(*piece) for piece in pieces)
 
 
 def check_steps(shards, steps, paths, models, strict):
@@ -677,18 +672,8 @@ CHUNK = 1 << 20
 WORKSPACE = threading.local()
 
 
-@functools.lru_cache(4096)
-def crc_shift(nbytes):
-    """x^(8 nbytes) modulo the polynomial of CRC-32, bits reversed."""
-    result, power = 0x80000000, 0x00800000
-    while nbytes:
-        if nbytes & 1:
-            result = crc_multiply(power, result)
-        power, nbytes = crc_multiply(power, power), nbytes >> 1
-    return result
-
-
 def crc_multiply(a, b):
+    """Two polynomials modulo that of CRC-32, bits reversed."""
     product = 0
     while a:
         if a & 0x80000000:
@@ -699,8 +684,12 @@ def crc_multiply(a, b):
 
 @functools.lru_cache(4096)
 def crc_table(nbytes):
-    """crc_multiply(crc_shift(nbytes), x) for all 16 values of each of the 8 half-bytes of x."""
-    table, column = [[0] for _ in range(8)], crc_shift(nbytes)
+    """What nbytes more make of a CRC-32: times x^(8 nbytes), for all 16 values of each of its 8 half-bytes."""
+    table, column, power = [[0] for _ in range(8)], 0x80000000, 0x00800000
+    while nbytes:
+        if nbytes & 1:
+            column = crc_multiply(power, column)
+        power, nbytes = crc_multiply(power, power), nbytes >> 1
     for bit in range(31, -1, -1):
         part = table[bit // 4]
         part[:] = [value ^ column * b for value in part for b in (0, 1)]
@@ -806,19 +795,9 @@ class Pickler(pickle._Pickler):
             return opaque("torch._utils._rebuild_tensor_v2"), (*obj, collections.OrderedDict())
         return NotImplemented
 
-    # namedtuples are tuples, which pickle would save before it asks reducer_override
-    def save(self, obj, save_persistent_id=True):
-        if isinstance(obj, (Size, Tensor)):
-            return self.save_reduce(*self.reducer_override(obj), obj=obj)
-        super().save(obj, save_persistent_id)
-
 
 def pickled(content):
-    """(pickle, the storages that it refers to)."""
-    if isinstance(content, dict) and isinstance(content.get("param"), Tensor):
-        storage, *rest = content["param"]
-        numel = sum(nbytes for _, _, nbytes in storage.pieces) // ELEMENT_SIZE[storage.kind]
-        return described(storage.kind, numel, *rest, *((k, v) for k, v in content.items() if k != "param")), [storage]
+    """(pickle, the storages that it refers to): what a file is made of."""
     file = io.BytesIO()
     pickler = Pickler(file)
     pickler.dump(content)
@@ -826,18 +805,15 @@ def pickled(content):
 
 
 @functools.lru_cache(4096)
-def described(kind, numel, offset, size, stride, requires_grad, *how):
+def state_pickle(kind, shape, *how):
     """The pickle of a state file. Layers are alike, and so are the states of each: few have to be made."""
-    blank = Storage(kind, [(None, 0, numel * ELEMENT_SIZE[kind])])
-    content = {"param": Tensor(blank, offset, size, stride, requires_grad)} | dict(how)
-    file = io.BytesIO()
-    Pickler(file).dump(content)
-    return file.getvalue()
+    blank = [(None, 0, math.prod(shape) * ELEMENT_SIZE[kind])]
+    return pickled({"param": whole(kind, blank, shape)} | dict(how))[0]
 
 
 def write(path, content):
-    """Write a .pt file. Returns the bytes of its tensors."""
-    data, storages = pickled(content)
+    """Write a .pt file, content as pickled() gives it. Returns the bytes of its tensors."""
+    data, storages = content
     small = [("data.pkl", data), ("byteorder", b"little"), ("version", b"3\n")]
     records = [*small, *((f"data/{key}", storage.pieces) for key, storage in enumerate(storages))]
     position, directory = 0, b""
@@ -874,10 +850,16 @@ def write(path, content):
         end = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, *2 * [len(records)], len(directory), position)
         end += b"PK\6\7" + struct.pack("<IQI", 0, position + len(directory), 1)
         size, where = len(directory), min(position, 0xFFFFFFFF)
-        end += b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, *2 * [len(records)], size, where, 0)
+        end += b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, *2 * [min(len(records), 0xFFFF)], size, where, 0)
         file.seek(at)
         write_all(file, memoryview(ahead + directory + end))
     return sum(nbytes for storage in storages for _, _, nbytes in storage.pieces)
+
+
+def checksum(record, start, nbytes, crc=0):
+    for at in range(start, start + nbytes, CHUNK):
+        crc = zlib.crc32(read_range(record, at, min(CHUNK, start + nbytes - at)), crc)
+    return crc
 
 
 def check_record(record):
@@ -885,12 +867,11 @@ def check_record(record):
     at, crc = 0, 0
     for start, nbytes, piece in [*sorted(set(record.seen)), (record.nbytes, 0, 0)]:
         if start < at:  # views that share elements: their sums do not add up to the record's
-            if any(zlib.crc32(read_range(record, first, n)) != again for first, n, again in record.seen):
+            if any(checksum(record, first, n) != again for first, n, again in record.seen):
                 raise CheckpointError(f"{record.path} is damaged, or was read wrong: a tensor is not the same twice")
-            crc = zlib.crc32(read_range(record, 0, record.nbytes))
+            crc = checksum(record, 0, record.nbytes)
             break
-        if start > at:
-            crc = zlib.crc32(read_range(record, at, start - at), crc)
+        crc = checksum(record, at, start - at, crc)
         crc, at = crc_join(crc, piece, nbytes), start + nbytes
     if crc != record.crc:
         raise CheckpointError(f"{record.path} is damaged: a tensor does not match the checksum saved with it")
@@ -912,7 +893,7 @@ def global_state(optimizer, parameters):
 
 
 def files_of(models, optimizer, parameters):
-    """{path below the output folder: content}."""
+    """{path below the output folder: (pickle, storages)}."""
     files = {}
     for name, parameter in parameters.items():
         folder = os.path.join("zero", name)
@@ -921,11 +902,12 @@ def files_of(models, optimizer, parameters):
         for key, (kind, pieces) in parameter["states"].items():
             if "/" in key:
                 raise CheckpointError(f"{key!r} is a state's name that leads to another folder")
-            files[f"{folder}/{key}.pt"] = {"param": whole(kind, pieces, parameter["shape"])} | parameter["how"]
+            data = state_pickle(kind, parameter["shape"], *parameter["how"].items())
+            files[f"{folder}/{key}.pt"] = data, [Storage(kind, pieces)]
         if parameter["step"] is not None:
-            files[f"{folder}/step.pt"] = parameter["step"]
-    files["zero/optimizer_state.pt"] = global_state(optimizer, parameters)
-    return files | {f"mp_rank_{mp_rank:02d}_model_states.pt": model for mp_rank, model in enumerate(models)}
+            files[f"{folder}/step.pt"] = pickled(parameter["step"])
+    files["zero/optimizer_state.pt"] = pickled(global_state(optimizer, parameters))
+    return files | {f"mp_rank_{mp_rank:02d}_model_states.pt": pickled(model) for mp_rank, model in enumerate(models)}
 
 
 # -----------------------------------------------------------------------------
@@ -947,14 +929,11 @@ def publish(folder, output):
     old, pointer = (output.with_name(f".{output.name}.{what}") for what in ("replaced", "pointer"))
     pointer.write_text(output.name)
     sync(folder)
-    with contextlib.ExitStack() as stack:
-        replaces = output.exists()
-        if replaces:
-            stack.enter_context(locked(output))  # in the place of the unfinished folder it still keeps others out
-        if not replaces:
-            folder.rename(output)
-        elif not exchange(folder, output):
-            output.rename(old)  # unfinished() brings it back if the next line never runs
+    replaces = output.exists()  # if so, in the place of the unfinished folder it still keeps others out
+    with locked(output) if replaces else contextlib.nullcontext():
+        if not replaces or not exchange(folder, output):
+            if replaces:
+                output.rename(old)  # unfinished() brings it back if the next line never runs
             folder.rename(output)
         pointer.rename(output.with_name("latest_universal"))
         sync(output.parent)
@@ -1015,9 +994,9 @@ def unfinished(folder, output):
 
 def verify(folder, files):
     """Read the finished folder back, cut every tensor as its pieces were, and compare each byte with the source."""
-    for name, content in files.items():
-        (written, got), (wanted, pieces) = pickled(load(folder / name, trust=True)), pickled(content)
-        if written != wanted or not all(same(a.pieces, b.pieces) for a, b in zip(got, pieces, strict=True)):
+    for name, (wanted, storages) in files.items():
+        written, got = pickled(load(folder / name, trust=True))
+        if written != wanted or not all(same(a.pieces, b.pieces) for a, b in zip(got, storages, strict=True)):
             raise CheckpointError(f"{folder / name} is not what the checkpoint holds: nothing is published")
 
 
@@ -1059,7 +1038,7 @@ def convert(
                 stack.enter_context(unfinished(folder, output))
                 for parent in {(folder / name).parent for name in files}:
                     parent.mkdir(parents=True, exist_ok=True)
-        pieces = {name: pieces_of(content) for name, content in files.items()}
+        pieces = {name: [p for storage in storages for p in storage.pieces] for name, (_, storages) in files.items()}
         sizes = {name: sum(nbytes for _, _, nbytes in ranges) for name, ranges in pieces.items()}
         records = {id(r): r for ranges in pieces.values() for r, _, _ in ranges if isinstance(r, Record)}.values()
         mine, loads = [], [0] * ranks
@@ -1068,9 +1047,12 @@ def convert(
             loads[least] += sizes[name] or 1
             mine += [name] if least == rank else []
         with ThreadPoolExecutor(num_merge_workers) as pool:
-            with together(share), bar(sum(sizes[name] for name in mine), progress) as done:
+            with together(share), bar(sum(sizes[name] for name in mine), progress) as shown:
                 for written in pool.map(lambda name: write(folder / name, files[name]), mine):
-                    done(written)
+                    if shown is not None:
+                        shown.update(written)
+                if rank:
+                    sync(folder)  # its node's part; publish() does rank 0's
             for record, seen in zip(records, zip(*share([r.seen for r in records]), strict=True), strict=True):
                 record.seen = [interval for of_one in seen for interval in of_one]
             with together(share):
@@ -1088,30 +1070,19 @@ def convert(
     return {"parameters": len(parameters), "bytes": sum(sizes.values()), "files": count, "seconds": seconds}
 
 
-def pieces_of(content):
-    """The byte ranges that a file is made of."""
-    if isinstance(content, dict) and "param" in content:
-        return content["param"].storage.pieces
-    return [piece for storage in pickled(content)[1] for piece in storage.pieces]
-
-
-@contextlib.contextmanager
 def bar(total, progress):
-    """A progress bar in bytes, where tqdm is installed (it comes with DeepSpeed)."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        progress = False
-    if not progress:
-        yield lambda written: None
-        return
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as shown:  # None: where there is a terminal
-        yield shown.update
+    """A progress bar in bytes where there are a terminal and tqdm, which comes with DeepSpeed; else None."""
+    with contextlib.suppress(ImportError):
+        if progress and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            return tqdm(total=total, unit="B", unit_scale=True)
+    return contextlib.nullcontext()
 
 
 def peak_memory():
     """Megabytes."""
-    with contextlib.suppress(OSError), open("/proc/self/status") as file:
+    with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as file:  # VmHWM is not everywhere
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1e3
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3  # also what the parent process had
 
@@ -1125,6 +1096,8 @@ def launched():
         os.environ.setdefault("MASTER_PORT", "29500")
     if rank is None or ranks is None or int(ranks) == 1:
         return {}
+    import datetime
+
     import torch.distributed as dist
 
     def share(value):
@@ -1135,7 +1108,8 @@ def launched():
             raise CheckpointError("another process of this conversion is gone: nothing is published") from error
         return values
 
-    dist.init_process_group("gloo", rank=int(rank), world_size=int(ranks))
+    patience = datetime.timedelta(days=7)  # gloo's own, 30 minutes, is shorter than the work of the others may be
+    dist.init_process_group("gloo", rank=int(rank), world_size=int(ranks), timeout=patience)
     return {"rank": int(rank), "ranks": int(ranks), "share": share}
 
 

@@ -21,7 +21,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.utils import groups, safe_get_full_grad
+from deepspeed.utils import groups
 from torch.utils.serialization import config as torch_files
 
 from common import (
@@ -150,13 +150,15 @@ def round_gradients(parameters, micro_batches, accumulation):
     last of them. The grid of the element is then the finest on which no sum of micro-batches can pass 24 bits; adding
     and subtracting 1.5 * 2^23 grids rounds to it. ZeRO divides by the number of ranks before it adds, so it is given
     multiples of that number. All this takes the memory of `accumulation` gradients.
+    Returns {parameter's index: sum of this rank's shares}, filled by the last backward pass of a step.
     """
+    totals = {}
     terms = 1 << (max(micro_batches, 4) - 1).bit_length()  # a power of two
     device = parameters[0].device
     multiples = torch.arange(0, 2**24, WORLD_SIZE, dtype=torch.float32, device=device)
     assert torch.equal(multiples / WORLD_SIZE, torch.arange(len(multiples), device=device)), "inexact division"
 
-    def hook(kept):
+    def hook(i, kept):
         def rounded(gradient):
             kept.append(gradient / micro_batches)
             if len(kept) < accumulation:
@@ -166,19 +168,22 @@ def round_gradients(parameters, micro_batches, accumulation):
             limit = peak / torch.frexp(peak).mantissa  # the next power of two, exactly
             assert (peak <= limit).all(), "--exact: a gradient is not finite, or its sum may pass 24 bits"
             shift = 1.5 * 2**23 * (terms * limit / 2**24)
-            total = sum((share + shift) - shift for share in kept)
+            totals[i] = sum((share + shift) - shift for share in kept)
             kept.clear()
-            return total * WORLD_SIZE
+            return totals[i] * WORLD_SIZE
 
         return rounded
 
-    for parameter in parameters:
-        parameter.register_hook(hook([]))
+    for i, parameter in enumerate(parameters):
+        parameter.register_hook(hook(i, []))
+    return totals
 
 
-def exact_norm(parameters):
-    """The norm of the whole gradient, which every rank gathers and adds up in the same order."""
-    return torch.stack([safe_get_full_grad(p).double().norm() for p in parameters]).norm().float()
+def exact_norm(totals):
+    """The norm of the whole gradient: every rank has all of it, and sums the squares in the same order."""
+    gradient = torch.cat([totals[i].flatten() for i in range(len(totals))])
+    dist.all_reduce(gradient)
+    return gradient.double().norm().float()
 
 
 # -----------------------------------------------------------------------------
@@ -272,7 +277,7 @@ def main():
     done = resume(engine, args, checkpoint, client_state) if checkpoint else 0
     if args.exact:
         trained = [p for p in model.parameters() if p.requires_grad]
-        round_gradients(trained, batch // micro, accumulation)
+        totals = round_gradients(trained, batch // micro, accumulation)
         clip = engine.optimizer.unscale_and_clip_grads
         engine.optimizer.unscale_and_clip_grads = lambda gradients, _: clip(gradients, norm)
     log = Log(args.run_name, f"{micro} x {accumulation} x {args.data_parallel}", done) if RANK == 0 else None
@@ -301,7 +306,7 @@ def main():
             # Divides by the accumulation steps, which --exact has done.
             engine.backward(loss, scale_wrt_gas=not args.exact)
             if args.exact and m == mine[-1]:
-                norm = exact_norm(trained)
+                norm = exact_norm(totals)
             engine.step()  # does nothing until the last of them
             losses[m] = loss.detach()
         norm = norm if args.exact else engine.get_global_grad_norm()
