@@ -5,6 +5,7 @@
 Both train on 2 ranks, in turn. Ends with an error when the losses differ by more than the seeds do.
 """
 
+import argparse
 import csv
 import os
 import statistics
@@ -30,6 +31,7 @@ def train(run_name, *arguments):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(
         f"{'seed':>6}{'validation loss':>20}{'with --exact':>16}{'difference':>14}{'steps/s':>12}{'with --exact':>16}"
     )

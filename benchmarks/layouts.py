@@ -8,6 +8,7 @@ this process, which has imported DeepSpeed already. Ends with an error when any 
 the same layout by a bit.
 """
 
+import argparse
 import shutil
 import sys
 from pathlib import Path
@@ -51,6 +52,7 @@ def largest(baseline, run_name):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(f"{'script':<12} {'ZeRO':>4}  {'from':<20} {'to':<20} {'max |diff|':>11} {'validation':>11}  compared with")
     worst, one = 0.0, "one_rank"
     train("train.py", 1, (1, 1, 1), one, "ckpt_3d/one")
@@ -73,7 +75,8 @@ def main():
                   f"{validation:>11.1e}  {against}", flush=True)  # fmt: skip
             worst = max(worst, loss, validation)
     baseline = "train_3d ZeRO-1 TP 2, PP 2, DP 2"
-    layouts = [name_of("train_3d.py", other) for other in CHANGES[-6][3]]
+    others = next(others for script, _, _, others in CHANGES if script == "train_3d.py")
+    layouts = [name_of("train_3d.py", other) for other in others]
     runs = [plot.read_log(f"logs/{baseline}.csv")]
     runs += [plot.read_log(f"logs/{baseline} to {layout}.csv") for layout in layouts]
     names = [layouts[0], *(f"then {layout}" for layout in layouts)]

@@ -8,6 +8,7 @@ checkpoint is being written is the other. In the end the log has every step once
 interrupted: every bit with --exact.
 """
 
+import argparse
 import csv
 import itertools
 import os
@@ -71,6 +72,7 @@ def take_down(process, how, at):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     shutil.rmtree(FOLDER, ignore_errors=True)
     Path("logs", "preempted.csv").unlink(missing_ok=True)
     checkpoints, resume = FOLDER / "preempted", ()
