@@ -21,7 +21,9 @@ from conftest import compare, run  # noqa: E402
 import ds_to_universal  # noqa: E402
 import plot  # noqa: E402
 
-COMMON = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 120 --checkpoint_interval 20".split()
+COMMON = (
+    "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 120 --checkpoint_interval 20 --lr 1e-3".split()
+)
 AXES = {"train.py": ("tensor", "sequence"), "train_3d.py": ("tensor", "pipeline")}
 # script, ZeRO stage, layout that saves, layouts that go on: (first of the axes, second, data-parallel ranks)
 CHANGES = [
