@@ -87,7 +87,7 @@ def draw(names, runs, path):
         if run["val_loss"]:
             top.plot(*zip(*run["val_loss"].items(), strict=True), ".", color=color, markersize=5)
         below.plot(*zip(*gaps.items(), strict=True), ".", color=color, markersize=4, clip_on=False)
-        resumed |= {min(run["loss"]) - 1} - {min(baseline["loss"]) - 1}
+        resumed |= {max((step for step in baseline["loss"] if step < min(run["loss"])), default=0)} - {0}
     for step in resumed:
         for axis in (top, below):
             axis.axvline(step + 0.5, color="0.4", linestyle="--", linewidth=1)

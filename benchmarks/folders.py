@@ -5,7 +5,6 @@ checkpoint cut along them, then on other ranks that read it.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -15,17 +14,13 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.patches import ConnectionPatch, Rectangle
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 
 def bar(axis, x, y, parts, width, colors):
-    """Parts side by side from x: [(parameter, elements)]. Returns {parameter: [(left, right)]}."""
-    total, edges = sum(n for _, n in parts), {}
+    """Parts side by side from x: [(parameter, elements)]."""
+    total = sum(n for _, n in parts)
     for name, n in parts:
         axis.add_patch(Rectangle((x, y), width * n / total, 0.62, facecolor=colors[name], edgecolor="white", lw=0.6))
-        edges.setdefault(name, []).append((x, x + width * n / total))
         x += width * n / total
-    return edges
 
 
 def main():
