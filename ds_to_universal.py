@@ -760,11 +760,25 @@ def copy(pieces, file):
 
 
 def write_all(file, data):
-    while len(data):
-        try:
+    with named(file):
+        while len(data):
             data = data[file.write(data) :]
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(file.name)) from error
+
+
+def free_cache(file):
+    """Write the file to the disk and drop it from the page cache, whose memory the next file can then have."""
+    with named(file):
+        os.fdatasync(file)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextlib.contextmanager
+def named(file):
+    """An error of the disk says which file it hit."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file.name)) from error
 
 
 class Pickler(pickle._Pickler):
@@ -853,6 +867,8 @@ def write(path, content):
         end += b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, *2 * [min(len(records), 0xFFFF)], size, where, 0)
         file.seek(at)
         write_all(file, memoryview(ahead + directory + end))
+        if position > 8 * CHUNK:
+            free_cache(file)
     return sum(nbytes for storage in storages for _, _, nbytes in storage.pieces)
 
 

@@ -166,6 +166,7 @@ def main():
             for stage in args.stages:
                 for ranks in args.ranks:
                     lay_out(source, gpt_groups(*GPT[size]), ranks, stage)
+                    os.sync()  # or the first to run would wait for the source to reach the disk, too
                     total = sum(path.stat().st_size for path in source.iterdir()) / 1e9
                     results = {name: [] for name in commands}
                     for _ in range(args.repeat):
