@@ -415,6 +415,8 @@ def read(folder, output, workers, trust=False, strict=True):
         raise CheckpointError(f"{folder} is a universal checkpoint already")
     if output.exists() and not (output / "zero" / "optimizer_state.pt").is_file():
         raise CheckpointError(f"{output} exists and is not a universal checkpoint: it is left as it is")
+    if (output.parent / "latest_universal").is_dir():
+        raise CheckpointError(f"{output.parent / 'latest_universal'} is a folder, where a file has to go")
     shards = find_shards(folder)
     with ThreadPoolExecutor(workers) as pool:
         parts = [read_data_parallel(folder, mp, shards[mp], pool, trust, strict) for mp in sorted(shards)]
@@ -1043,7 +1045,7 @@ def convert(
     """
     began = time.perf_counter()
     source, output = Path(input_folder), Path(os.path.realpath(output_folder))
-    folder = output.with_name(f".{output.name}.unfinished")
+    folder = output.parent / f".{output.name}.unfinished"
     with contextlib.ExitStack() as stack:
         stack.callback(opened.cache_clear)
         with together(share):

@@ -50,32 +50,35 @@ def train(script, stage, layout, run_name, folder, *arguments):
 
 
 def largest(baseline, run_name):
-    return [max(compare(Path.cwd(), baseline, run_name, column).values()) for column in ("loss", "val_loss")]
+    """Difference of any step's training or validation loss."""
+    return max(max(compare(Path.cwd(), baseline, run_name, column).values()) for column in ("loss", "val_loss"))
 
 
 def main():
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(f"{'script':<12} {'ZeRO':>4}  {'from':<20} {'to':<20} {'max |diff|':>11} {'validation':>11}  compared with")
-    worst, one = 0.0, "one_rank"
+    table, one = {}, "one_rank"
     train("train.py", 1, (1, 1, 1), one, "ckpt_3d/one")
     for script, stage, layout, others in CHANGES:
         name = f"{script[:-3]} ZeRO-{stage} {name_of(script, layout)}"
         folder = Path("ckpt_3d", name.replace(" ", "_").replace(",", ""))
         shutil.rmtree(folder, ignore_errors=True)
         train(script, stage, layout, name, folder)
-        rows = [("scratch", layout, *largest(one, name), "1 rank")]
+        table.setdefault((script, "scratch", name_of(script, layout)), {})[stage] = largest(one, name)
         tag = folder / "global_step20_universal"
         ds_to_universal.convert(folder / "global_step20", tag)
         for other in others:
             resumed = f"{name} to {name_of(script, other)}"
             more = ("--resume", "--universal_checkpoint", "--checkpoint_tag", tag.name, "--checkpoint_interval", 400)
             train(script, stage, other, resumed, folder, *more)
-            rows.append((name_of(script, layout), other, *largest(name, resumed), "the uninterrupted run"))
-            assert other != layout or max(rows[-1][2:4]) == 0.0, f"{resumed} is not the same, bit by bit"
-        for before, after, loss, validation, against in rows:
-            print(f"{script:<12} {stage:>4}  {before:<20} {name_of(script, after):<20} {loss:>11.1e} "
-                  f"{validation:>11.1e}  {against}", flush=True)  # fmt: skip
-            worst = max(worst, loss, validation)
+            difference = largest(name, resumed)
+            assert other != layout or difference == 0.0, f"{resumed} is not the same, bit by bit"
+            change = (script, name_of(script, layout), name_of(script, other))
+            table.setdefault(change, {})[stage] = difference
+    print(f"{'script':<12} {'from':<20} {'to':<20}" + "".join(f"    ZeRO-{stage}" for stage in (1, 2, 3)))
+    for (script, before, after), found in table.items():
+        columns = (f"{found[stage]:>10.1e}" if stage in found else f"{'':>10}" for stage in (1, 2, 3))
+        print(f"{script:<12} {before:<20} {after:<20}{''.join(columns)}".rstrip())
+    worst = max(max(found.values()) for found in table.values())
     baseline = "train_3d ZeRO-1 TP 2, PP 2, DP 2"
     others = next(others for script, _, _, others in CHANGES if script == "train_3d.py")
     layouts = [name_of("train_3d.py", other) for other in others]

@@ -116,10 +116,17 @@ def test_replaces_a_universal_checkpoint_and_nothing_else(tmp_path, checkpoint):
     ds_to_universal.convert(checkpoint, output)
     assert not (output / "zero" / "left over").exists()
     before = sorted(path.name for path in checkpoint.iterdir())
-    for taken in (checkpoint, tmp_path):
+    for taken in (checkpoint, tmp_path, "/"):
         with pytest.raises(ds_to_universal.CheckpointError, match="is not a universal checkpoint"):
             ds_to_universal.convert(checkpoint, taken)
     assert sorted(path.name for path in checkpoint.iterdir()) == before
+
+
+def test_latest_universal_is_a_folder(tmp_path, checkpoint):
+    (tmp_path / "latest_universal").mkdir()
+    with pytest.raises(ds_to_universal.CheckpointError, match="latest_universal is a folder"):
+        ds_to_universal.convert(checkpoint, tmp_path / "u")
+    assert [path.name for path in tmp_path.iterdir()] == ["latest_universal"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "empty"])
