@@ -99,10 +99,9 @@ def main():
     assert [int(row["step"]) for row in stitched] == list(range(1, 161)), "a step is missing, or twice in the log"
     worst = max(abs(float(a[c]) - float(b[c])) for a, b in zip(stitched, wanted, strict=True)
                 for c in ("loss", "val_loss", "grad_norm") if b[c])  # fmt: skip
-    layouts = [
-        f"{len(list(group))} steps as {layout}" for layout, group in itertools.groupby(r["layout"] for r in stitched)
-    ]
-    print(f"160 steps, each once: {', '.join(layouts)} (micro-batch x accumulation steps x ranks)")
+    print("160 steps, each once; so many as micro-batch x accumulation steps x ranks:")
+    layouts = [(layout, len(list(group))) for layout, group in itertools.groupby(r["layout"] for r in stitched)]
+    print("  " + ", ".join(f"{steps} as {layout}" for layout, steps in layouts))
     print(f"largest difference to the uninterrupted run, of loss, validation loss and gradient norm: {worst}")
     if worst:
         sys.exit("benchmarks/preempt.py: the runs differ")
