@@ -222,6 +222,124 @@ def load(path, trust=False):
 
 
 # -----------------------------------------------------------------------------
+# the bytes of records
+
+CHUNK = 1 << 20
+
+
+@functools.lru_cache(256)
+def opened(path):
+    return open(path, "rb", buffering=0)
+
+
+def read_into(buffer, record, start):
+    """Fill the buffer, or some of it, from a record. Returns the number of bytes."""
+    if isinstance(record, bytes):
+        buffer[:] = record[start : start + len(buffer)]
+        return len(buffer)
+    file = opened(record.path)  # held while it is read: the cache may let go of it in another thread
+    got = os.preadv(file.fileno(), [buffer], record.offset + start)
+    if not got:
+        raise CheckpointError(f"{record.path} became shorter while it was read")
+    return got
+
+
+def read_range(record, start, nbytes):
+    data = memoryview(bytearray(nbytes))
+    done = 0
+    while done < nbytes:
+        done += read_into(data[done:], record, start + done)
+    return data
+
+
+def joined(pieces):
+    return b"".join(read_range(*piece) for piece in pieces)
+
+
+def same(a, b):
+    """Whether two lists of pieces hold the same bytes."""
+    size, other = (sum(nbytes for _, _, nbytes in pieces) for pieces in (a, b))
+    a, b = Ranges(a), Ranges(b)
+    spans = ((at, min(CHUNK, size - at)) for at in range(0, size, CHUNK))
+    return size == other and all(joined(a.cut(*span)) == joined(b.cut(*span)) for span in spans)
+
+
+class Ranges:
+    """Sub-ranges of a long list of pieces, found by bisection."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+        self.ends = list(itertools.accumulate(nbytes for _, _, nbytes in pieces))
+
+    def cut(self, start, nbytes):
+        taken, i = [], bisect.bisect_right(self.ends, start)
+        while nbytes:
+            record, first, size = self.pieces[i]
+            skip = start - (self.ends[i] - size)
+            part = min(size - skip, nbytes)
+            taken.append((record, first + skip, part))
+            start, nbytes, i = start + part, nbytes - part, i + 1
+        return taken
+
+
+def crc_multiply(a, b):
+    """Two polynomials modulo that of CRC-32, bits reversed."""
+    product = 0
+    while a:
+        if a & 0x80000000:
+            product ^= b
+        a, b = (a << 1) & 0xFFFFFFFF, (b >> 1) ^ (0xEDB88320 if b & 1 else 0)
+    return product
+
+
+@functools.lru_cache(4096)
+def crc_table(nbytes):
+    """What nbytes more make of a CRC-32: times x^(8 nbytes), for all 16 values of each of its 8 half-bytes."""
+    table, column, power = [[0] for _ in range(8)], 0x80000000, 0x00800000
+    while nbytes:
+        if nbytes & 1:
+            column = crc_multiply(power, column)
+        power, nbytes = crc_multiply(power, power), nbytes >> 1
+    for bit in range(31, -1, -1):
+        part = table[bit // 4]
+        part[:] = [value ^ column * b for value in part for b in (0, 1)]
+        column = (column >> 1) ^ (0xEDB88320 if column & 1 else 0)
+    return table
+
+
+def crc_join(first, second, nbytes):
+    """CRC-32 of A + B from those of A and of B, B being nbytes long: every byte is summed once for two files."""
+    if not first:
+        return second
+    a, b, c, d, e, f, g, h = crc_table(nbytes)
+    return (
+        a[first & 15] ^ b[first >> 4 & 15] ^ c[first >> 8 & 15] ^ d[first >> 12 & 15]
+        ^ e[first >> 16 & 15] ^ f[first >> 20 & 15] ^ g[first >> 24 & 15] ^ h[first >> 28] ^ second
+    )  # fmt: skip
+
+
+def checksum(record, start, nbytes, crc=0):
+    for at in range(start, start + nbytes, CHUNK):
+        crc = zlib.crc32(read_range(record, at, min(CHUNK, start + nbytes - at)), crc)
+    return crc
+
+
+def check_record(record):
+    """The record is what its archive's CRC-32 says. What no file took of it, padding, is read here."""
+    at, crc = 0, 0
+    for start, nbytes, piece in [*sorted(set(record.seen)), (record.nbytes, 0, 0)]:
+        if start < at:  # views that share elements: their sums do not add up to the record's
+            if any(checksum(record, first, n) != again for first, n, again in record.seen):
+                raise CheckpointError(f"{record.path} is damaged, or was read wrong: a tensor is not the same twice")
+            crc = checksum(record, 0, record.nbytes)
+            break
+        crc = checksum(record, at, start - at, crc)
+        crc, at = crc_join(crc, piece, nbytes), start + nbytes
+    if crc != record.crc:
+        raise CheckpointError(f"{record.path} is damaged: a tensor does not match the checksum saved with it")
+
+
+# -----------------------------------------------------------------------------
 # reading a checkpoint
 
 
@@ -386,69 +504,49 @@ def read_data_parallel(folder, mp_rank, shards, pool, trust, strict):
     check_steps(shards, steps, paths, models, strict)
 
     with blame(paths[0]):
-        frozen = {}
-        for name, shape in (model.get("frozen_param_shapes") or {}).items():
-            parts = [m["frozen_param_fragments"][name] for m in models]
-            left, pieces = math.prod(shape), []
-            for part in parts:
-                numel = min(left, math.prod(part.size))
-                pieces, left = pieces + cut(part, 0, numel), left - numel
-            if left:
-                raise CheckpointError(f"{folder}: {left} elements of the frozen {name} are missing")
-            frozen[name] = whole(parts[0].storage.kind, pieces, shape)
         if model["module"] is not None:
-            kept = set(model["buffer_names"])
-            if not stage3:  # what neither an optimizer nor the other name of a tied weight accounts for
-                kept |= set(model["module"]) - set(parameters) - set(model.get("shared_params") or {})
-            module = {name: compact(model["module"][name]) for name in sorted(kept)}
-            model["module"], model["frozen_param_fragments"] = module | frozen, None
+            model["module"], model["frozen_param_fragments"] = module_of(folder, models, parameters, stage3), None
     return model, first, parameters
 
 
-def read(folder, output, workers, trust=False, strict=True):
-    """The whole checkpoint: (model states of every model-parallel rank, rank 0's optimizer state, parameters), where
-    parameters is {name: {"shape", "step", "states": {state: (kind, pieces)}, "how": what the loader needs to cut it}}.
-    """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} does not exist")
-    if (folder / "zero").is_dir():
-        raise CheckpointError(f"{folder} is a universal checkpoint already")
-    if output.exists() and not (output / "zero" / "optimizer_state.pt").is_file():
-        raise CheckpointError(f"{output} exists and is not a universal checkpoint: it is left as it is")
-    if (output.parent / "latest_universal").is_dir():
-        raise CheckpointError(f"{output.parent / 'latest_universal'} is a folder, where a file has to go")
-    shards = find_shards(folder)
-    with ThreadPoolExecutor(workers) as pool:
-        parts = [read_data_parallel(folder, mp, shards[mp], pool, trust, strict) for mp in sorted(shards)]
-    models, optimizers, parameters = zip(*parts, strict=True)
-    with blame(folder):
-        degrees = models[0].get("checkpoint_parallel_dimensions") or {}
-        pipeline = degrees.get("pp_degree") or (1 if models[0]["module"] is not None else len(shards))
-        tensor = degrees.get("tp_degree") or len(shards) // pipeline
-        if sorted(shards) != list(range(tensor * pipeline)):
-            names = ", ".join(f"mp_rank_{mp:02d}" for mp in sorted(shards))
-            raise CheckpointError(f"{folder} should have {tensor} tensor x {pipeline} pipeline ranks, and has {names}")
-        for model in models:
-            if model["global_steps"] != models[0]["global_steps"]:
-                raise CheckpointError(f"{folder}: its model-parallel ranks are of different steps")
-            if len(model["param_shapes"]) != len(models[0]["param_shapes"]):  # the loader takes groups by their number
-                raise CheckpointError(f"{folder}: a pipeline stage lacks a parameter group that others have")
-        merged, merger = {}, TensorParallel(models[0].get("universal_checkpoint_info"), tensor, folder)
-        for stage in range(pipeline):
-            ranks = parameters[stage * tensor : (stage + 1) * tensor]
-            if any(rank.keys() != ranks[0].keys() for rank in ranks):
-                raise CheckpointError(f"{folder}: tensor-parallel ranks of stage {stage} hold different parameters")
-            for name in ranks[0]:
-                if name in merged and not merger.tied(name):
-                    raise CheckpointError(f"{folder}: {name} is in two pipeline stages and is not declared as tied")
-                if name not in merged:
-                    merged[name] = merger.merge(name, [rank[name] for rank in ranks])
-        if strict and merger.unused:
-            raise CheckpointError(
-                f"{folder}: universal_checkpoint_info has patterns that match no parameter: "
-                f"{', '.join(sorted(merger.unused))} (--no_strict goes on without)"
-            )
-    return models, optimizers[0], merged
+def module_of(folder, models, parameters, stage3):
+    """What no optimizer holds: {name: tensor} of the buffers, and of the frozen parameters, whole."""
+    model, frozen = models[0], {}
+    for name, shape in (model.get("frozen_param_shapes") or {}).items():
+        parts = [m["frozen_param_fragments"][name] for m in models]
+        left, pieces = math.prod(shape), []
+        for part in parts:
+            numel = min(left, math.prod(part.size))
+            pieces, left = pieces + cut(part, 0, numel), left - numel
+        if left:
+            raise CheckpointError(f"{folder}: {left} elements of the frozen {name} are missing")
+        frozen[name] = whole(parts[0].storage.kind, pieces, shape)
+    kept = set(model["buffer_names"])
+    if not stage3:  # what neither an optimizer nor the other name of a tied weight accounts for
+        kept |= set(model["module"]) - set(parameters) - set(model.get("shared_params") or {})
+    return {name: compact(model["module"][name]) for name in sorted(kept)} | frozen
+
+
+def check_steps(shards, steps, paths, models, strict):
+    """All files are of one step. steps: of every rank, of every group."""
+    for path, model in zip(paths, models, strict=True):
+        with blame(path):
+            step, wanted = model["global_steps"], model["global_steps"] - model["skipped_steps"]
+        if step != models[0]["global_steps"]:
+            raise CheckpointError(f"{path} is of step {step}, {paths[0].name} of step {models[0]['global_steps']}")
+    for rank, counted in enumerate(steps):
+        if counted != steps[0]:
+            raise CheckpointError(f"{shards[rank]} is at optimizer step {counted}, {shards[0].name} at {steps[0]}")
+    counted = {step for step in steps[0] if step is not None}
+    if strict and counted - {wanted}:
+        raise CheckpointError(
+            f"{paths[0]} is of step {wanted}, the optimizer of step {sorted(counted)}: they were not saved together "
+            "(--no_strict, if the optimizer was started anew in mid-run)"
+        )
+
+
+# -----------------------------------------------------------------------------
+# tensor and pipeline parallelism
 
 
 def blocks_along(dim, size, widths):
@@ -478,24 +576,6 @@ def runs(blocks):
             there = full_offset + sum(i * s for i, s in zip(index, full_stride, strict=False))
             found.append((there, inner, rank, offset + sum(i * s for i, s in zip(index, stride, strict=False))))
     return sorted(found)
-
-
-class Ranges:
-    """Sub-ranges of a long list of pieces, found by bisection."""
-
-    def __init__(self, pieces):
-        self.pieces = pieces
-        self.ends = list(itertools.accumulate(nbytes for _, _, nbytes in pieces))
-
-    def cut(self, start, nbytes):
-        taken, i = [], bisect.bisect_right(self.ends, start)
-        while nbytes:
-            record, first, size = self.pieces[i]
-            skip = start - (self.ends[i] - size)
-            part = min(size - skip, nbytes)
-            taken.append((record, first + skip, part))
-            start, nbytes, i = start + part, nbytes - part, i + 1
-        return taken
 
 
 class TensorParallel:
@@ -561,6 +641,17 @@ class TensorParallel:
             shape = tuple(sum(s[d] for s in shapes) if d == dim else n for d, n in enumerate(shapes[0]))
             parts, how = (2, {"cat_dim": 0, "param_n_sub_params": 2}) if two else (1, {"cat_dim": dim})
             blocks = blocks_along(dim, shape, parts * [[s[dim] // parts for s in shapes]])
+        states = self.put_together(name, shards, shape, blocks)
+        if found["vocabulary_parameter_patterns"]:
+            shape = (self.info["original_vocab_size"], *shape[1:])
+            states = {
+                k: (kind, Ranges(p).cut(0, math.prod(shape) * ELEMENT_SIZE[kind])) for k, (kind, p) in states.items()
+            }
+            how["vocab_tensor"] = True
+        return {"shape": shape, "step": shards[0]["step"], "states": states, "how": how}
+
+    def put_together(self, name, shards, shape, blocks):
+        """The states of a parameter in the order of the whole; what several ranks hold is compared."""
         order, copies, at = [], [], 0
         for run in runs(blocks):
             if run[0] == at:
@@ -582,13 +673,7 @@ class TensorParallel:
                 if not same(original, ranges[rank].cut(start * width, numel * width)):
                     raise CheckpointError(f"{self.folder}: {key} of {name} differs on tensor-parallel rank {rank}")
             states[key] = (kind, pieces)
-        if found["vocabulary_parameter_patterns"]:
-            shape = (self.info["original_vocab_size"], *shape[1:])
-            states = {
-                k: (kind, Ranges(p).cut(0, math.prod(shape) * ELEMENT_SIZE[kind])) for k, (kind, p) in states.items()
-            }
-            how["vocab_tensor"] = True
-        return {"shape": shape, "step": shards[0]["step"], "states": states, "how": how}
+        return states
 
     def affine_blocks(self, name, entry):
         blocks = []
@@ -637,94 +722,56 @@ class TensorParallel:
         return shards[0] | {"states": states, "how": {}}
 
 
-def same(a, b):
-    """Whether two lists of pieces hold the same bytes."""
-    size, other = (sum(nbytes for _, _, nbytes in pieces) for pieces in (a, b))
-    a, b = Ranges(a), Ranges(b)
-    spans = ((at, min(CHUNK, size - at)) for at in range(0, size, CHUNK))
-    return size == other and all(joined(a.cut(*span)) == joined(b.cut(*span)) for span in spans)
-
-
-def joined(pieces):
-    return b"".join(read_range(*piece) for piece in pieces)
-
-
-def check_steps(shards, steps, paths, models, strict):
-    """All files are of one step. steps: of every rank, of every group."""
-    for path, model in zip(paths, models, strict=True):
-        with blame(path):
-            step, wanted = model["global_steps"], model["global_steps"] - model["skipped_steps"]
-        if step != models[0]["global_steps"]:
-            raise CheckpointError(f"{path} is of step {step}, {paths[0].name} of step {models[0]['global_steps']}")
-    for rank, counted in enumerate(steps):
-        if counted != steps[0]:
-            raise CheckpointError(f"{shards[rank]} is at optimizer step {counted}, {shards[0].name} at {steps[0]}")
-    counted = {step for step in steps[0] if step is not None}
-    if strict and counted - {wanted}:
-        raise CheckpointError(
-            f"{paths[0]} is of step {wanted}, the optimizer of step {sorted(counted)}: they were not saved together "
-            "(--no_strict, if the optimizer was started anew in mid-run)"
-        )
+def read(folder, output, workers, trust=False, strict=True):
+    """The whole checkpoint: (model states of every model-parallel rank, rank 0's optimizer state, parameters), where
+    parameters is {name: {"shape", "step", "states": {state: (kind, pieces)}, "how": what the loader needs to cut it}}.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist")
+    if (folder / "zero").is_dir():
+        raise CheckpointError(f"{folder} is a universal checkpoint already")
+    if output.exists() and not (output / "zero" / "optimizer_state.pt").is_file():
+        raise CheckpointError(f"{output} exists and is not a universal checkpoint: it is left as it is")
+    if (output.parent / "latest_universal").is_dir():
+        raise CheckpointError(f"{output.parent / 'latest_universal'} is a folder, where a file has to go")
+    shards = find_shards(folder)
+    with ThreadPoolExecutor(workers) as pool:
+        parts = [read_data_parallel(folder, mp, shards[mp], pool, trust, strict) for mp in sorted(shards)]
+    models, optimizers, parameters = zip(*parts, strict=True)
+    with blame(folder):
+        degrees = models[0].get("checkpoint_parallel_dimensions") or {}
+        pipeline = degrees.get("pp_degree") or (1 if models[0]["module"] is not None else len(shards))
+        tensor = degrees.get("tp_degree") or len(shards) // pipeline
+        if sorted(shards) != list(range(tensor * pipeline)):
+            names = ", ".join(f"mp_rank_{mp:02d}" for mp in sorted(shards))
+            raise CheckpointError(f"{folder} should have {tensor} tensor x {pipeline} pipeline ranks, and has {names}")
+        for model in models:
+            if model["global_steps"] != models[0]["global_steps"]:
+                raise CheckpointError(f"{folder}: its model-parallel ranks are of different steps")
+            if len(model["param_shapes"]) != len(models[0]["param_shapes"]):  # the loader takes groups by their number
+                raise CheckpointError(f"{folder}: a pipeline stage lacks a parameter group that others have")
+        merged, merger = {}, TensorParallel(models[0].get("universal_checkpoint_info"), tensor, folder)
+        for stage in range(pipeline):
+            ranks = parameters[stage * tensor : (stage + 1) * tensor]
+            if any(rank.keys() != ranks[0].keys() for rank in ranks):
+                raise CheckpointError(f"{folder}: tensor-parallel ranks of stage {stage} hold different parameters")
+            for name in ranks[0]:
+                if name in merged and not merger.tied(name):
+                    raise CheckpointError(f"{folder}: {name} is in two pipeline stages and is not declared as tied")
+                if name not in merged:
+                    merged[name] = merger.merge(name, [rank[name] for rank in ranks])
+        if strict and merger.unused:
+            raise CheckpointError(
+                f"{folder}: universal_checkpoint_info has patterns that match no parameter: "
+                f"{', '.join(sorted(merger.unused))} (--no_strict goes on without)"
+            )
+    return models, optimizers[0], merged
 
 
 # -----------------------------------------------------------------------------
 # writing
 
-CHUNK = 1 << 20
 WORKSPACE = threading.local()
-
-
-def crc_multiply(a, b):
-    """Two polynomials modulo that of CRC-32, bits reversed."""
-    product = 0
-    while a:
-        if a & 0x80000000:
-            product ^= b
-        a, b = (a << 1) & 0xFFFFFFFF, (b >> 1) ^ (0xEDB88320 if b & 1 else 0)
-    return product
-
-
-@functools.lru_cache(4096)
-def crc_table(nbytes):
-    """What nbytes more make of a CRC-32: times x^(8 nbytes), for all 16 values of each of its 8 half-bytes."""
-    table, column, power = [[0] for _ in range(8)], 0x80000000, 0x00800000
-    while nbytes:
-        if nbytes & 1:
-            column = crc_multiply(power, column)
-        power, nbytes = crc_multiply(power, power), nbytes >> 1
-    for bit in range(31, -1, -1):
-        part = table[bit // 4]
-        part[:] = [value ^ column * b for value in part for b in (0, 1)]
-        column = (column >> 1) ^ (0xEDB88320 if column & 1 else 0)
-    return table
-
-
-def crc_join(first, second, nbytes):
-    """CRC-32 of A + B from those of A and of B, B being nbytes long: every byte is summed once for two files."""
-    if not first:
-        return second
-    a, b, c, d, e, f, g, h = crc_table(nbytes)
-    return (
-        a[first & 15] ^ b[first >> 4 & 15] ^ c[first >> 8 & 15] ^ d[first >> 12 & 15]
-        ^ e[first >> 16 & 15] ^ f[first >> 20 & 15] ^ g[first >> 24 & 15] ^ h[first >> 28] ^ second
-    )  # fmt: skip
-
-
-@functools.lru_cache(256)
-def opened(path):
-    return open(path, "rb", buffering=0)
-
-
-def read_into(buffer, record, start):
-    """Fill the buffer, or some of it, from a record. Returns the number of bytes."""
-    if isinstance(record, bytes):
-        buffer[:] = record[start : start + len(buffer)]
-        return len(buffer)
-    file = opened(record.path)  # held while it is read: the cache may let go of it in another thread
-    got = os.preadv(file.fileno(), [buffer], record.offset + start)
-    if not got:
-        raise CheckpointError(f"{record.path} became shorter while it was read")
-    return got
 
 
 def workspace():
@@ -732,14 +779,6 @@ def workspace():
     if not hasattr(WORKSPACE, "buffer"):
         WORKSPACE.buffer = memoryview(bytearray(CHUNK))
     return WORKSPACE.buffer
-
-
-def read_range(record, start, nbytes):
-    data = memoryview(bytearray(nbytes))
-    done = 0
-    while done < nbytes:
-        done += read_into(data[done:], record, start + done)
-    return data
 
 
 def copy(pieces, file):
@@ -872,27 +911,6 @@ def write(path, content):
         if position > 8 * CHUNK:
             free_cache(file)
     return sum(nbytes for storage in storages for _, _, nbytes in storage.pieces)
-
-
-def checksum(record, start, nbytes, crc=0):
-    for at in range(start, start + nbytes, CHUNK):
-        crc = zlib.crc32(read_range(record, at, min(CHUNK, start + nbytes - at)), crc)
-    return crc
-
-
-def check_record(record):
-    """The record is what its archive's CRC-32 says. What no file took of it, padding, is read here."""
-    at, crc = 0, 0
-    for start, nbytes, piece in [*sorted(set(record.seen)), (record.nbytes, 0, 0)]:
-        if start < at:  # views that share elements: their sums do not add up to the record's
-            if any(checksum(record, first, n) != again for first, n, again in record.seen):
-                raise CheckpointError(f"{record.path} is damaged, or was read wrong: a tensor is not the same twice")
-            crc = checksum(record, 0, record.nbytes)
-            break
-        crc = checksum(record, at, start - at, crc)
-        crc, at = crc_join(crc, piece, nbytes), start + nbytes
-    if crc != record.crc:
-        raise CheckpointError(f"{record.path} is damaged: a tensor does not match the checksum saved with it")
 
 
 def global_state(optimizer, parameters):
@@ -1146,6 +1164,8 @@ def main():
     arg("--keep_temp_folder", action="store_true", help="accepted; there is none")
     arg("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     args = vars(parser.parse_args())
+    if min(args["num_extract_workers"], args["num_merge_workers"]) < 1:
+        parser.error("--num_extract_workers and --num_merge_workers are at least 1")
     del args["inject_missing_state"], args["keep_temp_folder"], args["local_rank"]
     gc.disable()  # a hundred thousand small objects that live to the end
     team = launched()

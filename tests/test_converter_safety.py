@@ -2,6 +2,7 @@
 The result is whole and right, or one line says which file is at fault and nothing has changed."""
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -373,6 +374,14 @@ def command(source, output):
     return list(map(str, words))
 
 
+def test_no_workers(tmp_path):
+    for flag in ("--num_extract_workers", "--num_merge_workers"):
+        done = subprocess.run(
+            [*command(tmp_path, tmp_path / "u"), flag, "0"], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 2 and done.stderr.endswith("--num_merge_workers are at least 1\n")
+
+
 def test_killed_at_any_moment(tmp_path):
     """50 times kill -9, spread over a conversion: an older result is untouched or replaced whole, and the next
     conversion is right and sweeps up."""
@@ -482,6 +491,22 @@ def test_full_disk(tmp_path, saved):
         assert not any(disk.iterdir())
     finally:
         subprocess.run(["umount", disk], timeout=9, check=True)
+
+
+@stage1
+def test_disk_fails_late(tmp_path, saved, monkeypatch):
+    """A large file goes to the disk when it is complete: an error that comes only then is one with its name, too."""
+    monkeypatch.setattr(ds_to_universal, "CHUNK", 16)  # all files are large
+
+    def fails_at_the_third(file, left=itertools.count(1)):  # noqa: B008
+        if next(left) == 3:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    convert(saved.early, tmp_path / "u")
+    monkeypatch.setattr(os, "fdatasync", fails_at_the_third)
+    with pytest.raises(OSError, match=r"Input/output error: .*\.pt"):
+        convert(saved.late, tmp_path / "u")
+    settled(tmp_path / "u", saved.old)
 
 
 @stage1
