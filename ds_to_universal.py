@@ -356,7 +356,9 @@ def find_shards(folder):
             raise CheckpointError(f"{path} and {others[rank].name} are both the shard of rank {rank}")
         others[rank] = path
     if not shards:
-        raise CheckpointError(f"{folder} holds no *_optim_states.pt: it is not a ZeRO checkpoint")
+        tags = ", ".join(sorted({path.parent.name for path in folder.glob("*/*_optim_states.pt")}))
+        hint = f"name one of the checkpoints in it: {tags}" if tags else "it is not a ZeRO checkpoint"
+        raise CheckpointError(f"{folder} holds no *_optim_states.pt: {hint}")
     if list(folder.glob("layer_*_expert_*")) or (folder / "offloaded_tensors").exists():
         raise CheckpointError(f"{folder} has experts or NVMe-offloaded states, which are not converted")
     return shards

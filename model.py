@@ -203,11 +203,13 @@ def accumulation_steps(batch, micro, ranks):
     """batch / (micro x ranks), or a refusal that says which numbers would divide."""
     unit = micro * ranks
     if batch % unit:
-        sizes = [size for size in (batch // unit * unit, batch // unit * unit + unit) if size]
-        micros = [m for m in range(1, batch + 1) if batch % (m * ranks) == 0]
+        offers = [f"--train_batch_size {[n for n in (batch // unit * unit, batch // unit * unit + unit) if n]}"]
+        if micros := [m for m in range(1, batch + 1) if batch % (m * ranks) == 0]:
+            offers.append(f"--train_micro_batch_size_per_gpu {micros}")
+        if others := [n for n in range(1, batch + 1) if batch % (micro * n) == 0]:
+            offers.append(f"{others} ranks")
         fail(
             f"a batch of {batch} does not divide into micro-batches of {micro} on {ranks} ranks; these would: "
-            f"--train_batch_size {sizes}, --train_micro_batch_size_per_gpu {micros}, or "
-            f"{[n for n in range(1, batch + 1) if batch % (micro * n) == 0]} ranks"
+            f"{', or '.join(offers)}"
         )
     return batch // unit

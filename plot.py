@@ -33,6 +33,8 @@ def read_log(path):
             rows = list(csv.DictReader(file))
         run = {c: {int(r["step"]): float(r[c]) for r in rows if r[c]} for c in ("loss", "val_loss")}
         run["seconds"] = [float(r["seconds"]) for r in rows if r.get("seconds")]
+    except FileNotFoundError:
+        fail(f"{path} does not exist")
     except (OSError, KeyError, TypeError, ValueError) as error:
         fail(f"{path} is not a log of these scripts: {error!r}")
     if not run["loss"]:
@@ -75,15 +77,19 @@ def differences(baseline, run, column):
 
 def draw(names, runs, path):
     figure, (top, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[2, 1], layout="constrained")
-    baseline = runs[0]
-    top.plot(*zip(*baseline["loss"].items(), strict=True), color="0.8", linewidth=7, label=f"{names[0]} (baseline)")
+    baseline, title = runs[0], None
+    labels = [f"{names[0]} (baseline)", *names[1:]]
+    if all(run.get("layout") for run in runs) and len(runs) <= 8:
+        labels = [f"{label}: {run['layout']}" for label, run in zip(labels, runs, strict=True)]
+        title = "run: micro-batch x accumulation steps x ranks"
+    top.plot(*zip(*baseline["loss"].items(), strict=True), color="0.8", linewidth=7, label=labels[0])
     if baseline["val_loss"]:
         points = baseline["val_loss"].items()
         top.plot(*zip(*points, strict=True), "o", color="0.6", markersize=9, label=f"{names[0]}, validation")
     styles, resumed = ["-", (0, (5, 3)), (0, (1, 1.5)), "-."], set()
-    for i, (name, run) in enumerate(zip(names[1:], runs[1:], strict=True)):
+    for i, (label, run) in enumerate(zip(labels[1:], runs[1:], strict=True)):
         color, gaps = f"C{i}", differences(baseline, run, "loss")
-        top.plot(*zip(*run["loss"].items(), strict=True), color=color, lw=1.3, ls=styles[i % len(styles)], label=name)
+        top.plot(*zip(*run["loss"].items(), strict=True), color=color, lw=1.3, ls=styles[i % len(styles)], label=label)
         if run["val_loss"]:
             top.plot(*zip(*run["val_loss"].items(), strict=True), ".", color=color, markersize=5)
         below.plot(*zip(*gaps.items(), strict=True), ".", color=color, markersize=4, clip_on=False)
@@ -95,7 +101,9 @@ def draw(names, runs, path):
             f" resumed after\n step {step}", (step + 0.5, 1), xycoords=("data", "axes fraction"), va="top", size=9
         )
     top.set(ylabel="loss (nats per byte)")
-    top.legend(frameon=False, **({"loc": "upper right", "ncols": 2, "fontsize": 8} if len(names) > 8 else {}))
+    top.legend(
+        title=title, frameon=False, **({"loc": "upper right", "ncols": 2, "fontsize": 8} if len(names) > 8 else {})
+    )
     below.set_yscale("symlog", linthresh=1e-8)  # zero has a place of its own, at the bottom
     largest = max([1e-6, *(g for run in runs[1:] for g in differences(baseline, run, "loss").values() if g < 1e9)])
     below.set(ylim=(-2e-9, 10 * largest), xlabel="step", ylabel=f"|loss - {names[0]}|\n0: every bit equal")

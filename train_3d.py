@@ -14,6 +14,7 @@ resume each other.
 import argparse
 import functools
 import time
+import warnings
 
 import deepspeed
 import torch
@@ -248,6 +249,8 @@ def main():
         seen.append(loss.detach())
         return loss
 
+    # DeepSpeed makes the tied weights equal by it, once; no gradient is to go through that.
+    warnings.filterwarnings("ignore", message="c10d::broadcast_")
     module = build(args, loss_function)
     groups = parameter_groups(module, weight_decay=0.1)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=deepspeed_config(args))

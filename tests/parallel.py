@@ -18,6 +18,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
 
 from model import GPT, global_batch, load_data, parameter_groups
+from train_3d import Spread, Sum
 
 folder, kind, *degrees = sys.argv[1:]
 torch.set_num_threads(1)
@@ -53,33 +54,6 @@ def autotp(stage, tensor):
         engine.backward(engine(inputs[rows], targets[rows]))
         engine.step()
     engine.save_checkpoint(folder, tag="global_step3")
-
-
-class Sum(torch.autograd.Function):
-    """All-reduce in the forward pass, nothing in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class Spread(torch.autograd.Function):
-    """Nothing in the forward pass, all-reduce in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Sum.apply(grad, ctx.group), None
 
 
 class Embedding(nn.Module):

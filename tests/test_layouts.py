@@ -44,25 +44,24 @@ def goes_on(work, name, stage, *layout):
     return largest(work, name, resumed)
 
 
+TENSOR = (2, 2, 1), [(1, 2, 1), (2, 1, 1), (1, 4, 1)]  # the layout that saves, others that go on
+SEQUENCE = (2, 1, 2), [(1, 1, 2), (2, 1, 1), (1, 1, 4)]
+
+
+@pytest.mark.parametrize("stage, change", [(1, TENSOR), (2, TENSOR), (3, TENSOR), (1, SEQUENCE), (3, SEQUENCE)])
+def test_one_of_them(work, one_rank, stage, change):
+    layout, others = change
+    name = f"{'x'.join(map(str, layout))}_at_{stage}"
+    start(work, name, train, stage, *layout)
+    assert largest(work, "one", name) <= 1e-5
+    assert goes_on(work, name, stage, *layout) == 0.0
+    for other in others:
+        assert goes_on(work, name, stage, *other) <= 1e-5
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_tensor_parallel(work, one_rank, stage):
-    name = f"tp_{stage}"
-    start(work, name, train, stage, 2, 2, 1)
-    assert largest(work, "one", name) <= 1e-5
-    assert goes_on(work, name, stage, 2, 2, 1) == 0.0
-    for layout in ((1, 2, 1), (2, 1, 1), (1, 4, 1)):
-        assert goes_on(work, name, stage, *layout) <= 1e-5
-    assert goes_on(work, "one", stage, 1, 2, 1) <= 1e-5  # from no tensor parallelism
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_sequence_parallel(work, one_rank, stage):
-    name = f"sp_{stage}"
-    start(work, name, train, stage, 2, 1, 2)
-    assert largest(work, "one", name) <= 1e-5
-    assert goes_on(work, name, stage, 2, 1, 2) == 0.0
-    for layout in ((1, 1, 2), (2, 1, 1), (1, 1, 4)):
-        assert goes_on(work, name, stage, *layout) <= 1e-5
+def test_from_none(work, one_rank, stage):
+    assert goes_on(work, "one", stage, 1, 2, 1) <= 1e-5
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
