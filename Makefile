@@ -91,7 +91,7 @@ assets/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc.csv plot.py
 
 # --exact: every bit alike
 EXACT = train.py --exact --train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 200
-SCRATCH = $(patsubst %,logs/exact_zero%_ranks.csv,1_1 1_2 1_4 1_8 2_1 2_2 2_4 2_8 3_1 3_2 3_4 3_8)
+SCRATCH = $(foreach stage,1 2 3,$(foreach ranks,1 2 4 8,logs/exact_zero$(stage)_$(ranks)_ranks.csv))
 CHAINS = $(foreach stage,1 2 3,logs/exact_zero$(stage)_4_to_2_to_8_to_1.csv)
 
 exact: assets/exact.png assets/exact.txt

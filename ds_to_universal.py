@@ -910,7 +910,7 @@ def write(path, content):
         end += b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, *2 * [min(len(records), 0xFFFF)], size, where, 0)
         file.seek(at)
         write_all(file, memoryview(ahead + directory + end))
-        if position > 8 * CHUNK:
+        if position > 8 * CHUNK:  # to wait for the disk is worth it for large files only
             free_cache(file)
     return sum(nbytes for storage in storages for _, _, nbytes in storage.pieces)
 
