@@ -10,11 +10,15 @@ import sys
 import warnings
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
+
+import universal
 
 SAVED, STEPS, BATCH = 3, 6, 12
 KEYS = ["a-b", "with space", "brackets[0]", "plus+", "ünï", "sla/sh", "star*", "quote'\"", "back\\slash"]
@@ -64,6 +68,7 @@ class Zoo(nn.Module):
         self.first, self.tied = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
         self.tied.weight = self.first.weight
         self.frozen = nn.Linear(8, 5).requires_grad_(False)
+        self.frozen.weight = nn.Parameter(torch.randn(5, 12)[:, :8], requires_grad=False)  # not contiguous
         self.norm = nn.BatchNorm1d(7, affine=False)
         self.rows = nn.Parameter(torch.randn(9, 7))  # what is normalised belongs to no batch, hence to no rank
         self.single = nn.Parameter(torch.randn(1))
@@ -106,29 +111,17 @@ def dump_truth(engine, path, states, stage):
     groups = engine.optimizer.optimizer.param_groups
     truth["groups"] = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     truth["steps"] = [state["step"] for state in engine.optimizer.optimizer.state.values() if "step" in state]
+    truth["scheduler"] = engine.lr_scheduler.state_dict()
+    truth["counters"] = (engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.global_samples)
+    truth["scale"] = vars(engine.optimizer.loss_scaler) if hasattr(engine.optimizer, "loss_scaler") else None
     if dist.get_rank() == 0:
         torch.save(truth, path)
     dist.barrier()
 
 
-def mend(engine, folder, stage):
-    """What DeepSpeed's loader leaves out, as resume() of train.py does."""
-    module, optimizer = engine.module, engine.optimizer.optimizer
-    saved = torch.load(folder / "zero/optimizer_state.pt", weights_only=False)["param_groups"]
-    for group, saved_group in zip(optimizer.param_groups, saved, strict=True):
-        group.update({key: value for key, value in saved_group.items() if key != "params"})
-    for state in optimizer.state.values():
-        if state.get("step") is not None:
-            state["step"] = state["step"].clone()
-    kept = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["module"]
-    frozen = [p for p in module.parameters() if not p.requires_grad]
-    with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0, enabled=stage == 3):
-        module.load_state_dict(kept, strict=False)
-
-
 def work(
     name, stage, optimizer, dtype="fp32", groups=1, scalar=False, keys=KEYS, load=None, label="losses", zero=None,
-    accumulate=None,
+    accumulate=None, mended=False,
 ):  # fmt: skip
     torch.manual_seed(2 if load else 1)
     rank, ranks, folder = dist.get_rank(), dist.get_world_size(), Path(name)
@@ -140,14 +133,20 @@ def work(
         "zero_force_ds_cpu_optimizer": False,
         "data_types": {"grad_accum_dtype": accumulate},
         "bf16": {"enabled": dtype == "bf16"},
-        "checkpoint": {"load_universal": bool(load)},
+        "checkpoint": {"load_universal": mended},
     }
     model = Zoo(scalar, keys)
     made = make_optimizer(optimizer, groups_of(model, groups))
-    engine, *_ = deepspeed.initialize(model=model, optimizer=made, config=config)
-    if load:
+    warm_up = torch.optim.lr_scheduler.LambdaLR(made, lambda step: min(1, (step + 1) / STEPS))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=made, config=config, lr_scheduler=warm_up)
+    if load and mended:
         assert engine.load_checkpoint(folder, tag=load)[0] is not None
-        mend(engine, folder / load, stage)
+        universal.mend(engine, folder / load)
+    elif load:
+        _, client_state = universal.load_checkpoint(engine, folder, tag=load)
+        assert client_state["word"] == "client state"
+    if load:
+        dump_truth(engine, folder / f"{label}.pt", STATES[optimizer], stage)
     losses = []
     for step in range(SAVED if load else 0, STEPS):
         x = torch.randn(BATCH, 9, generator=torch.Generator().manual_seed(step))
@@ -159,7 +158,7 @@ def work(
         dist.all_reduce(mean)
         losses.append(mean.item() / ranks)
         if not load and step + 1 == SAVED:
-            engine.save_checkpoint(folder, tag=f"global_step{SAVED}")
+            engine.save_checkpoint(folder, tag=f"global_step{SAVED}", client_state={"word": "client state"})
             dump_truth(engine, folder / "truth.pt", STATES[optimizer], stage)
     if rank == 0:
         (folder / f"{label}.json").write_text(json.dumps(losses))

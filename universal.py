@@ -1,0 +1,559 @@
+"""Resume a DeepSpeed training on any number of ranks and at any ZeRO stage, from its checkpoint as it is.
+
+    import universal
+    path, client_state = universal.load_checkpoint(engine, "checkpoints")   # instead of engine.load_checkpoint(...)
+
+or, where a framework calls engine.load_checkpoint() itself, one line at the top of the script:
+
+    universal.install()
+
+DeepSpeed's loader restores everything, but wants the very shard that this rank has saved. So every rank makes up, in
+memory, the shard that it would have saved itself: from the byte ranges of the shards that are there, or of a universal
+checkpoint. DeepSpeed takes it for the content of a file. Nothing is converted or written, no config flag is needed, and
+any optimizer is restored. The four steps stand below: describe, read, make up the shard, load.
+
+That is for data parallelism. Tensor and pipeline parallelism change what a parameter is: such a checkpoint is converted
+first, and DeepSpeed's universal loader reads it; mend() then restores what that loader leaves out.
+
+Needs ds_to_universal.py beside it. License: MIT.
+"""
+
+import contextlib
+import copy
+import datetime
+import math
+import os
+import socket
+import types
+import zipfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import bwc
+
+import ds_to_universal as ds
+from ds_to_universal import CheckpointError
+
+TRIED = ("0.19.8",)  # the versions of DeepSpeed whose inner layout is known to be the one assumed here
+OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
+DTYPES = {"FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16}
+DTYPES |= {"BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32}
+DTYPES |= {
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+TENSORS = ("base_optimizer_state", "single_partition_of_fp32_groups", "fp32_flat_groups", "param_slice_mappings")
+deepspeed_load = deepspeed.DeepSpeedEngine.load_checkpoint
+
+# -----------------------------------------------------------------------------
+# 1. describe: rank 0 opens every file, and tells the others what is where
+
+
+class Checkpoint:
+    """A checkpoint without its data, small enough to send to all ranks.
+
+    flats: [[name]], the parameters of each flat tensor of ZeRO, in their order. group: {name: parameter group}.
+    states: {name: {state: (kind, pieces)}}, fp32 among them. shape: {name: shape}. kept: {name: description} of
+    buffers and frozen parameters. other: {name: what its optimizer state has beside tensors of its size, a step count}.
+    model: the model states without weights. saved: rank 0's optimizer state without tensors.
+    """
+
+    def __init__(self, folder):
+        self.universal = (folder / "zero").is_dir()
+        self.states, self.shape, self.other, self.ranks = {}, {}, {}, 0
+        files = sorted(folder.glob("*mp_rank_*_model_states.pt"))
+        if not files:
+            raise CheckpointError(f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")
+        content = self.read_universal(folder) if self.universal else self.read_shards(folder)
+        described, self.model, self.saved, states = content
+        module = described["module"] or {}
+        frozen = described.get("frozen_param_shapes") or {}  # DeepSpeed's converter takes their part on rank 0 alone
+        whole = {name: value for name, value in module.items() if isinstance(value, ds.Tensor)}
+        self.kept = {name: value for name, value in whole.items() if value.size == tuple(frozen.get(name, value.size))}
+        for name in (*self.states, *(described.get("shared_params") or {})):
+            self.kept.pop(name, None)
+        self.extra = {name: self.model["module"][name] for name in module if name not in whole}
+        self.model = {key: value for key, value in self.model.items() if key not in ("module", "optimizer")}
+        groups = self.saved.get("param_groups") or self.saved["optimizer_state_dict"]["param_groups"]
+        self.saved = {key: value for key, value in self.saved.items() if key not in TENSORS}
+        self.saved["param_groups"] = groups
+        owner = {flat: number for number, group in enumerate(groups) for flat in group["params"]}
+        self.group = {name: owner.get(flat) for flat, names in enumerate(self.flats) for name in names}
+        for flat, names in enumerate(self.flats):
+            for name in names if not self.universal else ():
+                own = {key: value for key, value in states.get(flat, {}).items() if key not in self.states[name]}
+                self.other[name] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in own.items()}
+
+    def read_shards(self, folder):
+        shards = ds.find_shards(folder)
+        self.ranks, self.model_parallel = len(shards[min(shards)]), len(shards)
+        with ThreadPoolExecutor(8) as pool:
+            for mp in sorted(shards, reverse=True):  # one after the other is checked to be whole; the first one stays
+                described, first, parameters = ds.read_data_parallel(folder, mp, shards[mp], pool, True, False)
+        for name, parameter in parameters.items():
+            self.states[name], self.shape[name] = parameter["states"], parameter["shape"]
+        shard = torch.load(shards[min(shards)][0], mmap=True, weights_only=False)["optimizer_state_dict"]
+        stage3 = "fp32_flat_groups" in shard
+        base = shard["optimizer_state_dict" if stage3 else "base_optimizer_state"]
+        self.stage, self.bf16 = int(shard.get("zero_stage", 0)), shards[min(shards)][0].name.startswith("bf16_")
+        path = folder / f"{'zero_pp_rank_0_' if stage3 else ''}mp_rank_00_model_states.pt"
+        model = torch.load(path, mmap=True, weights_only=False)
+        self.flats = [list(names) for names in model["param_shapes"]]
+        return described, model, shard | {"param_groups": base["param_groups"]}, base["state"]
+
+    def read_universal(self, folder):
+        path = next(p for p in sorted(folder.glob("*mp_rank_00_model_states.pt")))
+        described, model = ds.load(path, True), torch.load(path, mmap=True, weights_only=False)
+        saved = torch.load(folder / "zero" / "optimizer_state.pt", mmap=True, weights_only=False)
+        self.flats, self.model_parallel = [list(names) for names in model["param_shapes"]], 1
+        for name in (name for names in self.flats for name in names):
+            files = {path.stem: path for path in (folder / "zero" / name).glob("*.pt")}
+            step = files.pop("step", None)
+            self.other[name] = {"step": torch.load(step, weights_only=False)} if step else {}
+            tensors = {key: ds.load(path, True) for key, path in files.items()}
+            tensors = {key: t["param"] if isinstance(t, dict) else t for key, t in tensors.items()}
+            if "fp32" not in tensors:
+                raise CheckpointError(f"{folder / 'zero' / name / 'fp32.pt'} is missing")
+            self.shape[name] = tuple(tensors["fp32"].size)
+            self.states[name] = {key: (tensor.storage.kind, ds.cut(tensor)) for key, tensor in tensors.items()}
+        return described, model, saved, {}
+
+
+# -----------------------------------------------------------------------------
+# 2. read: every rank its own bytes, once; all together compare them with the checksums of the files
+
+
+class Reader:
+    def __init__(self):
+        self.records = {}
+
+    def fill(self, tensor, pieces, start=0):
+        """Read elements from `start` on, as many as the tensor on the CPU has, into its memory."""
+        buffer = memoryview(tensor.view(torch.uint8).numpy()) if tensor.numel() else b""
+        for record, first, nbytes in ds.Ranges(pieces).cut(start * tensor.element_size(), len(buffer)):
+            part, buffer, done = buffer[:nbytes], buffer[nbytes:], 0
+            while done < nbytes:
+                done += ds.read_into(part[done:], record, first + done)
+            if isinstance(record, ds.Record):
+                self.records[str(record.path), record.offset] = record
+                record.seen.append((first, nbytes, zlib.crc32(part)))
+
+    def whole(self, described):
+        """A tensor in its shape and strides."""
+        kind, pieces = described.storage
+        data = torch.empty(sum(nbytes for *_, nbytes in pieces) // ds.ELEMENT_SIZE[kind], dtype=DTYPES[kind])
+        self.fill(data, pieces)
+        return data.as_strided(described.size, described.stride, described.offset)
+
+    def check(self, share):
+        """Raise CheckpointError, on all ranks, where the ranks together have read what no checksum confirms."""
+        everyone = share({key: record.seen for key, record in self.records.items()})
+        with ds.together(share):
+            for key, record in self.records.items():
+                readers = [rank for rank, seen in enumerate(everyone) if key in seen]
+                if readers[0] == dist.get_rank():
+                    record.seen = [interval for rank in readers for interval in everyone[rank][key]]
+                    ds.check_record(record)
+        ds.opened.cache_clear()
+
+
+# -----------------------------------------------------------------------------
+# 3. make up the shard that this rank would have saved
+
+
+def layout(engine):
+    """What this rank holds: [(flat fp32 tensor, its parameter group, names, parts)]. A part is (name, start in the
+    parameter, start in the tensor, numel)."""
+    optimizer, names, found = engine.optimizer, engine.param_names, []
+    rank = dist.get_rank(optimizer.dp_process_group)
+    if engine.zero_optimization_stage() == 3:  # every parameter is cut by itself
+        for i, (flat, params) in enumerate(
+            zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
+        ):
+            parts, at = [], 0
+            for p in params:
+                share = p.partition_numel()
+                parts.append((names[p], rank * share, at, max(0, min(share, p.ds_numel - rank * share))))
+                at += share
+            found.append((flat, optimizer.sub_group_to_group_id[i], [names[p] for p in params], parts))
+    else:  # a group's parameters lie end to end, and the whole is cut
+        groups = getattr(optimizer, "round_robin_bit16_groups", None) or optimizer.bf16_groups
+        paddings = getattr(optimizer, "round_robin_bit16_padding", None) or [[0] * len(params) for params in groups]
+        for i, params in enumerate(groups):
+            (flat,), parts, at = optimizer.optimizer.param_groups[i]["params"], [], 0
+            begin = rank * flat.numel()
+            for p, padding in zip(params, paddings[i], strict=True):
+                first, last = max(at, begin), min(at + p.numel(), begin + flat.numel())
+                if first < last:
+                    parts.append((names[p], first - at, first - begin, last - first))
+                at += p.numel() + padding
+            found.append((flat, i, [names[p] for p in params], parts))
+    return found
+
+
+def compare(engine, checkpoint, held):
+    """Raise CheckpointError where the parameters of the checkpoint and those of the engine are not the same ones."""
+    where = f"the checkpoint of step {checkpoint.model['global_steps']}"
+    here = {name: group for _, group, names, _ in held for name in names}
+    for there, problem in ((checkpoint.states, "is trained here and not in"), (here, "is not trained here but in")):
+        lost = [name for name in (here if there is checkpoint.states else checkpoint.states) if name not in there]
+        if lost:
+            raise CheckpointError(f"{', '.join(lost[:5])}{' ...' * (len(lost) > 5)} {problem} {where}")
+    for name, p in engine.module.named_parameters():
+        numel = getattr(p, "ds_numel", p.numel())
+        if name in here and numel != math.prod(checkpoint.shape[name]):
+            raise CheckpointError(f"{name} has {numel} elements here, and {checkpoint.shape[name]} in {where}")
+        if name in here and here[name] != checkpoint.group[name]:
+            raise CheckpointError(
+                f"{name} is in parameter group {here[name]} here, in {checkpoint.group[name]} in {where}"
+            )
+
+
+def make_shard(engine, checkpoint, held, reader, states=True):
+    """What this rank would have saved, had these ranks written the checkpoint at this stage. states: with the
+    optimizer's, not the weights alone."""
+    optimizer, fp32, state = engine.optimizer, [], {}
+    groups = [group | {"params": []} for group in checkpoint.saved["param_groups"]]
+    for i, (flat, group, names, parts) in enumerate(held):
+        tensors, found = {}, checkpoint.states[names[0]] if names else {}
+        for key in found if states else ("fp32",):
+            kind = found[key][0]
+            in_place = key == "fp32" and flat.device.type == "cpu" and flat.dtype == DTYPES[kind]
+            tensors[key] = flat.detach() if in_place else torch.zeros(flat.numel(), dtype=DTYPES[kind])
+        for name, start, at, numel in parts:
+            if checkpoint.states[name].keys() != found.keys():
+                raise CheckpointError(f"{name} has other optimizer states than {names[0]} of the same group")
+            for key, tensor in tensors.items():
+                reader.fill(tensor[at : at + numel], checkpoint.states[name][key][1], start)
+        fp32.append(tensors.pop("fp32", flat))
+        groups[group]["params"].append(i)
+        state[i] = copy.deepcopy(checkpoint.other[names[0]] if names else {}) | tensors
+    base = {"state": {i: own for i, own in state.items() if own}, "param_groups": groups}
+    shard = {"optimizer_state_dict": base, "fp32_flat_groups": fp32}  # the names at ZeRO-3, then at the other stages
+    shard |= {"base_optimizer_state": base, "single_partition_of_fp32_groups": fp32}
+    shard |= {"param_alignment_paddings": getattr(optimizer, "round_robin_bit16_padding", None)}
+    for key in ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"):
+        own = getattr(optimizer, key, None)
+        saved = checkpoint.saved.get(key, own)  # a loss scale of fp16 is of no use to another precision
+        shard[key] = saved if type(saved) is type(own) else own
+    return shard | {"ds_version": deepspeed.__version__}
+
+
+def keep(engine, checkpoint, reader, strict, share):
+    """Frozen parameters and buffers: rank 0 reads them one by one, the others get them from it."""
+    tensors = dict(engine.module.named_parameters(remove_duplicate=False)) | dict(engine.module.named_buffers())
+    trained = [name for name in tensors if name in checkpoint.states]
+    wanted = engine.module.state_dict(keep_vars=True)
+    tied = {id(tensors[name]) for name in (*trained, *checkpoint.kept) if name in tensors}
+    lost = sorted(name for name in wanted if name in tensors and id(tensors[name]) not in tied)
+    lost += sorted(f"{name} (in the checkpoint)" for name in checkpoint.kept if name not in tensors)
+    if lost:
+        message = f"frozen parameters and buffers on one side only, left as they are: {', '.join(lost[:5])}"
+        message += f" and {len(lost) - 5} more" * (len(lost) > 5)
+        if strict:
+            raise CheckpointError(f"{message}; load_module_strict=False goes on")
+        say(message)
+    found = {name: described for name, described in checkpoint.kept.items() if name in tensors}
+    with ds.together(share):
+        for name, described in found.items():
+            here = tuple(getattr(tensors[name], "ds_shape", tensors[name].shape))
+            if tuple(described.size) != here:
+                raise CheckpointError(f"{name} is {here} on this rank, and {tuple(described.size)} in the checkpoint")
+    problems = []
+    for name, described in found.items():
+        target = tensors[name]
+        cut = hasattr(target, "ds_id")  # by ZeRO-3
+        first = dist.get_global_rank(target.ds_process_group, 0) if cut else None
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([target], modifier_rank=first, enabled=cut):
+            data = target.data.contiguous()
+            if dist.get_rank() == 0:
+                try:
+                    data.copy_(reader.whole(described))
+                except (CheckpointError, OSError) as error:  # the others are waiting for this tensor
+                    problems.append(error)
+            dist.broadcast(
+                data.flatten().view(torch.uint8), 0, group=share.group if data.device.type == "cpu" else None
+            )
+            target.data.copy_(data)
+    with ds.together(share):
+        if problems:
+            raise problems[0]
+
+
+# -----------------------------------------------------------------------------
+# 4. load
+
+
+def load_checkpoint(
+    engine, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
+    load_module_only=False, custom_load_fn=None,
+):  # fmt: skip
+    """engine.load_checkpoint() for any number of ranks, any ZeRO stage, ordinary and universal checkpoints.
+
+    Takes what DeepSpeed's takes and returns the same, (path, client state). On another layout than the checkpoint's the
+    client state is that of rank 0. tag None: the tag that `latest` names, or a later one, if it is whole.
+    Raises CheckpointError, on all ranks, when there is no such checkpoint, or it is damaged, not whole, or of another
+    model: it never goes on with what was initialized. The engine may then be half loaded; do not train it.
+    """
+    own = dict(load_module_strict=load_module_strict, load_optimizer_states=load_optimizer_states)
+    own |= dict(load_lr_scheduler_states=load_lr_scheduler_states, load_module_only=load_module_only)
+    with conversation() as share:
+        if not engine.zero_optimization():  # without ZeRO every rank has everything, and so has the checkpoint
+            result = deepspeed_load(engine, load_dir, tag, **own, custom_load_fn=custom_load_fn)
+            if result[0] is None:
+                raise CheckpointError(f"{load_dir} holds no checkpoint {tag or ''}")
+            return result
+        decision, checkpoint = None, None
+        with ds.together(share):
+            if dist.get_rank() == 0:
+                tag, checkpoint = find(Path(load_dir), tag)
+                decision = tag, choose(engine, checkpoint)
+        tag, how = from_rank_0(decision, share)
+        folder = Path(load_dir, tag)
+        check_same_folder(folder, share)
+        if engine.zero_optimization_stage() == 3:  # they are filled for loading; those of Adagrad were never emptied
+            engine.optimizer._clear_fp32_optimizer_param_groups()
+        if how == "convert":
+            folder = convert(folder, share)
+            how, checkpoint = "reshard" if plain(engine) else "universal", None
+        if how == "reshard":
+            result = reshard(engine, checkpoint, folder, own, share)
+        else:
+            with ds.together(share):
+                check_files(engine, folder, how)
+            with replaced(engine, load_universal_checkpoint=lambda: how == "universal"):
+                result = deepspeed_load(engine, load_dir, folder.name, **own, custom_load_fn=custom_load_fn)
+        if how == "universal":
+            mend(engine, folder)
+    if not load_module_only:  # DeepSpeed does not save it, and counts the micro-batches of a step by it
+        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    return result
+
+
+def find(folder, tag):
+    """(tag, Checkpoint) of that tag, or of the newest that is whole."""
+    steps, written = {}, {}
+    for path in folder.glob("*/*mp_rank_00_model_states.pt"):
+        name = path.parent.name
+        if not name.startswith(".") and not name.endswith((".unfinished", ".replaced")):
+            with contextlib.suppress(CheckpointError):
+                steps[name] = ds.load(path, True).get("global_steps", 0) if tag is None else 0
+                written[name] = path.stat().st_mtime
+    if tag is not None:
+        if (folder / str(tag)).is_dir():
+            return str(tag), Checkpoint(folder / str(tag))
+        raise CheckpointError(f"{folder / str(tag)} does not exist; in {folder} there is: {', '.join(sorted(steps))}")
+    order = sorted(steps, key=lambda name: (steps[name], not (folder / name / "zero").is_dir()), reverse=True)
+    pointers = [path.read_text().strip() for path in (folder / "latest", folder / "latest_universal") if path.is_file()]
+    if pointers and (named := pointers[0]) in steps:
+        # A later one is there if the job was killed before it wrote `latest`; an earlier run's is of earlier, too.
+        first = [t for t in order if steps[t] > steps[named] and written[t] > written[named]] + [named]
+        order = first + [name for name in order if name not in first]
+    for name in order:
+        try:
+            return name, Checkpoint(folder / name)
+        except CheckpointError as error:
+            say(f"{name} is not whole, and is passed over: {error}")
+    raise CheckpointError(f"{folder} holds no checkpoint that is whole")
+
+
+def plain(engine):
+    """Whether layout() describes this engine: data parallelism alone, and an optimizer of DeepSpeed that it knows."""
+    odd = isinstance(engine.module, deepspeed.pipe.PipelineModule) or engine.mp_world_size > 1
+    odd = odd or engine.has_moe_layers or engine.zero_nvme_offload_optimizer()
+    return not odd and type(engine.optimizer).__name__ in OPTIMIZERS
+
+
+def choose(engine, checkpoint):
+    """How to load: "own", by DeepSpeed's loader as it is, what was cut for exactly this layout; "reshard";
+    "universal", by DeepSpeed's universal loader; "convert" before one of these."""
+    if not checkpoint.universal:
+        stage = 0 if type(engine.optimizer).__name__ == "BF16_Optimizer" else engine.zero_optimization_stage()
+        there = [checkpoint.stage, checkpoint.ranks, checkpoint.bf16]
+        here = [stage, engine.seq_dp_world_size, engine.bfloat16_enabled()]
+        if degrees := checkpoint.model.get("checkpoint_parallel_dimensions"):
+            there += [degrees["tp_degree"], degrees["pp_degree"]]
+            here += [
+                bwc.bwc_tensor_model_parallel_world_size(engine.mpu),
+                bwc.bwc_pipeline_parallel_world_size(engine.mpu),
+            ]
+        if plain(engine):
+            there += [checkpoint.flats, checkpoint.saved.get("param_alignment_paddings")]
+            here += [[names for _, _, names, _ in layout(engine)]]
+            here += [getattr(engine.optimizer, "round_robin_bit16_padding", None)]
+        if there == here:
+            return "own"
+    if plain(engine) and (checkpoint.universal or checkpoint.model_parallel == 1):
+        return "reshard"
+    return "universal" if checkpoint.universal else "convert"
+
+
+def reshard(engine, checkpoint, folder, own, share):
+    """DeepSpeed's ordinary loader, with the shard made up in the place of the file."""
+    reader, states = Reader(), own["load_optimizer_states"] and not own["load_module_only"]
+    checkpoint = describe(folder, checkpoint, share)
+    with ds.together(share):
+        held = layout(engine)
+        compare(engine, checkpoint, held)
+        shard = make_shard(engine, checkpoint, held, reader, states)
+    keep(engine, checkpoint, reader, own["load_module_strict"], share)
+    reader.check(share)
+    model = checkpoint.model | {"module": checkpoint.extra, "frozen_param_fragments": None}
+    model |= {"dp_world_size": engine.seq_dp_world_size, "mp_world_size": engine.mp_world_size}
+    ranks = dist.get_world_size(engine.optimizer.dp_process_group)
+
+    def restore(*_, **__):
+        engine.optimizer.load_state_dict(
+            state_dict_list=[shard] * ranks, load_optimizer_states=states, load_from_fp32_weights=True
+        )
+        return True
+
+    with replaced(
+        engine,
+        checkpoint_engine=types.SimpleNamespace(load=lambda *_, **__: model),
+        _get_all_ckpt_names=lambda *_: [str(folder)],
+        _load_zero_checkpoint=restore,
+        load_universal_checkpoint=lambda: False,
+    ), replaced(engine.optimizer, _restore_from_bit16_weights=restore):  # fmt: skip
+        options = own | {"load_module_strict": False, "load_optimizer_states": True}
+        _, client_state = deepspeed_load(engine, str(folder.parent), folder.name, **options)
+    if engine.zero_optimization_stage() < 3:
+        engine.optimizer.update_lp_params()
+    say(f"{folder}, written by {checkpoint.ranks or 'any number of'} ranks, loaded on {ranks} without conversion")
+    return str(folder), client_state
+
+
+def mend(engine, folder):
+    """Restore what DeepSpeed's universal loader leaves out of the universal checkpoint `folder`, after it has loaded
+    it: hyper-parameters and step counts of the parameter groups, optimizer states other than Adam's, frozen
+    parameters, buffers, the count of micro-batches. Raises CheckpointError."""
+    with conversation() as share:
+        checkpoint, reader, optimizer = describe(Path(folder), None, share), Reader(), engine.optimizer.optimizer
+        # ZeRO-3 gives every group the hyper-parameters of the first.
+        for group, saved in zip(optimizer.param_groups, checkpoint.saved["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        with ds.together(share):
+            for flat, _, names, parts in layout(engine):
+                state, saved = optimizer.state[flat], checkpoint.states[names[0]]
+                # ZeRO-3 lets all groups share one step count, which each group advances; also where there was none.
+                state.pop("step", None)
+                state.update(copy.deepcopy(checkpoint.other[names[0]]))
+                for key in saved.keys() - state.keys() - {"fp32"}:
+                    if engine.mp_world_size > 1:
+                        raise CheckpointError(f"DeepSpeed's universal loader does not restore {key} of {names[0]}")
+                    state[key] = torch.zeros(flat.numel(), dtype=DTYPES[saved[key][0]])
+                    for name, start, at, numel in parts:
+                        reader.fill(state[key][at : at + numel], checkpoint.states[name][key][1], start)
+                    state[key] = state[key].to(flat.device)
+        # Frozen parameters and buffers are in no optimizer, and the loader looks nowhere else.
+        keep(engine, checkpoint, reader, False, share)
+        reader.check(share)
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+
+
+def install():
+    """Let whatever calls engine.load_checkpoint(), Hugging Face's Trainer say, call load_checkpoint() of this file."""
+    deepspeed.DeepSpeedEngine.load_checkpoint = load_checkpoint
+
+
+# -----------------------------------------------------------------------------
+# between the ranks
+
+
+@contextlib.contextmanager
+def conversation():
+    """share(value) gives the values of all ranks. It waits for a day: reading can take longer than a gradient."""
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+
+    def share(value):
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    share.group = group
+    try:
+        yield share
+    finally:
+        dist.destroy_process_group(group)
+
+
+def from_rank_0(value, share):
+    values = [value]
+    dist.broadcast_object_list(values, 0, group=share.group, device=torch.device("cpu"))
+    return values[0]
+
+
+def describe(folder, checkpoint, share):
+    """The Checkpoint, on all ranks. checkpoint: what rank 0 knows already, or None."""
+    if deepspeed.__version__.split("+")[0] not in TRIED and not os.environ.get("UNIVERSAL_UNTRIED"):
+        raise CheckpointError(
+            f"universal.py reads the inner layout of DeepSpeed and knows that of {', '.join(TRIED)}, not of "
+            f"{deepspeed.__version__}; with UNIVERSAL_UNTRIED=1 in the environment it tries, and checks what it can"
+        )
+    with ds.together(share):
+        if dist.get_rank() == 0:
+            checkpoint = checkpoint or Checkpoint(folder)
+    return from_rank_0(checkpoint, share)
+
+
+def say(message):
+    if dist.get_rank() == 0:
+        print(f"universal.py: {message}", flush=True)
+
+
+def check_same_folder(folder, share):
+    """Every machine must see the same checkpoint: where no folder is shared, each has the shards of its own ranks."""
+    here = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(folder)) if folder.is_dir() else []
+    seen = share((socket.gethostname(), here))
+    other = sorted({host for host, entries in seen if entries != seen[0][1]})
+    if other:
+        raise CheckpointError(f"{folder} is not the same on {seen[0][0]} and on {', '.join(other)}: it must be shared")
+
+
+def convert(folder, share):
+    """The universal checkpoint beside the folder, made by all ranks together unless it is there and newer."""
+    output, current = folder.with_name(f"{folder.name}_universal"), False
+    if dist.get_rank() == 0 and (output / "zero" / "optimizer_state.pt").is_file():
+        made = (output / "zero" / "optimizer_state.pt").stat().st_mtime
+        current = made >= max(path.stat().st_mtime for path in folder.glob("*.pt"))
+    if not from_rank_0(current, share):
+        say(f"{folder} is of another tensor or pipeline layout: converting it into {output}")
+        ds.convert(folder, output, trust=True, rank=dist.get_rank(), ranks=dist.get_world_size(), share=share)
+    return output
+
+
+def check_files(engine, folder, how):
+    """Compare the files that DeepSpeed is going to read with their checksums, which it does not look at."""
+    paths = [engine._get_ckpt_name(folder.parent, folder.name), engine._get_zero_ckpt_name(folder.parent, folder.name)]
+    if how == "universal":  # every rank reads them all, and checks some
+        paths = sorted(folder.rglob("*.pt"))[dist.get_rank() :: dist.get_world_size()]
+    for path in paths:
+        try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+        except (OSError, zipfile.BadZipFile) as error:
+            raise CheckpointError(f"{path} is missing or damaged: {error}") from None
+        if damaged:
+            raise CheckpointError(f"{path} is damaged: {damaged} does not match the checksum saved with it")
+
+
+@contextlib.contextmanager
+def replaced(thing, **attributes):
+    """The thing with other attributes for a while, which it must have had: another version may rename them."""
+    own = {name: vars(thing)[name] for name in attributes if name in vars(thing)}
+    for name in attributes:
+        if not hasattr(thing, name):
+            raise CheckpointError(f"DeepSpeed {deepspeed.__version__} has no {type(thing).__name__}.{name}")
+    vars(thing).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(thing)[name]
+        vars(thing).update(own)
