@@ -331,6 +331,9 @@ def load_checkpoint(
                 result = deepspeed_load(engine, load_dir, folder.name, **own, custom_load_fn=custom_load_fn)
         if how == "universal":
             mend(engine, folder)
+    for p in engine.module.parameters():
+        if getattr(p, "ds_secondary_tensor", None) is not None:  # ZeRO++'s second copy, still the initial one
+            p.ds_secondary_tensor = None
     if not load_module_only:  # DeepSpeed does not save it, and counts the micro-batches of a step by it
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     return result

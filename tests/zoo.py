@@ -30,6 +30,9 @@ STATES = {
     "Adagrad": ["sum"],
     "RMSprop": ["square_avg", "momentum_buffer", "grad_avg"],
     "Lion": ["exp_avg"],
+    "Muon": ["momentum_buffer", "exp_avg", "exp_avg_sq"],  # the one for matrices, the others for the rest
+    "CPUAdam": ["exp_avg", "exp_avg_sq"],
+    "FusedAdam": ["exp_avg", "exp_avg_sq"],
 }
 
 
@@ -59,6 +62,8 @@ def make_optimizer(name, groups):
         "Adagrad": lambda: torch.optim.Adagrad(groups, lr=1e-2),
         "RMSprop": lambda: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.9, centered=True),
         "Lion": lambda: Lion(groups, lr=1e-3),
+        "CPUAdam": lambda: deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=1e-2, betas=(0.9, 0.7)),
+        "FusedAdam": lambda: deepspeed.ops.adam.FusedAdam(groups, lr=1e-2, betas=(0.9, 0.7)),
     }[name]()
 
 
@@ -105,7 +110,7 @@ def dump_truth(engine, path, states, stage):
             truth["module" if p.requires_grad else "frozen"][name] = p.detach().cpu().clone()
         if p.requires_grad:
             truth["states"][name] = {"fp32": safe_get_full_fp32_param(p).cpu()}
-            for key in states:
+            for key in states if "momentum_buffer" not in states or len(states) < 3 else states[:1] if p.use_muon else states[1:]:
                 truth["states"][name][key] = safe_get_full_optimizer_state(p, key).cpu()
     truth["buffers"] = {name: b.cpu().clone() for name, b in engine.module.named_buffers()}
     groups = engine.optimizer.optimizer.param_groups
@@ -121,7 +126,7 @@ def dump_truth(engine, path, states, stage):
 
 def work(
     name, stage, optimizer, dtype="fp32", groups=1, scalar=False, keys=KEYS, load=None, label="losses", zero=None,
-    accumulate=None, mended=False,
+    accumulate=None, mended=False, empty=0,
 ):  # fmt: skip
     torch.manual_seed(2 if load else 1)
     rank, ranks, folder = dist.get_rank(), dist.get_world_size(), Path(name)
@@ -136,9 +141,17 @@ def work(
         "checkpoint": {"load_universal": mended},
     }
     model = Zoo(scalar, keys)
-    made = make_optimizer(optimizer, groups_of(model, groups))
-    warm_up = torch.optim.lr_scheduler.LambdaLR(made, lambda step: min(1, (step + 1) / STEPS))
-    engine, *_ = deepspeed.initialize(model=model, optimizer=made, config=config, lr_scheduler=warm_up)
+    for p in model.parameters():
+        p.use_muon = p.dim() == 2
+    if optimizer == "Muon":  # DeepSpeed makes it, and its groups
+        config["optimizer"] = {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+        made, trained = None, groups_of(model, 1)[0]["params"]
+    else:
+        made, trained = make_optimizer(optimizer, groups_of(model, groups) + [{"params": []}] * empty), None
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=made, model_parameters=trained, config=config,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1, (step + 1) / STEPS)),
+    )  # fmt: skip
     if load and mended:
         assert engine.load_checkpoint(folder, tag=load)[0] is not None
         universal.mend(engine, folder / load)
