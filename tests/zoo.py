@@ -110,7 +110,7 @@ def dump_truth(engine, path, states, stage):
             truth["module" if p.requires_grad else "frozen"][name] = p.detach().cpu().clone()
         if p.requires_grad:
             truth["states"][name] = {"fp32": safe_get_full_fp32_param(p).cpu()}
-            for key in states if "momentum_buffer" not in states or len(states) < 3 else states[:1] if p.use_muon else states[1:]:
+            for key in states if len(states) < 3 or "momentum_buffer" not in states else states[:1] if p.use_muon else states[1:]:
                 truth["states"][name][key] = safe_get_full_optimizer_state(p, key).cpu()
     truth["buffers"] = {name: b.cpu().clone() for name, b in engine.module.named_buffers()}
     groups = engine.optimizer.optimizer.param_groups
@@ -126,7 +126,7 @@ def dump_truth(engine, path, states, stage):
 
 def work(
     name, stage, optimizer, dtype="fp32", groups=1, scalar=False, keys=KEYS, load=None, label="losses", zero=None,
-    accumulate=None, mended=False, empty=0,
+    accumulate=None, mended=False, empty=0, options=None, wider=0, rename=False,
 ):  # fmt: skip
     torch.manual_seed(2 if load else 1)
     rank, ranks, folder = dist.get_rank(), dist.get_world_size(), Path(name)
@@ -141,6 +141,11 @@ def work(
         "checkpoint": {"load_universal": mended},
     }
     model = Zoo(scalar, keys)
+    if wider:
+        model.rows = nn.Parameter(torch.randn(9, wider))
+    if rename:
+        model.renamed = model.rows
+        del model.rows
     for p in model.parameters():
         p.use_muon = p.dim() == 2
     if optimizer == "Muon":  # DeepSpeed makes it, and its groups
@@ -156,7 +161,11 @@ def work(
         assert engine.load_checkpoint(folder, tag=load)[0] is not None
         universal.mend(engine, folder / load)
     elif load:
-        _, client_state = universal.load_checkpoint(engine, folder, tag=load)
+        try:
+            _, client_state = universal.load_checkpoint(engine, **({"load_dir": folder, "tag": load} if options is None else options))
+        except universal.CheckpointError as error:
+            (folder / f"{label}.refused.{rank}").write_text(str(error))
+            return engine.destroy()
         assert client_state["word"] == "client state"
     if load:
         dump_truth(engine, folder / f"{label}.pt", STATES[optimizer], stage)
