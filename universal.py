@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: MIT
 """Resume a DeepSpeed training on any number of ranks and at any ZeRO stage, from its checkpoint as it is.
 
     import universal
@@ -15,7 +16,7 @@ any optimizer is restored. The four steps stand below: describe, read, make up t
 That is for data parallelism. Tensor and pipeline parallelism change what a parameter is: such a checkpoint is converted
 first, and DeepSpeed's universal loader reads it; mend() then restores what that loader leaves out.
 
-Needs ds_to_universal.py beside it. License: MIT.
+Needs ds_to_universal.py beside it, torch and DeepSpeed.
 """
 
 import contextlib
@@ -29,26 +30,23 @@ import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import bwc
+from torch.utils.serialization import config as torch_files
 
 import ds_to_universal as ds
 from ds_to_universal import CheckpointError
 
-TRIED = ("0.19.8",)  # the versions of DeepSpeed whose inner layout is known to be the one assumed here
+TRIED = ("0.19.8",)  # the versions of DeepSpeed whose layout of shards was seen to be the one described here
 OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
-DTYPES = {"FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16}
-DTYPES |= {"BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32}
-DTYPES |= {
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
-TENSORS = ("base_optimizer_state", "single_partition_of_fp32_groups", "fp32_flat_groups", "param_slice_mappings")
+KINDS = "Float:float32 Double:float64 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 Short:int16 Char:int8 "
+KINDS += "Byte:uint8 Bool:bool"
+DTYPES = {f"{kind}Storage": getattr(torch, name) for kind, name in (pair.split(":") for pair in KINDS.split())}
+SLICES = ("base_optimizer_state", "single_partition_of_fp32_groups", "fp32_flat_groups", "param_slice_mappings")
 deepspeed_load = deepspeed.DeepSpeedEngine.load_checkpoint
 
 # -----------------------------------------------------------------------------
@@ -58,71 +56,66 @@ deepspeed_load = deepspeed.DeepSpeedEngine.load_checkpoint
 class Checkpoint:
     """A checkpoint without its data, small enough to send to all ranks.
 
-    flats: [[name]], the parameters of each flat tensor of ZeRO, in their order. group: {name: parameter group}.
-    states: {name: {state: (kind, pieces)}}, fp32 among them. shape: {name: shape}. kept: {name: description} of
-    buffers and frozen parameters. other: {name: what its optimizer state has beside tensors of its size, a step count}.
-    model: the model states without weights. saved: rank 0's optimizer state without tensors.
+    states: {parameter: {state: (kind, pieces)}}, fp32 among them. shape: {parameter: shape}. group: {parameter:
+    parameter group}. other: {parameter: what its optimizer state has beside tensors of its size, a step count say}.
+    flats: [[parameter]] of ZeRO's flat tensors. kept: {name: description} of buffers and frozen parameters; extra: what
+    else the module has. model: the model states without the module. saved: rank 0's optimizer state without slices.
     """
 
     def __init__(self, folder):
-        self.universal = (folder / "zero").is_dir()
-        self.states, self.shape, self.other, self.ranks = {}, {}, {}, 0
-        files = sorted(folder.glob("*mp_rank_*_model_states.pt"))
+        files = sorted(folder.glob("*mp_rank_00_model_states.pt"))
         if not files:
             raise CheckpointError(f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")
-        content = self.read_universal(folder) if self.universal else self.read_shards(folder)
-        described, self.model, self.saved, states = content
-        module = described["module"] or {}
-        frozen = described.get("frozen_param_shapes") or {}  # DeepSpeed's converter takes their part on rank 0 alone
-        whole = {name: value for name, value in module.items() if isinstance(value, ds.Tensor)}
-        self.kept = {name: value for name, value in whole.items() if value.size == tuple(frozen.get(name, value.size))}
-        for name in (*self.states, *(described.get("shared_params") or {})):
-            self.kept.pop(name, None)
-        self.extra = {name: self.model["module"][name] for name in module if name not in whole}
-        self.model = {key: value for key, value in self.model.items() if key not in ("module", "optimizer")}
-        groups = self.saved.get("param_groups") or self.saved["optimizer_state_dict"]["param_groups"]
-        self.saved = {key: value for key, value in self.saved.items() if key not in TENSORS}
-        self.saved["param_groups"] = groups
-        owner = {flat: number for number, group in enumerate(groups) for flat in group["params"]}
-        self.group = {name: owner.get(flat) for flat, names in enumerate(self.flats) for name in names}
-        for flat, names in enumerate(self.flats):
-            for name in names if not self.universal else ():
-                own = {key: value for key, value in states.get(flat, {}).items() if key not in self.states[name]}
-                self.other[name] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in own.items()}
+        self.universal = (folder / "zero").is_dir()
+        self.states, self.shape, self.other, self.ranks, self.model_parallel = {}, {}, {}, None, 1
+        with ds.blame(folder):
+            model = torch.load(files[0], mmap=True, weights_only=False)
+            self.flats = [list(names) for names in model["param_shapes"]]
+            described, saved = self.read_universal(folder) if self.universal else self.read_shards(folder)
+            groups = saved.get("param_groups") or saved["optimizer_state_dict"]["param_groups"]
+            group_of = {flat: i for i, group in enumerate(groups) for flat in group["params"]}
+            self.group = {name: group_of.get(flat) for flat, names in enumerate(self.flats) for name in names}
+            self.saved = {key: value for key, value in saved.items() if key not in SLICES} | {"param_groups": groups}
+            self.model = {key: value for key, value in model.items() if key not in ("module", "optimizer")}
+            module, frozen = described["module"] or {}, described.get("frozen_param_shapes") or {}
+            self.extra = {name: model["module"][name] for name in module if not isinstance(module[name], ds.Tensor)}
+            trained = {*self.states, *(described.get("shared_params") or {}), *self.extra}
+            self.kept = {name: tensor for name, tensor in module.items() if name not in trained}
+            for name in self.kept.keys() & frozen.keys():  # of a frozen one DeepSpeed's converter has rank 0's part
+                if tuple(self.kept[name].size) != tuple(frozen[name]):
+                    del self.kept[name]
 
     def read_shards(self, folder):
         shards = ds.find_shards(folder)
-        self.ranks, self.model_parallel = len(shards[min(shards)]), len(shards)
+        self.model_parallel, self.ranks = len(shards), len(shards[0])
         with ThreadPoolExecutor(8) as pool:
-            for mp in sorted(shards, reverse=True):  # one after the other is checked to be whole; the first one stays
-                described, first, parameters = ds.read_data_parallel(folder, mp, shards[mp], pool, True, False)
-        for name, parameter in parameters.items():
-            self.states[name], self.shape[name] = parameter["states"], parameter["shape"]
-        shard = torch.load(shards[min(shards)][0], mmap=True, weights_only=False)["optimizer_state_dict"]
-        stage3 = "fp32_flat_groups" in shard
-        base = shard["optimizer_state_dict" if stage3 else "base_optimizer_state"]
-        self.stage, self.bf16 = int(shard.get("zero_stage", 0)), shards[min(shards)][0].name.startswith("bf16_")
-        path = folder / f"{'zero_pp_rank_0_' if stage3 else ''}mp_rank_00_model_states.pt"
-        model = torch.load(path, mmap=True, weights_only=False)
-        self.flats = [list(names) for names in model["param_shapes"]]
-        return described, model, shard | {"param_groups": base["param_groups"]}, base["state"]
+            for mp in sorted(shards, reverse=True):  # all of them have to be whole; the first one is what is described
+                described, _, parameters = ds.read_data_parallel(folder, mp, shards[mp], pool, True, False)
+        saved = torch.load(shards[0][0], mmap=True, weights_only=False)["optimizer_state_dict"]
+        self.stage, self.bf16 = int(saved.get("zero_stage", 0)), shards[0][0].name.startswith("bf16_")
+        base = saved["optimizer_state_dict" if "fp32_flat_groups" in saved else "base_optimizer_state"]
+        for flat, names in enumerate(self.flats):
+            for name in names:
+                self.states[name], self.shape[name] = parameters[name]["states"], parameters[name]["shape"]
+                own = {k: v for k, v in base["state"].get(flat, {}).items() if k not in self.states[name]}
+                self.other[name] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in own.items()}
+        return described, saved | {"param_groups": base["param_groups"]}
 
     def read_universal(self, folder):
-        path = next(p for p in sorted(folder.glob("*mp_rank_00_model_states.pt")))
-        described, model = ds.load(path, True), torch.load(path, mmap=True, weights_only=False)
-        saved = torch.load(folder / "zero" / "optimizer_state.pt", mmap=True, weights_only=False)
-        self.flats, self.model_parallel = [list(names) for names in model["param_shapes"]], 1
-        for name in (name for names in self.flats for name in names):
-            files = {path.stem: path for path in (folder / "zero" / name).glob("*.pt")}
-            step = files.pop("step", None)
-            self.other[name] = {"step": torch.load(step, weights_only=False)} if step else {}
-            tensors = {key: ds.load(path, True) for key, path in files.items()}
-            tensors = {key: t["param"] if isinstance(t, dict) else t for key, t in tensors.items()}
+        files = sorted(folder.glob("mp_rank_*_model_states.pt")) or sorted(folder.glob("*_model_states.pt"))
+        models = [ds.load(path, True) for path in files]  # also of other pipeline stages
+        for name in {name for model in models for names in model["param_shapes"] for name in names}:
+            tensors = {path.stem: path for path in (folder / "zero" / name).glob("*.pt")}
+            step = tensors.pop("step", None)
+            self.other[name] = {} if step is None else {"step": torch.load(step, weights_only=False)}
+            for state, path in tensors.items():
+                content = ds.load(path, True)  # DeepSpeed's converter writes a bare tensor at ZeRO-3
+                tensors[state] = content["param"] if isinstance(content, dict) else content
             if "fp32" not in tensors:
                 raise CheckpointError(f"{folder / 'zero' / name / 'fp32.pt'} is missing")
-            self.shape[name] = tuple(tensors["fp32"].size)
-            self.states[name] = {key: (tensor.storage.kind, ds.cut(tensor)) for key, tensor in tensors.items()}
-        return described, model, saved, {}
+            self.shape[name] = tensors["fp32"].size
+            self.states[name] = {state: (tensor.storage.kind, ds.cut(tensor)) for state, tensor in tensors.items()}
+        return models[0], torch.load(folder / "zero" / "optimizer_state.pt", mmap=True, weights_only=False)
 
 
 # -----------------------------------------------------------------------------
@@ -170,18 +163,17 @@ class Reader:
 def layout(engine):
     """What this rank holds: [(flat fp32 tensor, its parameter group, names, parts)]. A part is (name, start in the
     parameter, start in the tensor, numel)."""
-    optimizer, names, found = engine.optimizer, engine.param_names, []
+    optimizer, name_of, found = engine.optimizer, engine.param_names, []
     rank = dist.get_rank(optimizer.dp_process_group)
     if engine.zero_optimization_stage() == 3:  # every parameter is cut by itself
-        for i, (flat, params) in enumerate(
-            zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
-        ):
+        flats, groups = optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups
+        for i, (flat, params) in enumerate(zip(flats, groups, strict=True)):
             parts, at = [], 0
             for p in params:
                 share = p.partition_numel()
-                parts.append((names[p], rank * share, at, max(0, min(share, p.ds_numel - rank * share))))
+                parts.append((name_of[p], rank * share, at, max(0, min(share, p.ds_numel - rank * share))))
                 at += share
-            found.append((flat, optimizer.sub_group_to_group_id[i], [names[p] for p in params], parts))
+            found.append((flat, optimizer.sub_group_to_group_id[i], [name_of[p] for p in params], parts))
     else:  # a group's parameters lie end to end, and the whole is cut
         groups = getattr(optimizer, "round_robin_bit16_groups", None) or optimizer.bf16_groups
         paddings = getattr(optimizer, "round_robin_bit16_padding", None) or [[0] * len(params) for params in groups]
@@ -191,41 +183,51 @@ def layout(engine):
             for p, padding in zip(params, paddings[i], strict=True):
                 first, last = max(at, begin), min(at + p.numel(), begin + flat.numel())
                 if first < last:
-                    parts.append((names[p], first - at, first - begin, last - first))
+                    parts.append((name_of[p], first - at, first - begin, last - first))
                 at += p.numel() + padding
-            found.append((flat, i, [names[p] for p in params], parts))
+            found.append((flat, i, [name_of[p] for p in params], parts))
     return found
 
 
 def compare(engine, checkpoint, held):
-    """Raise CheckpointError where the parameters of the checkpoint and those of the engine are not the same ones."""
+    """Raise CheckpointError where the engine's parameters are not the checkpoint's, or not where layout() says."""
+    group_of = {name: group for _, group, names, _ in held for name in names}
     where = f"the checkpoint of step {checkpoint.model['global_steps']}"
-    here = {name: group for _, group, names, _ in held for name in names}
-    for there, problem in ((checkpoint.states, "is trained here and not in"), (here, "is not trained here but in")):
-        lost = [name for name in (here if there is checkpoint.states else checkpoint.states) if name not in there]
-        if lost:
-            raise CheckpointError(f"{', '.join(lost[:5])}{' ...' * (len(lost) > 5)} {problem} {where}")
-    for name, p in engine.module.named_parameters():
-        numel = getattr(p, "ds_numel", p.numel())
-        if name in here and numel != math.prod(checkpoint.shape[name]):
-            raise CheckpointError(f"{name} has {numel} elements here, and {checkpoint.shape[name]} in {where}")
-        if name in here and here[name] != checkpoint.group[name]:
-            raise CheckpointError(
-                f"{name} is in parameter group {here[name]} here, in {checkpoint.group[name]} in {where}"
-            )
+    for ours, theirs, problem in (
+        (group_of, checkpoint.states, f"here, and not in {where}"),
+        (checkpoint.states, group_of, f"in {where}, and not here"),
+    ):
+        if lost := [name for name in ours if name not in theirs]:
+            raise CheckpointError(f"{some(lost)} trained {problem}")
+    parameters = {engine.param_names[p]: p for p in engine.module.parameters() if p in engine.param_names}
+    for name, group in group_of.items():
+        shape, saved = (tuple(s) for s in (shape_of(parameters[name]), checkpoint.shape[name]))
+        if shape != saved and (len(saved) != 1 or saved[0] != math.prod(shape)):  # DeepSpeed's converter may flatten it
+            raise CheckpointError(f"{name} is {shape} here, and {saved} in {where}")
+        if group != checkpoint.group[name]:
+            raise CheckpointError(f"{name} is in parameter group {group} here, {checkpoint.group[name]} in {where}")
+    for flat, _, _, parts in held:
+        for name, start, at, numel in parts:
+            p = parameters[name]
+            here = p.ds_tensor[:numel] if hasattr(p, "ds_id") else p.flatten()[start : start + numel]
+            there = flat[at : at + numel].to(here)
+            if there.numel() != numel or (untried() and not torch.equal(here, there)):
+                raise CheckpointError(
+                    f"DeepSpeed {deepspeed.__version__} does not hold {name} where this file expects it"
+                )
 
 
-def make_shard(engine, checkpoint, held, reader, states=True):
-    """What this rank would have saved, had these ranks written the checkpoint at this stage. states: with the
-    optimizer's, not the weights alone."""
+def make_shard(engine, checkpoint, held, reader, states):
+    """What this rank would have saved, had these ranks at this stage written the checkpoint. states: with those of the
+    optimizer, not only fp32."""
     optimizer, fp32, state = engine.optimizer, [], {}
     groups = [group | {"params": []} for group in checkpoint.saved["param_groups"]]
     for i, (flat, group, names, parts) in enumerate(held):
-        tensors, found = {}, checkpoint.states[names[0]] if names else {}
-        for key in found if states else ("fp32",):
-            kind = found[key][0]
-            in_place = key == "fp32" and flat.device.type == "cpu" and flat.dtype == DTYPES[kind]
-            tensors[key] = flat.detach() if in_place else torch.zeros(flat.numel(), dtype=DTYPES[kind])
+        found, tensors = checkpoint.states[names[0]] if names else {}, {}
+        for key in found if states else found.keys() & {"fp32"}:
+            kind = DTYPES[found[key][0]]
+            in_place = key == "fp32" and flat.device.type == "cpu" and flat.dtype == kind
+            tensors[key] = flat.detach() if in_place else torch.zeros(flat.numel(), dtype=kind)
         for name, start, at, numel in parts:
             if checkpoint.states[name].keys() != found.keys():
                 raise CheckpointError(f"{name} has other optimizer states than {names[0]} of the same group")
@@ -235,55 +237,48 @@ def make_shard(engine, checkpoint, held, reader, states=True):
         groups[group]["params"].append(i)
         state[i] = copy.deepcopy(checkpoint.other[names[0]] if names else {}) | tensors
     base = {"state": {i: own for i, own in state.items() if own}, "param_groups": groups}
-    shard = {"optimizer_state_dict": base, "fp32_flat_groups": fp32}  # the names at ZeRO-3, then at the other stages
+    shard = {"optimizer_state_dict": base, "fp32_flat_groups": fp32}  # ZeRO-3's names, then those of the others
     shard |= {"base_optimizer_state": base, "single_partition_of_fp32_groups": fp32}
     shard |= {"param_alignment_paddings": getattr(optimizer, "round_robin_bit16_padding", None)}
     for key in ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"):
         own = getattr(optimizer, key, None)
-        saved = checkpoint.saved.get(key, own)  # a loss scale of fp16 is of no use to another precision
+        saved = checkpoint.saved.get(key, own)  # the scaler of another precision is of no use
         shard[key] = saved if type(saved) is type(own) else own
     return shard | {"ds_version": deepspeed.__version__}
 
 
 def keep(engine, checkpoint, reader, strict, share):
-    """Frozen parameters and buffers: rank 0 reads them one by one, the others get them from it."""
+    """Frozen parameters and buffers: rank 0 reads one after the other, and sends it to all."""
     tensors = dict(engine.module.named_parameters(remove_duplicate=False)) | dict(engine.module.named_buffers())
-    trained = [name for name in tensors if name in checkpoint.states]
-    wanted = engine.module.state_dict(keep_vars=True)
-    tied = {id(tensors[name]) for name in (*trained, *checkpoint.kept) if name in tensors}
-    lost = sorted(name for name in wanted if name in tensors and id(tensors[name]) not in tied)
-    lost += sorted(f"{name} (in the checkpoint)" for name in checkpoint.kept if name not in tensors)
+    known = {id(tensors[name]) for name in (*checkpoint.states, *checkpoint.kept) if name in tensors}
+    lost = [name for name in engine.module.state_dict() if name in tensors and id(tensors[name]) not in known]
+    lost += [f"{name} (in the checkpoint)" for name in checkpoint.kept if name not in tensors]
+    if lost and strict:
+        raise CheckpointError(f"{some(lost)} frozen, or buffers, on one side only; load_module_strict=False goes on")
     if lost:
-        message = f"frozen parameters and buffers on one side only, left as they are: {', '.join(lost[:5])}"
-        message += f" and {len(lost) - 5} more" * (len(lost) > 5)
-        if strict:
-            raise CheckpointError(f"{message}; load_module_strict=False goes on")
-        say(message)
-    found = {name: described for name, described in checkpoint.kept.items() if name in tensors}
+        say(f"{some(lost)} frozen, or buffers, on one side only: left as they are")
+    todo, problem = {name: tensor for name, tensor in checkpoint.kept.items() if name in tensors}, None
     with ds.together(share):
-        for name, described in found.items():
-            here = tuple(getattr(tensors[name], "ds_shape", tensors[name].shape))
-            if tuple(described.size) != here:
-                raise CheckpointError(f"{name} is {here} on this rank, and {tuple(described.size)} in the checkpoint")
-    problems = []
-    for name, described in found.items():
-        target = tensors[name]
-        cut = hasattr(target, "ds_id")  # by ZeRO-3
+        for name, described in todo.items():
+            here, there = tuple(shape_of(tensors[name])), tuple(described.size)
+            if here != there:
+                raise CheckpointError(f"{name} is {here} here, and {there} in the checkpoint")
+    for name, described in todo.items():
+        target, cut = tensors[name], hasattr(tensors[name], "ds_id")
         first = dist.get_global_rank(target.ds_process_group, 0) if cut else None
         with torch.no_grad(), deepspeed.zero.GatheredParameters([target], modifier_rank=first, enabled=cut):
             data = target.data.contiguous()
             if dist.get_rank() == 0:
                 try:
                     data.copy_(reader.whole(described))
-                except (CheckpointError, OSError) as error:  # the others are waiting for this tensor
-                    problems.append(error)
-            dist.broadcast(
-                data.flatten().view(torch.uint8), 0, group=share.group if data.device.type == "cpu" else None
-            )
+                except (CheckpointError, OSError) as error:  # the others wait for this tensor
+                    problem = error
+            group = share.group if data.device.type == "cpu" else None
+            dist.broadcast(data.flatten().view(torch.uint8), 0, group=group)
             target.data.copy_(data)
     with ds.together(share):
-        if problems:
-            raise problems[0]
+        if problem:
+            raise problem
 
 
 # -----------------------------------------------------------------------------
@@ -327,7 +322,7 @@ def load_checkpoint(
         else:
             with ds.together(share):
                 check_files(engine, folder, how)
-            with replaced(engine, load_universal_checkpoint=lambda: how == "universal"):
+            with mock.patch.multiple(engine, load_universal_checkpoint=lambda: how == "universal"):
                 result = deepspeed_load(engine, load_dir, folder.name, **own, custom_load_fn=custom_load_fn)
         if how == "universal":
             mend(engine, folder)
@@ -417,13 +412,13 @@ def reshard(engine, checkpoint, folder, own, share):
         )
         return True
 
-    with replaced(
+    with mock.patch.multiple(
         engine,
         checkpoint_engine=types.SimpleNamespace(load=lambda *_, **__: model),
         _get_all_ckpt_names=lambda *_: [str(folder)],
         _load_zero_checkpoint=restore,
         load_universal_checkpoint=lambda: False,
-    ), replaced(engine.optimizer, _restore_from_bit16_weights=restore):  # fmt: skip
+    ), mock.patch.multiple(engine.optimizer, _restore_from_bit16_weights=restore):  # fmt: skip
         options = own | {"load_module_strict": False, "load_optimizer_states": True}
         _, client_state = deepspeed_load(engine, str(folder.parent), folder.name, **options)
     if engine.zero_optimization_stage() < 3:
@@ -481,7 +476,8 @@ def conversation():
 
     share.group = group
     try:
-        yield share
+        with torch_files.patch("load.mmap", False):  # what is shared cannot be mapped
+            yield share
     finally:
         dist.destroy_process_group(group)
 
@@ -492,17 +488,30 @@ def from_rank_0(value, share):
     return values[0]
 
 
+def untried():
+    return deepspeed.__version__.split("+")[0] not in TRIED
+
+
 def describe(folder, checkpoint, share):
     """The Checkpoint, on all ranks. checkpoint: what rank 0 knows already, or None."""
-    if deepspeed.__version__.split("+")[0] not in TRIED and not os.environ.get("UNIVERSAL_UNTRIED"):
+    if untried() and not os.environ.get("UNIVERSAL_UNTRIED"):
         raise CheckpointError(
-            f"universal.py reads the inner layout of DeepSpeed and knows that of {', '.join(TRIED)}, not of "
-            f"{deepspeed.__version__}; with UNIVERSAL_UNTRIED=1 in the environment it tries, and checks what it can"
+            f"universal.py was tried with DeepSpeed {', '.join(TRIED)}, not with {deepspeed.__version__}: with "
+            "UNIVERSAL_UNTRIED=1 in the environment it compares the layout with the weights, and goes on if it is right"
         )
     with ds.together(share):
         if dist.get_rank() == 0:
             checkpoint = checkpoint or Checkpoint(folder)
     return from_rank_0(checkpoint, share)
+
+
+def some(names):
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more} {'are' if names[1:] else 'is'}"
+
+
+def shape_of(parameter):
+    return getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves nothing in the parameter itself
 
 
 def say(message):
@@ -544,19 +553,3 @@ def check_files(engine, folder, how):
             raise CheckpointError(f"{path} is missing or damaged: {error}") from None
         if damaged:
             raise CheckpointError(f"{path} is damaged: {damaged} does not match the checksum saved with it")
-
-
-@contextlib.contextmanager
-def replaced(thing, **attributes):
-    """The thing with other attributes for a while, which it must have had: another version may rename them."""
-    own = {name: vars(thing)[name] for name in attributes if name in vars(thing)}
-    for name in attributes:
-        if not hasattr(thing, name):
-            raise CheckpointError(f"DeepSpeed {deepspeed.__version__} has no {type(thing).__name__}.{name}")
-    vars(thing).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del vars(thing)[name]
-        vars(thing).update(own)

@@ -25,7 +25,7 @@ def load(path):
 
 def runs_of(stage):
     """{name: job}: every optimizer, bf16, and groups that differ, at ZeRO-3 cut into sub-groups too."""
-    runs = {name: {"optimizer": name} for name in STATES}
+    runs = {name: {"optimizer": name} for name in STATES if name not in ("Muon", "CPUAdam", "FusedAdam")}
     runs["bf16"] = {"optimizer": "AdamW", "dtype": "bf16"}
     zero = {"sub_group_size": 20} if stage == 3 else {}
     for name in ("AdamW", "momentum", "Lion"):
