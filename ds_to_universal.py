@@ -306,7 +306,7 @@ class Archive:
 
     def __init__(self, path):
         self.path, self.file, self.entries, self.records, self.at = path, open_shard(path), {}, {}, 0
-        size = os.fstat(self.file.fileno()).st_size
+        self.stem, size = Path(path).stem, os.fstat(self.file.fileno()).st_size
         self.expect(size >= 22)
         tail, ends = self.get(max(0, size - 98), min(size, 98)), 22
         nbytes, start = struct.unpack("<II", tail[-10:-2])
@@ -345,7 +345,7 @@ class Archive:
             size, stored, offset = (far.pop(0) if n == 0xFFFFFFFF and far else n for n in (size, stored, offset))
             self.expect(size == stored)
             prefix, _, key = self.directory[begin - name_size : begin].decode().partition("/")
-            if prefix not in (Path(self.path).stem, "archive"):  # torch.save writes the file's name into the archive
+            if prefix not in (self.stem, "archive"):  # torch.save writes the file's name into the archive
                 raise CheckpointError(f"it was written as {prefix}.pt, and renamed")
             self.entries[key] = offset, size, crc
         return self.entries[name]
@@ -410,9 +410,16 @@ def most_files():
     return max(soft, wanted) // 2
 
 
+class Shard(io.FileIO):
+    """A file that is closed when nobody uses it any more; its place in a cache may go before that."""
+
+    def __del__(self):
+        self.close()
+
+
 def open_shard(path):
     try:  # without O_NONBLOCK it would wait for the writer of a FIFO
-        file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+        file = Shard(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except IsADirectoryError:
@@ -858,7 +865,10 @@ def merge(shards, layouts, every, parameters):
             for key, (kind, records, begins) in flats.items():
                 width, begin = ELEMENT_SIZE[kind], begins[first:last]
                 if (width, begin) not in starts:
-                    places = array("Q", (b + at * width for b, at in zip(begin, offsets, strict=True)))
+                    if len(set(begin)) == len(set(offsets)) == 1:
+                        places = array("Q", [begin[0] + offsets[0] * width]) * len(begin)
+                    else:
+                        places = array("Q", (b + at * width for b, at in zip(begin, offsets, strict=True)))
                     nbytes = array("Q", (n * width for n in numels))
                     starts[width, begin] = places, sizes.setdefault((width, nbytes.tobytes()), nbytes)
                 held = records if len(numels) == len(records) else records[first:last]
@@ -1338,7 +1348,7 @@ def write(path, content):
     ahead, at = b"", 0  # not yet written, and where it begins: a header is known after its record only
     with open(path, "xb", buffering=0) as file:
         for name, data in records:
-            name = os.fsencode(Path(path).stem) + f"/{name}".encode()
+            name = os.fsencode(path.stem) + f"/{name}".encode()
             size = len(data) if isinstance(data, bytes) else nbytes_of(data)
             big = size >= ZIP64
             extra = struct.pack("<HHQQ", 1, 16, size, size) if big else b""
@@ -1392,7 +1402,8 @@ def global_state(optimizer, parameters):
 
 def file_name(name):
     """A name from the checkpoint as part of a path, in UTF-8 whatever the locale; it must not lead elsewhere."""
-    if not isinstance(name, str) or "\0" in name or name != os.path.normpath(name) or name.startswith((".", "/")):
+    plain = isinstance(name, str) and name == os.path.normpath(name) and "\0" not in name
+    if not plain or name in (".", "..") or name.startswith(("../", "/")):
         raise CheckpointError(f"{name!r} is the name of a parameter or a state, and cannot be that of a file")
     return os.fsdecode(name.encode())
 
@@ -1609,8 +1620,8 @@ def convert(
                 files = files_of(models, optimizer, parameters)
             if rank == 0:
                 stack.enter_context(unfinished(folder, output))
-                for parent in {(folder / name).parent for name in files}:
-                    parent.mkdir(parents=True, exist_ok=True)
+                for parent in sorted({os.path.dirname(name) for name in files}):
+                    os.makedirs(folder / parent, exist_ok=True)
         sizes = {name: sum(map(nbytes_of, storages)) for name, (_, storages) in files.items()}
         records = records_of(files)
         mine, loads = [], [0] * ranks
@@ -1724,67 +1735,50 @@ def launched(distributed, local_rank):
 
 
 def meet(rank, ranks, output):
-    """share(value) for processes that all see the folder of the output. Rank 0 says there, to this user alone, where it
-    listens and which password it asks for, and hands everything on."""
-    note, deadline = beside(output, "meeting"), time.monotonic() + PATIENCE
-    peers = {}
+    """share(value) for processes that all see the folder of the output. There rank 0 says, to this user alone, where it
+    listens and which password it asks for; it hands everything on."""
+    note, peers, began, told = beside(output, "meeting"), {}, time.monotonic(), False
+    key, where = secrets.token_hex(32).encode(), f"to write {note}"
 
-    def tell(whom, where):
-        print(f"ds_to_universal.py: rank {rank} waits for {whom} {where}", file=sys.stderr, flush=True)
+    def shake_hands(end, key, *steps):
+        end.setblocking(True)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 1 + PATIENCE // 60, 0))  # if silent
+        peer = connection.Connection(os.dup(end.fileno()))
+        for step in steps:
+            step(peer, key)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+        return peer
 
-    def call():
-        """A connection to rank 0, if the note is of this meeting and not a left-over."""
-        with contextlib.suppress(OSError, EOFError, ValueError, connection.AuthenticationError):
-            host, port, key = note.read_bytes().split()
-            joined = connection.Connection(socket.create_connection((host.decode(), int(port)), 10).detach())
-            os.set_blocking(joined.fileno(), True)
-            connection.answer_challenge(joined, key)
-            connection.deliver_challenge(joined, key)
-            joined.send(rank)
-            return joined
-
-    patient = time.monotonic() + 5
-    if rank:
-        while 0 not in peers:
-            if joined := call():
-                peers[0] = joined
-            elif time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"rank {rank} waited {PATIENCE} s for rank 0 to write {note}: is the folder shared?"
-                )
-            elif time.monotonic() > patient:
-                patient = deadline
-                tell("rank 0", f"to write {note}")
-            time.sleep(0 if peers else 0.1)
-    else:
-        key = secrets.token_hex(32).encode()
-        host = os.environ.get("MASTER_ADDR") if "SLURM_PROCID" not in os.environ else None
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with socket.create_server(("", 0)) as server:
+    with contextlib.ExitStack() as stack:
+        if not rank:
+            host = os.environ.get("MASTER_ADDR") if "SLURM_PROCID" not in os.environ else None
+            server = stack.enter_context(socket.create_server(("", 0)))
+            server.settimeout(0.1)
             host, port = host or platform.node(), server.getsockname()[1]
-            draft = Path(f"{note}.{os.getpid()}")
+            where, draft = f"at {host}:{port}", Path(f"{note}.{os.getpid()}")
+            output.parent.mkdir(parents=True, exist_ok=True)
             with open(draft, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 file.write(b"%s %d %s" % (host.encode(), port, key))
-            try:
-                draft.rename(note)
-                while len(peers) < ranks - 1:
-                    missing = ", ".join(str(r) for r in range(1, ranks) if r not in peers)
-                    if time.monotonic() > deadline:
-                        raise CheckpointError(
-                            f"rank 0 waited {PATIENCE} s at {host}:{port} for rank {missing} of {ranks}"
-                        )
-                    if time.monotonic() > patient:
-                        patient = deadline
-                        tell(f"rank {missing} of {ranks}", f"at {host}:{port}")
-                    server.settimeout(1)
-                    with contextlib.suppress(TimeoutError, OSError, EOFError, connection.AuthenticationError):
-                        joined = connection.Connection(server.accept()[0].detach())
-                        os.set_blocking(joined.fileno(), True)
-                        connection.deliver_challenge(joined, key)
-                        connection.answer_challenge(joined, key)
-                        peers[joined.recv()] = joined
-            finally:
-                note.unlink(missing_ok=True)
+            draft.rename(note)
+            stack.callback(note.unlink, missing_ok=True)
+        while missing := sorted({*(range(1) if rank else range(1, ranks))} - peers.keys()):
+            waited, whom = time.monotonic() - began, f"rank {', '.join(map(str, missing))} {where}"
+            if waited > PATIENCE:
+                raise CheckpointError(f"rank {rank} of {ranks} waited {PATIENCE} s for {whom}")
+            if waited > PATIENCE / 60 and not told:
+                told = not print(f"ds_to_universal.py: rank {rank} of {ranks} waits for {whom}", file=sys.stderr)
+            with contextlib.suppress(OSError, EOFError, ValueError, connection.AuthenticationError):
+                if rank:  # the note may be a left-over, and where it points to a stranger
+                    time.sleep(0.1)
+                    host, port, key = note.read_bytes().split()
+                    end = socket.create_connection((host.decode(), int(port)), 10)
+                    peers[0] = shake_hands(end, key, connection.answer_challenge, connection.deliver_challenge)
+                    peers[0].send(rank)
+                else:
+                    end = server.accept()[0]
+                    peer = shake_hands(end, key, connection.deliver_challenge, connection.answer_challenge)
+                    peers[peer.recv()] = peer
 
     def share(value):
         try:
@@ -1854,7 +1848,7 @@ def main():
         code = 130
     if code:
         if rank:  # rank 0 says it, and the launcher must not end it before it has
-            time.sleep(5)
+            time.sleep(min(5, PATIENCE / 60))
         sys.stdout.flush()
         os._exit(code) if rank else sys.exit(code)
     if rank:
