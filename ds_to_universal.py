@@ -31,24 +31,34 @@ import collections
 import contextlib
 import copyreg
 import ctypes
+import errno
 import fcntl
 import functools
 import gc
 import io
 import itertools
 import math
+import operator
 import os
 import pickle
+import pickletools
+import platform
 import re
 import resource
+import secrets
 import shutil
+import socket
+import stat
 import struct
 import sys
 import threading
 import time
-import zipfile
+import types
+import warnings
 import zlib
+from array import array
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import connection
 from pathlib import Path
 
 
@@ -62,23 +72,55 @@ class CheckpointError(Exception):
 # -----------------------------------------------------------------------------
 # what is inside a pickle, without its code
 
-SIZES = {8: "Double Long", 4: "Float Int", 2: "Half BFloat16 Short", 1: "Char Byte Bool Untyped"}
+SIZES = {16: "ComplexDouble", 8: "Double Long ComplexFloat", 4: "Float Int", 2: "Half BFloat16 Short"}
+SIZES |= {1: "Char Byte Bool Untyped"}
 ELEMENT_SIZE = {f"{kind}Storage": size for size, kinds in SIZES.items() for kind in kinds.split()}
-DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool".split()
-KNOWN = {f"torch.{name}" for name in (*ELEMENT_SIZE, *DTYPES, "device")} | {
-    "torch.Tensor",
-    "torch.nn.parameter.Parameter",
-    "torch.storage.UntypedStorage",
-    "torch._utils._rebuild_tensor_v2",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+HARMLESS = {  # what DeepSpeed writes, and what people keep in a client state; loading it runs no code of a stranger
+    "torch": " ".join(ELEMENT_SIZE) + " device Tensor float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 "
+    "uint16 uint32 uint64 bool complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz "
+    "float8_e5m2fnuz float8_e8m0fnu",
+    "torch._utils": "_rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_sparse_tensor",
+    "torch.nn.parameter": "Parameter",
+    "torch.serialization": "_get_layout",
+    "torch.storage": "UntypedStorage",
+    "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
+    "deepspeed.runtime.zero.config": "ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment": "fragment_address",
+    "deepspeed.checkpoint.universal_checkpoint": "SubparamShape",
+    "megatron.core.enums": "ModelType",
+    "megatron.model.enums": "ModelType",
+    "numpy": "dtype ndarray",
+    "numpy._core.multiarray": "scalar _reconstruct",
+    "numpy.core.multiarray": "scalar _reconstruct",
+    "numpy.random._pickle": "__randomstate_ctor __generator_ctor __bit_generator_ctor",
+    "numpy.random._mt19937": "MT19937",
+    "numpy.random._pcg64": "PCG64",
+    "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
+    "argparse": "Namespace",
+    "types": "SimpleNamespace",
+    "pathlib": "Path PosixPath PurePath PurePosixPath",
+    "pathlib._local": "Path PosixPath PurePath PurePosixPath",
+    "collections": "defaultdict Counter deque",
+    "datetime": "date time datetime timedelta timezone",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "uuid": "UUID",
+    "_codecs": "encode",
+    **dict.fromkeys(
+        ("builtins", "__builtin__"), "set frozenset bytes bytearray range xrange complex slice int float list dict"
+    ),
 }
+KNOWN = {f"{module}.{name}" for module, names in HARMLESS.items() for name in names.split()}
 
 
-class Opaque:
+class Fixed(type):
+    """Of a class that files share: the BUILD of a pickle sets attributes of whatever it is told to."""
+
+    def __setattr__(cls, name, value):
+        raise TypeError(f"{name} of {cls.__name__} cannot be set")
+
+
+class Opaque(metaclass=Fixed):
     """An instance of a class of which we know the name only. Pickles back as it came."""
 
     def __new__(cls, *args):
@@ -104,39 +146,89 @@ class Opaque:
 
 
 @functools.cache
-def opaque(path):
-    module, name = path.rsplit(".", 1)
-    return type(name, (Opaque,), {"__module__": module})
+def opaque(module, name):
+    return Fixed(name, (Opaque,), {"__module__": module, "__qualname__": name})
 
 
-class Size(tuple):
+def is_opaque(cls):
+    return isinstance(cls, Fixed) and issubclass(cls, Opaque) and cls is not Opaque
+
+
+# Python's own pickle, too, takes a description from one process to another.
+copyreg.pickle(Fixed, lambda cls: (opaque, (cls.__module__, cls.__qualname__)) if is_opaque(cls) else cls.__qualname__)
+
+
+class Size(tuple, metaclass=Fixed):
     """torch.Size"""
 
 
 class Record:
-    """The bytes of one tensor storage in one archive; `seen` collects (start, length, CRC-32) of what was read."""
+    """The bytes of one tensor storage in one archive. `seen` collects what was read of it: start, length and CRC-32,
+    one after the other."""
+
+    __slots__ = ("path", "offset", "nbytes", "crc", "seen")
 
     def __init__(self, path, offset, nbytes, crc):
-        self.path, self.offset, self.nbytes, self.crc, self.seen = path, offset, nbytes, crc, []
+        self.path, self.offset, self.nbytes, self.crc, self.seen = path, offset, nbytes, crc, array("Q")
+
+    def __reduce__(self):
+        return Record, (self.path, self.offset, self.nbytes, self.crc)
 
 
-# A storage is a list of byte ranges: pieces of (record, start, length), the record also plain bytes.
+# A storage is made of byte ranges: pieces of (record, start, length), the record also plain bytes.
 Storage = collections.namedtuple("Storage", "kind pieces")
 Tensor = collections.namedtuple("Tensor", "storage offset size stride requires_grad")
 
 
-def rebuild_tensor(storage, offset, size, stride, requires_grad, hooks, metadata=None):
-    return Tensor(storage, offset, size, stride, requires_grad)
+class RebuildTensor(metaclass=Fixed):
+    def __new__(cls, storage, offset, size, stride, requires_grad, hooks, metadata=None):
+        return Tensor(storage, offset, size, stride, requires_grad)
+
+
+class RebuildParameter(metaclass=Fixed):
+    def __new__(cls, data, *rest):
+        return data
+
+
+class RebuildSubclass(metaclass=Fixed):
+    """A tensor with attributes of its own, which nobody needs."""
+
+    def __new__(cls, rebuild, kind, arguments, state):
+        return rebuild(*arguments)
+
+
+class Attribute(metaclass=Fixed):
+    """getattr: how a pickle names a class inside another one."""
+
+    def __new__(cls, parent, name):
+        if is_opaque(parent):
+            return opaque(parent.__module__, f"{parent.__qualname__}.{name}")
+        return opaque("__builtin__", "getattr")(parent, name)
+
+
+BUILT = {
+    "collections.OrderedDict": collections.OrderedDict,
+    "torch.Size": Size,
+    "torch._utils._rebuild_tensor_v2": RebuildTensor,
+    "torch._utils._rebuild_parameter": RebuildParameter,
+    "torch._utils._rebuild_parameter_with_state": RebuildParameter,
+    "torch._tensor._rebuild_from_type_v2": RebuildSubclass,
+}
 
 
 def cut(tensor, start=0, numel=None):
     """The pieces of elements start .. start + numel of a contiguous tensor that came from one record."""
-    numel = math.prod(tensor.size) if numel is None else numel
+    total, follow = math.prod(tensor.size), 1
+    numel = total if numel is None else numel
     width = ELEMENT_SIZE[tensor.storage.kind]
     ((record, base, available),) = tensor.storage.pieces
     begin, nbytes = (tensor.offset + start) * width, numel * width
-    if start < 0 or numel < 0 or start + numel > math.prod(tensor.size) or begin + nbytes > available:
+    if min(tensor.offset, start, numel, *tensor.size) < 0 or start + numel > total or begin + nbytes > available:
         raise CheckpointError(f"{record.path} holds fewer elements than its description says")
+    for n, stride in zip(reversed(tensor.size), reversed(tensor.stride), strict=True):
+        if stride != follow and n != 1 and total:
+            raise CheckpointError(f"{record.path} has gaps between the elements of a tensor that must have none")
+        follow *= n
     return [(record, base + begin, nbytes)]
 
 
@@ -147,10 +239,12 @@ def whole(kind, pieces, shape):
 
 
 def compact(tensor):
-    """The tensor with its own elements alone: what stands behind a view does not follow into the new file."""
-    if tensor.stride != whole("", [], tensor.size).stride:
+    """The tensor with the part of its storage that it spans: what stands behind a view does not follow it."""
+    if not isinstance(tensor, Tensor):
         return tensor
-    return whole(tensor.storage.kind, cut(tensor), tensor.size)
+    last = sum((n - 1) * stride for n, stride in zip(tensor.size, tensor.stride, strict=True))
+    span = tensor._replace(size=(last + 1 if all(tensor.size) else 0,), stride=(1,))
+    return tensor._replace(storage=Storage(tensor.storage.kind, cut(span)), offset=0)
 
 
 def in_memory(tensor):
@@ -158,67 +252,147 @@ def in_memory(tensor):
     ((record, start, nbytes),) = cut(tensor, 0, 1)
     data = bytes(read_range(record, start, nbytes))
     if not record.seen:
-        record.seen.append((start, nbytes, zlib.crc32(data)))
+        record.seen.extend((start, nbytes, zlib.crc32(data)))
         check_record(record)
     return whole(tensor.storage.kind, [(data, 0, nbytes)], tensor.size)
 
 
 class Unpickler(pickle.Unpickler):
-    def __init__(self, data, records, trust):
+    def __init__(self, data, record, trust):
         super().__init__(io.BytesIO(data))
-        self.records, self.trust = records, trust
+        self.record, self.trust, self.unknown = record, trust, []
 
     def find_class(self, module, name):
         path = f"{module}.{name}"
-        if path == "collections.OrderedDict":
-            return collections.OrderedDict
-        if path == "torch.Size":
-            return Size
-        if path == "torch._utils._rebuild_tensor_v2":
-            return rebuild_tensor
-        if path in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"):
-            return lambda data, *rest: data
-        if path == "torch._tensor._rebuild_from_type_v2":  # a tensor with attributes of its own, which nobody needs
-            return lambda rebuild, kind, arguments, state: rebuild(*arguments)
-        if path in KNOWN or self.trust:
-            return opaque(path)
-        raise CheckpointError(f"it refers to {path}, which no ZeRO checkpoint needs; --trust takes it over, unexecuted")
+        if path in BUILT:
+            return BUILT[path]
+        if path not in KNOWN and path not in self.unknown:
+            self.unknown.append(path)
+        return Attribute if path in ("__builtin__.getattr", "builtins.getattr") else opaque(module, name)
 
     def persistent_load(self, pid):
         _, storage_class, key, _, numel = pid
-        record = self.records[key]
+        record = self.record(f"data/{key}")
         if record.nbytes != numel * ELEMENT_SIZE[storage_class.__name__]:
             raise CheckpointError(f"record {key} has {record.nbytes} bytes, which is not {numel} elements")
         return Storage(storage_class.__name__, [(record, 0, record.nbytes)])
 
+    def content(self):
+        try:
+            content, problem = self.load(), None
+        except Exception as error:  # perhaps because of what is not known
+            content, problem = None, error
+        if self.unknown and not self.trust:
+            raise CheckpointError(
+                f"it refers to {', '.join(self.unknown)}, which no ZeRO checkpoint needs; --trust takes them over: "
+                "they are not executed here, but will be when the result is loaded"
+            )
+        if problem:
+            raise problem
+        return content
+
+
+@functools.lru_cache(2)  # shards are alike
+def check_memo(data):
+    """A pickle may number what it remembers as it likes, and Python makes room up to the largest number."""
+    for code, number, _ in pickletools.genops(data):
+        if code.name in ("PUT", "LONG_BINPUT") and number > len(data):
+            raise ValueError(f"a pickle of {len(data)} bytes that wants to remember {number} objects")
+
+
+class Archive:
+    """A .pt file: a zip archive of one pickle and one stored record per tensor. Its directory is read as far as it is
+    asked for."""
+
+    def __init__(self, path):
+        self.path, self.file, self.entries, self.records, self.at = path, open_shard(path), {}, {}, 0
+        self.stem, size = Path(path).stem, os.fstat(self.file.fileno()).st_size
+        self.expect(size >= 22)
+        tail, ends = self.get(max(0, size - 98), min(size, 98)), 22
+        nbytes, start = struct.unpack("<II", tail[-10:-2])
+        if tail[-42:-38] == b"PK\6\7" and tail[:4] == b"PK\6\6":
+            (nbytes, start), ends = struct.unpack("<QQ", tail[40:56]), 98
+        self.expect(tail[-22:-18] == b"PK\5\6" and start + nbytes == size - ends)
+        self.directory = self.get(start, nbytes)
+
+    def expect(self, condition):
+        if not condition:
+            raise CheckpointError(f"{self.path} is truncated or damaged")
+
+    def get(self, start, nbytes):
+        """Bytes of the file, all of them."""
+        data = os.pread(self.file.fileno(), nbytes, start)
+        while 0 < len(data) < nbytes and (more := os.pread(self.file.fileno(), nbytes - len(data), start + len(data))):
+            data += more
+        self.expect(len(data) == nbytes)
+        return data
+
+    def find(self, name):
+        """(start of its header, size, CRC-32) of a record."""
+        while name not in self.entries:
+            self.expect(self.at < len(self.directory))
+            fields = struct.unpack_from("<4s6xH4xIIIHHH8xI", self.directory, self.at)
+            mark, packed, crc, stored, size, name_size, extra_size, note, offset = fields
+            begin = self.at + 46 + name_size
+            self.at = begin + extra_size + note
+            self.expect(mark == b"PK\1\2" and not packed and self.at <= len(self.directory))
+            far, at = [], begin
+            while at + 4 <= begin + extra_size:  # sizes and offsets that 32 bits cannot hold
+                kind, length = struct.unpack_from("<HH", self.directory, at)
+                if kind == 1:
+                    far = list(struct.unpack_from(f"<{length // 8}Q", self.directory, at + 4))
+                at += 4 + length
+            size, stored, offset = (far.pop(0) if n == 0xFFFFFFFF and far else n for n in (size, stored, offset))
+            self.expect(size == stored)
+            prefix, _, key = self.directory[begin - name_size : begin].decode().partition("/")
+            if prefix not in (self.stem, "archive"):  # torch.save writes the file's name into the archive
+                raise CheckpointError(f"it was written as {prefix}.pt, and renamed")
+            self.entries[key] = offset, size, crc
+        return self.entries[name]
+
+    def record(self, name):
+        if name not in self.records:
+            offset, size, crc = self.find(name)
+            mark, packed, name_size, extra_size = struct.unpack("<4s4xH16xHH", self.get(offset, 30))
+            self.expect(mark == b"PK\3\4" and not packed)
+            self.records[name] = Record(self.path, offset + 30 + name_size + extra_size, size, crc)
+        return self.records[name]
+
+    def pickle(self):
+        record = self.record("data.pkl")
+        data = self.get(record.offset, record.nbytes)
+        self.expect(zlib.crc32(data) == record.crc)
+        return data
+
+    def content(self, trust):
+        data = self.pickle()
+        if b"/byteorder" in self.directory:
+            record = self.record("byteorder")
+            if self.get(record.offset, record.nbytes) != b"little":
+                raise CheckpointError("it was written on a big-endian machine")
+        check_memo(data)
+        return Unpickler(data, self.record, trust).content()
+
+
+@contextlib.contextmanager
+def reading(path):
+    """What is wrong with a file is said in one line with its name; what is wrong with the system is no damage."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}" if str(path) not in str(error) else error) from None
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged archive or pickle can fail in any way
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
 
 def load(path, trust=False):
     """The content of a .pt file, its tensors as byte ranges. Raises CheckpointError, naming the file."""
-    try:
-        with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
-            names = {info.filename.split("/", 1)[1]: info for info in archive.infolist()}
-            prefix = archive.infolist()[0].filename.split("/")[0]
-            if prefix not in (Path(path).stem, "archive"):  # torch.save writes the file's name into the archive
-                raise CheckpointError(f"it was written as {prefix}.pt, and renamed")
-            records = {}
-            for name, info in names.items():
-                file.seek(info.header_offset)
-                header = struct.unpack("<4s22xHH", file.read(30))
-                if header[0] != b"PK\3\4" or info.compress_type or not name:
-                    raise CheckpointError(f"record {name} is damaged")
-                offset = info.header_offset + 30 + header[1] + header[2]
-                records[name.removeprefix("data/")] = Record(path, offset, info.file_size, info.CRC)
-            if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
-                raise CheckpointError("it was written on a big-endian machine")
-            return Unpickler(archive.read(names["data.pkl"]), records, trust).load()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    except zipfile.BadZipFile as error:
-        raise CheckpointError(f"{path} is truncated or damaged: {error}") from None
-    except Exception as error:  # a damaged archive or pickle can fail in any way
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}".split("\n")[0]) from error
+    with reading(path):
+        return Archive(path).content(trust)
 
 
 # -----------------------------------------------------------------------------
@@ -227,9 +401,39 @@ def load(path, trust=False):
 CHUNK = 1 << 20
 
 
-@functools.lru_cache(256)
+def most_files():
+    """How many shards are kept open: half of what the system lets a process open, after asking for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 14 if hard == resource.RLIM_INFINITY else min(hard, 1 << 14)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(soft, wanted) // 2
+
+
+class Shard(io.FileIO):
+    """A file that is closed when nobody uses it any more; its place in a cache may go before that."""
+
+    def __del__(self):
+        self.close()
+
+
+def open_shard(path):
+    try:  # without O_NONBLOCK it would wait for the writer of a FIFO
+        file = Shard(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except IsADirectoryError:
+        raise CheckpointError(f"{path} is not a file") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        raise CheckpointError(f"{path} is not a file")
+    return file
+
+
+@functools.lru_cache(None)
 def opened(path):
-    return open(path, "rb", buffering=0)
+    if opened.cache_info().currsize >= most_files():
+        opened.cache_clear()
+    return open_shard(path)
 
 
 def read_into(buffer, record, start):
@@ -238,7 +442,8 @@ def read_into(buffer, record, start):
         buffer[:] = record[start : start + len(buffer)]
         return len(buffer)
     file = opened(record.path)  # held while it is read: the cache may let go of it in another thread
-    got = os.preadv(file.fileno(), [buffer], record.offset + start)
+    with named(file):
+        got = os.preadv(file.fileno(), [buffer], record.offset + start)
     if not got:
         raise CheckpointError(f"{record.path} became shorter while it was read")
     return got
@@ -257,29 +462,83 @@ def joined(pieces):
 
 
 def same(a, b):
-    """Whether two lists of pieces hold the same bytes."""
-    size, other = (sum(nbytes for _, _, nbytes in pieces) for pieces in (a, b))
-    a, b = Ranges(a), Ranges(b)
-    spans = ((at, min(CHUNK, size - at)) for at in range(0, size, CHUNK))
-    return size == other and all(joined(a.cut(*span)) == joined(b.cut(*span)) for span in spans)
+    """Whether two sequences of pieces hold the same bytes."""
+    a, b = (pieces if isinstance(pieces, Ranges) else Ranges(pieces) for pieces in (a, b))
+    spans = ((at, min(CHUNK, a.nbytes - at)) for at in range(0, a.nbytes, CHUNK))
+    return a.nbytes == b.nbytes and all(joined(a.cut(*span)) == joined(b.cut(*span)) for span in spans)
 
 
 class Ranges:
-    """Sub-ranges of a long list of pieces, found by bisection."""
+    """A long sequence of pieces, as arrays: 8 to 24 bytes a piece, whatever is shared. Parts are found by bisection."""
 
-    def __init__(self, pieces):
-        self.pieces = pieces
-        self.ends = list(itertools.accumulate(nbytes for _, _, nbytes in pieces))
+    def __init__(self, pieces=(), *, records=None, starts=None, sizes=None):
+        if type(pieces) is Ranges:
+            self.__dict__ |= pieces.__dict__
+            return
+        if records is None:
+            columns = list(zip(*pieces, strict=True)) or ((), (), ())
+            records, starts, sizes = list(columns[0]), array("Q", columns[1]), array("Q", columns[2])
+        self.records, self.starts, self.sizes, self.nbytes = records, starts, sizes, sum(sizes)
+
+    def __getstate__(self):
+        return {key: value for key, value in self.__dict__.items() if key != "ends"}
+
+    def __iter__(self):
+        return (piece for piece in zip(self.records, self.starts, self.sizes, strict=True) if piece[2])
+
+    @functools.cached_property
+    def ends(self):
+        return array("Q", itertools.accumulate(self.sizes))
 
     def cut(self, start, nbytes):
-        taken, i = [], bisect.bisect_right(self.ends, start)
+        """The pieces of some of the bytes."""
+        if not start and nbytes == self.nbytes:
+            yield from self
+            return
+        i = bisect.bisect_right(self.ends, start)
         while nbytes:
-            record, first, size = self.pieces[i]
+            size = self.sizes[i]
             skip = start - (self.ends[i] - size)
             part = min(size - skip, nbytes)
-            taken.append((record, first + skip, part))
+            if part:
+                yield self.records[i], self.starts[i] + skip, part
             start, nbytes, i = start + part, nbytes - part, i + 1
-        return taken
+
+
+class Strided(Ranges):
+    """Pieces in stripes, kept as the steps between them. A section is (count, [(ranges, start, step, nbytes), ...]):
+    its segments one after the other, and that `count` times, each time a step further on in each of the ranges."""
+
+    def __init__(self, sections):
+        self.sections = sections
+        self.widths = [sum(segment[3] for segment in segments) for _, segments in sections]
+        sizes = (count * width for (count, _), width in zip(sections, self.widths, strict=True))
+        self.ends = array("Q", itertools.accumulate(sizes))
+        self.nbytes = self.ends[-1] if self.ends else 0
+
+    def __getstate__(self):
+        return self.__dict__
+
+    def __iter__(self):
+        return self.cut(0, self.nbytes)
+
+    def cut(self, start, nbytes):
+        at = bisect.bisect_right(self.ends, start)
+        while nbytes:
+            (count, segments), width = self.sections[at], self.widths[at]
+            row, skip = divmod(start - (self.ends[at] - count * width), width)
+            for i in range(row, count):
+                for ranges, first, step, size in segments:
+                    if skip >= size:
+                        skip -= size
+                        continue
+                    part = min(size - skip, nbytes)
+                    if part:
+                        yield from ranges.cut(first + i * step + skip, part)
+                    start, nbytes, skip = start + part, nbytes - part, 0
+                if not nbytes:
+                    return
+            at += 1
 
 
 def crc_multiply(a, b):
@@ -326,10 +585,10 @@ def checksum(record, start, nbytes, crc=0):
 
 def check_record(record):
     """The record is what its archive's CRC-32 says. What no file took of it, padding, is read here."""
-    at, crc = 0, 0
-    for start, nbytes, piece in [*sorted(set(record.seen)), (record.nbytes, 0, 0)]:
+    at, crc, seen = 0, 0, set(zip(*[iter(record.seen)] * 3, strict=True))
+    for start, nbytes, piece in [*sorted(seen), (record.nbytes, 0, 0)]:
         if start < at:  # views that share elements: their sums do not add up to the record's
-            if any(checksum(record, first, n) != again for first, n, again in record.seen):
+            if any(checksum(record, first, n) != again for first, n, again in seen):
                 raise CheckpointError(f"{record.path} is damaged, or was read wrong: a tensor is not the same twice")
             crc = checksum(record, 0, record.nbytes)
             break
@@ -364,52 +623,47 @@ def find_shards(folder):
     return shards
 
 
-def fragments(rank, ranks, optimizer, shapes, round_robin):
-    """Yields (group, name, start in the parameter, start in the slice, numel) for all pieces of parameters in a shard.
-
-    ZeRO-1/2: a group's parameters are laid end to end and cut into one slice per rank. The shard says so, too, but with
-    round_robin_gradients it is wrong.
-    ZeRO-3: every parameter is cut by itself, ceil(numel / ranks) elements per rank.
-    """
-    for group, names in enumerate(shapes):
-        at = 0
-        if "fp32_flat_groups" in optimizer:
-            for name, shape in names.items():
-                share = math.ceil(math.prod(shape) / ranks)
-                yield group, name, rank * share, at, max(0, min(share, math.prod(shape) - rank * share))
-                at += share
-            if at != optimizer["fp32_flat_groups"][group].size[0]:
-                raise ValueError(f"group {group} is not cut for {ranks} ranks")
-            continue
-        size = optimizer["single_partition_of_fp32_groups"][group].size[0]
-        if "zero_stage" in optimizer:  # BF16_Optimizer saves the padding, too
-            size += optimizer["group_paddings"][group]
-        alignment = (optimizer.get("param_alignment_paddings") or {group: None})[group] or [0] * len(names)
-        begin, said = rank * size, dict(optimizer["param_slice_mappings"][group])
-        for (name, shape), padding in zip(names.items(), alignment, strict=True):
-            end = at + math.prod(shape)
-            first, last = max(at, begin), min(end, begin + size)
-            if first < last:
-                if not round_robin and said.pop(name).state != {"start": first - begin, "numel": last - first}:
-                    raise ValueError(f"{name} is not where param_slice_mappings says")
-                yield group, name, first - at, first - begin, last - first
-            at = end + padding
-        if said and not round_robin:
-            raise ValueError(f"param_slice_mappings has more parameters: {', '.join(said)}")
+CHECKS = {  # what `strict` can be without, one by one
+    "steps": ("--any_step", "goes on, if the optimizer was started anew in mid-run"),
+    "states": ("--drop_states", "leaves them out"),
+    "patterns": ("--unused_patterns", "goes on without them"),
+}
 
 
-def flat_states(optimizer, group):
-    """({state: flat tensor}, step or None) of a parameter group, or ZeRO-3 sub-group, of one shard.
+def complain(check, strict, problem):
+    """An error where this check is wanted, a warning where it is not. strict: the names of the wanted ones, or True."""
+    flag, effect = CHECKS[check]
+    if strict is True or strict and check in strict:
+        raise CheckpointError(f"{problem} ({flag} {effect}; --no_strict permits that and more)")
+    warnings.warn(f"{problem}: {flag} {effect}", stacklevel=3)
 
-    A state of the optimizer belongs to every element if it is at least as long as the fp32 slice; torch keeps padding.
-    """
-    stage3 = "fp32_flat_groups" in optimizer
-    fp32 = optimizer["fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"][group]
-    base = optimizer["optimizer_state_dict" if stage3 else "base_optimizer_state"]["state"].get(group, {})
-    states = {"fp32": fp32}
-    states |= {key: t for key, t in base.items() if isinstance(t, Tensor) and t.size and t.size >= fp32.size}
-    step = base.get("step")
-    return states, in_memory(step) if isinstance(step, Tensor) else step
+
+def flat_states(optimizer, group, size):
+    """({state: flat tensor}, step or None, names without a place) of a parameter group, or ZeRO-3 sub-group, of one
+    shard. A state of the optimizer that belongs to every element is as long as the fp32 slice; torch keeps padding."""
+    fp32 = flat_groups(optimizer)[group]
+    base = base_optimizer(optimizer)["state"].get(group, {})
+    states, lost, step = {"fp32": fp32}, [], None
+    for key, value in base.items():
+        if key == "step" and (not isinstance(value, Tensor) or math.prod(value.size) == 1):
+            step = in_memory(value) if isinstance(value, Tensor) else value
+        elif key not in ("fp32", "step") and isinstance(value, Tensor) and len(value.size) == 1 and (
+            fp32.size[0] <= value.size[0] <= size
+        ):  # fmt: skip
+            states[key] = value
+        elif value is not None:
+            lost.append(key)
+    return states, step, lost
+
+
+def flat_groups(optimizer):
+    """The fp32 slices, in a shard of any stage."""
+    return optimizer["fp32_flat_groups" if "fp32_flat_groups" in optimizer else "single_partition_of_fp32_groups"]
+
+
+def base_optimizer(optimizer):
+    """The state of PyTorch's optimizer, in a shard of any stage."""
+    return optimizer["optimizer_state_dict" if "fp32_flat_groups" in optimizer else "base_optimizer_state"]
 
 
 def number(step):
@@ -425,126 +679,243 @@ def blame(path):
     """Whatever a file lacks that it should hold is said in one line with its name."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (CheckpointError, OSError, MemoryError):
+        raise
+    except Exception as error:
         raise CheckpointError(
             f"{path} does not hold what a ZeRO checkpoint does: {type(error).__name__}: {error}"
         ) from error
 
 
-def read_data_parallel(folder, mp_rank, shards, pool, trust, strict):
+def slice_size(optimizer, group):
+    """How many elements of a group are in the slice of one rank, at ZeRO-1/2, padding included."""
+    size = optimizer["single_partition_of_fp32_groups"][group].size[0]
+    return size + (optimizer["group_paddings"][group] if "zero_stage" in optimizer else 0)  # BF16_Optimizer saves it
+
+
+class Layout:
+    """Where the parameters of a group lie in the slices of its ranks.
+
+    ZeRO-1/2: a group's parameters are laid end to end and cut into one slice per rank. The shard says so, too, but with
+    round_robin_gradients it is wrong. ZeRO-3: every parameter is cut by itself, ceil(numel / ranks) elements per rank.
+    """
+
+    def __init__(self, optimizer, group, shapes, ranks):
+        self.ranks, self.stage3, at = ranks, "fp32_flat_groups" in optimizer, 0
+        alignment = (optimizer.get("param_alignment_paddings") or {group: None})[group] or [0] * len(shapes)
+        self.places = {}  # name: (where it begins, its elements), at ZeRO-3 (where in every slice, its elements)
+        for (name, shape), padding in zip(shapes.items(), alignment, strict=True):
+            numel = math.prod(shape)
+            self.places[name] = at, numel
+            at += math.ceil(numel / ranks) if self.stage3 else numel + padding
+        self.end, self.size = at, at if self.stage3 else slice_size(optimizer, group)
+
+    def fragment(self, name):
+        """(first rank, starts in the slices of it and the next ranks, elements there)."""
+        at, numel = self.places[name]
+        if self.stage3:
+            share = math.ceil(numel / self.ranks)
+            full, rest = divmod(numel, share) if numel else (0, 0)
+            sizes = array("Q", [share]) * full + array("Q", [rest, *[0] * self.ranks])[: self.ranks - full]
+            return 0, array("Q", [at]) * self.ranks, sizes
+        ranks = range(at // self.size, math.ceil((at + numel) / self.size)) if numel else range(0)
+        cuts = [max(at, rank * self.size) for rank in ranks] + [at + numel]
+        starts = array("Q", (start - rank * self.size for start, rank in zip(cuts, ranks, strict=False)))
+        return ranks.start, starts, array("Q", (b - a for a, b in itertools.pairwise(cuts)))
+
+    def check(self, rank, optimizer, group, states, round_robin):
+        """The shard of this rank is cut like this, and its states hold the elements."""
+        fp32 = states["fp32"]
+        if self.stage3 and fp32.size[0] != self.end:
+            raise ValueError(f"group {group} is not cut for {self.ranks} ranks")
+        for flat in states.values():
+            cut(flat, 0, self.end if self.stage3 else max(0, min(self.end - rank * self.size, self.size)))
+        if self.stage3 or round_robin:
+            return
+        if self.end > self.ranks * self.size:
+            raise ValueError(f"group {group} has {self.end} elements, its slices have fewer")
+        said = {name: place.state for name, place in optimizer["param_slice_mappings"][group].items()}
+        begin, wanted = rank * self.size, {}
+        for name, (at, numel) in self.places.items():
+            first, last = max(at, begin), min(at + numel, begin + self.size)
+            if first < last:
+                wanted[name] = {"start": first - begin, "numel": last - first}
+        if said != wanted:
+            name = next(name for name in (*wanted, *said) if said.get(name) != wanted.get(name))
+            raise ValueError(f"{name} is not where param_slice_mappings says")
+
+
+def read_data_parallel(
+    folder, mp_rank, shards, pool, trust, strict, rank=0, ranks=1, share=lambda value: [value]
+):  # fmt: skip
     """The checkpoint of one model-parallel rank, put together over its data-parallel ranks: descriptions in memory,
-    tensors as byte ranges.
+    tensors as byte ranges. Of several processes, rank of ranks, each reads some of the shards.
 
     Returns (model, optimizer, parameters): rank 0's model states, `module` cut down to buffers and whole frozen
     parameters; rank 0's optimizer state; {name: {"shape", "step", "states": {state: (kind, pieces)}}}.
     """
-    low = min(shards)
-    with blame(shards[low]):
-        first = load(shards[low], trust)["optimizer_state_dict"]
-        stage3, count = "fp32_flat_groups" in first, first["partition_count"]
-        ranks = range(count if isinstance(count, int) else max(count)).stop  # a TypeError for what is no number
-    for rank in range(ranks):
-        if rank not in shards:
-            name = shards[low].name.replace(f"_rank_{low}_", f"_rank_{rank}_", 1)
+    with together(share):
+        low = min(shards)
+        with blame(shards[low]):
+            first = load(shards[low], trust)["optimizer_state_dict"]
+            stage3, count = "fp32_flat_groups" in first, first["partition_count"]
+            count = range(count if isinstance(count, int) else max(count)).stop  # a TypeError for what is no number
+        for missing in (r for r in range(count) if r not in shards):
+            name = shards[low].name.replace(f"_rank_{low}_", f"_rank_{missing}_", 1)
             raise CheckpointError(f"{folder / name} is missing")
-    if max(shards) >= ranks:
-        raise CheckpointError(f"{shards[max(shards)]} is one too many: {shards[low].name} says {ranks} ranks")
-    paths = [folder / f"mp_rank_{mp_rank:02d}_model_states.pt"]
-    if stage3:
-        paths = [folder / f"zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_model_states.pt" for rank in range(ranks)]
-    optimizers = list(pool.map(lambda rank: load(shards[rank], trust), range(ranks)))
-    models = list(pool.map(lambda path: load(path, trust), paths))
+        if max(shards) >= count:
+            raise CheckpointError(f"{shards[max(shards)]} is one too many: {shards[low].name} says {count} ranks")
+        names = [f"mp_rank_{mp_rank:02d}_model_states.pt"]
+        if stage3:
+            names = [f"zero_pp_rank_{r}_mp_rank_{mp_rank:02d}_model_states.pt" for r in range(count)]
+        paths = [folder / name for name in names]
+        with reading(paths[0]):
+            archive = Archive(paths[0])
+            like, model = archive.pickle(), archive.content(trust)
+            keys = {id(record): key for key, record in archive.records.items()}
+        with blame(paths[0]):
+            shapes, parameters = model["param_shapes"], {}
+            for group in shapes:
+                parameters |= {name: {"shape": tuple(s), "step": None, "states": {}} for name, s in group.items()}
+            if model["dp_world_size"] != count:
+                raise CheckpointError(f"{paths[0]} is of {model['dp_world_size']} ranks, {shards[low].name} of {count}")
+            config = model["ds_config"] if isinstance(model["ds_config"], dict) else {}  # older versions: a file's path
+            round_robin = (config.get("zero_optimization") or {}).get("round_robin_gradients")
+        with blame(shards[low]):
+            layouts = [Layout(first, group, names, count) for group, names in enumerate(shapes)]
 
-    model, parameters = models[0], {}
-    with blame(paths[0]):
-        shapes, said = model["param_shapes"], model["dp_world_size"]
-        config = model["ds_config"] if isinstance(model["ds_config"], dict) else {}  # older versions: a file's path
-        round_robin = (config.get("zero_optimization") or {}).get("round_robin_gradients")
-        for names in shapes:
-            for name, shape in names.items():
-                parameters[name] = {"shape": tuple(shape), "step": None, "states": {}, "numel": 0}
-    for path, other in zip(paths, models, strict=True):
-        for key in ("param_shapes", "buffer_names", "frozen_param_shapes"):
-            if other.get(key) != model.get(key):
-                raise CheckpointError(f"{path} has other {key} than {paths[0].name}")
-    if said != ranks:
-        raise CheckpointError(f"{paths[0]} is of {said} ranks, {shards[low].name} of {ranks}")
-    steps, kinds = [], None
-    for rank, optimizer in enumerate(optimizers):
-        with blame(shards[rank]):
-            optimizer = optimizer["optimizer_state_dict"]
-            groups = [flat_states(optimizer, group) for group in range(len(shapes))]
-            if len(shapes) != len(optimizer["fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"]):
-                raise CheckpointError(f"{shards[rank]} has another number of parameter groups than {paths[0].name}")
-            base = optimizer["optimizer_state_dict" if stage3 else "base_optimizer_state"]["state"]
-            lost = {key for group in base for key, value in base[group].items() if isinstance(value, Tensor)} - {"step"}
-            lost -= {key for states, _ in groups for key in states}
-            if strict and lost:
-                raise CheckpointError(
-                    f"{shards[rank]}: {', '.join(sorted(lost))} of the optimizer belong to no single element, a "
-                    "universal checkpoint has no place for them (--no_strict leaves them out)"
-                )
-            kinds = kinds or [states.keys() for states, _ in groups]
-            if kinds != [states.keys() for states, _ in groups]:
-                raise CheckpointError(f"{shards[rank]} has other optimizer states than {shards[0].name}")
-            for group, name, offset, start, numel in fragments(rank, ranks, optimizer, shapes, round_robin):
-                (states, step), parameter = groups[group], parameters[name]
-                if numel and offset != parameter["numel"]:  # so each element is there, and once
-                    raise CheckpointError(f"{shards[rank]}: its part of {name} does not follow on that of another rank")
-                parameter["numel"] += numel
-                for key, flat in states.items():
-                    kind, pieces = parameter["states"].setdefault(key, (flat.storage.kind, []))
-                    if kind != flat.storage.kind:
-                        raise CheckpointError(f"{shards[rank]}: {key} of {name} is not what it is in the other shards")
-                    pieces += cut(flat, start, numel)
-                parameter["step"] = step
-            steps.append([number(step) for _, step in groups])
-    for name, parameter in parameters.items():
-        got, wanted = parameter["numel"], math.prod(parameter["shape"])
-        if got != wanted:
-            raise CheckpointError(f"{folder}: the shards hold {got} of the {wanted} elements of {name}")
-    check_steps(shards, steps, paths, models, strict)
+        def read_shard(i):
+            """What a shard holds: [({state: (kind, record, start)}, step) of every group]."""
+            path = shards[i]
+            optimizer = first if i == low else load(path, trust)
+            with blame(path):
+                optimizer = optimizer if i == low else optimizer["optimizer_state_dict"]
+                if len(flat_groups(optimizer)) != len(shapes):
+                    raise CheckpointError(f"{path} has another number of parameter groups than {paths[0].name}")
+                groups, lost = [], set()
+                for group, layout in enumerate(layouts):
+                    if not stage3 and slice_size(optimizer, group) != layout.size:
+                        raise CheckpointError(f"{path}: group {group} has a slice of another size")
+                    states, step, without = flat_states(optimizer, group, layout.size)
+                    layout.check(i, optimizer, group, states, round_robin)
+                    groups.append(({key: (t.storage.kind, *cut(t, 0, 0)[0][:2]) for key, t in states.items()}, step))
+                    lost |= set(map(str, without))
+                return groups, sorted(lost)
 
+        def read_model(i):
+            """The frozen fragments in the model states of a rank: {name: (kind, record, start, elements)}."""
+            path, state, found = paths[i], model, {}
+            with reading(path):
+                archive = Archive(path)
+                alike = archive.pickle() == like  # most are, and then only the records are others
+                if not alike:
+                    state = archive.content(trust)
+            with blame(path):
+                for key in ("param_shapes", "buffer_names", "frozen_param_shapes", "global_steps"):
+                    if state.get(key) != model.get(key):
+                        raise CheckpointError(f"{path} has other {key} than {paths[0].name}")
+                for name in state.get("frozen_param_shapes") or {}:
+                    part = state["frozen_param_fragments"][name]
+                    ((record, start, _),) = cut(part)
+                    if alike:
+                        record, wanted = archive.record(keys[id(record)]), record.nbytes
+                        archive.expect(record.nbytes == wanted)
+                    found[name] = part.storage.kind, record, start, math.prod(part.size)
+            return found
+
+        mine = range(rank, count, ranks)
+        optimizers = dict(zip(mine, pool.map(read_shard, mine), strict=True))
+        models = dict(zip(mine, pool.map(read_model, mine), strict=True)) if stage3 else {}
+    for others, more in share((optimizers, models)):
+        optimizers |= others
+        models |= more
+    every = [optimizers[r] for r in range(count)]
+    lost = sorted({name for _, lost in every for name in lost})
+    if lost:
+        problem = f"{shards[low]}: {', '.join(lost)} of the optimizer: a universal checkpoint has no place for"
+        complain("states", strict, f"{problem} what belongs to no single element")
+    merge(shards, layouts, [groups for groups, _ in every], parameters)
+    check_steps(shards, [groups for groups, _ in every], paths[0], model, strict)
     with blame(paths[0]):
         if model["module"] is not None:
-            model["module"], model["frozen_param_fragments"] = module_of(folder, models, parameters, stage3), None
+            frozen = [models[r] for r in range(count)] if stage3 else None
+            model["module"] = module_of(paths[0], model, frozen, parameters, strict)
+            model["frozen_param_fragments"] = None
     return model, first, parameters
 
 
-def module_of(folder, models, parameters, stage3):
-    """What no optimizer holds: {name: tensor} of the buffers, and of the frozen parameters, whole."""
-    model, frozen = models[0], {}
-    for name, shape in (model.get("frozen_param_shapes") or {}).items():
-        parts = [m["frozen_param_fragments"][name] for m in models]
+def merge(shards, layouts, every, parameters):
+    """Every state of every parameter as pieces, which the states of a parameter share as far as they can."""
+    for group, layout in enumerate(layouts):
+        flats, sizes = {}, {}
+        for key in every[0][group][0]:
+            columns = [groups[group][0].get(key) for groups in every]
+            if None in columns or len({kind for kind, _, _ in columns}) > 1:
+                rank = next(r for r, column in enumerate(columns) if column is None or column[0] != columns[0][0])
+                raise CheckpointError(f"{shards[rank]}: {key} of group {group} is not what it is in {shards[0].name}")
+            kinds, records, begins = zip(*columns, strict=True)
+            flats[key] = kinds[0], list(records), begins
+        for rank, groups in enumerate(every):
+            if groups[group][0].keys() != flats.keys():
+                raise CheckpointError(f"{shards[rank]} has other optimizer states than {shards[0].name}")
+        for name in layout.places:
+            first, offsets, numels = layout.fragment(name)
+            parameter, starts, last = parameters[name], {}, first + len(numels)
+            parameter["step"] = every[0][group][1]
+            for key, (kind, records, begins) in flats.items():
+                width, begin = ELEMENT_SIZE[kind], begins[first:last]
+                if (width, begin) not in starts:
+                    if len(set(begin)) == len(set(offsets)) == 1:
+                        places = array("Q", [begin[0] + offsets[0] * width]) * len(begin)
+                    else:
+                        places = array("Q", (b + at * width for b, at in zip(begin, offsets, strict=True)))
+                    nbytes = array("Q", (n * width for n in numels))
+                    starts[width, begin] = places, sizes.setdefault((width, nbytes.tobytes()), nbytes)
+                held = records if len(numels) == len(records) else records[first:last]
+                places, nbytes = starts[width, begin]
+                pieces = Ranges(records=held, starts=places, sizes=nbytes)
+                parameter["states"][key] = kind, pieces
+
+
+def module_of(path, model, frozen, parameters, strict):
+    """What no optimizer holds: {name: tensor} of the buffers, and of the frozen parameters, whole. frozen: of every
+    rank at ZeRO-3, where each has a part; elsewhere `module` has them like the buffers."""
+    module, whole_ones = model["module"], {}
+    if not isinstance(module, dict):
+        raise TypeError(f"module is {type(module).__name__}")
+    shapes = (model.get("frozen_param_shapes") or {}) if frozen else {}
+    for name, shape in shapes.items():
         left, pieces = math.prod(shape), []
-        for part in parts:
-            numel = min(left, math.prod(part.size))
-            pieces, left = pieces + cut(part, 0, numel), left - numel
+        for part in frozen:
+            kind, record, start, numel = part[name]
+            numel = min(left, numel)
+            pieces, left = [*pieces, (record, start, numel * ELEMENT_SIZE[kind])], left - numel
         if left:
-            raise CheckpointError(f"{folder}: {left} elements of the frozen {name} are missing")
-        frozen[name] = whole(parts[0].storage.kind, pieces, shape)
-    kept = set(model["buffer_names"])
-    if not stage3:  # what neither an optimizer nor the other name of a tied weight accounts for
-        kept |= set(model["module"]) - set(parameters) - set(model.get("shared_params") or {})
-    return {name: compact(model["module"][name]) for name in sorted(kept)} | frozen
+            raise CheckpointError(f"{path}: {left} elements of the frozen {name} are missing")
+        whole_ones[name] = whole(frozen[0][name][0], Ranges(pieces), shape)
+    accounted = {*parameters, *(model.get("shared_params") or {}), *whole_ones}
+    kept = {*model["buffer_names"], *(name for name in module if name not in accounted)}
+    if frozen:  # of what is not frozen, not trained and no buffer, ZeRO-3 saves the name alone
+        lost = {name for name in kept - {*model["buffer_names"]} if isinstance(module[name], Tensor)}
+        if lost:
+            problem = f"{path}: no parameter group holds {', '.join(sorted(lost))}"
+            complain("states", strict, f"{problem}, and DeepSpeed saved nothing of it")
+        kept -= lost
+    return {name: compact(module[name]) for name in sorted(kept)} | whole_ones
 
 
-def check_steps(shards, steps, paths, models, strict):
-    """All files are of one step. steps: of every rank, of every group."""
-    for path, model in zip(paths, models, strict=True):
-        with blame(path):
-            step, wanted = model["global_steps"], model["global_steps"] - model["skipped_steps"]
-        if step != models[0]["global_steps"]:
-            raise CheckpointError(f"{path} is of step {step}, {paths[0].name} of step {models[0]['global_steps']}")
+def check_steps(shards, every, path, model, strict):
+    """All files are of one step."""
+    steps = [[number(step) for _, step in groups] for groups in every]
     for rank, counted in enumerate(steps):
         if counted != steps[0]:
             raise CheckpointError(f"{shards[rank]} is at optimizer step {counted}, {shards[0].name} at {steps[0]}")
+    with blame(path):
+        wanted = model["global_steps"] - model["skipped_steps"]
     counted = {step for step in steps[0] if step is not None}
-    if strict and counted - {wanted}:
-        raise CheckpointError(
-            f"{paths[0]} is of step {wanted}, the optimizer of step {sorted(counted)}: they were not saved together "
-            "(--no_strict, if the optimizer was started anew in mid-run)"
-        )
+    if counted - {wanted}:
+        problem = f"{path} is of step {wanted}, the optimizer of step {sorted(counted)}: they were not saved together"
+        complain("steps", strict, problem)
 
 
 # -----------------------------------------------------------------------------
@@ -566,18 +937,51 @@ def blocks_along(dim, size, widths):
     return blocks
 
 
-def runs(blocks):
-    """Blocks as contiguous runs in the order of the whole: [(offset in the whole, numel, rank, offset in shard)]."""
-    found = []
-    for rank, shape, stride, offset, full_stride, full_offset in blocks:
-        inner, dims = 1, len(shape)
-        while dims and (stride[dims - 1] == full_stride[dims - 1] == inner or shape[dims - 1] == 1):
-            dims -= 1
-            inner *= shape[dims]
-        for index in itertools.product(*map(range, shape[:dims])) if inner else ():
-            there = full_offset + sum(i * s for i, s in zip(index, full_stride, strict=False))
-            found.append((there, inner, rank, offset + sum(i * s for i, s in zip(index, stride, strict=False))))
-    return sorted(found)
+def collapsed(shape, stride, full_stride):
+    """([(count, step in the shard, step in the whole) of every dimension that remains], elements that follow each other
+    in both)."""
+    dims = []
+    for n, step, full_step in zip(shape, stride, full_stride, strict=True):
+        if dims and dims[-1][1:] == (n * step, n * full_step):
+            n *= dims.pop()[0]
+        if n != 1:
+            dims.append((n, step, full_step))
+    return (dims[:-1], dims[-1][0]) if dims and dims[-1][1:] == (1, 1) else (dims, 1)
+
+
+def stripes(blocks, levels=1):
+    """Blocks in the order of the whole: [(count, [segments], [copies of a segment, on other ranks])], a segment being
+    (rank, offset in its shard, step there, elements), and the number of elements. A section has `count` rows, in which
+    segment follows on segment. None if they do not cover the whole exactly once."""
+    found, sections, end = [], [], 0
+    for rank, shape, stride, start, full_stride, there in blocks:
+        outer, inner = collapsed(shape, stride, full_stride)
+        outer, rows = (outer[:-1], outer[-1:]) if levels else (outer, [])
+        count, step, full_step = rows[0] if rows else (1, 0, inner)
+        for index in itertools.product(*(range(n) for n, _, _ in outer)) if 0 not in shape else ():
+            at = there + sum(i * dim[2] for i, dim in zip(index, outer, strict=True))
+            here = start + sum(i * dim[1] for i, dim in zip(index, outer, strict=True))
+            found.append((at, count, full_step, inner, rank, here, step))
+    for at, count, full_step, inner, *segment in sorted(found):
+        last = sections[-1] if sections else None
+        if last and last["begin"] <= at < last["begin"] + last["row"] and count == last["count"]:
+            if at == last["at"] and inner == last["inner"] and full_step == last["row"]:
+                last["copies"].append(((*last["segments"][-1],), (*segment, inner)))
+                continue
+            if at != last["filled"] or full_step != last["row"]:
+                break
+        elif at == end and (not last or last["filled"] == last["begin"] + last["row"]):
+            last = {"begin": at, "row": full_step, "count": count, "segments": [], "copies": []}
+            sections.append(last)
+            end = at + count * full_step
+        else:
+            break
+        last |= {"at": at, "inner": inner, "filled": at + inner}
+        last["segments"].append((*segment, inner))
+    else:
+        if not sections or sections[-1]["filled"] == sections[-1]["begin"] + sections[-1]["row"]:
+            return sections, end
+    return stripes(blocks, 0) if levels else (None, 0)
 
 
 class TensorParallel:
@@ -603,6 +1007,13 @@ class TensorParallel:
             raise CheckpointError(f"{folder}: affine map of version {self.affine['version']}, and only 1 is known")
         # One rank's parameters are whole, and still the file says how more ranks would cut them.
         self.described = any(self.info.get(key) for key in (*self.LISTS, "parameter_with_sub_params"))
+        rows = "parameter_with_row_parallelism_patterns"
+        if degree == 1 and info and not self.info.get(rows) and not self.affine["params"]:
+            warnings.warn(
+                f"{folder}: universal_checkpoint_info names no row-parallel weights ({rows}): if the model has some, "
+                "the result is wrong on more than one tensor-parallel rank",
+                stacklevel=2,
+            )
         if degree > 1:
             self.unused = {pattern for key in self.LISTS for pattern in self.info.get(key, [])}
             self.unused |= {p for sub in self.info.get("parameter_with_sub_params", []) for p in sub["patterns"]}
@@ -646,35 +1057,31 @@ class TensorParallel:
         states = self.put_together(name, shards, shape, blocks)
         if found["vocabulary_parameter_patterns"]:
             shape = (self.info["original_vocab_size"], *shape[1:])
-            states = {
-                k: (kind, Ranges(p).cut(0, math.prod(shape) * ELEMENT_SIZE[kind])) for k, (kind, p) in states.items()
-            }
+            for key, (kind, pieces) in states.items():
+                states[key] = kind, Ranges(pieces.cut(0, math.prod(shape) * ELEMENT_SIZE[kind]))
             how["vocab_tensor"] = True
         return {"shape": shape, "step": shards[0]["step"], "states": states, "how": how}
 
     def put_together(self, name, shards, shape, blocks):
         """The states of a parameter in the order of the whole; what several ranks hold is compared."""
-        order, copies, at = [], [], 0
-        for run in runs(blocks):
-            if run[0] == at:
-                order.append(run)
-                at += run[1]
-            elif order and run[:2] == order[-1][:2]:
-                copies.append(run)  # of the last one, on another rank
-            else:
-                raise CheckpointError(f"{self.folder}: the shards of {name} do not cover it exactly once")
-        if at != math.prod(shape):
-            raise CheckpointError(f"{self.folder}: the shards of {name} hold {at} of its {math.prod(shape)} elements")
+        sections, end = stripes(blocks)
+        if sections is None or end != math.prod(shape):
+            raise CheckpointError(f"{self.folder}: the shards of {name} do not cover its elements exactly once")
         states = {}
         for key, (kind, _) in shards[0]["states"].items():
-            width, ranges = ELEMENT_SIZE[kind], [Ranges(shard["states"][key][1]) for shard in shards]
-            pieces = [p for _, numel, rank, start in order for p in ranges[rank].cut(start * width, numel * width)]
-            put_together = Ranges(pieces)
-            for there, numel, rank, start in copies:
-                original = put_together.cut(there * width, numel * width)
-                if not same(original, ranges[rank].cut(start * width, numel * width)):
-                    raise CheckpointError(f"{self.folder}: {key} of {name} differs on tensor-parallel rank {rank}")
-            states[key] = (kind, pieces)
+            width, ranges = ELEMENT_SIZE[kind], [shard["states"][key][1] for shard in shards]
+
+            def strided(count, segments, width=width, ranges=ranges):
+                return count, [(ranges[rank], at * width, step * width, n * width) for rank, at, step, n in segments]
+
+            for section in sections:
+                for original, copy in section["copies"]:
+                    a, b = (Strided([strided(section["count"], [segment])]) for segment in (original, copy))
+                    if not same(a, b):
+                        raise CheckpointError(
+                            f"{self.folder}: {key} of {name} differs on tensor-parallel rank {copy[0]}"
+                        )
+            states[key] = (kind, Strided([strided(section["count"], section["segments"]) for section in sections]))
         return states
 
     def affine_blocks(self, name, entry):
@@ -705,40 +1112,38 @@ class TensorParallel:
             size[size.index(-1)] = total // -math.prod(size)
         if math.prod(size) != total:
             raise CheckpointError(f"{self.folder}: {name} has {total} elements, which do not make up {size}")
-        description = opaque("deepspeed.checkpoint.universal_checkpoint.SubparamShape")
+        description = opaque("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
         described = description.__new__(description)
         shape = [spec if d == dim else n for d, n in enumerate(sub["shape"])]
         described.state = {"patterns": sub["patterns"], "shape": tuple(shape), "partition_dim": dim}
         return tuple(size), blocks_along(dim, size, widths), {"sub_param_shape": described}
 
     def average(self, shards):
-        import torch
-
+        """The mean of the shards, in the order and the precision of PyTorch's."""
         states = {}
         for key, (kind, _) in shards[0]["states"].items():
-            assert kind == "FloatStorage", f"{key} is {kind}, averages are taken of float32"
-            data = [bytearray(joined(shard["states"][key][1])) for shard in shards]
-            mean = sum(torch.frombuffer(d, dtype=torch.float32) for d in data) / len(shards)
-            content = mean.numpy().tobytes()
+            code = {"FloatStorage": "f", "DoubleStorage": "d"}[kind]
+            total, *others = (array(code, joined(shard["states"][key][1])) for shard in shards)
+            for other in others:
+                total = array(code, map(operator.add, total, other))
+            content = array(code, (value / len(shards) for value in total)).tobytes()
             states[key] = (kind, [(content, 0, len(content))])
         return shards[0] | {"states": states, "how": {}}
 
 
-def read(folder, output, workers, trust=False, strict=True):
+def read(folder, workers, trust=False, strict=True, **team):
     """The whole checkpoint: (model states of every model-parallel rank, rank 0's optimizer state, parameters), where
     parameters is {name: {"shape", "step", "states": {state: (kind, pieces)}, "how": what the loader needs to cut it}}.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} does not exist")
-    if (folder / "zero").is_dir():
-        raise CheckpointError(f"{folder} is a universal checkpoint already")
-    if output.exists() and not (output / "zero" / "optimizer_state.pt").is_file():
-        raise CheckpointError(f"{output} exists and is not a universal checkpoint: it is left as it is")
-    if (output.parent / "latest_universal").is_dir():
-        raise CheckpointError(f"{output.parent / 'latest_universal'} is a folder, where a file has to go")
-    shards = find_shards(folder)
+    share = team.get("share", alone)
+    with together(share):
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} does not exist")
+        if (folder / "zero").is_dir():
+            raise CheckpointError(f"{folder} is a universal checkpoint already")
+        shards = find_shards(folder)
     with ThreadPoolExecutor(workers) as pool:
-        parts = [read_data_parallel(folder, mp, shards[mp], pool, trust, strict) for mp in sorted(shards)]
+        parts = [read_data_parallel(folder, mp, shards[mp], pool, trust, strict, **team) for mp in sorted(shards)]
     models, optimizers, parameters = zip(*parts, strict=True)
     with blame(folder):
         degrees = models[0].get("checkpoint_parallel_dimensions") or {}
@@ -762,11 +1167,9 @@ def read(folder, output, workers, trust=False, strict=True):
                     raise CheckpointError(f"{folder}: {name} is in two pipeline stages and is not declared as tied")
                 if name not in merged:
                     merged[name] = merger.merge(name, [rank[name] for rank in ranks])
-        if strict and merger.unused:
-            raise CheckpointError(
-                f"{folder}: universal_checkpoint_info has patterns that match no parameter: "
-                f"{', '.join(sorted(merger.unused))} (--no_strict goes on without)"
-            )
+        if merger.unused:
+            problem = f"{folder}: universal_checkpoint_info has patterns that match no parameter: "
+            complain("patterns", strict, problem + ", ".join(sorted(merger.unused)))
     return models, optimizers[0], merged
 
 
@@ -774,6 +1177,7 @@ def read(folder, output, workers, trust=False, strict=True):
 # writing
 
 WORKSPACE = threading.local()
+ZIP64 = 0xFFFFFFFF  # sizes and positions from here on take 64 bits
 
 
 def workspace():
@@ -785,21 +1189,66 @@ def workspace():
 
 def copy(pieces, file):
     """Append the pieces to a file through the buffer of this thread. Returns their CRC-32."""
-    buffer, filled, crc = workspace(), 0, 0
+    buffer, filled, crc, spans = workspace(), 0, 0, {}
     for record, start, nbytes in pieces:
         done, piece = 0, 0
         while done < nbytes:
             if filled == CHUNK:
                 write_all(file, buffer)
                 filled = 0
-            got = read_into(buffer[filled : min(CHUNK, filled + nbytes - done)], record, start + done)
-            piece = zlib.crc32(buffer[filled : filled + got], piece)
+            part = buffer[filled : min(CHUNK, filled + nbytes - done)]
+            got = read_into(part, record, start + done)
+            piece = zlib.crc32(part[:got], piece)
             filled, done = filled + got, done + got
-        if isinstance(record, Record):
-            record.seen.append((start, nbytes, piece))
         crc = crc_join(crc, piece, nbytes)
+        if isinstance(record, Record):
+            first, size, before = spans.get(record, (start, 0, 0))
+            if first + size != start:
+                record.seen.extend((first, size, before))
+                first, size, before = start, 0, 0
+            spans[record] = first, size + nbytes, crc_join(before, piece, nbytes)
+    for record, span in spans.items():
+        record.seen.extend(span)
     write_all(file, buffer[:filled])
     return crc
+
+
+def gather(batch):
+    """The bytes of each of several Ranges that lie side by side in the same records: every record is read once."""
+    parts, starts, sizes = [[] for _ in batch], [r.starts for r in batch], [r.sizes for r in batch]
+    columns = zip(zip(*starts, strict=True), zip(*sizes, strict=True), strict=True)
+    for record, (begins, lengths) in zip(batch[0].records, columns, strict=True):
+        first, last = min(begins), max(map(operator.add, begins, lengths))
+        if first == last:
+            continue
+        data = bytes(read_range(record, first, last - first))
+        record.seen.extend((first, last - first, zlib.crc32(data)))
+        for part, begin, length in zip(parts, begins, lengths, strict=True):
+            part.append(data[begin - first : begin - first + length])
+    return [b"".join(part) for part in parts]
+
+
+def batches_of(files):
+    """The files in lists of those to write together: where pieces are small, those that lie side by side in the same
+    records; elsewhere each by itself."""
+    small, batches = {}, []
+    for name, (_, storages) in files.items():
+        ranges = storages[0].pieces if len(storages) == 1 else None
+        if type(ranges) is Ranges and len(ranges.records) > 1 and ranges.nbytes < len(ranges.records) << 15:
+            small.setdefault(id(ranges.records), []).append((ranges.starts[0], name, ranges))
+        else:
+            batches.append([name])
+    for found in small.values():
+        end, room = -1, 0
+        for start, name, ranges in sorted(found, key=lambda entry: entry[:2]):
+            pieces, nbytes = len(ranges.records), ranges.nbytes
+            if not 0 <= start - end <= 4096 or room < pieces * 50 + nbytes:
+                batches.append([])
+                room = 4 * CHUNK
+            batches[-1].append(name)
+            room -= pieces * 50 + nbytes
+            end = start + ranges.sizes[0]
+    return batches
 
 
 def write_all(file, data):
@@ -819,45 +1268,67 @@ def free_cache(file):
 def named(file):
     """An error of the disk says which file it hit."""
     try:
-        yield
+        yield file
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(file.name)) from error
 
 
 class Pickler(pickle._Pickler):
-    """Writes Opaque, Size, Storage and Tensor back as what they stand for; collects the storages."""
+    """Writes Opaque, Size, Storage and Tensor back as what they stand for; collects the storages. Of classes and
+    functions it writes names it has read, and looks none up."""
 
     def __init__(self, file):
         super().__init__(file, 2)
-        self.storages = []
+        self.storages, self.keys = [], {}
 
     def save_global(self, obj, name=None):
-        if isinstance(obj, type) and issubclass(obj, Opaque):
-            self.write(pickle.GLOBAL + f"{obj.__module__}\n{obj.__name__}\n".encode())
-            self.memoize(obj)
-        else:
-            super().save_global(obj, name)
+        if is_opaque(obj) and "." in obj.__qualname__:  # protocol 2 has no name for a class in a class
+            outer, name = obj.__qualname__.rsplit(".", 1)
+            self.save_reduce(opaque("__builtin__", "getattr"), (opaque(obj.__module__, outer), name), obj=obj)
+            return
+        if not is_opaque(obj) and obj is not collections.OrderedDict and obj is not Size:
+            raise CheckpointError(f"{obj!r} cannot be written: a pickle gave it another meaning")
+        module, name = ("torch", "Size") if obj is Size else (obj.__module__, obj.__qualname__)
+        self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
+        self.memoize(obj)
 
     def persistent_id(self, obj):
         if isinstance(obj, Storage):
-            self.storages.append(obj)
+            pieces = obj.pieces if isinstance(obj.pieces, list) and len(obj.pieces) == 1 else [(obj, 0, 0)]
+            place = (obj.kind, id(pieces[0][0]), *pieces[0][1:])  # two views of one storage stay that
+            if place not in self.keys:
+                self.keys[place] = len(self.storages)
+                self.storages.append(obj)
             module = "torch.storage" if obj.kind == "UntypedStorage" else "torch"
-            numel = sum(nbytes for _, _, nbytes in obj.pieces) // ELEMENT_SIZE[obj.kind]
-            return "storage", opaque(f"{module}.{obj.kind}"), str(len(self.storages) - 1), "cpu", numel
+            numel = nbytes_of(obj) // ELEMENT_SIZE[obj.kind]
+            return "storage", opaque(module, obj.kind), str(self.keys[place]), "cpu", numel
 
     def reducer_override(self, obj):
+        if isinstance(obj, (type, types.FunctionType)):  # or pickle's own save_global would look it up
+            return obj.__qualname__
         if isinstance(obj, Size):
-            return opaque("torch.Size"), (tuple(obj),)
+            return Size, (tuple(obj),)
         if isinstance(obj, Tensor):
-            return opaque("torch._utils._rebuild_tensor_v2"), (*obj, collections.OrderedDict())
+            return opaque("torch._utils", "_rebuild_tensor_v2"), (*obj, collections.OrderedDict())
         return NotImplemented
+
+
+def nbytes_of(storage):
+    pieces = storage.pieces
+    return pieces.nbytes if isinstance(pieces, Ranges) else sum(nbytes for _, _, nbytes in pieces)
 
 
 def pickled(content):
     """(pickle, the storages that it refers to): what a file is made of."""
-    file = io.BytesIO()
+    file, limit = io.BytesIO(), sys.getrecursionlimit()
     pickler = Pickler(file)
-    pickler.dump(content)
+    try:
+        sys.setrecursionlimit(max(limit, 20_000))  # it takes several calls for each level of a list in a list
+        pickler.dump(content)
+    except RecursionError:
+        raise CheckpointError("the checkpoint holds something that is nested too deeply to be written") from None
+    finally:
+        sys.setrecursionlimit(limit)
     return file.getvalue(), pickler.storages
 
 
@@ -869,17 +1340,17 @@ def state_pickle(kind, shape, *how):
 
 
 def write(path, content):
-    """Write a .pt file, content as pickled() gives it. Returns the bytes of its tensors."""
+    """Write a .pt file, content as pickled() gives it. Returns its size."""
     data, storages = content
     small = [("data.pkl", data), ("byteorder", b"little"), ("version", b"3\n")]
-    records = [*small, *((f"data/{key}", storage.pieces) for key, storage in enumerate(storages))]
+    records = [*small, *((f"data/{key}", storage) for key, storage in enumerate(storages))]
     position, directory = 0, b""
     ahead, at = b"", 0  # not yet written, and where it begins: a header is known after its record only
     with open(path, "xb", buffering=0) as file:
         for name, data in records:
-            name = f"{Path(path).stem}/{name}".encode()
-            size = len(data) if isinstance(data, bytes) else sum(nbytes for _, _, nbytes in data)
-            big = size >= 0xFFFFFFFF
+            name = os.fsencode(path.stem) + f"/{name}".encode()
+            size = len(data) if isinstance(data, bytes) else nbytes_of(data)
+            big = size >= ZIP64
             extra = struct.pack("<HHQQ", 1, 16, size, size) if big else b""
             padding = -(position + 30 + len(name) + len(extra) + 4) % 64  # torch aligns records, to map them
             extra += struct.pack("<HH", 0x4246, padding) + bytes(padding)
@@ -888,7 +1359,7 @@ def write(path, content):
                 crc = zlib.crc32(data)
             else:
                 file.seek(start)
-                crc = copy(data, file)
+                crc = copy(data.pieces, file)
             sizes = (0xFFFFFFFF, 0xFFFFFFFF) if big else (size, size)
             fields = struct.pack("<HHHHHIII", 45 if big else 20, 0x800, 0, 0, 0x21, crc, *sizes)
             ahead += b"PK\3\4" + fields + struct.pack("<HH", len(name), len(extra)) + name + extra
@@ -898,11 +1369,11 @@ def write(path, content):
                 file.seek(at)
                 write_all(file, memoryview(ahead))
                 ahead, at = b"", start + size
-            far = ([size, size] if big else []) + ([position] if position >= 0xFFFFFFFF else [])
+            far = ([size, size] if big else []) + ([position] if position >= ZIP64 else [])
             extra = struct.pack(f"<HH{len(far)}Q", 1, 8 * len(far), *far) if far else b""
             directory += b"PK\1\2" + struct.pack("<H", 45) + fields
             directory += struct.pack("<HHHHHI", len(name), len(extra), 0, 0, 0, 0)
-            directory += struct.pack("<I", min(position, 0xFFFFFFFF)) + name + extra
+            directory += struct.pack("<I", 0xFFFFFFFF if position >= ZIP64 else position) + name + extra
             position = start + size
         end = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, *2 * [len(records)], len(directory), position)
         end += b"PK\6\7" + struct.pack("<IQI", 0, position + len(directory), 1)
@@ -912,13 +1383,12 @@ def write(path, content):
         write_all(file, memoryview(ahead + directory + end))
         if position > 8 * CHUNK:  # to wait for the disk is worth it for large files only
             free_cache(file)
-    return sum(nbytes for storage in storages for _, _, nbytes in storage.pieces)
+        return file.tell()
 
 
 def global_state(optimizer, parameters):
     """zero/optimizer_state.pt: what the loaders of ZeRO-1/2 and of ZeRO-3 each ask for, without a shard."""
-    stage3 = "fp32_flat_groups" in optimizer
-    groups = optimizer["optimizer_state_dict" if stage3 else "base_optimizer_state"]["param_groups"]
+    groups = base_optimizer(optimizer)["param_groups"]
     shards = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")
     state = {key: value for key, value in optimizer.items() if key not in shards}
     step = next((p["step"] for p in parameters.values() if p["step"] is not None), groups[0].get("step"))
@@ -930,18 +1400,24 @@ def global_state(optimizer, parameters):
     return state
 
 
+def file_name(name):
+    """A name from the checkpoint as part of a path, in UTF-8 whatever the locale; it must not lead elsewhere."""
+    plain = isinstance(name, str) and name == os.path.normpath(name) and "\0" not in name
+    if not plain or name in (".", "..") or name.startswith(("../", "/")):
+        raise CheckpointError(f"{name!r} is the name of a parameter or a state, and cannot be that of a file")
+    return os.fsdecode(name.encode())
+
+
 def files_of(models, optimizer, parameters):
     """{path below the output folder: (pickle, storages)}."""
     files = {}
     for name, parameter in parameters.items():
-        folder = os.path.join("zero", name)
-        if folder != os.path.normpath(folder) or not folder.startswith("zero/"):
-            raise CheckpointError(f"{name!r} is a parameter's name that leads to another folder")
+        folder = f"zero/{file_name(name)}"
         for key, (kind, pieces) in parameter["states"].items():
-            if "/" in key:
+            if "/" in file_name(key):
                 raise CheckpointError(f"{key!r} is a state's name that leads to another folder")
             data = state_pickle(kind, parameter["shape"], *parameter["how"].items())
-            files[f"{folder}/{key}.pt"] = data, [Storage(kind, pieces)]
+            files[f"{folder}/{file_name(key)}.pt"] = data, [Storage(kind, pieces)]
         if parameter["step"] is not None:
             files[f"{folder}/step.pt"] = pickled(parameter["step"])
     files["zero/optimizer_state.pt"] = pickled(global_state(optimizer, parameters))
@@ -950,6 +1426,9 @@ def files_of(models, optimizer, parameters):
 
 # -----------------------------------------------------------------------------
 # publishing
+
+HOST = re.sub(r"[^\w-]", "-", platform.node())
+DAY = 86400
 
 
 def exchange(a, b):
@@ -961,12 +1440,21 @@ def exchange(a, b):
         return False
 
 
-def publish(folder, output):
+def beside(output, what):
+    return output.with_name(f".{output.name}.{what}")
+
+
+def publish(folder, output, plan):
     """Write everything to the disk, give the finished folder its final name, and let `latest_universal` point to it.
-    Whenever this is interrupted, the output is the old one or the new one, and whole."""
-    old, pointer = (output.with_name(f".{output.name}.{what}") for what in ("replaced", "pointer"))
-    pointer.write_text(output.name)
+    Whenever this is interrupted, the output is the old one or the new one, and whole. plan: {file: its size}."""
+    old, pointer = beside(output, "replaced"), beside(output, "pointer")
+    pointer.write_bytes(os.fsencode(output.name))
     sync(folder)
+    found = {os.path.join(top, name) for top, _, names in os.walk(folder) for name in names}
+    for name in found | {str(folder / name) for name in plan}:
+        wanted = plan.get(os.path.relpath(name, folder))
+        if wanted is None or name not in found or os.path.getsize(name) != wanted:
+            raise CheckpointError(f"{name} was changed by something else while it was written: nothing is published")
     replaces = output.exists()  # if so, in the place of the unfinished folder it still keeps others out
     with locked(output) if replaces else contextlib.nullcontext():
         if not replaces or not exchange(folder, output):
@@ -975,18 +1463,23 @@ def publish(folder, output):
             folder.rename(output)
         pointer.rename(output.with_name("latest_universal"))
         sync(output.parent)
+        remains = old if old.exists() else folder
         if replaces:
-            shutil.rmtree(old if old.exists() else folder, ignore_errors=True)
+            shutil.rmtree(remains, ignore_errors=True)
+            if remains.exists():
+                warnings.warn(f"{remains}: the former {output.name}, which could not be removed", stacklevel=2)
 
 
 @contextlib.contextmanager
 def locked(folder):
     """Holds the lock of a folder, or raises BlockingIOError."""
-    lock = os.open(folder, os.O_RDONLY)
+    lock, held = os.open(folder, os.O_RDONLY), False
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(lock), os.stat(folder)):
-            raise BlockingIOError(f"{folder} was replaced")
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = os.path.samestat(os.fstat(lock), os.stat(folder))
+        if not held:
+            raise BlockingIOError(errno.EAGAIN, "another conversion is at work in it", str(folder))
         yield
     finally:
         os.close(lock)
@@ -1005,24 +1498,55 @@ def sync(folder):
         os.close(descriptor)
 
 
+def check_output(source, output):
+    """The output is new, or a universal checkpoint and nothing else, and does not hold the source."""
+    entry = re.compile(r"zero|(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|layer_.*_model_states\.pt")
+    if source == output or output in source.parents:
+        raise CheckpointError(f"{output} is not a universal checkpoint but holds the input: name another output folder")
+    if output.name == "latest_universal":
+        raise CheckpointError(f"{output} is the name of the file that points to the output: name another output folder")
+    if (output.parent / "latest_universal").is_dir():
+        raise CheckpointError(f"{output.parent / 'latest_universal'} is a folder, where a file has to go")
+    if output.exists():
+        others = [path.name for path in output.iterdir() if not entry.fullmatch(path.name)] if output.is_dir() else []
+        if others or not (output / "zero" / "optimizer_state.pt").is_file():
+            held = f": it holds {min(others)}" if others else ""
+            raise CheckpointError(f"{output} exists and is not a universal checkpoint{held}: it is left as it is")
+
+
+def stale(folder, now):
+    """Whether a folder beside the output was left by a conversion that is over. Its name says the machine and the
+    process that made it. Here the process tells, on other machines that nothing has changed for a day."""
+    *_, host, process, _ = folder.name.split(".")
+    try:
+        with locked(folder):
+            pass
+    except BlockingIOError:
+        raise CheckpointError(f"another conversion to the same folder is running: it writes to {folder}") from None
+    if host == HOST and process.isdecimal():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process), 0)
+            return int(process) == os.getpid()
+        return True
+    return max((os.stat(top).st_mtime for top, _, _ in os.walk(folder)), default=now) < now - DAY
+
+
 @contextlib.contextmanager
 def unfinished(folder, output):
     """The empty folder to write into, beside the output and locked; gone in the end unless it was published. Sweeps
-    away what a killed conversion has left."""
-    old, pointer = (output.with_name(f".{output.name}.{what}") for what in ("replaced", "pointer"))
-    folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
+    away what a killed conversion has left, and nothing of one that may be running on another machine."""
+    old, pointer = beside(output, "replaced"), beside(output, "pointer")
+    folder.mkdir(parents=True)
+    mine = os.stat(folder)
+    with locked(folder):
         try:
-            stack.enter_context(locked(folder))
-        except (BlockingIOError, FileNotFoundError):
-            raise CheckpointError(f"another conversion to {output} is running") from None
-        for entry in folder.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        pointer.unlink(missing_ok=True)
-        if old.exists():
-            shutil.rmtree(old) if output.exists() else old.rename(output)
-        mine = os.stat(folder)
-        try:
+            for other in output.parent.iterdir():
+                if other.name.startswith(beside(output, "unfinished.").name) and other != folder:
+                    with contextlib.suppress(FileNotFoundError):  # its conversion has just ended
+                        if stale(other, mine.st_mtime):
+                            shutil.rmtree(other, ignore_errors=True)
+            if old.exists():
+                shutil.rmtree(old, ignore_errors=True) if output.exists() else old.rename(output)
             yield
         finally:
             if folder.exists() and os.path.samestat(mine, os.stat(folder)):
@@ -1038,74 +1562,136 @@ def verify(folder, files):
             raise CheckpointError(f"{folder / name} is not what the checkpoint holds: nothing is published")
 
 
+def alone(value):
+    return [value]
+
+
 @contextlib.contextmanager
 def together(share):
     """Of several processes none goes on unless all do: each raises what one of them did."""
     problem = None
     try:
         yield
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, OSError, MemoryError) as error:
         problem = error
     problem = next((p for p in share(problem) if p is not None), None)
     if problem is not None:
         raise problem
 
 
+@contextlib.contextmanager
+def no_collection():
+    """A hundred thousand small objects live to the end: the garbage collector would look at them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@no_collection()
 def convert(
     input_folder, output_folder, num_extract_workers=4, num_merge_workers=2, *,
-    strict=True, trust=False, check=False, progress=False, rank=0, ranks=1, share=lambda value: [value],
+    strict=True, trust=False, check=False, progress=False, rank=0, ranks=1, share=alone,
 ):  # fmt: skip
     """Convert the ZeRO checkpoint in input_folder into a universal checkpoint at output_folder.
 
-    check compares the finished files with the source, byte by byte, before they are published. Several processes share
-    the work as rank of ranks; share(value) returns the values of all of them.
+    check reads the finished files back and compares them, byte by byte, with the ranges of the shards that they were
+    made of, before they are published. strict=False, or the names of the CHECKS to make, permits what --no_strict does.
+    Several processes share the work as rank of ranks; share(value) returns the values of all of them.
     Raises CheckpointError when the input is not a whole ZeRO checkpoint, or the output is something else's folder;
     OSError when a disk fails. Nothing has then appeared at output_folder.
     Returns {"parameters", "bytes", "files", "seconds"}.
     """
     began = time.perf_counter()
     source, output = Path(input_folder), Path(os.path.realpath(output_folder))
-    folder = output.parent / f".{output.name}.unfinished"
     with contextlib.ExitStack() as stack:
         stack.callback(opened.cache_clear)
         with together(share):
-            models, optimizer, parameters = read(source, output, num_extract_workers, trust, strict)
+            if rank == 0:
+                check_output(Path(os.path.realpath(source)), output)
+        folder = beside(output, f"unfinished.{share(f'{HOST}.{os.getpid()}.{time.time_ns():x}')[0]}")
+        team = {"rank": rank, "ranks": ranks, "share": share}
+        models, optimizer, parameters = read(source, num_extract_workers, trust, strict, **team)
+        with together(share):
             with blame(source / "*_optim_states.pt"):
                 files = files_of(models, optimizer, parameters)
             if rank == 0:
                 stack.enter_context(unfinished(folder, output))
-                for parent in {(folder / name).parent for name in files}:
-                    parent.mkdir(parents=True, exist_ok=True)
-        pieces = {name: [p for storage in storages for p in storage.pieces] for name, (_, storages) in files.items()}
-        sizes = {name: sum(nbytes for _, _, nbytes in ranges) for name, ranges in pieces.items()}
-        records = {id(r): r for ranges in pieces.values() for r, _, _ in ranges if isinstance(r, Record)}.values()
+                for parent in sorted({os.path.dirname(name) for name in files}):
+                    os.makedirs(folder / parent, exist_ok=True)
+        sizes = {name: sum(map(nbytes_of, storages)) for name, (_, storages) in files.items()}
+        records = records_of(files)
         mine, loads = [], [0] * ranks
-        for name in sorted(files, key=sizes.get, reverse=True):  # the largest first, each to who has least so far
+        weight = {tuple(batch): sum(sizes[name] + 4096 for name in batch) for batch in batches_of(files)}
+        for batch in sorted(weight, key=weight.get, reverse=True):  # the largest first, each to who has least so far
             least = loads.index(min(loads))
-            loads[least] += sizes[name] or 1
-            mine += [name] if least == rank else []
+            loads[least] += weight[batch]
+            mine += [batch] if least == rank else []
+
+        def write_batch(batch):
+            contents = [files[name] for name in batch]
+            if len(batch) > 1:
+                data = gather([storages[0].pieces for _, storages in contents])
+                contents = [
+                    (p, [Storage(s.kind, [(d, 0, len(d))])]) for (p, (s,)), d in zip(contents, data, strict=True)
+                ]
+            written = {name: write(folder / name, content) for name, content in zip(batch, contents, strict=True)}
+            return written, sum(sizes[name] for name in batch)
+
+        plan = {}
         with ThreadPoolExecutor(num_merge_workers) as pool:
-            with together(share), bar(sum(sizes[name] for name in mine), progress) as shown:
-                for written in pool.map(lambda name: write(folder / name, files[name]), mine):
+            with together(share), bar(sum(sizes[name] for batch in mine for name in batch), progress) as shown:
+                for written, nbytes in pool.map(write_batch, mine):
+                    plan |= written
                     if shown is not None:
-                        shown.update(written)
+                        shown.update(nbytes)
                 if rank:
                     sync(folder)  # its node's part; publish() does rank 0's
-            for record, seen in zip(records, zip(*share([r.seen for r in records]), strict=True), strict=True):
-                record.seen = [interval for of_one in seen for interval in of_one]
+            seen = collections.defaultdict(lambda: array("Q"))
+            places = dict(records)
+            for more, ranges in share((plan, [(place, r.seen) for place, r in records if r.seen])):
+                plan |= more
+                for place, of_one in ranges:
+                    seen[place] += of_one
+            with together(share):
+                for place in sorted(seen)[rank::ranks]:
+                    places[place].seen = seen[place]
+                    check_record(places[place])
             with together(share):
                 if rank == 0:
-                    list(pool.map(check_record, records))
-                    for path in folder.glob("mp_rank_*_model_states.pt"):
+                    for name in [name for name in plan if "/" not in name]:
+                        second = f"zero_pp_rank_0_{name}"
+                        plan[second] = plan[name]
                         try:
-                            os.link(path, folder / f"zero_pp_rank_0_{path.name}")
+                            os.link(folder / name, folder / second)
                         except OSError:  # a file system without links
-                            shutil.copyfile(path, folder / f"zero_pp_rank_0_{path.name}")
+                            shutil.copyfile(folder / name, folder / second)
                     if check:
                         verify(folder, files)
-                    publish(folder, output)
-    seconds, count = time.perf_counter() - began, len(files) + len(models)
-    return {"parameters": len(parameters), "bytes": sum(sizes.values()), "files": count, "seconds": seconds}
+                    publish(folder, output, plan)
+    seconds = time.perf_counter() - began
+    return {"parameters": len(parameters), "bytes": sum(sizes.values()), "files": len(plan), "seconds": seconds}
+
+
+def records_of(files):
+    """[((path, offset), record)] of everything that is read, in an order that all processes agree on."""
+    found = {}
+    for _, storages in files.values():
+        for storage in storages:
+            pieces = [storage.pieces]
+            while pieces:
+                each = pieces.pop()
+                if isinstance(each, Strided):
+                    pieces += [segment[0] for _, segments in each.sections for segment in segments]
+                else:
+                    held = each.records if isinstance(each, Ranges) else [record for record, _, _ in each]
+                    if id(held) not in found:
+                        found[id(held)] = held
+    records = {id(r): r for held in found.values() for r in held if isinstance(r, Record)}
+    return [((str(record.path), record.offset), record) for record in records.values()]
 
 
 def bar(total, progress):
@@ -1125,30 +1711,88 @@ def peak_memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3  # also what the parent process had
 
 
-def launched():
-    """rank, ranks and share of the process under the deepspeed launcher, torchrun or srun; of one alone, nothing."""
-    rank, ranks = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
-    if rank is None:
-        rank, ranks = (os.environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
-        os.environ.setdefault("MASTER_ADDR", os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
-        os.environ.setdefault("MASTER_PORT", "29500")
-    if rank is None or ranks is None or int(ranks) == 1:
-        return {}
-    import datetime
+# -----------------------------------------------------------------------------
+# several processes
 
-    import torch.distributed as dist
+PATIENCE = 300
+
+
+def launched(distributed, local_rank):
+    """(rank, ranks) of this process if a launcher started it, or --distributed asks for it: a platform or a training
+    script, too, leaves RANK and WORLD_SIZE behind."""
+    names = "RANK", "WORLD_SIZE"
+    if not distributed and local_rank is None and "TORCHELASTIC_RUN_ID" not in os.environ:
+        names = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
+    try:
+        rank, ranks = (int(os.environ[name]) for name in names)
+    except KeyError as error:
+        if distributed:
+            raise CheckpointError(f"--distributed needs {error} in the environment, as launchers set it") from None
+        return 0, 1
+    except ValueError as error:
+        raise CheckpointError(f"{' and '.join(names)} in the environment are not numbers: {error}") from None
+    return rank, ranks
+
+
+def meet(rank, ranks, output):
+    """share(value) for processes that all see the folder of the output. There rank 0 says, to this user alone, where it
+    listens and which password it asks for; it hands everything on."""
+    note, peers, began, told = beside(output, "meeting"), {}, time.monotonic(), False
+    key, where = secrets.token_hex(32).encode(), f"to write {note}"
+
+    def shake_hands(end, key, *steps):
+        end.setblocking(True)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 1 + PATIENCE // 60, 0))  # if silent
+        peer = connection.Connection(os.dup(end.fileno()))
+        for step in steps:
+            step(peer, key)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+        return peer
+
+    with contextlib.ExitStack() as stack:
+        if not rank:
+            host = os.environ.get("MASTER_ADDR") if "SLURM_PROCID" not in os.environ else None
+            server = stack.enter_context(socket.create_server(("", 0)))
+            server.settimeout(0.1)
+            host, port = host or platform.node(), server.getsockname()[1]
+            where, draft = f"at {host}:{port}", Path(f"{note}.{os.getpid()}")
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with open(draft, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(b"%s %d %s" % (host.encode(), port, key))
+            draft.rename(note)
+            stack.callback(note.unlink, missing_ok=True)
+        while missing := sorted({*(range(1) if rank else range(1, ranks))} - peers.keys()):
+            waited, whom = time.monotonic() - began, f"rank {', '.join(map(str, missing))} {where}"
+            if waited > PATIENCE:
+                raise CheckpointError(f"rank {rank} of {ranks} waited {PATIENCE} s for {whom}")
+            if waited > PATIENCE / 60 and not told:
+                told = not print(f"ds_to_universal.py: rank {rank} of {ranks} waits for {whom}", file=sys.stderr)
+            with contextlib.suppress(OSError, EOFError, ValueError, connection.AuthenticationError):
+                if rank:  # the note may be a left-over, and where it points to a stranger
+                    time.sleep(0.1)
+                    host, port, key = note.read_bytes().split()
+                    end = socket.create_connection((host.decode(), int(port)), 10)
+                    peers[0] = shake_hands(end, key, connection.answer_challenge, connection.deliver_challenge)
+                    peers[0].send(rank)
+                else:
+                    end = server.accept()[0]
+                    peer = shake_hands(end, key, connection.deliver_challenge, connection.answer_challenge)
+                    peers[peer.recv()] = peer
 
     def share(value):
-        values = [None] * int(ranks)
         try:
-            dist.all_gather_object(values, value)
-        except RuntimeError as error:  # gloo's, when a process is gone
+            if rank:
+                peers[0].send(value)
+                return peers[0].recv()
+            values = [value] + [peers[r].recv() for r in range(1, ranks)]
+            for peer in peers.values():
+                peer.send(values)
+            return values
+        except (OSError, EOFError) as error:
             raise CheckpointError("another process of this conversion is gone: nothing is published") from error
-        return values
 
-    patience = datetime.timedelta(days=7)  # gloo's own, 30 minutes, is shorter than the work of the others may be
-    dist.init_process_group("gloo", rank=int(rank), world_size=int(ranks), timeout=patience)
-    return {"rank": int(rank), "ranks": int(ranks), "share": share}
+    return share
 
 
 def main():
@@ -1158,36 +1802,60 @@ def main():
     arg("--output_folder", required=True, help="universal checkpoint to write")
     arg("--num_extract_workers", type=int, default=4, help="threads that open shards")
     arg("--num_merge_workers", type=int, default=2, help="threads that write parameters")
-    arg("--no_strict", dest="strict", action="store_false", help="the optimizer may be of another step than the model")
-    arg("--verify", dest="check", action="store_true", help="compare every byte with the shards before publishing")
-    arg("--trust", action="store_true", help="take over objects of classes that DeepSpeed does not write; they are not "
-        "executed here, but they will be when the result is loaded")  # fmt: skip
+    arg("--any_step", dest="steps", action="store_false", help="the optimizer may be of another step than the model")
+    arg("--drop_states", dest="states", action="store_false", help="leave out and name what the result cannot hold")
+    arg("--unused_patterns", dest="patterns", action="store_false", help="patterns may match no parameter")
+    arg("--no_strict", dest="strict", action="store_false", help="those three, as in DeepSpeed's converter")
+    arg("--verify", dest="check", action="store_true", help="read the result back before it is published and compare "
+        "every byte with what was to be written: proves the writing, not that the shards were understood")  # fmt: skip
+    arg("--trust", action="store_true", help="take over objects of classes that are not known; they are not executed "
+        "here, but they will be when the result is loaded")  # fmt: skip
+    arg("--distributed", action="store_true", help="share the work with the other processes that RANK and WORLD_SIZE "
+        "tell of; torchrun, deepspeed and srun need no flag")  # fmt: skip
     arg("--inject_missing_state", action="store_true", help="accepted, as DeepSpeed's converter does; not needed here")
     arg("--keep_temp_folder", action="store_true", help="accepted; there is none")
     arg("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
-    args = vars(parser.parse_args())
-    if min(args["num_extract_workers"], args["num_merge_workers"]) < 1:
+    args = parser.parse_args()
+    if min(args.num_extract_workers, args.num_merge_workers) < 1:
         parser.error("--num_extract_workers and --num_merge_workers are at least 1")
-    del args["inject_missing_state"], args["keep_temp_folder"], args["local_rank"]
-    gc.disable()  # a hundred thousand small objects that live to the end
-    team = launched()
-    rank = team.get("rank", 0)
+    options = {name: getattr(args, name) for name in ("num_extract_workers", "num_merge_workers", "trust", "check")}
+    options["strict"] = args.strict and {name for name in CHECKS if getattr(args, name)}
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
+    rank = 0
+
+    def say(kind, text):
+        if not rank:
+            print(f"ds_to_universal.py: {kind}: {' '.join(str(text).splitlines())}", file=sys.stderr, flush=True)
+
+    warnings.showwarning = lambda message, *rest: say("warning", message)
+    warnings.simplefilter("always", UserWarning)
+    code = 0
     try:
-        done = convert(**args, **team, progress=rank == 0)
-    except (CheckpointError, OSError) as error:
+        rank, ranks = launched(args.distributed, args.local_rank)
+        share = meet(rank, ranks, Path(os.path.realpath(args.output_folder))) if ranks > 1 else alone
+        done = convert(
+            args.input_folder, args.output_folder, **options, progress=not rank, rank=rank, ranks=ranks, share=share
+        )  # fmt: skip
+        share(None)
+    except CheckpointError as error:
+        code = 2
+        say("error", error)
+    except (OSError, MemoryError) as error:
+        code = 1
+        say("error", error if str(error) else "out of memory")
+    except KeyboardInterrupt:
+        code = 130
+    if code:
         if rank:  # rank 0 says it, and the launcher must not end it before it has
-            time.sleep(5)
-            os._exit(2)
-        print(f"ds_to_universal.py: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2 if isinstance(error, CheckpointError) else 1)
-    if team:
-        team["share"](None)
-        sys.modules["torch.distributed"].destroy_process_group()
+            time.sleep(min(5, PATIENCE / 60))
+        sys.stdout.flush()
+        os._exit(code) if rank else sys.exit(code)
     if rank:
         return
     rate, memory = done["bytes"] / done["seconds"] / 1e9, peak_memory()
     print(
-        f"{args['output_folder']}: {done['parameters']} parameters, {done['bytes']:,} bytes, {done['files']} files "
+        f"{args.output_folder}: {done['parameters']} parameters, {done['bytes']:,} bytes, {done['files']} files "
         f"in {done['seconds']:.2f} s, {rate:.2f} GB/s, {memory:.0f} MB of memory"
     )
 

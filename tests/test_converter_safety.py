@@ -15,7 +15,9 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import warnings
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -382,31 +384,51 @@ def test_no_workers(tmp_path):
         assert done.returncode == 2 and done.stderr.endswith("--num_merge_workers are at least 1\n")
 
 
+def in_child(work):
+    """Exit code of work() in a forked process; a negative one is the signal that killed it."""
+    child = os.fork()
+    if not child:
+        code = 1
+        with contextlib.suppress(BaseException):
+            signal.alarm(60)
+            code = work() or 0
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def test_killed_at_any_moment(tmp_path):
-    """50 times kill -9, spread over a conversion: an older result is untouched or replaced whole, and the next
-    conversion is right and sweeps up."""
-    sources, output, rng, wanted, seen = (
-        (tmp_path / "a", tmp_path / "b"),
-        tmp_path / "o" / "u",
-        random.Random(2),
-        [],
-        [],
-    )
+    """50 times kill -9, spread over the calls that a conversion makes, not over its time: an older result is untouched
+    or replaced whole, and the next conversion is right and sweeps up."""
+    sources, output, told = (tmp_path / "a", tmp_path / "b"), tmp_path / "o" / "u", tmp_path / "calls"
+    rng, wanted, seen = random.Random(2), [], []
     for source in sources:
-        lay_out(source, gpt_groups(1000, 128, 4), 4, 1)
+        lay_out(source, gpt_groups(50, 8, 2), 4, 1)
         convert(source, output)
         wanted.append(content(output))
-    untouched, began = content(sources[1]), time.monotonic()
-    subprocess.run(command(sources[1], output), check=True, capture_output=True, timeout=60)
-    duration = time.monotonic() - began
+    untouched = content(sources[1])
+
+    def killed_after(calls):
+        left = itertools.count(1)
+
+        def count(frame, event, argument):
+            if event in ("call", "c_call") and next(left) == calls:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.setprofile(count)
+        sys.setprofile(count)
+        convert(sources[1], output)
+        sys.setprofile(None)
+        told.write_text(str(next(left)))
+
+    assert in_child(lambda: killed_after(0)) == 0
+    total = int(told.read_text())
     settled(output, wanted[1])
     for moment in range(50):
         convert(sources[0], output)
         settled(output, wanted[0])
-        with subprocess.Popen(command(sources[1], output), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as one:
-            time.sleep(duration * 1.3 * (moment + rng.random()) / 50)
-            one.kill()
-        seen.append((output.with_name(".u.unfinished").exists(), wanted.index(content(output))))
+        code = in_child(lambda moment=moment: killed_after(int(total * (moment + rng.random()) / 48)))
+        assert code == -signal.SIGKILL or moment >= 46
+        seen.append((any(output.parent.glob(".u.unfinished*")), wanted.index(content(output))))
         assert output.with_name("latest_universal").read_text() == "u"
         assert content(sources[1]) == untouched
     convert(sources[1], output)
@@ -422,16 +444,12 @@ def killed_at(count, source, output, exchange):
         if (event in changes or event == "open" and arguments[1] == "w") and next(left) == count:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    child = os.fork()
-    if not child:
-        with contextlib.suppress(BaseException):
-            signal.alarm(60)
-            ds_to_universal.exchange = exchange
-            sys.addaudithook(hook)
-            convert(source, output)
-            os._exit(0)
-        os._exit(1)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    def work():
+        ds_to_universal.exchange = exchange
+        sys.addaudithook(hook)
+        convert(source, output)
+
+    code = in_child(work)
     assert code in (0, -signal.SIGKILL)
     return code != 0
 
@@ -597,7 +615,8 @@ def test_verify(tmp_path, monkeypatch, saved, kind):
 def test_left_over_from_a_killed_run(tmp_path, saved):
     """Files of an unfinished conversion, right or wrong, have no part in the next; what they link to stays."""
     output, precious = tmp_path / "out" / "u", tmp_path / "precious" / "folder"
-    stale = output.with_name(".u.unfinished")
+    stale = output.with_name(left_by(os.fork() or os._exit(0)))
+    os.wait()
     convert(saved.late, stale)
     (stale / "zero" / "no.such.parameter").mkdir()
     (stale / "zero" / "no.such.parameter" / "fp32.pt").write_bytes(b"wrong")
@@ -612,45 +631,154 @@ def test_left_over_from_a_killed_run(tmp_path, saved):
     assert precious.is_dir()
 
 
+def left_by(process, host=ds_to_universal.HOST):
+    """The name of the folder into which a process writes before it publishes the output u."""
+    return f".u.unfinished.{host}.{process}.{time.time_ns():x}"
+
+
 @stage1
 def test_two_at_once(tmp_path, saved):
     """The second conversion to one folder is refused while the first one runs, and leaves its files alone."""
-    output, folder = tmp_path / "u", tmp_path / ".u.unfinished"
-    folder.mkdir()
-    (folder / "of the first").touch()
-    lock = os.open(folder, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    with pytest.raises(CheckpointError, match=f"another conversion to {output} is running"):
-        convert(saved.early, output)
-    assert (folder / "of the first").exists() and not output.exists()
-    os.close(lock)
+    output = tmp_path / "u"
+    for process in (os.getpid(), os.getppid()):
+        folder = tmp_path / left_by(process)
+        folder.mkdir()
+        (folder / "of the first").touch()
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match=f"another conversion to the same folder is running: .*{folder}"):
+            convert(saved.early, output)
+        assert (folder / "of the first").exists() and not output.exists()
+        os.close(lock)
+        if process == os.getpid():  # a number that the killed one had, too
+            convert(saved.early, output)
+            settled(output, saved.old)
+            shutil.rmtree(output)
+
+
+@stage1
+def test_two_machines(tmp_path, monkeypatch, saved):
+    """Where no lock reaches from one machine to the other: each writes into a folder of its own, and both are whole."""
+    output, host = tmp_path / "u", ds_to_universal.HOST
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
+
+    def second(path):
+        ds_to_universal.HOST = "elsewhere"
+        convert(saved.late, output)
+        (first,) = output.parent.glob(f".u.unfinished.{host}.*")
+        settled_but(output, saved.new, first.name)
+        ds_to_universal.HOST = host
+
+    intercept(monkeypatch, 9, second)
     convert(saved.early, output)
     settled(output, saved.old)
+    old = output.with_name(left_by(1, "elsewhere"))
+    old.mkdir()
+    convert(saved.late, output)
+    settled_but(output, saved.new, old.name)
+    os.utime(old, (time.time() - 200_000,) * 2)
+    convert(saved.early, output)
+    settled(output, saved.old)
+
+
+def settled_but(output, wanted, other):
+    assert content(output) == wanted
+    assert sorted(os.listdir(output.parent)) == sorted([other, "latest_universal", "u"])
+
+
+@stage1
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_bytes(b""), lambda path: touch_beside(path)])
+def test_changed_while_it_is_written(tmp_path, monkeypatch, saved, change):
+    """Whoever takes a file out of the unfinished folder, cuts it or puts one in: nothing is published."""
+    convert(saved.early, tmp_path / "u")
+    written = []
+
+    def do(path):
+        written.append(path)
+        if len(written) == 7:
+            change(written[2])
+
+    intercept(monkeypatch, None, do)
+    with pytest.raises(CheckpointError, match="was changed by something else"):
+        convert(saved.late, tmp_path / "u")
+    settled(tmp_path / "u", saved.old)
+
+
+def touch_beside(path):
+    path.with_name("stranger").touch()
+
+
+@stage1
+def test_old_result_that_cannot_be_removed(tmp_path, saved):
+    """Someone else's old result is replaced where the folder permits it; where it lies is said, and it stops nobody."""
+    tmp_path.chmod(0o777)
+    source, output = tmp_path / "s", tmp_path / "o" / "u"
+    shutil.copytree(saved.late, source)
+    convert(saved.early, output)
+    output.parent.chmod(0o777)
+    (output.parent / "latest_universal").chmod(0o666)
+    for path in (output, *output.rglob("*")):
+        path.chmod(0o555)
+
+    def work():
+        if not os.geteuid():
+            os.setgid(65534)
+            os.setuid(65534)
+        for attempt in range(2):
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always", UserWarning)
+                convert(source, output)
+            remains = [path for path in output.parent.iterdir() if path.name[0] == "."]
+            assert len(remains) == 1 and bool(told) == (attempt == 0)
+            assert not told or str(remains[0]) in str(told[0].message)
+        return 7
+
+    try:
+        assert in_child(work) == 7
+        assert content(output) == saved.new
+    finally:
+        for path in tmp_path.rglob("*"):
+            path.chmod(0o755)
+
+
+@stage1
+def test_what_must_not_be_replaced(tmp_path, saved):
+    """A folder that holds the input, at any depth and by any path, or anything but a universal checkpoint."""
+    run1, precious = tmp_path / "run1", tmp_path / "other"
+    for output in (run1, precious):
+        convert(saved.early, output)
+    later = run1 / "later" / "global_step200"
+    shutil.copytree(saved.late, later)
+    (tmp_path / "link").symlink_to(run1)
+    (precious / "notes.txt").write_text("mine")
+    before = content(tmp_path)
+    for source, output in ((later, run1), (later, tmp_path / "link"), (later, later.parent), (later, precious)):
+        with pytest.raises(CheckpointError, match="is not a universal checkpoint"):
+            convert(source, output)
+    assert content(tmp_path) == before
 
 
 @stage1
 @pytest.mark.parametrize("older", [False, True], ids=["first result", "replaces a result"])
 def test_second_starts_while_first_ends(tmp_path, monkeypatch, saved, older):
     """From publishing to its end the first conversion keeps the second one out, or leaves its files alone."""
-    output, folder, sync, let_in = tmp_path / "u", tmp_path / ".u.unfinished", ds_to_universal.sync, []
+    output, sync, let_in = tmp_path / "u", ds_to_universal.sync, []
     if older:
         convert(saved.late, output)
 
     def second_starts(synced):
         sync(synced)
         if synced == output.parent:
-            folder.mkdir(exist_ok=True)
-            lock = os.open(folder, os.O_RDONLY)
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                (folder / "of the second").touch()
-                let_in.append(True)
-            os.close(lock)
+            for folder in (output, *output.parent.glob(".u.unfinished.*")):
+                lock = os.open(folder, os.O_RDONLY)
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    let_in.append(folder)
+                os.close(lock)
 
     monkeypatch.setattr(ds_to_universal, "sync", second_starts)
     convert(saved.early, output)
-    assert content(output) == saved.old
-    assert not let_in or (folder / "of the second").exists()
+    assert content(output) == saved.old and not let_in
 
 
 @stage1

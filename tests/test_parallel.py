@@ -126,7 +126,7 @@ def test_no_description(pipeline, tmp_path):
 
 def start(source, output, rank, ranks, *arguments):
     environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    command = [sys.executable, *arguments, "--input_folder", source, "--output_folder", output]
+    command = [sys.executable, *arguments, "--input_folder", source, "--output_folder", output, "--distributed"]
     return subprocess.Popen(
         list(map(str, command)), env=environment | {"MASTER_PORT": str(PORT)}, stderr=subprocess.PIPE, text=True
     )
@@ -153,7 +153,7 @@ def test_processes_share_the_work(pipeline, tmp_path, launcher, ranks):
     environment = os.environ | {"MASTER_PORT": str(PORT), "LOCAL_SIZE": str(ranks)}
     if launcher == "srun":  # it starts the tasks itself and says only who each is
         tasks = [{"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(ranks)} for rank in range(ranks)]
-        commands = [([sys.executable], environment | {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"} | t) for t in tasks]
+        commands = [([sys.executable], environment | t) for t in tasks]
     elif launcher == "torchrun":
         module = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", PORT]
         commands = [([sys.executable, *module], environment)]
@@ -179,9 +179,8 @@ def test_dead_process(pipeline, tmp_path):
         "def slowly(path, content):\n    time.sleep(0.2)\n    return write(path, content)\nd.write = slowly; d.main()\n"
     )
     processes = [start(pipeline, tmp_path / "u", rank, 2, slow) for rank in (0, 1)]
-    unfinished = tmp_path / ".u.unfinished" / "zero"
     deadline = time.monotonic() + 60
-    while not list(unfinished.rglob("*.pt")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob(".u.unfinished.*/zero/*/*.pt")) and time.monotonic() < deadline:
         time.sleep(0.05)
     processes[1].send_signal(signal.SIGKILL)
     _, error = processes[0].communicate(timeout=60)

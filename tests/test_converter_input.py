@@ -1,0 +1,607 @@
+"""ds_to_universal.py on what real programs write and what damage leaves, in checkpoints of a few hundred numbers that
+are laid out by hand: carried over right, or refused in one line that names what is wrong."""
+
+import argparse
+import collections
+import contextlib
+import datetime
+import enum
+import errno
+import functools
+import io
+import math
+import os
+import pathlib
+import random
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tarfile
+import types
+import warnings
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from conftest import ROOT
+from test_mends import convert_with_deepspeed
+
+import ds_to_universal
+from benchmarks.convert import lay_out
+from ds_to_universal import CheckpointError, convert
+
+MODEL = "mp_rank_00_model_states.pt"
+SHAPES = [OrderedDict(a=torch.Size((5, 3)), b=torch.Size((7,))), OrderedDict(c=torch.Size((4,)))]
+
+
+def load(path):
+    return torch.load(path, weights_only=False)
+
+
+def edit(folder, pattern, change):
+    for path in sorted(folder.glob(pattern)):
+        content = load(path)
+        change(content)
+        torch.save(content, path)
+
+
+@pytest.fixture(scope="session")
+def laid_out(tmp_path_factory):
+    """laid_out(stage): a checkpoint of 2 ranks, 3 parameters, 2 groups."""
+
+    @functools.cache
+    def make(stage):
+        folder = tmp_path_factory.mktemp("laid_out") / f"zero{stage}"
+        lay_out(folder, SHAPES, 2, stage)
+        edit(folder, "*_model_*", lambda model: model.update(shared_params={}))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def checkpoint(tmp_path, laid_out):
+    """checkpoint(stage, model=change, shard=change): a copy with its contents changed."""
+
+    def make(stage=1, model=None, shard=None):
+        folder = tmp_path / "c"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(laid_out(stage), folder)
+        if model:
+            edit(folder, "*_model_*", model)
+        if shard:
+            edit(folder, "*_optim_*", shard)
+        return folder
+
+    return make
+
+
+def states(shard):
+    """The optimizer's states by parameter group, of a shard of any stage."""
+    optimizer = shard["optimizer_state_dict"]
+    return (optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"])["state"].values()
+
+
+def refused(source, *words, **options):
+    """The conversion ends in one line with these words, and nothing appears."""
+    with pytest.raises(CheckpointError) as error:
+        convert(source, source.parent / "u", **options)
+    assert "\n" not in str(error.value)
+    assert all(word in str(error.value) for word in words), error.value
+    assert not [path for path in source.parent.iterdir() if path not in (source, source.parent / "expected")]
+    return str(error.value)
+
+
+def converted(source, **options):
+    """What the model states hold after the conversion."""
+    convert(source, source.parent / "u", check=True, **options)
+    return load(source.parent / "u" / MODEL)
+
+
+# -----------------------------------------------------------------------------
+# no silent loss
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_frozen_parameter_that_is_a_view(checkpoint, stage):
+    """A frozen parameter whose elements do not follow each other keeps its numbers, and its table stays behind."""
+    table = torch.arange(40.0).view(5, 8)
+    frozen = {"columns": table[:, :4], "transposed": table.t(), "rows": table[1:3], "last": table[:, 7]}
+
+    def add(model):
+        model["module"] |= frozen
+        model["frozen_param_shapes"] = OrderedDict((name, tensor.shape) for name, tensor in frozen.items())
+        model["frozen_param_fragments"] = dict(frozen)
+
+    module = converted(checkpoint(stage, model=add))["module"]
+    assert module.keys() == frozen.keys()
+    assert all(torch.equal(module[name], tensor) for name, tensor in frozen.items())
+    assert module["rows"].untyped_storage().nbytes() == 16 * 4
+
+
+@pytest.mark.parametrize(
+    "offset, size, stride",
+    [(0, (5, 4), (8, 1)), (-1, (5,), (1,)), (0, (41,), (1,)), (38, (5,), (1,)), (0, (5,), (-1,)), (0, (-5,), (1,))],
+)
+def test_cut_takes_contiguous_elements_that_exist(offset, size, stride):
+    record = ds_to_universal.Record("x", 0, 160, 0)
+    storage = ds_to_universal.Storage("FloatStorage", [(record, 0, 160)])
+    assert list(ds_to_universal.cut(ds_to_universal.Tensor(storage, 35, (5, 1), (1, 9), False))) == [(record, 140, 20)]
+    with pytest.raises(CheckpointError):
+        ds_to_universal.cut(ds_to_universal.Tensor(storage, offset, size, stride, False))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("momentum_scale", 0.5),
+        ("kind", "adaptive"),
+        ("fp32", torch.zeros(13)),
+        ("step", torch.zeros(13)),
+        ("exp_avg_sq", torch.zeros(26)),
+        ("exp_avg_sq", torch.zeros(13, 2)),
+        ("mu_product", torch.zeros(())),
+    ],
+)
+def test_states_without_a_place(checkpoint, stage, name, value):
+    """What a universal checkpoint cannot hold is refused by its name, or left out by its name."""
+
+    def add(shard):
+        for state in states(shard):
+            state[name] = value
+
+    source = checkpoint(stage, shard=add)
+    refused(source, name, "--drop_states")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        convert(source, source.parent / "u", check=True, strict={"steps", "patterns"})
+    assert [warning for warning in told if name in str(warning.message)]
+    kept = {"exp_avg", "exp_avg_sq", "fp32", "step"} - ({name} if name != "fp32" else set())
+    assert {path.stem for path in (source.parent / "u" / "zero" / "a").iterdir()} == kept
+
+
+def test_trainable_parameter_that_no_group_holds(checkpoint):
+    """At ZeRO-3 DeepSpeed does not save it at all: only its name is left."""
+    source = checkpoint(3, model=lambda model: model["module"].update(forgotten=torch.empty(0)))
+    refused(source, "forgotten", "--drop_states")
+    with pytest.warns(UserWarning, match="forgotten"):
+        converted(source, strict=False)
+
+
+def test_each_permission_does_one_thing(checkpoint):
+    """Another step, states left out, patterns without a match: each flag permits its own; --no_strict permits all."""
+    wrong = {
+        "steps": (lambda model: model.update(global_steps=99), None, "--any_step"),
+        "states": (None, lambda shard: [state.update(extra=1.5) for state in states(shard)], "--drop_states"),
+        "patterns": (
+            lambda model: model.update(universal_checkpoint_info={"tp_replicated_parameter_patterns": ["no such"]}),
+            None,
+            "--unused_patterns",
+        ),
+    }
+    for check, (model, shard, flag) in wrong.items():
+        source = checkpoint(1, model, shard)
+        if check == "patterns":  # they count where there is something to put together
+            double(source)
+        told = refused(source, flag)
+        assert told.count("--") == 2 and "--no_strict" in told
+        refused(source, flag, strict={check})
+        for strict in ({"steps", "states", "patterns"} - {check}, False):
+            with pytest.warns(UserWarning):
+                convert(source, source.parent / "u", strict=strict)
+            shutil.rmtree(source.parent / "u")
+            (source.parent / "latest_universal").unlink()
+
+
+def double(source):
+    """Two tensor-parallel ranks that hold the same."""
+    edit(source, "*_model_*", lambda model: model["checkpoint_parallel_dimensions"].update(tp_degree=2))
+    for path in list(source.iterdir()):
+        shutil.copyfile(path, path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
+    for path in source.glob("*mp_rank_01*"):
+        torch.save(load(path), path)
+
+
+# -----------------------------------------------------------------------------
+# no code
+
+
+def pickle_file(path, data, records=()):
+    """A .pt file around this pickle."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{path.stem}/data.pkl", data)
+        archive.writestr(f"{path.stem}/byteorder", b"little")
+        for key, content in records:
+            archive.writestr(f"{path.stem}/data/{key}", content)
+
+
+@pytest.mark.parametrize(
+    "name", ["torch Size", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter", "torch.nn Linear"]
+)
+def test_shared_classes_cannot_be_changed(tmp_path, monkeypatch, name):
+    """A pickle's BUILD gives an object attributes. On what all files share it must not; nor is a module imported."""
+    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    path, attribute = tmp_path / "x.pt", b"X\x0a\0\0\0__module__X\x07\0\0\0planted"
+    pickle_file(path, b"\x80\x02c" + name.replace(" ", "\n").encode() + b"\nN}" + attribute + b"s\x86b.")
+    try:
+        with contextlib.suppress(CheckpointError):
+            ds_to_universal.pickled(ds_to_universal.load(path, trust=True))
+        assert ds_to_universal.Size.__module__ == "ds_to_universal" and "planted" not in sys.modules
+        assert not (tmp_path / "ran").exists()
+    finally:
+        if ds_to_universal.Size.__module__ == "planted":
+            ds_to_universal.Size.__module__ = "ds_to_universal"
+
+
+def test_only_names_are_written():
+    """What is neither a name nor a plain value is not looked up: it is refused."""
+    for thing in (os.system, math.floor, Path, ds_to_universal.load):
+        with pytest.raises(CheckpointError):
+            ds_to_universal.pickled({"x": thing})
+
+
+# -----------------------------------------------------------------------------
+# what real programs write
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Outer:
+    class Inner:
+        def __init__(self):
+            self.x = 5
+
+
+def client_state():
+    generator, seeded = numpy.random.default_rng(3), numpy.random.RandomState(4)
+    return {
+        "numpy": [numpy.float64(0.5), numpy.arange(6).reshape(2, 3), numpy.random.get_state(), seeded, generator],
+        "arguments": argparse.Namespace(lr=1e-3, path=pathlib.PosixPath("/x")),
+        "containers": [{1, 2}, frozenset({3}), b"\xff\0", bytearray(b"x"), range(3), 1j],
+        "more": [collections.defaultdict(list, a=[1]), collections.Counter("aab"), collections.deque([1, 2], 5)],
+        "times": [datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), datetime.timedelta(3), datetime.date.max],
+        "space": types.SimpleNamespace(a=1),
+        "dtypes": [torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.strided, torch.device("cpu")],
+        "random": torch.get_rng_state(),
+    }  # fmt: skip
+
+
+def equal(a, b):
+    if isinstance(a, numpy.ndarray):
+        return a.dtype == b.dtype and a.tolist() == b.tolist()
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, numpy.random.RandomState):
+        return equal(a.get_state(), b.get_state())
+    if isinstance(a, numpy.random.Generator):
+        return a.bit_generator.state == b.bit_generator.state
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["numpy 2", "numpy 1"])
+def test_ordinary_client_states(checkpoint, monkeypatch, older):
+    """Known without --trust, and they load equal."""
+    wanted = client_state()
+    if older:  # the names that numpy 1 wrote, which numpy 2 still takes
+        monkeypatch.setattr(ds_to_universal, "KNOWN", {n for n in ds_to_universal.KNOWN if "numpy._core" not in n})
+    source = checkpoint(1, model=lambda model: model.update(mine=wanted))
+    if older:
+        with zipfile.ZipFile(source / MODEL) as archive:
+            kept = [(n.split("data/", 1)[1], archive.read(n)) for n in archive.namelist() if "/data/" in n]
+            data = archive.read(f"{Path(MODEL).stem}/data.pkl").replace(b"numpy._core", b"numpy.core")
+        pickle_file(source / MODEL, data, kept)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        got = converted(source)["mine"]
+    assert got.keys() == wanted.keys()
+    for key in wanted:
+        assert all(map(equal, got[key], wanted[key])) if isinstance(got[key], list) else equal(got[key], wanted[key])
+
+
+def test_unknown_classes_are_all_named(checkpoint):
+    source = checkpoint(1, model=lambda model: model.update(mine=[Colour.RED, Outer(), os.getcwd]))
+    told = refused(source, MODEL, f"{__name__}.Colour", f"{__name__}.Outer", "posix.getcwd", "--trust")
+    assert "not executed" in told and "when the result is loaded" in told
+    got = converted(checkpoint(1, model=lambda model: model.update(mine=[Colour.RED, Outer.Inner()])), trust=True)
+    assert got["mine"][0] is Colour.RED and got["mine"][1].x == 5 and type(got["mine"][1]) is Outer.Inner
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_unusual_entries_of_module(checkpoint, stage):
+    """Complex, float8, uint16 and sparse buffers, and what get_extra_state() returned, are carried as they are."""
+    wanted = {
+        "complex": torch.tensor([1 + 2j, 3j]),
+        "float8": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
+        "uint16": torch.tensor([1, 65535], dtype=torch.uint16),
+        "sparse": torch.eye(3).to_sparse(),
+        "x._extra_state": {"scale": [1, 2.5], "history": torch.arange(3)},
+    }
+
+    def add(model):
+        model["module"] |= wanted
+        model["buffer_names"] += [name for name in wanted if "extra" not in name]
+
+    got = converted(checkpoint(stage, model=add))["module"]
+    assert got.keys() == wanted.keys()
+    for name in ("complex", "float8", "uint16"):
+        assert got[name].dtype == wanted[name].dtype
+        assert torch.equal(got[name].view(torch.uint8), wanted[name].view(torch.uint8))
+    assert torch.equal(got["sparse"].to_dense(), torch.eye(3))
+    assert got["x._extra_state"]["scale"] == [1, 2.5] and got["x._extra_state"]["history"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["megatron-tp2-pp2-dp2", "megatron-tp2-dp2-no-pipeline"])
+def test_megatron(tmp_path, monkeypatch, name):
+    """Checkpoints that Megatron-DeepSpeed wrote, without --trust, against DeepSpeed's converter. That needs a stub of
+    Megatron, and fails itself where `module` is nested: after the states are written, before the rest."""
+    with tarfile.open(ROOT / "tests" / "data" / f"{name}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = (path for path in tmp_path.rglob("global_step2") if path.is_dir())
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    convert(source, ours, check=True)
+    enums = types.ModuleType("megatron.core.enums")
+    enums.ModelType = enum.Enum("ModelType", {"encoder_or_decoder": 1, "encoder_and_decoder": 2})
+    for module in (types.ModuleType("megatron"), types.ModuleType("megatron.core"), enums):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(AttributeError) if "no-pipeline" in name else contextlib.nullcontext():
+        convert_with_deepspeed(source, theirs)
+    compared = 0
+    for path in (theirs / "zero").glob("*/*.pt"):
+        wanted, got = load(path), load(ours / path.relative_to(theirs))
+        if path.stem == "step":
+            assert wanted == got
+            continue
+        assert torch.equal(wanted["param"], got["param"])
+        assert {k: v for k, v in wanted.items() if k != "param"} == {k: v for k, v in got.items() if k != "param"}
+        compared += 1
+    assert compared == 3 * len(list((ours / "zero").glob("*/fp32.pt"))) >= 84
+    for path in source.glob("mp_rank_*_model_states.pt"):
+        wanted, got = load(path), load(ours / path.name)
+        assert wanted.keys() == got.keys() and wanted["args"].lr == got["args"].lr and repr(wanted) == repr(got)
+
+
+def test_no_row_parallel_pattern(checkpoint):
+    """At TP 1 nothing tells which weights are to be cut by rows later: resumed at TP 2 they would be cut wrong."""
+    info = {"tp_replicated_parameter_patterns": ["b"], "universal_checkpoint_version": 0.2}
+    source = checkpoint(1, model=lambda model: model.update(universal_checkpoint_info=dict(info)))
+    with pytest.warns(UserWarning, match="row-parallel"):
+        converted(source)
+    info["parameter_with_row_parallelism_patterns"] = ["a"]
+    source = checkpoint(1, model=lambda model: model.update(universal_checkpoint_info=dict(info)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        converted(source)
+
+
+# -----------------------------------------------------------------------------
+# one line, always
+
+
+def command(source, output, *flags):
+    words = [sys.executable, ROOT / "ds_to_universal.py", "--input_folder", source, "--output_folder", output, *flags]
+    return list(map(str, words))
+
+
+def with_info(**info):
+    return lambda model: model.update(universal_checkpoint_info=info)
+
+
+SUB = {"patterns": ["a"], "shape": (0, -1), "partition_dim": 0}
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        (with_info(tp_replicated_parameter_patterns=["("]), "error"),
+        (with_info(parameter_with_sub_params=[SUB]), "ZeroDivisionError"),
+        (with_info(parameter_to_average_patterns=5), "TypeError"),
+        (lambda model: model.update(param_shapes=[list(group) for group in model["param_shapes"]]), "items"),
+        (lambda model: model.update(universal_checkpoint_info=["x"]), "list"),
+        (lambda model: model.update(module=["x"]), "module"),
+        (lambda model: model.update(checkpoint_parallel_dimensions=["x"]), "list"),
+        (lambda model: model.update(shared_params=5, module={"extra": torch.ones(1)}), "int"),
+        (lambda model: model.update(skipped_steps="x"), "TypeError"),
+    ],
+)
+def test_wrong_kind_of_value(checkpoint, change, word):
+    refused(checkpoint(1, model=change), word)
+
+
+def rename_parameter(new):
+    def change(content):
+        for names in content.get("param_shapes") or content["optimizer_state_dict"]["param_slice_mappings"]:
+            for name in list(names):
+                names[new if name == "b" else name] = names.pop(name)
+
+    return change
+
+
+def test_names_that_no_file_can_have(checkpoint):
+    for name in ("b\0", "\udc80", ".."):
+        refused(
+            checkpoint(1, model=rename_parameter(name), shard=rename_parameter(name)), "b" if name[0] == "b" else ""
+        )
+
+
+def test_average_takes_no_torch(checkpoint):
+    """Averaged as DeepSpeed does it, in float32, by Python alone."""
+    source = checkpoint(1, model=with_info(parameter_to_average_patterns=[".*"], universal_checkpoint_version=0.2))
+    double(source)
+    second = lambda shard: [state["exp_avg"].mul_(3.7) for state in states(shard)]  # noqa: E731
+    edit(source, "*_mp_rank_01_optim*", second)
+    convert_with_deepspeed(source, source.parent / "expected")
+    (source.parent / "latest_universal").unlink(missing_ok=True)
+    blocked = "import sys; sys.modules['torch'] = None; import runpy; sys.argv = sys.argv[1:]; " \
+        "runpy.run_path(sys.argv[0], run_name='__main__')"  # fmt: skip
+    words = command(source, source.parent / "u")
+    subprocess.run([words[0], "-c", blocked, *words[1:]], check=True, timeout=60)
+    for name in "abc":
+        for state in ("fp32", "exp_avg", "exp_avg_sq"):
+            wanted, got = (load(source.parent / u / "zero" / name / f"{state}.pt") for u in ("expected", "u"))
+            assert torch.equal(wanted["param"].flatten(), got["param"].flatten()), (name, state)
+
+
+def test_deeply_nested(checkpoint):
+    """As deep as torch.save can go, and for what is deeper one line."""
+
+    def nested(depth):
+        value = []
+        for _ in range(depth):
+            value = [value]
+        return value
+
+    got = converted(checkpoint(1, model=lambda model: model.update(mine=nested(400))))["mine"]
+    assert repr(got) == repr(nested(400))
+
+
+def test_ascii_locale_and_odd_paths(checkpoint):
+    """Names beyond ASCII and a path that is no UTF-8, under a locale that knows neither."""
+    source = checkpoint(1, model=rename_parameter("ünï"), shard=rename_parameter("ünï"))
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    output = os.path.join(os.fsencode(source.parent), b"u\xff")
+    done = subprocess.run(
+        [*map(os.fsencode, command(source, "")[:-1]), output], capture_output=True, env=environment, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert os.path.isfile(os.path.join(output, "zero/ünï/fp32.pt".encode()))
+    assert (source.parent / "latest_universal").read_bytes() == b"u\xff"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "EIO"), PermissionError(errno.EACCES, "EACCES"), MemoryError()])
+def test_errors_of_the_system_are_not_damage(checkpoint, monkeypatch, capsys, error):
+    """Whoever is told that a checkpoint is damaged deletes it."""
+    source = checkpoint(1)
+
+    def fails(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr("sys.argv", command(source, source.parent / "u")[1:])
+    monkeypatch.setattr(ds_to_universal, "Unpickler", fails)
+    with pytest.raises(SystemExit) as stop:
+        ds_to_universal.main()
+    told = capsys.readouterr().err
+    assert stop.value.code == 1 and told.count("\n") == 1 and "damaged" not in told
+    assert "memory" in told if isinstance(error, MemoryError) else "_states.pt" in told and error.strerror in told
+
+
+def test_what_is_no_file(checkpoint):
+    """A FIFO in the place of a shard does not hang, a folder is no shard."""
+    source = checkpoint(1)
+    (shard, _) = sorted(source.glob("*_optim_*"))
+    for make in (os.mkfifo, os.mkdir):
+        shard.unlink()
+        make(shard)
+        done = subprocess.run(command(source, source.parent / "u"), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"{shard} is not a file" in done.stderr
+        shutil.rmtree(shard) if make is os.mkdir else None
+
+
+def test_small_pickle_small_memory(checkpoint):
+    """300 bytes that ask for a memo of a hundred million entries."""
+    source = checkpoint(1)
+    pickle_file(source / MODEL, b"\x80\x02}r" + struct.pack("<I", 100_000_000) + b"." + bytes(280))
+    limited = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 30,) * 2); " \
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"  # fmt: skip
+    words = command(source, source.parent / "u")
+    done = subprocess.run([words[0], "-c", limited, *words[1:]], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and f"{MODEL} is damaged" in done.stderr and done.stderr.count("\n") == 1
+
+
+def values(content, path=()):
+    """The path of everything in nested dicts, lists and tuples."""
+    if isinstance(content, (dict, list)):
+        for key, inner in content.items() if isinstance(content, dict) else enumerate(content):
+            yield (*path, key)
+            yield from values(inner, (*path, key))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_any_value_of_any_kind(checkpoint, laid_out, tmp_path, stage):
+    """Every entry of every file, at any depth, replaced by something else: converted or refused in one line."""
+    info = {"tp_replicated_parameter_patterns": ["b"], "parameter_with_row_parallelism_patterns": ["a"]}
+    info |= {"parameter_with_sub_params": [{"patterns": ["c"], "shape": (2, -1), "partition_dim": 0}]}
+    base = checkpoint(
+        stage,
+        lambda model: model.update(
+            universal_checkpoint_info=info,
+            mine={"x": [1, {"y": 2}]},
+            ds_config={"zero_optimization": {"stage": stage, "round_robin_gradients": False}},
+            buffer_names=["buffer"],
+            module=model["module"] | {"buffer": torch.ones(3)},
+        ),
+    )
+    rng, tried, converted_ones = random.Random(5), 0, 0
+    odd = [None, -1, 10**30, 2.5, "x", b"x", [], ["x"], {}, {"x": 1}, (), torch.zeros(2, 2), torch.Size((3,)), True]
+    for path in sorted(base.iterdir()):
+        kept = path.read_bytes()
+        for taken in list(values(load(path))):
+            whole = value = load(io.BytesIO(kept))
+            for key in taken[:-1]:
+                value = value[key]
+            value[taken[-1]] = rng.choice(odd)
+            torch.save(whole, path)
+            tried += 1
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    convert(base, tmp_path / "u")
+                converted_ones += 1
+            except CheckpointError as error:
+                assert "\n" not in str(error)
+            except Exception as error:
+                raise AssertionError(f"{path.name} {taken} = {value[taken[-1]]!r}: {error!r}") from error
+        path.write_bytes(kept)
+    assert tried > 140 and converted_ones > 10
+
+
+def test_interrupted(checkpoint):
+    """Ctrl-C: exit code 130, nothing left, no word."""
+    source = checkpoint(1)
+    script = (
+        f"import sys, os, signal; sys.path.insert(0, {str(ROOT)!r}); import ds_to_universal as d; write = d.write\n"
+    )
+    script += "def one(path, content):\n    os.kill(os.getpid(), signal.SIGINT)\n    return write(path, content)\n"
+    script += "d.write = one; d.main()"
+    words = command(source, source.parent / "u")
+    done = subprocess.run([words[0], "-c", script, *words[2:]], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130 and "Traceback" not in done.stderr and done.stderr.count("\n") <= 1
+    assert os.listdir(source.parent) == ["c"]
+
+
+def test_output_called_latest_universal(checkpoint):
+    source = checkpoint(1)
+    with pytest.raises(CheckpointError, match="latest_universal"):
+        convert(source, source.parent / "latest_universal")
+    assert os.listdir(source.parent) == ["c"]
+
+
+# -----------------------------------------------------------------------------
+# zip64
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zip64(checkpoint, monkeypatch, stage):
+    """Sizes and positions that 32 bits cannot hold, were 32 bits ten: torch, zipfile and the converter read them."""
+    source = checkpoint(stage, model=lambda model: model.update(mine=torch.arange(5000.0)))
+    wanted = converted(source)
+    files = {path: load(path) for path in (source.parent / "u" / "zero").rglob("*.pt")}
+    monkeypatch.setattr(ds_to_universal, "ZIP64", 1023)
+    convert(source, source.parent / "u", check=True)
+    assert torch.equal(load(source.parent / "u" / MODEL)["mine"], wanted["mine"])
+    assert (source.parent / "u" / MODEL).read_bytes().count(struct.pack("<HH", 45, 0x800)) >= 2
+    for path, content in files.items():
+        assert repr(load(path)) == repr(content)
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None
+    assert re.fullmatch(r"\d+", str(wanted["global_steps"]))
