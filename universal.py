@@ -22,12 +22,15 @@ Needs ds_to_universal.py beside it, torch and DeepSpeed.
 import contextlib
 import copy
 import datetime
+import itertools
 import math
 import os
 import socket
 import types
+import warnings
 import zipfile
 import zlib
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -88,9 +91,10 @@ class Checkpoint:
     def read_shards(self, folder):
         shards = ds.find_shards(folder)
         self.model_parallel, self.ranks = len(shards), len(shards[0])
-        with ThreadPoolExecutor(8) as pool:
+        with ThreadPoolExecutor(8) as pool, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # at what conversion would leave out, which is in `other` here
             for mp in sorted(shards, reverse=True):  # all of them have to be whole; the first one is what is described
-                described, _, parameters = ds.read_data_parallel(folder, mp, shards[mp], pool, True, False)
+                described, _, parameters = ds.read_data_parallel(folder, mp, shards[mp], pool, True, {"steps"})
         saved = torch.load(shards[0][0], mmap=True, weights_only=False)["optimizer_state_dict"]
         self.stage, self.bf16 = int(saved.get("zero_stage", 0)), shards[0][0].name.startswith("bf16_")
         base = saved["optimizer_state_dict" if "fp32_flat_groups" in saved else "base_optimizer_state"]
@@ -114,7 +118,7 @@ class Checkpoint:
             if "fp32" not in tensors:
                 raise CheckpointError(f"{folder / 'zero' / name / 'fp32.pt'} is missing")
             self.shape[name] = tensors["fp32"].size
-            self.states[name] = {state: (tensor.storage.kind, ds.cut(tensor)) for state, tensor in tensors.items()}
+            self.states[name] = {key: (t.storage.kind, ds.Ranges(ds.cut(t))) for key, t in tensors.items()}
         return models[0], torch.load(folder / "zero" / "optimizer_state.pt", mmap=True, weights_only=False)
 
 
@@ -129,18 +133,18 @@ class Reader:
     def fill(self, tensor, pieces, start=0):
         """Read elements from `start` on, as many as the tensor on the CPU has, into its memory."""
         buffer = memoryview(tensor.view(torch.uint8).numpy()) if tensor.numel() else b""
-        for record, first, nbytes in ds.Ranges(pieces).cut(start * tensor.element_size(), len(buffer)):
+        for record, first, nbytes in pieces.cut(start * tensor.element_size(), len(buffer)):
             part, buffer, done = buffer[:nbytes], buffer[nbytes:], 0
             while done < nbytes:
                 done += ds.read_into(part[done:], record, first + done)
             if isinstance(record, ds.Record):
                 self.records[str(record.path), record.offset] = record
-                record.seen.append((first, nbytes, zlib.crc32(part)))
+                record.seen.extend((first, nbytes, zlib.crc32(part)))
 
     def whole(self, described):
         """A tensor in its shape and strides."""
-        kind, pieces = described.storage
-        data = torch.empty(sum(nbytes for *_, nbytes in pieces) // ds.ELEMENT_SIZE[kind], dtype=DTYPES[kind])
+        kind, pieces = described.storage.kind, ds.Ranges(described.storage.pieces)
+        data = torch.empty(pieces.nbytes // ds.ELEMENT_SIZE[kind], dtype=DTYPES[kind])
         self.fill(data, pieces)
         return data.as_strided(described.size, described.stride, described.offset)
 
@@ -151,7 +155,7 @@ class Reader:
             for key, record in self.records.items():
                 readers = [rank for rank, seen in enumerate(everyone) if key in seen]
                 if readers[0] == dist.get_rank():
-                    record.seen = [interval for rank in readers for interval in everyone[rank][key]]
+                    record.seen = array("Q", itertools.chain(*(everyone[rank][key] for rank in readers)))
                     ds.check_record(record)
         ds.opened.cache_clear()
 
@@ -228,6 +232,12 @@ def make_shard(engine, checkpoint, held, reader, states):
             kind = DTYPES[found[key][0]]
             in_place = key == "fp32" and flat.device.type == "cpu" and flat.dtype == kind
             tensors[key] = flat.detach() if in_place else torch.zeros(flat.numel(), dtype=kind)
+        other = copy.deepcopy(checkpoint.other[names[0]]) if names else {}
+        for key, value in other.items():
+            if states and isinstance(value, torch.Tensor) and value.numel() > 1:  # Muon's momentum at ZeRO-1 and 2
+                raise CheckpointError(
+                    f"{key} of {names[0]} is not cut like the weights: it loads on its own ranks only"
+                )
         for name, start, at, numel in parts:
             if checkpoint.states[name].keys() != found.keys():
                 raise CheckpointError(f"{name} has other optimizer states than {names[0]} of the same group")
@@ -235,7 +245,7 @@ def make_shard(engine, checkpoint, held, reader, states):
                 reader.fill(tensor[at : at + numel], checkpoint.states[name][key][1], start)
         fp32.append(tensors.pop("fp32", flat))
         groups[group]["params"].append(i)
-        state[i] = copy.deepcopy(checkpoint.other[names[0]] if names else {}) | tensors
+        state[i] = other | tensors
     base = {"state": {i: own for i, own in state.items() if own}, "param_groups": groups}
     shard = {"optimizer_state_dict": base, "fp32_flat_groups": fp32}  # ZeRO-3's names, then those of the others
     shard |= {"base_optimizer_state": base, "single_partition_of_fp32_groups": fp32}
