@@ -44,7 +44,7 @@ from torch.utils.serialization import config as torch_files
 import ds_to_universal as ds
 from ds_to_universal import CheckpointError
 
-TRIED = ("0.19.8",)  # the versions of DeepSpeed whose layout of shards was seen to be the one described here
+TRIED = ("0.19.8", "0.19.7", "0.19.6", "0.19.5", "0.19.4")  # of DeepSpeed: they cut shards as it is written here
 OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
 KINDS = "Float:float32 Double:float64 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 Short:int16 Char:int8 "
 KINDS += "Byte:uint8 Bool:bool"
@@ -108,10 +108,13 @@ class Checkpoint:
     def read_universal(self, folder):
         files = sorted(folder.glob("mp_rank_*_model_states.pt")) or sorted(folder.glob("*_model_states.pt"))
         models = [ds.load(path, True) for path in files]  # also of other pipeline stages
+        saved, common = torch.load(folder / "zero" / "optimizer_state.pt", mmap=True, weights_only=False), {}
+        if "fp32_flat_groups" in saved:  # by DeepSpeed's converter at ZeRO-3: rank 0's shard, and no other step count
+            common = {k: v.clone() for k, v in saved["optimizer_state_dict"]["state"][0].items() if k == "step"}
         for name in {name for model in models for names in model["param_shapes"] for name in names}:
             tensors = {path.stem: path for path in (folder / "zero" / name).glob("*.pt")}
             step = tensors.pop("step", None)
-            self.other[name] = {} if step is None else {"step": torch.load(step, weights_only=False)}
+            self.other[name] = {"step": torch.load(step, weights_only=False)} if step else common
             for state, path in tensors.items():
                 content = ds.load(path, True)  # DeepSpeed's converter writes a bare tensor at ZeRO-3
                 tensors[state] = content["param"] if isinstance(content, dict) else content
@@ -119,7 +122,7 @@ class Checkpoint:
                 raise CheckpointError(f"{folder / 'zero' / name / 'fp32.pt'} is missing")
             self.shape[name] = tensors["fp32"].size
             self.states[name] = {key: (t.storage.kind, ds.Ranges(ds.cut(t))) for key, t in tensors.items()}
-        return models[0], torch.load(folder / "zero" / "optimizer_state.pt", mmap=True, weights_only=False)
+        return models[0], saved
 
 
 # -----------------------------------------------------------------------------

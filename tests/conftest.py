@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch._inductor.compile_fx  # noqa: F401
+from deepspeed.checkpoint import ds_to_universal as deepspeed_converter
 
 torch.set_num_threads(1)  # a pool of threads does not survive a fork
 
@@ -113,3 +114,32 @@ def compare(folder, baseline, resumed, column="loss"):
 @pytest.fixture(scope="session")
 def work(tmp_path_factory):
     return tmp_path_factory.mktemp("work")
+
+
+def convert_with_deepspeed(folder, output):
+    """DeepSpeed's own converter, in this process."""
+    options = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
+    options |= dict(inject_missing_state=True, input_folder=str(folder), output_folder=str(output))
+    deepspeed_converter.main(SimpleNamespace(**options))
+
+
+def frozen_and_buffer(seed):
+    """A GPT with a frozen layer that comes from elsewhere and a buffer that training moves."""
+
+    def patch():
+        import model
+
+        class Variant(model.GPT):
+            def __init__(self, **shape):
+                super().__init__(**shape)
+                torch.nn.init.normal_(self.wpe.weight, generator=torch.Generator().manual_seed(seed))
+                self.wpe.weight.requires_grad_(False)
+                self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+            def forward(self, *args, **options):
+                self.calls += self.training
+                return super().forward(*args, **options) * (1 + 0.01 * self.calls)
+
+        model.GPT = Variant
+
+    return patch

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run
-from test_mends import convert_with_deepspeed, frozen_and_buffer
+from conftest import convert_with_deepspeed, frozen_and_buffer, run
 
 import ds_to_universal
 

@@ -28,8 +28,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from conftest import ROOT
-from test_mends import convert_with_deepspeed
+from conftest import ROOT, convert_with_deepspeed
 
 import ds_to_universal
 from benchmarks.convert import lay_out

@@ -24,8 +24,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run
-from test_mends import frozen_and_buffer
+from conftest import ROOT, frozen_and_buffer, run
 
 import ds_to_universal
 from benchmarks.convert import gpt_groups, lay_out

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PORT, ROOT, run
-from test_mends import convert_with_deepspeed
+from conftest import PORT, ROOT, convert_with_deepspeed, run
 
 import ds_to_universal
 

@@ -99,7 +99,14 @@ def groups_of(model, count):
     return [{"params": cut, "lr": 1e-2 / (i + 1), "weight_decay": 0.1 * i} for i, cut in enumerate(cuts)]
 
 
-def dump_truth(engine, path, states, stage):
+def states_of(p, optimizer, stage):
+    """The optimizer states that DeepSpeed can gather of a parameter. Muon's are one for matrices, two for the rest."""
+    if optimizer != "Muon":
+        return STATES[optimizer]
+    return [] if stage < 3 else STATES["Muon"][:1] if p.use_muon else STATES["Muon"][1:]
+
+
+def dump_truth(engine, path, optimizer, stage):
     """What rank 0 sees of the live engine: whole parameters, whole states, step counts, module."""
     if stage < 3:  # DeepSpeed looks for the states after the first group's first step: other groups have none then
         engine.optimizer._hp_optimizer_states_linked = False
@@ -110,7 +117,7 @@ def dump_truth(engine, path, states, stage):
             truth["module" if p.requires_grad else "frozen"][name] = p.detach().cpu().clone()
         if p.requires_grad:
             truth["states"][name] = {"fp32": safe_get_full_fp32_param(p).cpu()}
-            for key in states if len(states) < 3 or "momentum_buffer" not in states else states[:1] if p.use_muon else states[1:]:
+            for key in states_of(p, optimizer, stage):
                 truth["states"][name][key] = safe_get_full_optimizer_state(p, key).cpu()
     truth["buffers"] = {name: b.cpu().clone() for name, b in engine.module.named_buffers()}
     groups = engine.optimizer.optimizer.param_groups
@@ -162,13 +169,15 @@ def work(
         universal.mend(engine, folder / load)
     elif load:
         try:
-            _, client_state = universal.load_checkpoint(engine, **({"load_dir": folder, "tag": load} if options is None else options))
+            _, client_state = universal.load_checkpoint(
+                engine, **({"load_dir": folder, "tag": load} if options is None else options)
+            )
         except universal.CheckpointError as error:
             (folder / f"{label}.refused.{rank}").write_text(str(error))
             return engine.destroy()
         assert client_state["word"] == "client state"
     if load:
-        dump_truth(engine, folder / f"{label}.pt", STATES[optimizer], stage)
+        dump_truth(engine, folder / f"{label}.pt", optimizer, stage)
     losses = []
     for step in range(SAVED if load else 0, STEPS):
         x = torch.randn(BATCH, 9, generator=torch.Generator().manual_seed(step))
@@ -181,7 +190,7 @@ def work(
         losses.append(mean.item() / ranks)
         if not load and step + 1 == SAVED:
             engine.save_checkpoint(folder, tag=f"global_step{SAVED}", client_state={"word": "client state"})
-            dump_truth(engine, folder / "truth.pt", STATES[optimizer], stage)
+            dump_truth(engine, folder / "truth.pt", optimizer, stage)
     if rank == 0:
         (folder / f"{label}.json").write_text(json.dumps(losses))
     engine.destroy()
