@@ -869,8 +869,9 @@ def merge(shards, layouts, every, parameters):
                         places = array("Q", [begin[0] + offsets[0] * width]) * len(begin)
                     else:
                         places = array("Q", (b + at * width for b, at in zip(begin, offsets, strict=True)))
-                    nbytes = array("Q", (n * width for n in numels))
-                    starts[width, begin] = places, sizes.setdefault((width, nbytes.tobytes()), nbytes)
+                    if (alike := (width, numels.tobytes())) not in sizes:
+                        sizes[alike] = array("Q", (n * width for n in numels))
+                    starts[width, begin] = places, sizes[alike]
                 held = records if len(numels) == len(records) else records[first:last]
                 places, nbytes = starts[width, begin]
                 pieces = Ranges(records=held, starts=places, sizes=nbytes)
@@ -1215,17 +1216,19 @@ def copy(pieces, file):
 
 def gather(batch):
     """The bytes of each of several Ranges that lie side by side in the same records: every record is read once."""
-    parts, starts, sizes = [[] for _ in batch], [r.starts for r in batch], [r.sizes for r in batch]
-    columns = zip(zip(*starts, strict=True), zip(*sizes, strict=True), strict=True)
-    for record, (begins, lengths) in zip(batch[0].records, columns, strict=True):
-        first, last = min(begins), max(map(operator.add, begins, lengths))
-        if first == last:
-            continue
-        data = bytes(read_range(record, first, last - first))
-        record.seen.extend((first, last - first, zlib.crc32(data)))
-        for part, begin, length in zip(parts, begins, lengths, strict=True):
-            part.append(data[begin - first : begin - first + length])
-    return [b"".join(part) for part in parts]
+    starts, sizes = (zip(*(getattr(ranges, column) for ranges in batch), strict=True) for column in ("starts", "sizes"))
+    rows, splits = [], {}
+    for record, begins, lengths in zip(batch[0].records, starts, sizes, strict=True):
+        split = splits.get((begins, lengths))
+        if split is None:  # the gap before each piece, and the piece
+            ends = [begins[0], *map(operator.add, begins, lengths)]
+            spans = zip(begins, ends, lengths, strict=False)
+            split = splits[begins, lengths] = struct.Struct("".join(f"{b - end}x{n}s" for b, end, n in spans))
+        data = read_range(record, begins[0], split.size)
+        if data:
+            record.seen.extend((begins[0], split.size, zlib.crc32(data)))
+        rows.append(split.unpack(data))
+    return [b"".join(pieces) for pieces in zip(*rows, strict=True)]
 
 
 def batches_of(files):
@@ -1410,7 +1413,7 @@ def file_name(name):
 
 def files_of(models, optimizer, parameters):
     """{path below the output folder: (pickle, storages)}."""
-    files = {}
+    files, steps = {}, {}
     for name, parameter in parameters.items():
         folder = f"zero/{file_name(name)}"
         for key, (kind, pieces) in parameter["states"].items():
@@ -1418,8 +1421,10 @@ def files_of(models, optimizer, parameters):
                 raise CheckpointError(f"{key!r} is a state's name that leads to another folder")
             data = state_pickle(kind, parameter["shape"], *parameter["how"].items())
             files[f"{folder}/{file_name(key)}.pt"] = data, [Storage(kind, pieces)]
-        if parameter["step"] is not None:
-            files[f"{folder}/step.pt"] = pickled(parameter["step"])
+        if (step := parameter["step"]) is not None:
+            if id(step) not in steps:  # most parameters share theirs
+                steps[id(step)] = pickled(step)
+            files[f"{folder}/step.pt"] = steps[id(step)]
     files["zero/optimizer_state.pt"] = pickled(global_state(optimizer, parameters))
     return files | {f"mp_rank_{mp_rank:02d}_model_states.pt": pickled(model) for mp_rank, model in enumerate(models)}
 
@@ -1624,7 +1629,7 @@ def convert(
                     os.makedirs(folder / parent, exist_ok=True)
         sizes = {name: sum(map(nbytes_of, storages)) for name, (_, storages) in files.items()}
         records = records_of(files)
-        mine, loads = [], [0] * ranks
+        mine, loads = [], [1024 * len(files)] + [0] * (ranks - 1)  # rank 0 makes the folders and looks them through
         weight = {tuple(batch): sum(sizes[name] + 4096 for name in batch) for batch in batches_of(files)}
         for batch in sorted(weight, key=weight.get, reverse=True):  # the largest first, each to who has least so far
             least = loads.index(min(loads))
