@@ -23,6 +23,9 @@ Output, the same at every stage, so that it resumes on any number of ranks and a
 A .pt file is a zip archive of one pickle and one stored record per tensor. Conversion only regroups byte ranges of
 those records. So it is done without torch, needs nothing but Python, and runs no code of a checkpoint: the pickle's
 classes stay names. Each range is read once, checked against the archive's CRC-32 on the way, and written once.
+
+In this file: pickles without their code; the bytes of records; one data-parallel checkpoint; tensor and pipeline
+parallelism; writing; publishing; several processes, and the command line.
 """
 
 import argparse
@@ -75,42 +78,39 @@ class CheckpointError(Exception):
 SIZES = {16: "ComplexDouble", 8: "Double Long ComplexFloat", 4: "Float Int", 2: "Half BFloat16 Short"}
 SIZES |= {1: "Char Byte Bool Untyped"}
 ELEMENT_SIZE = {f"{kind}Storage": size for size, kinds in SIZES.items() for kind in kinds.split()}
-HARMLESS = {  # what DeepSpeed writes, and what people keep in a client state; loading it runs no code of a stranger
-    "torch": " ".join(ELEMENT_SIZE) + " device Tensor float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 "
-    "uint16 uint32 uint64 bool complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz "
-    "float8_e5m2fnuz float8_e8m0fnu",
-    "torch._utils": "_rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_sparse_tensor",
-    "torch.nn.parameter": "Parameter",
-    "torch.serialization": "_get_layout",
-    "torch.storage": "UntypedStorage",
-    "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
-    "deepspeed.runtime.zero.config": "ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment": "fragment_address",
-    "deepspeed.checkpoint.universal_checkpoint": "SubparamShape",
-    "megatron.core.enums": "ModelType",
-    "megatron.model.enums": "ModelType",
-    "numpy": "dtype ndarray",
-    "numpy._core.multiarray": "scalar _reconstruct",
-    "numpy.core.multiarray": "scalar _reconstruct",
-    "numpy.random._pickle": "__randomstate_ctor __generator_ctor __bit_generator_ctor",
-    "numpy.random._mt19937": "MT19937",
-    "numpy.random._pcg64": "PCG64",
-    "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
-    "argparse": "Namespace",
-    "types": "SimpleNamespace",
-    "pathlib": "Path PosixPath PurePath PurePosixPath",
-    "pathlib._local": "Path PosixPath PurePath PurePosixPath",
-    "collections": "defaultdict Counter deque",
-    "datetime": "date time datetime timedelta timezone",
-    "decimal": "Decimal",
-    "fractions": "Fraction",
-    "uuid": "UUID",
-    "_codecs": "encode",
-    **dict.fromkeys(
-        ("builtins", "__builtin__"), "set frozenset bytes bytearray range xrange complex slice int float list dict"
-    ),
-}
-KNOWN = {f"{module}.{name}" for module, names in HARMLESS.items() for name in names.split()}
+# What DeepSpeed writes, and what people keep in a client state: to load it runs no code of a stranger.
+HARMLESS = """
+torch device Tensor float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex32
+torch complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
+torch._utils _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_sparse_tensor
+torch.nn.parameter Parameter
+torch.serialization _get_layout
+torch.storage UntypedStorage
+deepspeed.runtime.fp16.loss_scaler LossScaler DynamicLossScaler
+deepspeed.runtime.zero.config ZeroStageEnum
+deepspeed.utils.tensor_fragment fragment_address
+deepspeed.checkpoint.universal_checkpoint SubparamShape
+megatron.core.enums ModelType
+megatron.model.enums ModelType
+numpy dtype ndarray
+numpy._core.multiarray scalar _reconstruct
+numpy.core.multiarray scalar _reconstruct
+numpy.random._pickle __randomstate_ctor __generator_ctor __bit_generator_ctor
+numpy.random._mt19937 MT19937
+numpy.random._pcg64 PCG64
+numpy.random.bit_generator SeedSequence __pyx_unpickle_SeedSequence
+argparse Namespace
+types SimpleNamespace
+pathlib Path PosixPath PurePath PurePosixPath
+pathlib._local Path PosixPath PurePath PurePosixPath
+collections defaultdict Counter deque
+datetime date time datetime timedelta timezone
+_codecs encode
+builtins set frozenset bytes bytearray range complex slice int float list dict
+__builtin__ set frozenset bytes bytearray xrange complex slice int float list dict
+"""
+KNOWN = {f"{line.split()[0]}.{name}" for line in HARMLESS.strip().splitlines() for name in line.split()[1:]}
+KNOWN |= {f"torch.{kind}" for kind in ELEMENT_SIZE}
 
 
 class Fixed(type):
@@ -834,8 +834,9 @@ def read_data_parallel(
     if lost:
         problem = f"{shards[low]}: {', '.join(lost)} of the optimizer: a universal checkpoint has no place for"
         complain("states", strict, f"{problem} what belongs to no single element")
-    merge(shards, layouts, [groups for groups, _ in every], parameters)
-    check_steps(shards, [groups for groups, _ in every], paths[0], model, strict)
+    with blame(shards[low]):
+        merge(shards, layouts, [groups for groups, _ in every], parameters)
+        check_steps(shards, [groups for groups, _ in every], paths[0], model, strict)
     with blame(paths[0]):
         if model["module"] is not None:
             frozen = [models[r] for r in range(count)] if stage3 else None
