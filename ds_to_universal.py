@@ -1192,7 +1192,7 @@ def workspace():
 def copy(pieces, file):
     """Append the pieces to a file through the buffer of this thread. Returns their CRC-32."""
     buffer, filled, crc, spans = workspace(), 0, 0, {}
-    for record, start, nbytes in pieces:
+    for record, start, nbytes in rows_together(pieces) if isinstance(pieces, Strided) else pieces:
         done, piece = 0, 0
         while done < nbytes:
             if filled == CHUNK:
@@ -1213,6 +1213,28 @@ def copy(pieces, file):
         record.seen.extend(span)
     write_all(file, buffer[:filled])
     return crc
+
+
+def rows_together(strided):
+    """The pieces of stripes; where the rows are short, and follow each other in their shards, many of them as one."""
+    at = 0
+    for (count, segments), width in zip(strided.sections, strided.widths, strict=True):
+        if count == 1 or width > CHUNK >> 4 or any(step != size for _, _, step, size in segments):
+            yield from strided.cut(at, count * width)
+            at += count * width
+            continue
+        at, step = at + count * width, min(8192, CHUNK // width)
+        for row in range(0, count, step):
+            rows, columns = min(step, count - row), []
+            for ranges, first, _, size in segments:
+                column = bytearray()
+                for record, start, nbytes in ranges.cut(first + row * size, rows * size):
+                    data = read_range(record, start, nbytes)
+                    if isinstance(record, Record):
+                        record.seen.extend((start, nbytes, zlib.crc32(data)))
+                    column += data
+                columns.append(struct.iter_unpack(f"{size}s", column))
+            yield b"".join(part for parts in zip(*columns, strict=True) for (part,) in parts), 0, rows * width
 
 
 def gather(batch):
@@ -1259,13 +1281,6 @@ def write_all(file, data):
     with named(file):
         while len(data):
             data = data[file.write(data) :]
-
-
-def free_cache(file):
-    """Write the file to the disk and drop it from the page cache, whose memory the next file can then have."""
-    with named(file):
-        os.fdatasync(file)
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @contextlib.contextmanager
@@ -1385,8 +1400,6 @@ def write(path, content):
         end += b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, *2 * [min(len(records), 0xFFFF)], size, where, 0)
         file.seek(at)
         write_all(file, memoryview(ahead + directory + end))
-        if position > 8 * CHUNK:  # to wait for the disk is worth it for large files only
-            free_cache(file)
         return file.tell()
 
 

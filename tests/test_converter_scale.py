@@ -106,6 +106,7 @@ def test_stripes_against_rows():
                          for s in sections])  # fmt: skip
         wanted = full.flatten().numpy().tobytes()
         assert ds_to_universal.joined(whole) == wanted
+        assert ds_to_universal.joined(ds_to_universal.rows_together(whole)) == wanted
         start = rng.randint(0, len(wanted))
         nbytes = rng.randint(0, len(wanted) - start)
         assert ds_to_universal.joined(whole.cut(start, nbytes)) == wanted[start : start + nbytes]
