@@ -840,7 +840,7 @@ def read_data_parallel(
     with blame(paths[0]):
         if model["module"] is not None:
             frozen = [models[r] for r in range(count)] if stage3 else None
-            model["module"] = module_of(paths[0], model, frozen, parameters, strict)
+            model["module"] = module_of(paths[0], model, frozen, parameters, strict, mp_rank)
             model["frozen_param_fragments"] = None
     return model, first, parameters
 
@@ -879,7 +879,7 @@ def merge(shards, layouts, every, parameters):
                 parameter["states"][key] = kind, pieces
 
 
-def module_of(path, model, frozen, parameters, strict):
+def module_of(path, model, frozen, parameters, strict, mp_rank):
     """What no optimizer holds: {name: tensor} of the buffers, and of the frozen parameters, whole. frozen: of every
     rank at ZeRO-3, where each has a part; elsewhere `module` has them like the buffers."""
     module, whole_ones = model["module"], {}
@@ -899,7 +899,7 @@ def module_of(path, model, frozen, parameters, strict):
     kept = {*model["buffer_names"], *(name for name in module if name not in accounted)}
     if frozen:  # of what is not frozen, not trained and no buffer, ZeRO-3 saves the name alone
         lost = {name for name in kept - {*model["buffer_names"]} if isinstance(module[name], Tensor)}
-        if lost:
+        if lost and not mp_rank:  # the others have the same names, but only here shared_params says which are tied
             problem = f"{path}: no parameter group holds {', '.join(sorted(lost))}"
             complain("states", strict, f"{problem}, and DeepSpeed saved nothing of it")
         kept -= lost
