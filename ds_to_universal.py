@@ -990,7 +990,7 @@ class TensorParallel:
     """Puts the shards of tensor-parallel ranks together, by the universal_checkpoint_info that the checkpoint carries.
 
     The names of its entries, and what each does, are DeepSpeed's (deepspeed/checkpoint/constants.py). Every layout is a
-    permutation of byte ranges, except the average, which takes torch.
+    permutation of byte ranges, except the average.
     """
 
     LISTS = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns", "vocabulary_parameter_patterns")
