@@ -23,6 +23,9 @@ Output, the same at every stage, so that it resumes on any number of ranks and a
 A .pt file is a zip archive of one pickle and one stored record per tensor. Conversion only regroups byte ranges of
 those records. So it is done without torch, needs nothing but Python, and runs no code of a checkpoint: the pickle's
 classes stay names. Each range is read once, checked against the archive's CRC-32 on the way, and written once.
+
+In this file: pickles without their code; the bytes of records; one data-parallel checkpoint; tensor and pipeline
+parallelism; writing; publishing; several processes, and the command line.
 """
 
 import argparse
@@ -75,42 +78,39 @@ class CheckpointError(Exception):
 SIZES = {16: "ComplexDouble", 8: "Double Long ComplexFloat", 4: "Float Int", 2: "Half BFloat16 Short"}
 SIZES |= {1: "Char Byte Bool Untyped"}
 ELEMENT_SIZE = {f"{kind}Storage": size for size, kinds in SIZES.items() for kind in kinds.split()}
-HARMLESS = {  # what DeepSpeed writes, and what people keep in a client state; loading it runs no code of a stranger
-    "torch": " ".join(ELEMENT_SIZE) + " device Tensor float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 "
-    "uint16 uint32 uint64 bool complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz "
-    "float8_e5m2fnuz float8_e8m0fnu",
-    "torch._utils": "_rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_sparse_tensor",
-    "torch.nn.parameter": "Parameter",
-    "torch.serialization": "_get_layout",
-    "torch.storage": "UntypedStorage",
-    "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
-    "deepspeed.runtime.zero.config": "ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment": "fragment_address",
-    "deepspeed.checkpoint.universal_checkpoint": "SubparamShape",
-    "megatron.core.enums": "ModelType",
-    "megatron.model.enums": "ModelType",
-    "numpy": "dtype ndarray",
-    "numpy._core.multiarray": "scalar _reconstruct",
-    "numpy.core.multiarray": "scalar _reconstruct",
-    "numpy.random._pickle": "__randomstate_ctor __generator_ctor __bit_generator_ctor",
-    "numpy.random._mt19937": "MT19937",
-    "numpy.random._pcg64": "PCG64",
-    "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
-    "argparse": "Namespace",
-    "types": "SimpleNamespace",
-    "pathlib": "Path PosixPath PurePath PurePosixPath",
-    "pathlib._local": "Path PosixPath PurePath PurePosixPath",
-    "collections": "defaultdict Counter deque",
-    "datetime": "date time datetime timedelta timezone",
-    "decimal": "Decimal",
-    "fractions": "Fraction",
-    "uuid": "UUID",
-    "_codecs": "encode",
-    **dict.fromkeys(
-        ("builtins", "__builtin__"), "set frozenset bytes bytearray range xrange complex slice int float list dict"
-    ),
-}
-KNOWN = {f"{module}.{name}" for module, names in HARMLESS.items() for name in names.split()}
+# What DeepSpeed writes, and what people keep in a client state: to load it runs no code of a stranger.
+HARMLESS = """
+torch device Tensor float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex32
+torch complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
+torch._utils _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_sparse_tensor
+torch.nn.parameter Parameter
+torch.serialization _get_layout
+torch.storage UntypedStorage
+deepspeed.runtime.fp16.loss_scaler LossScaler DynamicLossScaler
+deepspeed.runtime.zero.config ZeroStageEnum
+deepspeed.utils.tensor_fragment fragment_address
+deepspeed.checkpoint.universal_checkpoint SubparamShape
+megatron.core.enums ModelType
+megatron.model.enums ModelType
+numpy dtype ndarray
+numpy._core.multiarray scalar _reconstruct
+numpy.core.multiarray scalar _reconstruct
+numpy.random._pickle __randomstate_ctor __generator_ctor __bit_generator_ctor
+numpy.random._mt19937 MT19937
+numpy.random._pcg64 PCG64
+numpy.random.bit_generator SeedSequence __pyx_unpickle_SeedSequence
+argparse Namespace
+types SimpleNamespace
+pathlib Path PosixPath PurePath PurePosixPath
+pathlib._local Path PosixPath PurePath PurePosixPath
+collections defaultdict Counter deque
+datetime date time datetime timedelta timezone
+_codecs encode
+builtins set frozenset bytes bytearray range complex slice int float list dict
+__builtin__ set frozenset bytes bytearray xrange complex slice int float list dict
+"""
+KNOWN = {f"{line.split()[0]}.{name}" for line in HARMLESS.strip().splitlines() for name in line.split()[1:]}
+KNOWN |= {f"torch.{kind}" for kind in ELEMENT_SIZE}
 
 
 class Fixed(type):
@@ -834,12 +834,13 @@ def read_data_parallel(
     if lost:
         problem = f"{shards[low]}: {', '.join(lost)} of the optimizer: a universal checkpoint has no place for"
         complain("states", strict, f"{problem} what belongs to no single element")
-    merge(shards, layouts, [groups for groups, _ in every], parameters)
-    check_steps(shards, [groups for groups, _ in every], paths[0], model, strict)
+    with blame(shards[low]):
+        merge(shards, layouts, [groups for groups, _ in every], parameters)
+        check_steps(shards, [groups for groups, _ in every], paths[0], model, strict)
     with blame(paths[0]):
         if model["module"] is not None:
             frozen = [models[r] for r in range(count)] if stage3 else None
-            model["module"] = module_of(paths[0], model, frozen, parameters, strict)
+            model["module"] = module_of(paths[0], model, frozen, parameters, strict, mp_rank)
             model["frozen_param_fragments"] = None
     return model, first, parameters
 
@@ -869,15 +870,16 @@ def merge(shards, layouts, every, parameters):
                         places = array("Q", [begin[0] + offsets[0] * width]) * len(begin)
                     else:
                         places = array("Q", (b + at * width for b, at in zip(begin, offsets, strict=True)))
-                    nbytes = array("Q", (n * width for n in numels))
-                    starts[width, begin] = places, sizes.setdefault((width, nbytes.tobytes()), nbytes)
+                    if (alike := (width, numels.tobytes())) not in sizes:
+                        sizes[alike] = array("Q", (n * width for n in numels))
+                    starts[width, begin] = places, sizes[alike]
                 held = records if len(numels) == len(records) else records[first:last]
                 places, nbytes = starts[width, begin]
                 pieces = Ranges(records=held, starts=places, sizes=nbytes)
                 parameter["states"][key] = kind, pieces
 
 
-def module_of(path, model, frozen, parameters, strict):
+def module_of(path, model, frozen, parameters, strict, mp_rank):
     """What no optimizer holds: {name: tensor} of the buffers, and of the frozen parameters, whole. frozen: of every
     rank at ZeRO-3, where each has a part; elsewhere `module` has them like the buffers."""
     module, whole_ones = model["module"], {}
@@ -897,7 +899,7 @@ def module_of(path, model, frozen, parameters, strict):
     kept = {*model["buffer_names"], *(name for name in module if name not in accounted)}
     if frozen:  # of what is not frozen, not trained and no buffer, ZeRO-3 saves the name alone
         lost = {name for name in kept - {*model["buffer_names"]} if isinstance(module[name], Tensor)}
-        if lost:
+        if lost and not mp_rank:  # the others have the same names, but only here shared_params says which are tied
             problem = f"{path}: no parameter group holds {', '.join(sorted(lost))}"
             complain("states", strict, f"{problem}, and DeepSpeed saved nothing of it")
         kept -= lost
@@ -988,7 +990,7 @@ class TensorParallel:
     """Puts the shards of tensor-parallel ranks together, by the universal_checkpoint_info that the checkpoint carries.
 
     The names of its entries, and what each does, are DeepSpeed's (deepspeed/checkpoint/constants.py). Every layout is a
-    permutation of byte ranges, except the average, which takes torch.
+    permutation of byte ranges, except the average.
     """
 
     LISTS = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns", "vocabulary_parameter_patterns")
@@ -1190,7 +1192,7 @@ def workspace():
 def copy(pieces, file):
     """Append the pieces to a file through the buffer of this thread. Returns their CRC-32."""
     buffer, filled, crc, spans = workspace(), 0, 0, {}
-    for record, start, nbytes in pieces:
+    for record, start, nbytes in rows_together(pieces) if isinstance(pieces, Strided) else pieces:
         done, piece = 0, 0
         while done < nbytes:
             if filled == CHUNK:
@@ -1213,19 +1215,43 @@ def copy(pieces, file):
     return crc
 
 
+def rows_together(strided):
+    """The pieces of stripes; where the rows are short, and follow each other in their shards, many of them as one."""
+    at = 0
+    for (count, segments), width in zip(strided.sections, strided.widths, strict=True):
+        if count == 1 or width > CHUNK >> 4 or any(step != size for _, _, step, size in segments):
+            yield from strided.cut(at, count * width)
+            at += count * width
+            continue
+        at, step = at + count * width, min(8192, CHUNK // width)
+        for row in range(0, count, step):
+            rows, columns = min(step, count - row), []
+            for ranges, first, _, size in segments:
+                column = bytearray()
+                for record, start, nbytes in ranges.cut(first + row * size, rows * size):
+                    data = read_range(record, start, nbytes)
+                    if isinstance(record, Record):
+                        record.seen.extend((start, nbytes, zlib.crc32(data)))
+                    column += data
+                columns.append(struct.iter_unpack(f"{size}s", column))
+            yield b"".join(part for parts in zip(*columns, strict=True) for (part,) in parts), 0, rows * width
+
+
 def gather(batch):
     """The bytes of each of several Ranges that lie side by side in the same records: every record is read once."""
-    parts, starts, sizes = [[] for _ in batch], [r.starts for r in batch], [r.sizes for r in batch]
-    columns = zip(zip(*starts, strict=True), zip(*sizes, strict=True), strict=True)
-    for record, (begins, lengths) in zip(batch[0].records, columns, strict=True):
-        first, last = min(begins), max(map(operator.add, begins, lengths))
-        if first == last:
-            continue
-        data = bytes(read_range(record, first, last - first))
-        record.seen.extend((first, last - first, zlib.crc32(data)))
-        for part, begin, length in zip(parts, begins, lengths, strict=True):
-            part.append(data[begin - first : begin - first + length])
-    return [b"".join(part) for part in parts]
+    starts, sizes = (zip(*(getattr(ranges, column) for ranges in batch), strict=True) for column in ("starts", "sizes"))
+    rows, splits = [], {}
+    for record, begins, lengths in zip(batch[0].records, starts, sizes, strict=True):
+        split = splits.get((begins, lengths))
+        if split is None:  # the gap before each piece, and the piece
+            ends = [begins[0], *map(operator.add, begins, lengths)]
+            spans = zip(begins, ends, lengths, strict=False)
+            split = splits[begins, lengths] = struct.Struct("".join(f"{b - end}x{n}s" for b, end, n in spans))
+        data = read_range(record, begins[0], split.size)
+        if data:
+            record.seen.extend((begins[0], split.size, zlib.crc32(data)))
+        rows.append(split.unpack(data))
+    return [b"".join(pieces) for pieces in zip(*rows, strict=True)]
 
 
 def batches_of(files):
@@ -1255,13 +1281,6 @@ def write_all(file, data):
     with named(file):
         while len(data):
             data = data[file.write(data) :]
-
-
-def free_cache(file):
-    """Write the file to the disk and drop it from the page cache, whose memory the next file can then have."""
-    with named(file):
-        os.fdatasync(file)
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @contextlib.contextmanager
@@ -1381,8 +1400,6 @@ def write(path, content):
         end += b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, *2 * [min(len(records), 0xFFFF)], size, where, 0)
         file.seek(at)
         write_all(file, memoryview(ahead + directory + end))
-        if position > 8 * CHUNK:  # to wait for the disk is worth it for large files only
-            free_cache(file)
         return file.tell()
 
 
@@ -1410,7 +1427,7 @@ def file_name(name):
 
 def files_of(models, optimizer, parameters):
     """{path below the output folder: (pickle, storages)}."""
-    files = {}
+    files, steps = {}, {}
     for name, parameter in parameters.items():
         folder = f"zero/{file_name(name)}"
         for key, (kind, pieces) in parameter["states"].items():
@@ -1418,8 +1435,10 @@ def files_of(models, optimizer, parameters):
                 raise CheckpointError(f"{key!r} is a state's name that leads to another folder")
             data = state_pickle(kind, parameter["shape"], *parameter["how"].items())
             files[f"{folder}/{file_name(key)}.pt"] = data, [Storage(kind, pieces)]
-        if parameter["step"] is not None:
-            files[f"{folder}/step.pt"] = pickled(parameter["step"])
+        if (step := parameter["step"]) is not None:
+            if id(step) not in steps:  # most parameters share theirs
+                steps[id(step)] = pickled(step)
+            files[f"{folder}/step.pt"] = steps[id(step)]
     files["zero/optimizer_state.pt"] = pickled(global_state(optimizer, parameters))
     return files | {f"mp_rank_{mp_rank:02d}_model_states.pt": pickled(model) for mp_rank, model in enumerate(models)}
 
@@ -1624,7 +1643,7 @@ def convert(
                     os.makedirs(folder / parent, exist_ok=True)
         sizes = {name: sum(map(nbytes_of, storages)) for name, (_, storages) in files.items()}
         records = records_of(files)
-        mine, loads = [], [0] * ranks
+        mine, loads = [], [1024 * len(files)] + [0] * (ranks - 1)  # rank 0 makes the folders and looks them through
         weight = {tuple(batch): sum(sizes[name] + 4096 for name in batch) for batch in batches_of(files)}
         for batch in sorted(weight, key=weight.get, reverse=True):  # the largest first, each to who has least so far
             least = loads.index(min(loads))

@@ -1,10 +1,14 @@
 """ds_to_universal.py against DeepSpeed's own converter and `cp -r`: seconds, ratios, memory.
 
     python benchmarks/convert.py --sizes 10M 124M --ranks 4 16 64 --stages 1 3 --folder /dev/shm
+    python benchmarks/convert.py --names 64 250 512 1024
 
 The checkpoints are laid out here, in DeepSpeed 0.19.8's format, as bf16 training of a GPT-2 of that size on so many
 ranks writes them: random weights, all else as it would be. All three tools run as whole processes, in turn, and
 the median of --repeat rounds counts. Ours waits until the disk has it, so that each is followed by a sync.
+
+--names: ours alone on ZeRO-3 checkpoints of so many ranks, with the 723 parameters of a 70B Llama, of 1,024 elements
+each: what a piece of a parameter, of which there are ranks x 723 x 3, costs beside its bytes.
 """
 
 import argparse
@@ -43,6 +47,15 @@ def gpt_groups(vocabulary, width, layers):
             no_decay[f"blocks.{i}.{name}"] = (width,)
     no_decay |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
     return [OrderedDict((name, torch.Size(shape)) for name, shape in group.items()) for group in (decay, no_decay)]
+
+
+def llama_names():
+    """The parameters of a Llama of 80 layers, each of 1,024 elements."""
+    layers = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    layers += ["input_layernorm", "post_attention_layernorm"]
+    names = ["embed_tokens", *(f"layers.{i}.{layer}" for i in range(80) for layer in layers), "norm"]
+    names = [f"model.{name}.weight" for name in names] + ["lm_head.weight"]
+    return [OrderedDict((name, torch.Size((1024,))) for name in names)]
 
 
 def lay_out(folder, groups, ranks, stage):
@@ -108,11 +121,12 @@ start = time.perf_counter()
 run = subprocess.run(sys.argv[2:], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
 subprocess.run(["sync", "-f", sys.argv[1]], check=True)
 seconds = time.perf_counter() - start
-print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3, run.stdout]))"""
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps([seconds, used.ru_maxrss / 1e3, run.stdout, used.ru_utime + used.ru_stime]))"""
 
 
 def timed(command, folder):
-    """[seconds, MB of the largest process, output] of a whole process and the disk behind it."""
+    """[seconds, MB of the largest process, output, CPU seconds] of a whole process and the disk behind it."""
     command = [sys.executable, "-c", BETWEEN, folder, *command]
     return json.loads(subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True).stdout)
 
@@ -126,6 +140,7 @@ def main():
         "--folder", type=Path, default=Path("/dev/shm"), help="where: /dev/shm is memory, others a disk"
     )
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--names", nargs="+", type=int, metavar="RANKS", help="the cost of a piece, and nothing else")
     args = parser.parse_args()
     work = args.folder / f"convert_benchmark_{os.getpid()}"
     source, output = work / "source", work / "output"
@@ -142,6 +157,23 @@ def main():
         ],
         "cp": ["cp", "-r", source, output],
     }
+    if args.names:
+        print(f"{'ranks':>6}{'pieces':>11}{'seconds':>9}{'CPU s':>8}{'us a piece':>12}{'MB':>6}")
+        try:
+            for ranks in args.names:
+                lay_out(source, llama_names(), ranks, 3)
+                runs = []
+                for _ in range(args.repeat):
+                    runs.append(timed(commands["ours"], args.folder))
+                    shutil.rmtree(output)
+                seconds, cpu = (statistics.median(run[i] for run in runs) for i in (0, 3))
+                pieces, memory = ranks * 723 * 3, max(run[1] for run in runs)
+                print(
+                    f"{ranks:6}{pieces:11,}{seconds:9.2f}{cpu:8.2f}{cpu / pieces * 1e6:12.1f}{memory:6.0f}", flush=True
+                )
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        return
     print(
         f"seconds of whole processes, medians of {args.repeat}, on {args.folder}; data: what ours takes after its start"
     )
@@ -173,9 +205,9 @@ def main():
                         for name, command in commands.items():
                             results[name].append(timed(command, args.folder))
                             shutil.rmtree(output)
-                    data = statistics.median(float(out.split(" in ")[1].split()[0]) for _, _, out in results["ours"])
-                    seconds = {name: statistics.median(s for s, _, _ in runs) for name, runs in results.items()}
-                    memory = {name: max(m for _, m, _ in runs) for name, runs in results.items()}
+                    data = statistics.median(float(out.split(" in ")[1].split()[0]) for _, _, out, _ in results["ours"])
+                    seconds = {name: statistics.median(s for s, *_ in runs) for name, runs in results.items()}
+                    memory = {name: max(m for _, m, *_ in runs) for name, runs in results.items()}
                     ours, theirs, cp = (f"{seconds[name]:.2f}" for name in ("ours", "DeepSpeed", "cp"))
                     ratio = f"{seconds['DeepSpeed'] / seconds['ours']:.1f}"
                     row = (size, stage, ranks, f"{total:.2f}", ours, theirs, cp, ratio, f"{data / seconds['cp']:.2f}")

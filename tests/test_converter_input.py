@@ -49,6 +49,14 @@ def edit(folder, pattern, change):
         torch.save(content, path)
 
 
+def scramble(shard):
+    """Numbers of its own for every rank."""
+    optimizer = shard["optimizer_state_dict"]
+    flats = [*(optimizer.get("fp32_flat_groups") or optimizer["single_partition_of_fp32_groups"])]
+    for flat in [*flats, *(state[key] for state in states(shard) for key in ("exp_avg", "exp_avg_sq"))]:
+        flat.copy_(torch.rand(flat.shape))
+
+
 @pytest.fixture(scope="session")
 def laid_out(tmp_path_factory):
     """laid_out(stage): a checkpoint of 2 ranks, 3 parameters, 2 groups."""
@@ -58,6 +66,7 @@ def laid_out(tmp_path_factory):
         folder = tmp_path_factory.mktemp("laid_out") / f"zero{stage}"
         lay_out(folder, SHAPES, 2, stage)
         edit(folder, "*_model_*", lambda model: model.update(shared_params={}))
+        edit(folder, "*_optim_*", scramble)
         return folder
 
     return make

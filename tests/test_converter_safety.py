@@ -512,16 +512,14 @@ def test_full_disk(tmp_path, saved):
 
 @stage1
 def test_disk_fails_late(tmp_path, saved, monkeypatch):
-    """A large file goes to the disk when it is complete: an error that comes only then is one with its name, too."""
-    monkeypatch.setattr(ds_to_universal, "CHUNK", 16)  # all files are large
+    """What the disk says only when everything has to be on it: the older result stays."""
 
-    def fails_at_the_third(file, left=itertools.count(1)):  # noqa: B008
-        if next(left) == 3:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def fails(folder):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
 
     convert(saved.early, tmp_path / "u")
-    monkeypatch.setattr(os, "fdatasync", fails_at_the_third)
-    with pytest.raises(OSError, match=r"Input/output error: .*\.pt"):
+    monkeypatch.setattr(ds_to_universal, "sync", fails)
+    with pytest.raises(OSError, match=r"Input/output error: .*unfinished"):
         convert(saved.late, tmp_path / "u")
     settled(tmp_path / "u", saved.old)
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 from conftest import ROOT
-from test_converter_input import SHAPES, checkpoint, command, laid_out  # noqa: F401
+from test_converter_input import SHAPES, checkpoint, command, edit, laid_out, scramble  # noqa: F401
 
 import ds_to_universal
 from benchmarks.convert import lay_out
@@ -20,6 +20,7 @@ def content(folder):
 def test_processes_share_the_reading(tmp_path):
     """Each of four reads a quarter of the shards, and what it needs of the first; the result is that of one."""
     lay_out(tmp_path / "c", SHAPES, 16, 3)
+    edit(tmp_path / "c", "*_optim_*", scramble)
     convert(tmp_path / "c", tmp_path / "one")
     children, archive = [], ds_to_universal.Archive.__init__
     for rank in range(4):
