@@ -35,7 +35,7 @@ def add_arguments(parser):
     arg("--train_micro_batch_size_per_gpu", type=positive, default=64, help="sequences of one forward pass on one rank")
     arg("--steps", type=positive, default=200, help="optimizer steps of the whole run, the resumed part included")
     arg("--run_name", default="default", help="the log is logs/<run_name>.csv")
-    arg("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="fp16: on GPUs, and CPUs with avx512_fp16")
+    arg("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="fp16: where the GPU or the CPU has it")
     arg("--checkpoint_dir", default="ds_transformer_checkpoint")
     arg("--checkpoint_interval", type=positive, default=100, help="steps from one checkpoint to the next")
     arg("--resume", action="store_true", help="go on from --checkpoint_dir/--checkpoint_tag")

@@ -34,9 +34,8 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.set_defaults(checkpoint_dir="ckpt_3d", run_name="default_3d", train_micro_batch_size_per_gpu=32)
-    parser.add_argument(
-        "--pipeline_parallel", type=positive, default=1, metavar="N", help="stages that share the layers"
-    )
+    arg = parser.add_argument
+    arg("--pipeline_parallel", type=positive, default=1, metavar="N", help="stages that share the layers")
     args = parser.parse_args()
     check_arguments(args, pipeline_parallel=args.pipeline_parallel, tensor_parallel=args.tensor_parallel)
     if args.n_head % args.tensor_parallel:

@@ -118,6 +118,14 @@ def test_one_rank_speaks(trained, tmp_path, arguments, word):
     assert word in refused(tmp_path, 2, *arguments, started=2)
 
 
+def test_modules_do_not_read_the_rank(trained):
+    """The ranks are forked from here, where they are imported and there is no rank yet."""
+    import common  # noqa: F401
+    import parallel  # noqa: F401
+
+    assert "these are 4 ranks at ZeRO-1" in refused(trained, 4, *ORDINARY)
+
+
 @pytest.mark.parametrize("resume", [ORDINARY, UNIVERSAL], ids=["ordinary", "universal"])
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_every_file_of_a_checkpoint(trained, tmp_path, resume, damage):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import compare, read_log, run
+from conftest import compare, fp16_is, read_log, run
 
 import data
 import ds_to_universal
@@ -115,9 +115,8 @@ def test_offload(work, stage):
 def fp16_on_cpu():
     """Take the device check away, and start from a loss scale that overflows and later grows again."""
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().is_fp16_supported = lambda: True
+    fp16_is(True)()
     initialize, scaling = deepspeed.initialize, {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 8}
     deepspeed.initialize = lambda config, **rest: initialize(config=config | {"fp16": config["fp16"] | scaling}, **rest)
 
