@@ -13,6 +13,7 @@ export TORCH_EXTENSIONS_DIR = $(CURDIR)/.venv/torch_extensions
 
 TRAIN   = train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --steps 200 --checkpoint_dir $(CKPT)
 RESUME  = $(TRAIN) --resume --checkpoint_interval 400
+SHARED  = common.py checkpoint.py data.py model.py
 
 .PHONY: demo exact 3d preempt test clean
 .DELETE_ON_ERROR:
@@ -37,7 +38,7 @@ clean:
 	rm -rf .venv logs runs ckpt_exact ckpt_3d ckpt_preempt $(CKPT)
 
 # Test 1: an ordinary ZeRO checkpoint resumes on the same number of ranks, and on no other
-logs/default.csv: .venv/installed train.py model.py common.py
+logs/default.csv: .venv/installed train.py $(SHARED)
 	$(RANKS) 4 $(TRAIN) --run_name default --checkpoint_interval 100
 
 logs/resume_no_uc.csv: logs/default.csv
@@ -52,26 +53,26 @@ assets/folders.png: logs/default.csv benchmarks/folders.py
 
 # Test 2: accumulation, in PyTorch and on DeepSpeed
 ACCU = --steps 100 --run_name $(basename $(notdir $@)) --train_batch_size 32 --train_micro_batch_size_per_gpu
-logs/no_grad_accu_pt.csv: .venv/installed grad_accu_pt.py model.py
+logs/no_grad_accu_pt.csv: .venv/installed grad_accu_pt.py data.py model.py
 	$(PY) grad_accu_pt.py $(ACCU) 32
 
-logs/grad_accu_4_pt.csv: .venv/installed grad_accu_pt.py model.py
+logs/grad_accu_4_pt.csv: .venv/installed grad_accu_pt.py data.py model.py
 	$(PY) grad_accu_pt.py $(ACCU) 8
 
-logs/no_grad_accu_ds.csv: .venv/installed grad_accu_ds.py model.py
+logs/no_grad_accu_ds.csv: .venv/installed grad_accu_ds.py $(SHARED)
 	$(RANKS) 1 grad_accu_ds.py $(ACCU) 32
 
-logs/grad_accu_4_ds.csv: .venv/installed grad_accu_ds.py model.py
+logs/grad_accu_4_ds.csv: .venv/installed grad_accu_ds.py $(SHARED)
 	$(RANKS) 1 grad_accu_ds.py $(ACCU) 8
 
-logs/grad_accu_2_ds_ws2.csv: .venv/installed grad_accu_ds.py model.py
+logs/grad_accu_2_ds_ws2.csv: .venv/installed grad_accu_ds.py $(SHARED)
 	$(RANKS) 2 grad_accu_ds.py $(ACCU) 8
 
 GRAD_ACCU = $(patsubst %,logs/%.csv,no_grad_accu_pt grad_accu_4_pt no_grad_accu_ds grad_accu_4_ds grad_accu_2_ds_ws2)
 assets/grad_accu.png: $(GRAD_ACCU) plot.py
 	$(PY) plot.py $(GRAD_ACCU) --output $@ --tolerance 1e-5
 
-assets/traps.txt: .venv/installed benchmarks/traps.py grad_accu_pt.py model.py
+assets/traps.txt: .venv/installed benchmarks/traps.py grad_accu_pt.py grad_accu_ds.py $(SHARED)
 	$(PY) benchmarks/traps.py > $@
 	cat $@
 
@@ -96,11 +97,11 @@ CHAINS = $(foreach stage,1 2 3,logs/exact_zero$(stage)_4_to_2_to_8_to_1.csv)
 
 exact: assets/exact.png assets/exact.txt
 
-$(SCRATCH): .venv/installed train.py model.py common.py
+$(SCRATCH): .venv/installed train.py exact.py $(SHARED)
 	run=$(basename $(notdir $@)); stage=$${run#exact_zero}; ranks=$${run%_ranks}; \
 	$(RANKS) $${ranks##*_} $(EXACT) --zero_stage $${stage%%_*} --run_name $$run --checkpoint_interval 400
 
-$(CHAINS): logs/exact_zero%_4_to_2_to_8_to_1.csv: .venv/installed train.py model.py common.py ds_to_universal.py
+$(CHAINS): logs/exact_zero%_4_to_2_to_8_to_1.csv: .venv/installed train.py exact.py $(SHARED) universal.py ds_to_universal.py
 	rm -rf ckpt_exact/zero$*
 	run="$(EXACT) --zero_stage $* --run_name $(basename $(notdir $@)) --checkpoint_dir ckpt_exact/zero$* --checkpoint_interval 50"; \
 	$(RANKS) 4 $$run && for change in 50:2 100:8 150:1; do \
@@ -112,14 +113,15 @@ $(CHAINS): logs/exact_zero%_4_to_2_to_8_to_1.csv: .venv/installed train.py model
 assets/exact.png: $(SCRATCH) $(CHAINS) plot.py
 	$(PY) plot.py $(SCRATCH) $(CHAINS) --output $@ --tolerance 0
 
-assets/exact.txt: .venv/installed benchmarks/exact.py train.py model.py
+assets/exact.txt: .venv/installed benchmarks/exact.py train.py exact.py $(SHARED)
 	$(PY) benchmarks/exact.py > $@
 	cat $@
 
 # Test 4: other layouts
 3d: assets/3d.txt
 
-assets/3d.txt: .venv/installed-dev benchmarks/layouts.py train.py train_3d.py model.py common.py ds_to_universal.py
+assets/3d.txt: .venv/installed-dev benchmarks/layouts.py train.py train_3d.py parallel.py $(SHARED) universal.py \
+		ds_to_universal.py
 	$(PY) benchmarks/layouts.py > $@
 	cat $@
 

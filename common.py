@@ -1,18 +1,14 @@
-"""What train.py and train_3d.py share and what is not their lesson: flags, process set-up, saving a checkpoint so that
-it is never half there, and refusing to resume from one that would not go on as if nothing had happened."""
+"""What train.py and train_3d.py share and what is not their lesson: flags, DeepSpeed's config, set-up, the end of a
+step."""
 
 import argparse
-import contextlib
 import importlib.util
-import itertools
 import logging
 import math
 import os
-import shutil
 import signal
 import sys
 import warnings
-import zipfile
 from pathlib import Path
 
 import deepspeed
@@ -20,9 +16,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from model import accumulation_steps, fail, positive
+from checkpoint import open_checkpoint, save
+from data import Log, accumulation_steps, fail, load_data, positive
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "dropout")
 # What a resumed run must have in common with the checkpoint's, or its loss could not go on as if nothing had happened.
 TRACKED = (*SHAPE, "seed", "train_batch_size", "train_micro_batch_size_per_gpu", "dtype", "lr", "warmup_steps", "steps")
@@ -39,7 +35,7 @@ def add_arguments(parser):
     arg("--train_micro_batch_size_per_gpu", type=positive, default=64, help="sequences of one forward pass on one rank")
     arg("--steps", type=positive, default=200, help="optimizer steps of the whole run, the resumed part included")
     arg("--run_name", default="default", help="the log is logs/<run_name>.csv")
-    arg("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="fp16 needs a GPU")
+    arg("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="fp16: where the GPU or the CPU has it")
     arg("--checkpoint_dir", default="ds_transformer_checkpoint")
     arg("--checkpoint_interval", type=positive, default=100, help="steps from one checkpoint to the next")
     arg("--resume", action="store_true", help="go on from --checkpoint_dir/--checkpoint_tag")
@@ -61,15 +57,16 @@ def add_arguments(parser):
 
 
 def check_arguments(args, **degrees):
-    """degrees: the parallel sizes besides data parallelism, by flag. Sets args.data_parallel, what they leave of the
-    ranks."""
+    """degrees: the parallel sizes besides data parallelism, by flag. Sets args.ranks and args.data_parallel, what those
+    sizes leave of them."""
     if "RANK" not in os.environ:
         script = Path(sys.argv[0]).name
         fail(f"start it with a launcher: deepspeed --num_gpus 4 {script}, or torchrun --nproc-per-node 4 {script}")
-    if WORLD_SIZE % math.prod(degrees.values()):
+    args.ranks = int(os.environ["WORLD_SIZE"])
+    if args.ranks % math.prod(degrees.values()):
         product = " x ".join(f"--{name} {n}" for name, n in degrees.items())
-        fail(f"{WORLD_SIZE} ranks do not divide by {product}")
-    args.data_parallel = WORLD_SIZE // math.prod(degrees.values())
+        fail(f"{args.ranks} ranks do not divide by {product}")
+    args.data_parallel = args.ranks // math.prod(degrees.values())
     accumulation_steps(args.train_batch_size, args.train_micro_batch_size_per_gpu, args.data_parallel)
     if args.n_embd % args.n_head:
         fail(f"--n_embd {args.n_embd} does not divide into --n_head {args.n_head} heads")
@@ -81,11 +78,35 @@ def check_arguments(args, **degrees):
 
 
 # -----------------------------------------------------------------------------
-# processes
+# set-up
 
 
-def set_up(fingerprint):
-    """Process-wide settings, then the process group. All ranks must have the data of this fingerprint."""
+def common_config(args):
+    """DeepSpeed's config but for what is cut in which way."""
+    return {
+        # torch's AdamW, offloaded too: the same arithmetic everywhere, and nothing to compile
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": args.lr, "betas": [0.9, 0.95]}},
+        "zero_force_ds_cpu_optimizer": False,
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {
+                "total_num_steps": args.steps,
+                "warmup_num_steps": args.warmup_steps,
+                "warmup_min_ratio": 1 / args.warmup_steps,
+                "warmup_type": "linear",
+                "cos_min_ratio": 0.1,
+            },
+        },
+        "gradient_clipping": 1.0,
+        "steps_per_print": 1 << 30,
+        "bf16": {"enabled": args.dtype == "bf16"},
+        "fp16": {"enabled": args.dtype == "fp16"},
+        "tensorboard": {"enabled": args.tensorboard, "output_path": "runs", "job_name": args.run_name},
+    }
+
+
+def init_distributed():
+    """The process group, and the settings of a process that make it quiet and its sums the same every time."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     if get_accelerator().device_name() == "cpu":
@@ -100,114 +121,68 @@ def set_up(fingerprint):
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
     deepspeed.init_distributed()
-    fingerprints = [None] * WORLD_SIZE
+
+
+def set_up(args, script, layout):
+    """Data, checkpoint and process group. Returns (training text, validation text, client state, model states of the
+    checkpoint to resume from or None); refuses what cannot go on."""
+    try:
+        train, validation, fingerprint = load_data(args.data, args.seq_len)
+    except (OSError, ValueError) as error:
+        fail(f"--data: {error}")
+    client_state = {name: getattr(args, name) for name in TRACKED}
+    client_state |= {"exact": args.exact} if "exact" in args else {}
+    client_state |= {"data": fingerprint, "script": script, "layout": layout}
+    checkpoint = open_checkpoint(args, client_state) if args.resume else None
+
+    init_distributed()
+    fingerprints = [None] * args.ranks
     dist.all_gather_object(fingerprints, fingerprint)
     for rank, other in enumerate(fingerprints):
         if other != fingerprints[0]:
             fail(f"rank {rank} has other data, {other}, than rank 0, {fingerprints[0]}: give both the same --data")
-
-
-def stop_on_sigterm():
-    """Returns a function that says, on all ranks alike, whether one of them was told to stop: the signal reaches them
-    at different moments, and they must stop after the same step."""
-    told = []
-    signal.signal(signal.SIGTERM, lambda *_: told.append(True))
-
-    def stopping(device):
-        votes = torch.tensor(float(bool(told)), device=device)
-        dist.all_reduce(votes)
-        return bool(votes)
-
-    return stopping
+    torch.manual_seed(args.seed)
+    return train, validation, client_state, checkpoint
 
 
 # -----------------------------------------------------------------------------
-# checkpoints
+# the end of a step
 
 
-def save(engine, folder, client_state):
-    """Write every rank's shard, then give the folder its name: a folder that has its name is complete."""
-    folder, tag = Path(folder), f"global_step{client_state['step']}"
-    unfinished, replaced = folder / f"{tag}.unfinished", folder / f"{tag}.replaced"
-    if RANK == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed while it saved, on other ranks perhaps
-    dist.barrier()
-    engine.save_checkpoint(folder, tag=unfinished.name, client_state={"run": client_state}, save_latest=False)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        os.sync()  # a machine that goes down must not leave a whole folder with empty files
-    dist.barrier()
-    if RANK == 0:
-        if (folder / tag).exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            (folder / tag).rename(replaced)
-        unfinished.rename(folder / tag)
-        (folder / "latest.unfinished").write_text(tag)
-        (folder / "latest.unfinished").rename(folder / "latest")
-        shutil.rmtree(replaced, ignore_errors=True)
-    dist.barrier()
+def mean_loss(losses, copies=1):
+    """The mean over the micro-batches of all ranks; a rank has zeros where the others have losses, so no order matters.
+    copies: so many ranks have the same loss. Zeroes the losses."""
+    dist.all_reduce(losses)
+    mean = losses.mean().item() / copies
+    losses.zero_()
+    return mean
 
 
-def whole(file):
-    """The file, or a refusal where it is missing or truncated: a container's directory is its end."""
-    if not zipfile.is_zipfile(file):
-        fail(f"{file} is {'truncated' if file.exists() else 'missing'}: the checkpoint is not whole")
-    return file
+def end_of_step(engine, args, client_state, done):
+    """Returns finish(**row), which logs the step, saves when it is time, and says on all ranks alike whether one of
+    them was told to stop by SIGTERM: the signal reaches them at different moments, and they must stop after the same
+    step."""
+    told, batch = [], args.train_batch_size
+    signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+    steps = engine.gradient_accumulation_steps()
+    layout = f"{args.train_micro_batch_size_per_gpu} x {steps} x {args.data_parallel}"
+    log = Log(args.run_name, layout, done) if dist.get_rank() == 0 else None
+
+    def finish(**row):
+        step, speed = row["step"], batch * args.seq_len / row["seconds"]
+        if log:
+            log.write(**row, loss_scale=engine.optimizer.loss_scale, tokens_per_second=speed)
+            engine.monitor.write_events([(name, row[name], step) for name in ("loss", "val_loss") if name in row])
+        votes = torch.tensor(float(bool(told)), device=engine.device)
+        dist.all_reduce(votes)
+        stop = bool(votes)
+        if step % args.checkpoint_interval == 0 or stop:
+            save(engine, args.checkpoint_dir, client_state | {"step": step})
+        return stop
+
+    return finish
 
 
-def open_checkpoint(args, client_state):
-    """The model states of the checkpoint to resume from, a dict. Refuses, before any work, one that is not there, not
-    whole, of the other kind, cut for another layout, or of another run than client_state describes."""
-    folder = Path(args.checkpoint_dir)
-    if args.checkpoint_tag is None:
-        latest = folder / ("latest_universal" if args.universal_checkpoint else "latest")
-        if not latest.is_file():
-            fail(f"{latest} does not exist: give --checkpoint_tag")
-        args.checkpoint_tag = latest.read_text().strip()
-    folder = folder / args.checkpoint_tag
-    if not folder.is_dir():  # killed between the two renames of save()? Some rank brings it back.
-        with contextlib.suppress(OSError):
-            folder.with_name(f"{folder.name}.replaced").rename(folder)
-    if not folder.is_dir():
-        tags = {file.parent.name for file in folder.parent.glob("*/*model_states.pt")}
-        tags = sorted(tag for tag in tags if not tag.endswith((".unfinished", ".replaced")))
-        fail(f"{folder} does not exist; in {folder.parent} there is: {', '.join(tags) or 'no checkpoint'}")
-    if (folder / "zero").is_dir() != args.universal_checkpoint:
-        if args.universal_checkpoint:
-            fail(f"{folder} is an ordinary ZeRO checkpoint: leave out --universal_checkpoint, or convert it")
-        fail(f"{folder} is a universal checkpoint: add --universal_checkpoint")
-
-    prefix = "zero_pp_rank_{0}_" if (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists() else ""
-    states = str(folder / (prefix + "mp_rank_{1:02d}_model_states.pt"))
-    checkpoint = torch.load(whole(Path(states.format(0, 0))), mmap=True, weights_only=True)
-    saved = checkpoint.get("run") or {}
-    if saved.get("script") != client_state["script"]:
-        writer = saved.get("script", "another script")
-        fail(f"{folder} was written by {writer}, whose parameters have other names: {client_state['script']} cannot")
-    for name, here in client_state.items():
-        # Only dropout is drawn by the micro-batch.
-        if name == "train_micro_batch_size_per_gpu" and args.dropout == 0 and not client_state.get("exact"):
-            continue
-        if name != "layout" and saved[name] != here:
-            fail(f"{name} is {saved[name]} in {folder} and {here} here: the loss would not go on alike")
-    if saved["layout"] != client_state["layout"] and not args.universal_checkpoint:
-        fail(
-            f"{folder} is cut for {saved['layout']}, and these are {client_state['layout']}. Convert it: python "
-            f"ds_to_universal.py --input_folder {folder} --output_folder {folder}_universal; then resume with "
-            f"--universal_checkpoint --checkpoint_tag {args.checkpoint_tag}_universal"
-        )
-    if RANK == 0:
-        dimensions = checkpoint["checkpoint_parallel_dimensions"]
-        for mp in range(dimensions["tp_degree"] * dimensions["pp_degree"]):
-            shapes = torch.load(whole(Path(states.format(0, mp))), mmap=True, weights_only=True)["param_shapes"]
-            if args.universal_checkpoint:
-                needed = ("fp32", "exp_avg", "exp_avg_sq", "step")[: 3 if getattr(args, "zero_stage", 1) == 3 else 4]
-                for name, state in itertools.product((n for group in shapes for n in group), needed):
-                    whole(folder / "zero" / name / f"{state}.pt")
-            else:
-                for rank in range(checkpoint["dp_world_size"]):
-                    whole(Path(states.format(rank, mp)))
-                    kind = "bf16_" * (client_state["dtype"] == "bf16")
-                    whole(folder / f"{kind}zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt")
-        if args.universal_checkpoint:
-            whole(folder / "zero" / "optimizer_state.pt")
-    return checkpoint
+def leave():
+    dist.barrier()  # a rank that leaves early can take the others down
+    dist.destroy_process_group()

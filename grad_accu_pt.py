@@ -1,35 +1,36 @@
-"""Gradient accumulation in PyTorch. grad_accu_ds.py is the same program on DeepSpeed; their diff is the lesson.
+"""Gradient accumulation in PyTorch, grad_accu_pt.py, and on DeepSpeed, grad_accu_ds.py; their diff is the lesson.
 
-    python grad_accu_pt.py --steps 100 --run_name no_grad_accu_pt \
-        --train_micro_batch_size_per_gpu 32 --train_batch_size 32
     python grad_accu_pt.py --steps 100 --run_name grad_accu_4_pt \
+        --train_micro_batch_size_per_gpu 8 --train_batch_size 32
+    deepspeed --num_gpus 2 grad_accu_ds.py --steps 100 --run_name grad_accu_2_ds_ws2 \
         --train_micro_batch_size_per_gpu 8 --train_batch_size 32
 """
 
 import argparse
 import time
+from pathlib import Path
 
 import torch
 
-from model import GPT, Log, accumulation_steps, fail, global_batch, load_data, parameter_groups, positive, ragged
+from data import Log, accumulation_steps, fail, global_batch, load_data, positive
+from model import GPT, parameter_groups
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.error = fail
 parser.add_argument("--train_batch_size", type=positive, default=32, help="sequences of one optimizer step")
 parser.add_argument("--train_micro_batch_size_per_gpu", type=positive, default=32, help="sequences of one forward pass")
 parser.add_argument("--steps", type=positive, default=100)
-parser.add_argument("--run_name", default="grad_accu_pt", help="the log is logs/<run_name>.csv")
-parser.add_argument("--ragged", action="store_true", help="sequences of unequal length")
+parser.add_argument("--run_name", default=Path(__file__).stem, help="the log is logs/<run_name>.csv")
 args = parser.parse_args()
 
+torch.set_num_threads(1)
 rank, ranks = 0, 1
 batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
 accumulation = accumulation_steps(batch, micro, ranks)
-torch.set_num_threads(1)
-device = "cuda" if torch.cuda.is_available() else "cpu"
 
 torch.manual_seed(1337)
 model = GPT(dropout=0.0)  # the masks of dropout would depend on the size of the micro-batch
+device = "cuda" if torch.cuda.is_available() else "cpu"
 model.to(device)
 optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95))
 train, _, _ = load_data()
@@ -38,24 +39,18 @@ if rank == 0:
     log = Log(args.run_name, f"{micro} x {accumulation} x {ranks}")
 
 for step in range(1, args.steps + 1):
-    start = time.perf_counter()
+    start, mean = time.perf_counter(), torch.zeros((), dtype=torch.float64, device=device)
     inputs, targets = global_batch(train, 1337, step, batch, 32)
-    if args.ragged:
-        targets = ragged(targets, 1337, step)
-    tokens = (targets >= 0).sum(dim=1)
-    mean = torch.zeros((), dtype=torch.float64, device=device)
     for m in range(rank * accumulation, (rank + 1) * accumulation):
         rows = slice(m * micro, (m + 1) * micro)
         loss = model(inputs[rows].to(device), targets[rows].to(device))  # the mean over the micro-batch's tokens
-        # backward() adds to the gradients, and the mean over the batch is not the sum of the means: each counts for
-        # its share of the tokens, which is 1 / accumulation if the sequences are equally long.
-        share = tokens[rows].sum().item() / tokens.sum().item()
-        (loss * share).backward()
-        mean += loss.detach() * share
+        # backward() adds to the gradients, and the sum is to be the mean: divide the loss, or DeepSpeed's engine does.
+        (loss / accumulation).backward()
+        mean += loss.detach() / (accumulation * ranks)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     row = {"step": step, "loss": mean.item(), "lr": optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
     seconds = time.perf_counter() - start
     if rank == 0:
-        log.write(**row, seconds=seconds, tokens_per_second=tokens.sum().item() / seconds)
+        log.write(**row, seconds=seconds, tokens_per_second=targets.numel() / seconds)

@@ -24,37 +24,25 @@ import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from common import (
-    RANK,
-    SHAPE,
-    TRACKED,
-    WORLD_SIZE,
-    add_arguments,
-    check_arguments,
-    open_checkpoint,
-    save,
-    set_up,
-    stop_on_sigterm,
-)
-from model import GPT, Log, fail, global_batch, load_data, parameter_groups, positive
+from checkpoint import report
+from common import SHAPE, add_arguments, check_arguments, common_config, end_of_step, leave, mean_loss, set_up
+from data import fail, global_batch, positive
+from model import GPT, parameter_groups
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.set_defaults(checkpoint_dir="ckpt_3d", run_name="default_3d", train_micro_batch_size_per_gpu=32)
-    parser.add_argument(
-        "--pipeline_parallel", type=positive, default=1, metavar="N", help="stages that share the layers"
-    )
-    return parser.parse_args()
-
-
-def check(args):
+    arg = parser.add_argument
+    arg("--pipeline_parallel", type=positive, default=1, metavar="N", help="stages that share the layers")
+    args = parser.parse_args()
     check_arguments(args, pipeline_parallel=args.pipeline_parallel, tensor_parallel=args.tensor_parallel)
     if args.n_head % args.tensor_parallel:
         fail(f"--n_head {args.n_head} does not divide by --tensor_parallel {args.tensor_parallel}")
     if args.pipeline_parallel > args.n_layer:
         fail(f"--pipeline_parallel {args.pipeline_parallel} stages want at least as many layers, not {args.n_layer}")
+    return args
 
 
 # -----------------------------------------------------------------------------
@@ -165,11 +153,10 @@ def build(args, loss_function):
     topology = PipeModelDataParallelTopology(
         num_pp=args.pipeline_parallel, num_mp=args.tensor_parallel, num_dp=args.data_parallel
     )
-    for ranks in topology.get_axis_comm_lists("model") or [[rank] for rank in range(WORLD_SIZE)]:
+    for ranks in topology.get_axis_comm_lists("model") or [[rank] for rank in range(args.ranks)]:
         group = dist.new_group(ranks)
-        if RANK in ranks:
+        if dist.get_rank() in ranks:
             mine = group
-    torch.manual_seed(args.seed)
     gpt = GPT(**{name: getattr(args, name) for name in SHAPE})
     norm = Norm(args.n_embd)
     norm.load_state_dict(gpt.ln_f.state_dict())
@@ -201,27 +188,11 @@ def build(args, loss_function):
 
 
 def deepspeed_config(args):
-    return {
+    return common_config(args) | {
+        "zero_optimization": {"stage": 1},
         "train_batch_size": args.train_batch_size,
         "train_micro_batch_size_per_gpu": args.train_micro_batch_size_per_gpu,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": args.lr, "betas": [0.9, 0.95]}},
-        "scheduler": {
-            "type": "WarmupCosineLR",
-            "params": {
-                "total_num_steps": args.steps,
-                "warmup_num_steps": args.warmup_steps,
-                "warmup_min_ratio": 1 / args.warmup_steps,
-                "warmup_type": "linear",
-                "cos_min_ratio": 0.1,
-            },
-        },
-        "gradient_clipping": 1.0,
-        "steps_per_print": 1 << 30,
-        "bf16": {"enabled": args.dtype == "bf16"},
-        "fp16": {"enabled": args.dtype == "fp16"},
         "checkpoint": {"load_universal": args.universal_checkpoint},
-        "tensorboard": {"enabled": args.tensorboard, "output_path": "runs", "job_name": args.run_name},
     }
 
 
@@ -231,17 +202,8 @@ def deepspeed_config(args):
 
 def main():
     args = parse_arguments()
-    check(args)
-    try:
-        train, validation, fingerprint = load_data(args.data, args.seq_len)
-    except (OSError, ValueError) as error:
-        fail(f"--data: {error}")
-    degrees = f"{args.data_parallel} DP x {args.tensor_parallel} TP x {args.pipeline_parallel} PP"
-    client_state = {name: getattr(args, name) for name in TRACKED}
-    client_state |= {"data": fingerprint, "script": "train_3d.py", "layout": f"{WORLD_SIZE} ranks = {degrees}"}
-    saved = open_checkpoint(args, client_state)["run"] if args.resume else None
-
-    set_up(fingerprint)
+    degrees = f"{args.ranks} ranks = {args.data_parallel} DP x {args.tensor_parallel} TP x {args.pipeline_parallel} PP"
+    train, validation, client_state, checkpoint = set_up(args, "train_3d.py", degrees)
     seen = []  # on the last stage, the loss of each micro-batch in turn
 
     def loss_function(logits, targets):
@@ -256,24 +218,20 @@ def main():
     engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=deepspeed_config(args))
     engine.lr_scheduler.step()  # without it DeepSpeed's schedule gives the first step a learning rate of 0
 
-    batch, micro, device = args.train_batch_size, args.train_micro_batch_size_per_gpu, engine.device
-    accumulation, done = engine.gradient_accumulation_steps(), 0
-    if RANK == 0:
-        ranks = f"{args.data_parallel} data-parallel ({WORLD_SIZE} ranks = {degrees})"
-        print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {ranks}", flush=True)
-    if saved:
+    batch, micro, done = args.train_batch_size, args.train_micro_batch_size_per_gpu, 0
+    accumulation = engine.gradient_accumulation_steps()
+    if dist.get_rank() == 0:
+        arithmetic = f"{batch} = {micro} per GPU x {accumulation} accumulation steps"
+        print(f"{arithmetic} x {args.data_parallel} data-parallel ({degrees})", flush=True)
+    if args.resume:
         path, _ = engine.load_checkpoint(args.checkpoint_dir, tag=args.checkpoint_tag)
         assert path is not None, f"DeepSpeed did not load {args.checkpoint_tag}"
-        done = saved["step"]
-        counts = {int(state["step"]) for state in engine.optimizer.optimizer.state.values()}
-        assert counts == {done - engine.skipped_steps}, f"optimizer at {counts}, checkpoint at {done}"
-        if RANK == 0:
-            print(f"resumed from {path}: step {done}, {saved['layout']} then, {client_state['layout']} now", flush=True)
-    log = Log(args.run_name, f"{micro} x {accumulation} x {args.data_parallel}", done) if RANK == 0 else None
+        report(engine, args, checkpoint, client_state)
+        done = checkpoint["run"]["step"]
+    finish = end_of_step(engine, args, client_state, done)
     data_rank = engine.grid.get_data_parallel_rank()
     mine = range(data_rank * accumulation, (data_rank + 1) * accumulation)
-    losses = torch.zeros(batch // micro, dtype=torch.float64, device=device)
-    stopping = stop_on_sigterm()
+    losses = torch.zeros(batch // micro, dtype=torch.float64, device=engine.device)
 
     def micro_batches(sequences, step):
         inputs, targets = sequences
@@ -281,35 +239,24 @@ def main():
             rows = slice(m * micro, (m + 1) * micro)
             yield (inputs[rows], torch.tensor([args.seed, step, m])), targets[rows]
 
-    def mean_loss():
+    def mean_of_seen():
         if engine.is_last_stage():
             losses[mine.start : mine.stop] = torch.stack(seen)
-        dist.all_reduce(losses)
-        mean = losses.mean().item() / args.tensor_parallel
-        losses.zero_()
         seen.clear()
-        return mean
+        return mean_loss(losses, copies=args.tensor_parallel)
 
     for step in range(done + 1, args.steps + 1):
         start, lr = time.perf_counter(), engine.get_lr()[0]
         engine.train_batch(micro_batches(global_batch(train, args.seed, step, batch, args.seq_len), step))
-        row = {"step": step, "loss": mean_loss(), "lr": lr, "grad_norm": float(engine.get_global_grad_norm())}
-        row |= {"loss_scale": engine.optimizer.loss_scale, "seconds": time.perf_counter() - start}
-        row["tokens_per_second"] = batch * args.seq_len / row["seconds"]
+        row = {"step": step, "lr": lr, "loss": mean_of_seen(), "grad_norm": float(engine.get_global_grad_norm())}
+        row["seconds"] = time.perf_counter() - start
         if step % args.eval_interval == 0 or step == args.steps:
             sequences = global_batch(validation, args.seed, 0, batch, args.seq_len)
             engine.eval_batch(micro_batches(sequences, 0), num_micro_batches=accumulation)
-            row["val_loss"] = mean_loss()
-        if log:
-            log.write(**row)
-            engine.monitor.write_events([(name, row[name], step) for name in ("loss", "val_loss") if name in row])
-        stop = stopping(device)
-        if step % args.checkpoint_interval == 0 or stop:
-            save(engine, args.checkpoint_dir, client_state | {"step": step})
-        if stop:
+            row["val_loss"] = mean_of_seen()
+        if finish(**row):
             break
-    dist.barrier()  # a rank that leaves early can take the others down
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

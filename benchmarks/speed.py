@@ -26,7 +26,8 @@ def bare():
     """train.py's work without DeepSpeed; prints the median seconds of a step."""
     import torch
 
-    from model import GPT, global_batch, load_data, parameter_groups
+    from data import global_batch, load_data
+    from model import GPT, parameter_groups
 
     torch.set_num_threads(1)
     torch.manual_seed(1337)

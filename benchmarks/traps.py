@@ -1,74 +1,128 @@
-"""The traps of gradient accumulation, each as the edit of grad_accu_pt.py that makes it, and what it does to the loss.
+"""The traps of gradient accumulation, each as the edit of grad_accu_pt.py or grad_accu_ds.py that makes it, and what it
+does to the loss.
 
     python benchmarks/traps.py
 
-Each runs 4 micro-batches of 8, and is compared with the right program on one batch of 32 under the same optimizer.
+Each runs 4 micro-batches of 8, and is compared with the right program in PyTorch on one batch of 32, under the same
+optimizer. "ragged" has sequences of unequal length, of which neither script knows: there the scripts as they are take
+the mean of the micro-batches' means, and the edit weights each micro-batch by its share of the tokens.
 """
 
 import contextlib
 import csv
 import io
 import os
+import subprocess
 import sys
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-BACKWARD = "(loss * share).backward()"
+from data import derive_seed  # noqa: E402
+
+BACKWARD = "(loss / accumulation).backward()"
 CLIP = "clip_grad_norm_(model.parameters(), 1.0)"
 ADAMW = "torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95))"
 STEP = "    optimizer.step()\n    optimizer.zero_grad()\n"
 INDENTED = "        optimizer.step()\n        optimizer.zero_grad()\n"
+MEAN = "        mean += loss.detach() / (accumulation * ranks)"
+LOOP = "    for m in range(rank"
 
 NO_CLIPPING = [(CLIP, 'clip_grad_norm_(model.parameters(), float("inf"))')]
 SGD = [*NO_CLIPPING, (ADAMW, "torch.optim.SGD(parameter_groups(model, weight_decay=0.1), lr=0.1)")]
 FORGOTTEN = [(BACKWARD, "loss.backward()")]
-EVERY = [(STEP, ""), ("        mean += loss", f"        norm = torch.nn.utils.{CLIP}\n{INDENTED}        mean += loss")]
+EVERY = [(STEP, ""), (MEAN, f"        norm = torch.nn.utils.{CLIP}\n{INDENTED}{MEAN}")]
 EVERY += [(f"    norm = torch.nn.utils.{CLIP}\n    row", "    row")]
-MEAN_OF_MEANS = [(BACKWARD, "(loss / accumulation).backward()")]
 
-# (what, edits that both sides have, edits that make the trap, flags)
+# The loss of a model is the mean over the tokens it is given, and micro-batches now have more or fewer of them.
+RAGGED = [
+    ("import torch\n", "import torch\nfrom traps import ragged, share_of_tokens\n"),
+    (LOOP, f"    targets = ragged(targets, 1337, step)\n{LOOP}"),
+    (MEAN, MEAN.replace("/ (accumulation * ranks)", "* share_of_tokens(targets, rows)")),  # the log tells the truth
+]
+WEIGHTED = [(BACKWARD, "(loss * share_of_tokens(targets, rows)).backward()")]
+# DeepSpeed divides by the accumulation steps, and takes the mean over the ranks: the factor takes that back.
+WEIGHTED_DS = [
+    ("engine.backward(loss)", "engine.backward(loss * (share_of_tokens(targets, rows) * accumulation * ranks))")
+]
+
+PT, DS = "grad_accu_pt.py", "grad_accu_ds.py"
+TOKENS = {PT: [*WEIGHTED, *RAGGED], DS: [*WEIGHTED_DS, *RAGGED]}
+# what: (script, ranks, edits that the right program has, too, edits of this one alone)
 TRAPS = {
-    "no trap": ([], [], []),
-    "not divided, AdamW": (NO_CLIPPING, FORGOTTEN, []),
-    "not divided, AdamW, clipping": ([], FORGOTTEN, []),
-    "not divided, SGD": (SGD, FORGOTTEN, []),
-    "a step at every micro-batch": ([], EVERY, []),
-    "no trap, ragged": ([], [], ["--ragged"]),
-    "mean of means, ragged": ([], MEAN_OF_MEANS, ["--ragged"]),
+    "no trap": (PT, 1, [], []),
+    "not divided, AdamW": (PT, 1, NO_CLIPPING, FORGOTTEN),
+    "not divided, AdamW, clipping": (PT, 1, [], FORGOTTEN),
+    "not divided, SGD": (PT, 1, SGD, FORGOTTEN),
+    "a step at every micro-batch": (PT, 1, [], EVERY),
+    "no trap, ragged": (PT, 1, RAGGED, WEIGHTED),
+    "mean of means, ragged": (PT, 1, RAGGED, []),
+    "no trap, ragged, DeepSpeed, 2 ranks": (DS, 2, RAGGED, WEIGHTED_DS),
+    "mean of means, ragged, DeepSpeed, 2 ranks": (DS, 2, RAGGED, []),
 }
 
 
-def run(name, edits, micro, flags):
-    """Run grad_accu_pt.py with (old, new) edits. Returns [(loss, gradient norm)] of its steps."""
-    source = (ROOT / "grad_accu_pt.py").read_text()
+def ragged(targets, seed, step):
+    """The same targets with sequences of unequal length: beyond its length each is -100, which no loss counts."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, step, "ragged"))
+    lengths = torch.randint(1, targets.size(1) + 1, (targets.size(0), 1), generator=generator)
+    return targets.masked_fill(torch.arange(targets.size(1)) >= lengths, -100)
+
+
+def share_of_tokens(targets, rows):
+    return (targets[rows] >= 0).sum().item() / (targets >= 0).sum().item()
+
+
+def edited(script, edits):
+    """The source of the script with its (old, new) edits."""
+    source = (ROOT / script).read_text()
     for old, new in edits:
-        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in grad_accu_pt.py"
+        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {script}"
         source = source.replace(old, new)
-    sys.argv = ["grad_accu_pt.py", "--run_name", name, "--train_micro_batch_size_per_gpu", str(micro), *flags]
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile(source, name, "exec"), {"__name__": "__main__", "__doc__": ""})
+    return source
+
+
+def start(ranks, path, arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), path, *arguments]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment, timeout=600)
+
+
+def run(name, script, ranks, edits, micro):
+    """Run the edited script. Returns [(loss, gradient norm)] of its steps."""
+    arguments = ["--run_name", name, "--train_micro_batch_size_per_gpu", str(micro)]
+    path = Path("logs", f"{name}.py")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(edited(script, edits))
+    if ranks == 1:
+        sys.argv = [script, *arguments]
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(path.read_text(), name, "exec"), {"__name__": "__main__", "__doc__": "", "__file__": script})
+    else:
+        start(ranks, path, arguments)
     with open(Path("logs", f"{name}.csv"), newline="") as file:
         return [(float(row["loss"]), float(row["grad_norm"])) for row in csv.DictReader(file)]
 
 
 def measure(trap):
     """(max |loss difference| over the steps, ratio of the gradient norms at step 1) against the right program."""
-    common, edits, flags = TRAPS[trap]
-    # The clipping edit of one trap moves the line that another replaces: the trap's own edits go first.
-    right = run("trap_right", common, 32, flags)
-    wrong = run("trap_wrong", [*edits, *common], 8, flags)
+    script, ranks, common, edits = TRAPS[trap]
+    # One batch of all sequences is one mean over all tokens: it has no trap to fall into.
+    right = run("trap_right", PT, 1, common, 32)
+    # An edit may move a line that another one replaces: the trap's own go first.
+    wrong = run("trap_wrong", script, ranks, [*edits, *common], 8)
     gap = max(abs(a - b) for (a, _), (b, _) in zip(right, wrong, strict=True))
     return gap, wrong[0][1] / right[0][1]
 
 
 def main():
-    os.makedirs("logs", exist_ok=True)
-    print(f"{'4 micro-batches of 8 against 1 of 32':<40}{'max |loss difference|':>22}{'gradient norm, step 1':>24}")
+    print(f"{'4 micro-batches of 8 against 1 of 32':<43}{'max |loss difference|':>22}{'gradient norm, step 1':>24}")
     for trap in TRAPS:
         gap, ratio = measure(trap)
-        print(f"{trap:<40}{gap:>22.1e}{f'x {ratio:.4f}':>24}")
+        print(f"{trap:<43}{gap:>22.1e}{f'x {ratio:.4f}':>24}", flush=True)
 
 
 if __name__ == "__main__":

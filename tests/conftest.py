@@ -37,7 +37,6 @@ def rank_main(rank, ranks, script, arguments, patch):
         os.dup2(os.open(f".{stream}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     sys.argv = [script, *map(str, arguments)]
-    sys.modules.pop("common", None)  # it reads the rank when it is imported, and a test may have done that
     code = 0
     try:
         if patch:
@@ -53,14 +52,16 @@ def rank_main(rank, ranks, script, arguments, patch):
     os._exit(code)
 
 
-def launch(folder, ranks, script, *arguments, patch=None, limit=300):
+def launch(folder, ranks, script, *arguments, patch=None, limit=300, started=None):
     """Run `script` on `ranks` ranks in `folder`; like the launchers, end all ranks when one fails.
 
     patch() runs in every rank before the script. Returns code, out and err of the first rank that ended badly, or of
-    rank 0, and err of all ranks as `errors`.
+    rank 0, and err of all ranks as `errors`. started: only so many of the ranks, from rank 0 on; what meets the others
+    then waits for them until the time limit.
     """
     children = {}
-    for rank in range(ranks):
+    started = started or ranks
+    for rank in range(started):
         for stream in ("out", "err"):  # a rank may be ended before it opens them
             Path(folder, f".{stream}.{rank}").write_text("")
         pid = os.fork()
@@ -83,10 +84,10 @@ def launch(folder, ranks, script, *arguments, patch=None, limit=300):
             children = {}
         time.sleep(0.01)
     told = next((rank for rank, code in codes.items() if code), 0)
-    text = {(s, r): Path(folder, f".{s}.{r}").read_text() for s in ("out", "err") for r in range(ranks)}
+    text = {(s, r): Path(folder, f".{s}.{r}").read_text() for s in ("out", "err") for r in range(started)}
     for stream, rank in text:
         Path(folder, f".{stream}.{rank}").unlink()
-    errors = "".join(text["err", r] for r in range(ranks))
+    errors = "".join(text["err", r] for r in range(started))
     return SimpleNamespace(code=codes[told], out=text["out", told], err=text["err", told], errors=errors)
 
 
@@ -95,6 +96,17 @@ def run(folder, ranks, script, *arguments, **options):
     result = launch(folder, ranks, script, *arguments, **options)
     assert result.code == 0, f"{script} {arguments}\n{result.out}\n{result.errors}"
     return result.out
+
+
+def fp16_is(supported):
+    """A patch: the device has fp16, or has it not, whatever this CPU is."""
+
+    def patch():
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator().is_fp16_supported = lambda: supported
+
+    return patch
 
 
 def read_log(folder, run_name, *columns):

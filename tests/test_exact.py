@@ -8,7 +8,7 @@ import torch
 from conftest import compare, launch, run
 
 import ds_to_universal
-import train
+import exact
 
 SHAPE = ("--n_layer", 2, "--n_head", 2, "--n_embd", 36, "--seq_len", 16)
 COMMON = (*SHAPE, "--train_batch_size", 24, "--train_micro_batch_size_per_gpu", 3, "--steps", 16, "--warmup_steps", 4)
@@ -75,7 +75,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(work):
         model.GPT.forward = infinite
 
     result = launch(work, 2, "train.py", *COMMON, "--exact", "--run_name", "infinite", patch=patch)
-    assert result.code == 1 and "--exact: a gradient is not finite" in result.errors
+    assert result.code == 1 and "exact.py: a gradient is not finite" in result.errors
     assert (work / "logs" / "infinite.csv").read_text().count("\n") == 1 + 5  # five steps were whole
 
 
@@ -86,14 +86,14 @@ def sums(monkeypatch, micro_batches, ranks, orders=10):
     gradients = torch.randn(micro_batches, 999) * torch.logspace(-6, 3, 999)
     gradients[:, 300:600] = 1.9 + 0.09 * torch.rand(micro_batches, 300)  # all of them just below a power of two
     largest = (gradients / micro_batches).abs().amax(0)
-    monkeypatch.setattr(train, "WORLD_SIZE", ranks)
-    monkeypatch.setattr(train.dist, "all_reduce", lambda peak, op: torch.maximum(peak, largest, out=peak))
+    monkeypatch.setattr(exact.dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(exact.dist, "all_reduce", lambda peak, op: torch.maximum(peak, largest, out=peak))
     for _ in range(orders):
         shares = torch.randperm(micro_batches).view(ranks, -1)
         reduced = torch.zeros(999)
         for share in shares[torch.randperm(ranks)]:
             parameter = torch.zeros(999, requires_grad=True)
-            train.round_gradients([parameter], micro_batches, len(share))
+            exact.round_gradients([parameter], micro_batches, len(share))
             for m in share:
                 parameter.backward(gradients[m])
             reduced += parameter.grad.div_(ranks)
@@ -112,10 +112,10 @@ def test_the_rounding_is_small(monkeypatch):
     """A sum of 8 is off by at most 8 x half a grid: 2^-20 of the largest gradient of this element."""
     torch.manual_seed(0)
     gradients = torch.randn(8, 999) * torch.logspace(-6, 3, 999)
-    monkeypatch.setattr(train, "WORLD_SIZE", 1)
-    monkeypatch.setattr(train.dist, "all_reduce", lambda peak, op: None)
+    monkeypatch.setattr(exact.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(exact.dist, "all_reduce", lambda peak, op: None)
     parameter = torch.zeros(999, requires_grad=True)
-    train.round_gradients([parameter], 8, 8)
+    exact.round_gradients([parameter], 8, 8)
     for gradient in gradients:
         parameter.backward(gradient)
     off = (parameter.grad - gradients.double().mean(0)).abs()
@@ -136,6 +136,42 @@ def test_a_grid_that_is_too_fine_is_seen(monkeypatch):
     monkeypatch.setattr(torch, "frexp", lambda x: SimpleNamespace(mantissa=4 * frexp(x).mantissa))
     with pytest.raises(AssertionError, match="its sum may pass 24 bits"):
         next(sums(monkeypatch, 8, 2))
+
+
+SCRIPT = """
+import sys
+import deepspeed, torch
+import exact
+stage, linear, dtype = int(sys.argv[1]), sys.argv[2] == "True", sys.argv[3]
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+net = torch.nn.Linear(8, 8, bias=False)
+config = {"train_batch_size": 1, "zero_optimization": {"stage": stage, "memory_efficient_linear": linear},
+          "bf16": {"enabled": dtype == "bf16"}, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+exact.install(engine)
+loss = engine(torch.ones(1, 8)).sum()
+assert torch.equal(engine.backward(loss), loss)
+engine.step()
+assert engine.get_global_grad_norm() == 8.0, engine.get_global_grad_norm()
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "linear", "dtype", "words"),
+    [
+        (1, True, "fp32", ""),
+        (3, False, "fp32", ""),
+        (3, True, "fp32", 'exact.py needs "memory_efficient_linear": False'),
+        (2, True, "bf16", "the sums of other types have too few bits"),
+        (0, True, "fp32", "exact.py needs ZeRO 1, 2 or 3"),
+    ],
+)
+def test_in_a_script_of_ones_own(tmp_path, stage, linear, dtype, words):
+    """exact.py alone, on an engine that is not train.py's; and what it cannot make exact it refuses."""
+    (tmp_path / "own.py").write_text(SCRIPT)
+    result = launch(tmp_path, 1, tmp_path / "own.py", stage, linear, dtype)
+    assert result.code == (1 if words else 0), result.errors
+    assert words in result.errors and ("ValueError" in result.errors) == bool(words)
 
 
 def test_adamw_is_element_wise():

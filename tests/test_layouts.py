@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import compare, launch, run
+from conftest import compare, fp16_is, launch, read_log, run
 from test_parallel import assert_equal_to_deepspeed
 
 import ds_to_universal
@@ -189,9 +189,21 @@ def test_weights_cut_in_another_way_are_seen(work, pipeline, tmp_path):
     ],
 )
 def test_refused(work, pipeline, script, ranks, arguments, words):
-    result = launch(work, ranks, script, *COMMON, "--run_name", "refused", *arguments)
+    """By rank 0, before it meets the others: they need not run."""
+    command = (script, *COMMON, "--run_name", "refused", *arguments)
+    result = launch(work, ranks, *command, patch=fp16_is(False), started=1, limit=60)
     assert result.code == 2 and result.errors.count("\n") == 1 and words in result.errors, result.errors
     assert result.errors.startswith(f"{script}: error: ") and not (work / "logs" / "refused.csv").exists()
+
+
+@pytest.mark.parametrize("script", ["train.py", "train_3d.py"])
+def test_fp16_where_the_device_has_it(tmp_path, script):
+    """test_refused has the other half: the device decides, and a CPU can have fp16, too."""
+    arguments = (*SHAPE, *BATCH, "--steps", 12, "--dtype", "fp16", "--run_name", "half")
+    run(tmp_path, 2, script, *arguments, patch=fp16_is(True))
+    log = read_log(tmp_path, "half", "loss", "loss_scale")
+    assert len(log["loss"]) == 12 and all(0 < loss < 6 for loss in log["loss"].values())
+    assert log["loss_scale"][1] > 1  # it is fp16 that trains
 
 
 @pytest.mark.parametrize("script", ["train.py", "train_3d.py"])

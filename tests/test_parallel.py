@@ -49,13 +49,13 @@ def assert_equal_to_deepspeed(source, folder):
 @pytest.mark.parametrize("ranks, tensor", [(4, 2), (4, 4), (3, 3)], ids=["2x2", "4x1", "uneven-3x1"])
 def test_autotp(tmp_path, stage, ranks, tensor):
     """AutoTP's affine maps: column, row, fused qkv, replicated; a width that 3 ranks do not divide evenly."""
-    run(tmp_path, ranks, "tests/parallel.py", tmp_path / "c", "autotp", stage, tensor)
+    run(tmp_path, ranks, "tests/model_parallel.py", tmp_path / "c", "autotp", stage, tensor)
     assert_equal_to_deepspeed(tmp_path / "c" / "global_step3", tmp_path)
 
 
 @pytest.fixture(scope="module")
 def pipeline(work):
-    run(work, 8, "tests/parallel.py", work / "pipeline", "pipeline", 2, 2)
+    run(work, 8, "tests/model_parallel.py", work / "pipeline", "pipeline", 2, 2)
     return work / "pipeline" / "global_step3"
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import compare, launch, run
 
+import data
 import ds_to_universal
-import model
 
 COMMON = ("--n_embd", 32, "--seq_len", 16, "--train_batch_size", 24, "--train_micro_batch_size_per_gpu", 6, "--exact")
 COMMON = (*COMMON, "--steps", 12, "--warmup_steps", 4, "--checkpoint_interval", 4)
@@ -40,14 +40,14 @@ def test_sigterm(work, uninterrupted):
     """One of 4 ranks gets the signal in step 6, the others later or never: all save step 6 and exit with 0."""
 
     def patch():
-        batch = model.global_batch
+        batch = data.global_batch
 
-        def at_step(data, seed, step, *sizes):
+        def at_step(text, seed, step, *sizes):
             if step == 6 and os.environ["RANK"] == "2":
                 os.kill(os.getpid(), signal.SIGTERM)
-            return batch(data, seed, step, *sizes)
+            return batch(text, seed, step, *sizes)
 
-        model.global_batch = at_step
+        data.global_batch = at_step
 
     run(work, 4, "train.py", *COMMON, "--run_name", "polite", "--checkpoint_dir", "polite", patch=patch)
     assert steps(work, "polite") == list(range(1, 7))
@@ -119,10 +119,10 @@ def test_half_a_row_is_not_kept(tmp_path, monkeypatch):
     """A kill can leave "1" of a row of step 13: it is no row of step 1."""
     monkeypatch.chdir(tmp_path)
     row = {"loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "seconds": 1.0, "tokens_per_second": 1.0}
-    log = model.Log("torn", "8 x 1 x 1")
+    log = data.Log("torn", "8 x 1 x 1")
     for step in range(1, 13):
         log.write(step=step, **row)
     with open("logs/torn.csv", "a") as file:
         file.write("1")
-    model.Log("torn", "8 x 1 x 1", done=12).file.close()
+    data.Log("torn", "8 x 1 x 1", done=12).file.close()
     assert steps(tmp_path, "torn") == list(range(1, 13))

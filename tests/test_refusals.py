@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from conftest import launch, run
+from conftest import fp16_is, launch, run
 
 import ds_to_universal
 
@@ -38,9 +38,11 @@ def everything(folder):
     return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*") if p.is_file() and p.name[0] != "."}
 
 
-def refused(folder, ranks, *arguments):
+def refused(folder, ranks, *arguments, started=1):
+    """Rank 0 refuses before it meets the others: they need not run, unless it is to be seen that they keep quiet."""
     before = everything(folder)
-    result = launch(folder, ranks, "train.py", *COMMON, "--checkpoint_dir", "c", "--run_name", "refused", *arguments)
+    command = ("train.py", *COMMON, "--checkpoint_dir", "c", "--run_name", "refused", *arguments)
+    result = launch(folder, ranks, *command, patch=fp16_is(False), started=started, limit=60)
     assert result.code == 2, result.out + result.errors
     assert result.out == "" and result.errors.count("\n") == 1 and result.errors.startswith("train.py: error: ")
     assert everything(folder) == before and not (folder / "logs" / "refused.csv").exists()
@@ -97,6 +99,31 @@ def test_refused(trained, ranks, arguments, words):
     line = refused(trained, ranks, *arguments)
     for word in words:
         assert word in line, line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--steps", 0), "at least 1"),  # all ranks complain
+        (("--data", "missing.txt"), "missing.txt"),
+        (("--resume", "--checkpoint_tag", "no"), "c/no does not exist"),
+        (("--resume", "--checkpoint_tag", "torn"), "optim_states.pt is truncated"),  # rank 0 looks at the shards
+    ],
+)
+def test_one_rank_speaks(trained, tmp_path, arguments, word):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(tmp_path / "c" / "global_step3", tmp_path / "c" / "torn")
+    for path in (tmp_path / "c" / "torn").glob("zero_pp_rank_1_*"):
+        path.write_bytes(path.read_bytes()[:1000])
+    assert word in refused(tmp_path, 2, *arguments, started=2)
+
+
+def test_modules_do_not_read_the_rank(trained):
+    """The ranks are forked from here, where they are imported and there is no rank yet."""
+    import common  # noqa: F401
+    import parallel  # noqa: F401
+
+    assert "these are 4 ranks at ZeRO-1" in refused(trained, 4, *ORDINARY)
 
 
 @pytest.mark.parametrize("resume", [ORDINARY, UNIVERSAL], ids=["ordinary", "universal"])

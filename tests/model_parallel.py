@@ -1,8 +1,8 @@
 """Writes the checkpoints that tests/test_parallel.py converts: tensor parallel by AutoTP, or a pipeline with tensor
 parallelism of its own.
 
-    parallel.py FOLDER autotp STAGE TENSOR
-    parallel.py FOLDER pipeline TENSOR PIPELINE
+    model_parallel.py FOLDER autotp STAGE TENSOR
+    model_parallel.py FOLDER pipeline TENSOR PIPELINE
 """
 
 import logging
@@ -17,7 +17,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
 
-from model import GPT, global_batch, load_data, parameter_groups
+from data import global_batch, load_data
+from model import GPT, parameter_groups
 from train_3d import Spread, Sum
 
 folder, kind, *degrees = sys.argv[1:]
