@@ -15,6 +15,7 @@ import argparse
 import functools
 import time
 import warnings
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
+import universal
 from checkpoint import report
 from common import SHAPE, add_arguments, check_arguments, common_config, end_of_step, leave, mean_loss, set_up
 from data import fail, global_batch, positive
@@ -226,6 +228,8 @@ def main():
     if args.resume:
         path, _ = engine.load_checkpoint(args.checkpoint_dir, tag=args.checkpoint_tag)
         assert path is not None, f"DeepSpeed did not load {args.checkpoint_tag}"
+        if args.universal_checkpoint:
+            universal.mend(engine, Path(args.checkpoint_dir, args.checkpoint_tag))
         report(engine, args, checkpoint, client_state)
         done = checkpoint["run"]["step"]
     finish = end_of_step(engine, args, client_state, done)

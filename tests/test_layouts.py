@@ -2,6 +2,7 @@
 a universal checkpoint the loss goes on from any layout on any other. Dropout and clipping are on."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +22,10 @@ def largest(work, baseline, run_name):
     return max(max(compare(work, baseline, run_name, c).values()) for c in ("loss", "val_loss", "grad_norm"))
 
 
-def train(work, stage, data, tensor, sequence, name, *arguments):
+def train(work, stage, data, tensor, sequence, name, *arguments, **options):
     """Run train.py on data x tensor x sequence ranks."""
     layout = ("--zero_stage", stage, "--tensor_parallel", tensor, "--sequence_parallel", sequence)
-    return run(work, data * tensor * sequence, "train.py", *COMMON, *layout, "--run_name", name, *arguments)
+    return run(work, data * tensor * sequence, "train.py", *COMMON, *layout, "--run_name", name, *arguments, **options)
 
 
 def start(work, name, script, *layout):
@@ -74,14 +75,41 @@ def test_both(work, one_rank, stage):
         assert goes_on(work, name, 4 - stage, 2, 1, 1) <= 1e-5  # and to the other stage
 
 
+def by_load_checkpoint():
+    """A patch: the scripts load by universal.load_checkpoint(), and do not refuse another layout before."""
+    import common
+    import universal
+
+    def open_any(args, client_state):
+        files = Path(args.checkpoint_dir, args.checkpoint_tag).glob("*mp_rank_00_model_states.pt")
+        return torch.load(sorted(files)[0], mmap=True, weights_only=False)
+
+    common.open_checkpoint = open_any
+    universal.install()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_load_checkpoint(work, stage):
+    """Nothing is converted by hand. With tensor parallelism on one side load_checkpoint() converts by itself, once."""
+    name = f"any_{stage}"
+    train(work, stage, 2, 2, 1, name, "--checkpoint_dir", name)
+    told = []
+    for layout in ((2, 2, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        resumed = f"{name}_on_{'x'.join(map(str, layout))}"
+        arguments = ("--checkpoint_dir", name, "--resume", "--checkpoint_tag", "global_step6")
+        told.append(train(work, stage, *layout, resumed, *arguments, patch=by_load_checkpoint))
+        assert largest(work, name, resumed) <= (0.0 if layout == (2, 2, 1) else 1e-5)
+    assert ["converting it into" in out for out in told] == [False, True, False, False]
+
+
 def test_the_arithmetic_is_printed(work, one_rank):
     out = train(work, 1, 1, 2, 2, "printed", "--checkpoint_dir", "printed")
     assert "16 = 2 per GPU x 8 accumulation steps x 1 data-parallel (4 ranks = 1 DP x 2 TP x 2 SP)" in out
 
 
-def train_3d(work, tensor, pipeline, data, name, *arguments):
+def train_3d(work, tensor, pipeline, data, name, *arguments, **options):
     layout = ("--tensor_parallel", tensor, "--pipeline_parallel", pipeline, "--run_name", name)
-    return run(work, tensor * pipeline * data, "train_3d.py", *COMMON, *layout, *arguments)
+    return run(work, tensor * pipeline * data, "train_3d.py", *COMMON, *layout, *arguments, **options)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +130,16 @@ def test_pipeline_goes_on(work, pipeline, layout):
     train_3d(work, *layout, name, "--checkpoint_dir", "three", *RESUME)
     difference = largest(work, "three", name)
     assert difference == 0.0 if layout == (2, 2, 2) else difference <= 1e-5
+
+
+@pytest.mark.parametrize("layout", [(2, 2, 2), (2, 2, 1), (1, 1, 1)])
+def test_pipeline_load_checkpoint(work, pipeline, layout):
+    folder, name = work / "three_alone", f"three_alone_to_{'x'.join(map(str, layout))}"
+    shutil.copytree(work / "three" / "global_step6", folder / "global_step6", dirs_exist_ok=True)
+    arguments = ("--checkpoint_dir", folder, "--resume", "--checkpoint_tag", "global_step6")
+    train_3d(work, *layout, name, *arguments, patch=by_load_checkpoint)
+    assert (folder / "global_step6_universal").exists() or layout == (2, 2, 2)
+    assert largest(work, "three", name) <= (0.0 if layout == (2, 2, 2) else 1e-5)
 
 
 def test_pipeline_from_one_rank(work, pipeline):
