@@ -1,10 +1,12 @@
 """universal.load_checkpoint() where it must not go on, and the checkpoints that test_states.py has not."""
 
+import itertools
 import json
 import os
 import shutil
 import struct
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +61,55 @@ def flip(path):
     return path
 
 
+@pytest.mark.parametrize("stage, to", [(1, 3), (3, 2)])
+def test_every_byte_is_read_once(copy, stage, to):
+    """Over all ranks: each its own part, and one of them what all need."""
+    folder = copy(stage)
+
+    def patch():
+        check = universal.Reader.check
+
+        def disjoint(self, share):
+            seen = {}
+            for records in share({key: record.seen for key, record in self.records.items()}):
+                for key, numbers in records.items():
+                    seen.setdefault(key, []).extend(zip(*[iter(numbers)] * 3, strict=True))
+            ends = [0]
+            for intervals in seen.values():
+                for (start, nbytes, _), (after, *_) in itertools.pairwise([*sorted(intervals), (1 << 60,)]):
+                    assert start + nbytes <= after, intervals
+                    ends.append(nbytes)
+            Path("bytes").write_text(str(sum(ends)))
+            check(self, share)
+
+        universal.Reader.check = disjoint
+
+    job = {"name": ".", "stage": to, "optimizer": "AdamW", "groups": 2, "load": TAG}
+    run(folder, 2, ZOO, json.dumps([job]), patch=patch)
+    truth = torch.load(folder / "truth.pt", weights_only=False)
+    held = [t for states in truth["states"].values() for t in states.values()]
+    held += [*truth["frozen"].values(), *(b for name, b in truth["buffers"].items() if name != "scratch")]
+    needed = sum(t.numel() * t.element_size() for t in held)
+    read = int((folder / "bytes").read_text())
+    assert needed <= read < needed + 4 * 4 * 5  # a frozen weight is a view of a wider one
+
+
+@pytest.mark.parametrize("stage, to", [(1, 3), (3, 1), (2, 2)])
+@pytest.mark.parametrize("options", [{"load_module_only": True}, {"load_optimizer_states": False}])
+def test_weights_alone(tmp_path, stage, to, options):
+    """What a fine-tuning starts from: fp32 weights, frozen ones and buffers; the optimizer is a new one."""
+    job = {"name": ".", "stage": stage, "optimizer": "SGD", "groups": 2}
+    run(tmp_path, 3, ZOO, json.dumps([job]))
+    job |= {"stage": to, "load": TAG, "label": "resumed", "options": options}
+    run(tmp_path, 2, ZOO, json.dumps([job]))
+    saved, restored = (torch.load(tmp_path / f"{name}.pt", weights_only=False) for name in ("truth", "resumed"))
+    for what in ("states", "module", "frozen"):
+        for name, value in saved[what].items():
+            other = restored[what][name]
+            assert torch.equal(*(v["fp32"] if what == "states" else v for v in (value, other))), name
+    assert (restored["counters"][0] == 3) == ("load_optimizer_states" in options)
+
+
 @pytest.mark.parametrize("stage, ranks", [(1, 2), (2, 3), (3, 2), (3, 3)])
 def test_flipped_bit_of_a_shard(copy, stage, ranks):
     """torch.load() would not notice. On the ranks that wrote it and on others."""
@@ -100,6 +151,46 @@ def test_what_is_not_there(copy):
     assert "nowhere holds no checkpoint that is whole" in refused(
         folder, 2, 2, options={"load_dir": "nowhere", "tag": None}
     )
+
+
+@pytest.fixture
+def find(tmp_path, monkeypatch):
+    """find(broken) is the tag that is taken. A folder gets tags of (step, hour of writing)."""
+
+    def find(latest, broken=(), **tags):
+        said = []
+        for tag, (_, hour) in tags.items():
+            (path := tmp_path / tag / "mp_rank_00_model_states.pt").parent.mkdir()
+            path.touch()
+            os.utime(path, (3600 * hour, 3600 * hour))
+        (tmp_path / "latest").write_text(latest)
+
+        def checkpoint(folder):
+            if folder.name in broken:
+                raise universal.CheckpointError("a shard is missing")
+
+        monkeypatch.setattr(universal, "Checkpoint", checkpoint)
+        monkeypatch.setattr(universal, "say", said.append)
+        monkeypatch.setattr(universal.ds, "load", lambda path, trust: {"global_steps": tags[path.parent.name][0]})
+        taken = universal.find(tmp_path, None)[0]
+        assert len(said) == len(broken)  # one line for each that is passed over
+        return taken
+
+    return find
+
+
+@pytest.mark.parametrize(
+    "latest, broken, tags, taken",
+    [
+        ("a", [], {"a": (10, 1), "b": (20, 2)}, "b"),  # killed before it wrote `latest`
+        ("a", [], {"a": (10, 2), "b": (20, 1)}, "a"),  # b is of an earlier run
+        ("b", ["b"], {"a": (10, 1), "b": (20, 2)}, "a"),
+        ("a", ["b"], {"a": (10, 1), "b": (20, 2)}, "a"),
+        ("gone", [], {"a": (10, 2), "b": (20, 1)}, "b"),
+    ],
+)
+def test_the_newest_that_is_whole(find, latest, broken, tags, taken):
+    assert find(latest, broken, **tags) == taken
 
 
 def test_another_model(copy):

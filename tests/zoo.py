@@ -169,9 +169,8 @@ def work(
         universal.mend(engine, folder / load)
     elif load:
         try:
-            _, client_state = universal.load_checkpoint(
-                engine, **({"load_dir": folder, "tag": load} if options is None else options)
-            )
+            options = {"load_dir": folder, "tag": load} | (options or {})
+            _, client_state = universal.load_checkpoint(engine, **options)
         except universal.CheckpointError as error:
             (folder / f"{label}.refused.{rank}").write_text(str(error))
             return engine.destroy()
