@@ -2,7 +2,7 @@
 # make exact   the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of universal checkpoints
 # make 3d      change the tensor, pipeline and sequence layout
 # make preempt kill the training again and again, go on with other ranks each time
-# make test    the tests, in an environment of their own making
+# make test    the tests, in an environment of their own making; make test-all: every change of ranks and stage, too
 # make clean   all that the above made
 
 PYTHON ?= python3
@@ -15,7 +15,7 @@ TRAIN   = train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --
 RESUME  = $(TRAIN) --resume --checkpoint_interval 400
 SHARED  = common.py checkpoint.py data.py model.py
 
-.PHONY: demo exact 3d preempt test clean
+.PHONY: demo exact 3d preempt test test-all clean
 .DELETE_ON_ERROR:
 
 demo: assets/resume_no_uc.png assets/folders.png assets/grad_accu.png assets/resume_uc.png assets/traps.txt
@@ -32,7 +32,10 @@ demo: assets/resume_no_uc.png assets/folders.png assets/grad_accu.png assets/res
 test: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -m "not slow"
+
+test-all: test
+	$(PY) -m pytest -q -m slow
 
 clean:
 	rm -rf .venv logs runs ckpt_exact ckpt_3d ckpt_preempt $(CKPT)
