@@ -68,9 +68,9 @@ class SeedAndLog(TrainerCallback):
 arguments = TrainingArguments(
     output_dir=args.output_dir, max_steps=STEPS, per_device_train_batch_size=MICRO, per_device_eval_batch_size=MICRO,
     gradient_accumulation_steps=accumulation, learning_rate=3e-3, lr_scheduler_type="cosine", warmup_steps=5,
-    weight_decay=0.1, max_grad_norm=1.0, bf16=args.dtype == "bf16", activation_checkpointing=args.gradient_checkpointing,
-    logging_steps=1, save_steps=10, eval_strategy="steps", eval_steps=10, load_best_model_at_end=True, report_to=[],
-    use_cpu=not torch.cuda.is_available(), disable_tqdm=True,
+    weight_decay=0.1, max_grad_norm=1.0, activation_checkpointing=args.gradient_checkpointing,
+    bf16=args.dtype == "bf16", logging_steps=1, save_steps=10, eval_strategy="steps", eval_steps=10,
+    load_best_model_at_end=True, report_to=[], use_cpu=not torch.cuda.is_available(), disable_tqdm=True,
     deepspeed={
         "train_batch_size": BATCH,  # a number, not "auto": an accumulation that does not fit is an error then
         "train_micro_batch_size_per_gpu": "auto",
