@@ -84,20 +84,19 @@ def test_rest_of_the_file_stays(checkpoint):
     """The entries are all that changes."""
     folder, _, _ = checkpoint
     path = folder / "mp_rank_00_model_states.pt"
-    before, others = ds.load(path, trust=True), {p: p.read_bytes() for p in folder.iterdir() if p != path}
+
+    def content():
+        state = ds.load(path, trust=True)
+        info = state.pop("universal_checkpoint_info")
+        data, tensors = ds.pickled(state)
+        return info, data, [ds.joined(tensor.pieces) for tensor in tensors]
+
+    (info, *before), others = content(), {p: p.read_bytes() for p in folder.iterdir() if p != path}
     add(folder)
-    after = ds.load(path, trust=True)
-    new = {"parameter_with_sub_params", "sub_param_shard_widths"}
-    assert after["universal_checkpoint_info"].keys() - before["universal_checkpoint_info"].keys() == new
-    kept = {key: value for key, value in after["universal_checkpoint_info"].items() if key not in new}
-    assert kept == before["universal_checkpoint_info"]
-    rest = [
-        {key: value for key, value in state.items() if key != "universal_checkpoint_info"} for state in (before, after)
-    ]
-    (first, tensors), (second, others_tensors) = map(ds.pickled, rest)
-    assert first == second
-    assert [ds.joined(t.pieces) for t in tensors] == [ds.joined(t.pieces) for t in others_tensors]
-    assert others == {p: p.read_bytes() for p in folder.iterdir() if p != path}
+    more, *after = content()
+    assert before == after and others == {p: p.read_bytes() for p in folder.iterdir() if p != path}
+    assert more.keys() - info.keys() == {"parameter_with_sub_params", "sub_param_shard_widths"}
+    assert {key: more[key] for key in info} == info
 
 
 def test_row_parallel(checkpoint):
