@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import deepspeed
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, PartialState
 from torch import nn
 
 import universal
@@ -40,6 +40,8 @@ if rest:
 if not torch.cuda.is_available():
     torch.set_num_threads(1)  # the number of threads decides the last bits of a sum
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute and leaks memory
+    deepspeed.init_distributed()
+    PartialState(cpu=True).distributed_type = DistributedType.DEEPSPEED  # on CPU accelerate takes DDP, in silence
 warnings.simplefilter("ignore", FutureWarning)
 
 config = {
@@ -52,9 +54,8 @@ config = {
 }
 plugin = DeepSpeedPlugin(hf_ds_config=config)
 # The plugin's number is not enough: accelerate would take every micro-batch for a step.
-accelerator = Accelerator(
-    deepspeed_plugin=plugin, gradient_accumulation_steps=accumulation, cpu=not torch.cuda.is_available()
-)
+accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=accumulation)
+assert accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.num_processes == RANKS
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
