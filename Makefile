@@ -2,6 +2,7 @@
 # make exact   the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of universal checkpoints
 # make 3d      change the tensor, pipeline and sequence layout
 # make preempt kill the training again and again, go on with other ranks each time
+# make clients the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
 # make test    the tests, in an environment of their own making; make test-all: every change of ranks and stage, too
 # make clean   all that the above made
 
@@ -15,7 +16,7 @@ TRAIN   = train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --
 RESUME  = $(TRAIN) --resume --checkpoint_interval 400
 SHARED  = common.py checkpoint.py data.py model.py
 
-.PHONY: demo exact 3d preempt test test-all clean
+.PHONY: demo exact 3d preempt clients test test-all clean
 .DELETE_ON_ERROR:
 
 demo: assets/resume_no_uc.png assets/folders.png assets/grad_accu.png assets/resume_uc.png assets/traps.txt
@@ -27,6 +28,10 @@ demo: assets/resume_no_uc.png assets/folders.png assets/grad_accu.png assets/res
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
 	.venv/bin/pip install -q -r requirements-dev.txt
+	touch $@
+
+.venv/installed-clients: .venv/installed-dev requirements-clients.txt
+	.venv/bin/pip install -q -r requirements-clients.txt
 	touch $@
 
 test: .venv/installed-dev
@@ -131,3 +136,8 @@ assets/3d.txt: .venv/installed-dev benchmarks/layouts.py train.py train_3d.py pa
 # A job that is killed and goes on
 preempt: .venv/installed
 	$(PY) benchmarks/preempt.py
+
+# Training loops that are not ours
+clients: .venv/installed-clients
+	CLIENTS_TABLE=assets/clients.txt $(PY) -m pytest -q -m "clients or not clients" tests/test_clients.py
+	cat assets/clients.txt

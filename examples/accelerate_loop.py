@@ -1,0 +1,107 @@
+"""A training loop of accelerate on any number of ranks: run it, let it die, run it on another number of ranks.
+
+    torchrun --nproc-per-node 4 examples/accelerate_loop.py
+    rm -r ckpt_accelerate/step_14             # as if it had died after step 19
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py
+
+Saves step 7 and 14, goes on from the newest. The lines marked (1) to (3) are what a change of ranks asks of the loop.
+Needs accelerate; and universal.py and ds_to_universal.py where Python finds them: one folder up, or beside the script.
+"""
+
+import argparse
+import csv
+import os
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import deepspeed
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, PartialState
+from torch import nn
+
+import universal
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=3)
+parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+parser.add_argument("--output_dir", default="ckpt_accelerate")
+parser.add_argument("--run_name", help="default: accelerate_<N>_ranks")
+args = parser.parse_args()
+
+universal.install()  # accelerator.load_state() reshards from now on
+
+RANK, RANKS, BATCH, MICRO, STEPS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 24, 2, 20
+accumulation, rest = divmod(BATCH, MICRO * RANKS)  # (1) the global batch stays
+if rest:
+    sys.exit(f"accelerate_loop.py: a batch of {BATCH} is no multiple of {MICRO} per rank x {RANKS} ranks")
+if not torch.cuda.is_available():
+    torch.set_num_threads(1)  # the number of threads decides the last bits of a sum
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute and leaks memory
+    deepspeed.init_distributed()
+    PartialState(cpu=True).distributed_type = DistributedType.DEEPSPEED  # on CPU accelerate takes DDP, in silence
+warnings.simplefilter("ignore", FutureWarning)
+
+config = {
+    "train_batch_size": BATCH,
+    "train_micro_batch_size_per_gpu": MICRO,
+    "gradient_accumulation_steps": accumulation,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": args.zero_stage},
+    "bf16": {"enabled": args.dtype == "bf16"},
+}
+plugin = DeepSpeedPlugin(hf_ds_config=config)
+# The plugin's number is not enough: accelerate would take every micro-batch for a step.
+accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=accumulation)
+assert accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.num_processes == RANKS
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+matrices, rest = ([p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
+optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], 3e-3)
+# The prepared scheduler makes RANKS steps in each optimizer step, so its length is counted in those.
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 - count / (STEPS * RANKS))
+model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+
+
+def micro_batch(step, number):
+    """Sequences that count in steps of 1 to 5: a function of (step, micro-batch), not of the rank."""
+    generator = torch.Generator().manual_seed(step * BATCH + number)
+    start, stride = (
+        torch.randint(0, 64, (MICRO, 1), generator=generator),
+        torch.randint(1, 6, (MICRO, 1), generator=generator),
+    )
+    tokens = (start + stride * torch.arange(33)) % 64
+    return tokens.to(accelerator.device)
+
+
+done = 0
+if folders := sorted(Path(args.output_dir).glob("step_*"), key=lambda path: int(path.name.split("_")[1])):
+    accelerator.load_state(folders[-1])
+    done = int(folders[-1].name.split("_")[1])
+    scheduler.scheduler.last_epoch = done * RANKS  # (2) it has counted the steps of the old number of ranks
+    accelerator.step = 0  # (3) it counts micro-batches, and a new rank starts at 0
+
+run_name = args.run_name or f"accelerate_{RANKS}_ranks"
+os.makedirs("logs", exist_ok=True)
+with open(f"logs/{run_name}.csv" if RANK == 0 else os.devnull, "w", newline="", buffering=1) as file:
+    log = csv.writer(file)
+    log.writerow(["step", "loss", "lr"])
+    for step in range(done + 1, STEPS + 1):
+        total, lr = torch.zeros((), dtype=torch.float64, device=accelerator.device), scheduler.get_last_lr()[0]
+        for number in range(RANK, BATCH // MICRO, RANKS):
+            with accelerator.accumulate(model):
+                tokens = micro_batch(step, number)
+                logits = model(tokens[:, :-1]).float()
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            total += loss.detach()
+        log.writerow([step, accelerator.reduce(total / accumulation, "mean").item(), lr])
+        if step % 7 == 0:
+            accelerator.save_state(Path(args.output_dir, f"step_{step}"))
+accelerator.end_training()

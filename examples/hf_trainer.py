@@ -1,0 +1,109 @@
+"""Hugging Face's Trainer on any number of ranks: run it, let it die, run the same command on another number of ranks.
+
+    torchrun --nproc-per-node 4 examples/hf_trainer.py
+    rm -r ckpt_trainer/checkpoint-20          # as if it had died after step 19
+    torchrun --nproc-per-node 2 examples/hf_trainer.py
+    python plot.py logs/trainer_4_ranks.csv logs/trainer_2_ranks.csv --output runs/trainer.png --tolerance 1e-5
+
+A tiny Llama and data made here, nothing to download; CPU or GPUs. Needs transformers, accelerate and, for --lora, peft;
+and universal.py and ds_to_universal.py where Python finds them: one folder up, or beside the script.
+"""
+
+import argparse
+import csv
+import os
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import deepspeed
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+import universal
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=3)
+parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+parser.add_argument("--lora", action="store_true", help="train adapters alone; the base model is frozen and not saved")
+parser.add_argument("--freeze", action="store_true", help="train the upper half of the layers alone")
+parser.add_argument("--gradient_checkpointing", action="store_true")
+parser.add_argument("--output_dir", default="ckpt_trainer")
+parser.add_argument("--run_name", help="default: trainer_<N>_ranks")
+args = parser.parse_args()
+
+universal.install()  # Trainer's engine.load_checkpoint() reshards from now on
+
+# The global batch stays, so fewer ranks take more accumulation steps each.
+RANK, RANKS, BATCH, MICRO, STEPS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 24, 2, 20
+accumulation, rest = divmod(BATCH, MICRO * RANKS)
+if rest:
+    sys.exit(f"hf_trainer.py: a batch of {BATCH} is no multiple of {MICRO} per rank x {RANKS} ranks")
+if not torch.cuda.is_available():
+    torch.set_num_threads(1)  # the number of threads decides the last bits of a sum
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute and leaks memory
+    deepspeed.init_distributed()  # on CPU nobody has when ZeRO-3 cuts the model, and it takes itself for the only rank
+warnings.simplefilter("ignore", FutureWarning)  # of torch's about the calls of DeepSpeed, each on every rank
+
+
+class SeedAndLog(TrainerCallback):
+    """Dropout by (step, micro-batch), not by rank: Trainer deals micro-batch m to rank m % ranks."""
+
+    def on_step_begin(self, _, state, control, **kwargs):
+        self.micro_batch, self.step = RANK, state.global_step
+        set_seed(self.step * BATCH + self.micro_batch)
+
+    def on_substep_end(self, _, state, control, **kwargs):
+        self.micro_batch += RANKS
+        set_seed(self.step * BATCH + self.micro_batch)
+
+    def on_log(self, _, state, control, logs, **kwargs):
+        if state.is_world_process_zero and "loss" in logs:
+            log.writerow([state.global_step, logs["loss"], logs["learning_rate"]])
+
+
+arguments = TrainingArguments(
+    output_dir=args.output_dir, max_steps=STEPS, per_device_train_batch_size=MICRO, per_device_eval_batch_size=MICRO,
+    gradient_accumulation_steps=accumulation, learning_rate=3e-3, lr_scheduler_type="cosine", warmup_steps=5,
+    weight_decay=0.1, max_grad_norm=1.0, activation_checkpointing=args.gradient_checkpointing,
+    bf16=args.dtype == "bf16", logging_steps=1, save_steps=10, eval_strategy="steps", eval_steps=10,
+    load_best_model_at_end=True, report_to=[], use_cpu=not torch.cuda.is_available(), disable_tqdm=True,
+    deepspeed={
+        "train_batch_size": BATCH,  # a number, not "auto": an accumulation that does not fit is an error then
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": args.zero_stage},
+    },
+)  # fmt: skip
+
+set_seed(0)
+shape = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, attention_dropout=0.1, use_cache=False))
+if args.lora:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
+if args.freeze:
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+
+# Sequences that count in steps of 1 to 5. 15 global batches and not one sequence more: dealing out a rest depends on
+# the number of ranks.
+generator = torch.Generator().manual_seed(0)
+starts, strides = torch.randint(0, 64, (16 * BATCH, 1), generator=generator), torch.arange(16 * BATCH)[:, None] % 5 + 1
+data = [{"input_ids": row, "labels": row} for row in (starts + strides * torch.arange(32)) % 64]
+trainer = Trainer(model, arguments, train_dataset=data[BATCH:], eval_dataset=data[:BATCH], callbacks=[SeedAndLog()])
+
+run_name = args.run_name or f"trainer_{RANKS}_ranks"
+for folder in ("logs", args.output_dir):
+    os.makedirs(folder, exist_ok=True)
+with open(f"logs/{run_name}.csv" if RANK == 0 else os.devnull, "w", newline="", buffering=1) as file:
+    log = csv.writer(file)
+    log.writerow(["step", "loss", "lr"])
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
+trainer.evaluate()

@@ -1,0 +1,133 @@
+"""Lightning on any number of ranks: run it, let it die, run it on another number of ranks.
+
+    torchrun --nproc-per-node 4 examples/lightning_module.py
+    rm -r ckpt_lightning/step=14.ckpt         # as if it had died after step 19
+    torchrun --nproc-per-node 2 examples/lightning_module.py
+
+Saves step 7 and 14, goes on from the newest. The lines marked (1) to (4) are what a
+change of ranks asks of the module. Needs lightning; and universal.py and ds_to_universal.py where Python finds them:
+one folder up, or beside the script.
+"""
+
+import argparse
+import csv
+import os
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import deepspeed
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from torch import nn
+
+import universal
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=3)
+parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+parser.add_argument("--output_dir", default="ckpt_lightning")
+parser.add_argument("--run_name", help="default: lightning_<N>_ranks")
+args = parser.parse_args()
+
+universal.install()  # trainer.fit(ckpt_path=...) reshards from now on
+
+RANK, RANKS, BATCH, MICRO, STEPS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 24, 2, 20
+GPU = torch.cuda.is_available()
+accumulation, rest = divmod(BATCH, MICRO * RANKS)  # (1) the global batch stays
+if rest:
+    sys.exit(f"lightning_module.py: a batch of {BATCH} is no multiple of {MICRO} per rank x {RANKS} ranks")
+if not GPU:
+    torch.set_num_threads(1)  # the number of threads decides the last bits of a sum
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute and leaks memory
+warnings.simplefilter("ignore")
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.losses = []
+
+    def configure_optimizers(self):
+        matrices, rest = ([p for p in self.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, 3e-3)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def train_dataloader(self):
+        """(2) From the step that comes next: in the middle of an epoch Lightning begins the data anew."""
+
+        def batches():
+            for step in range(self.trainer.global_step, STEPS):
+                for number in range(RANK, BATCH // MICRO, RANKS):
+                    # Sequences that count in steps of 1 to 5: a function of (step, micro-batch), not of the rank.
+                    generator = torch.Generator().manual_seed(step * BATCH + number)
+                    start = torch.randint(0, 64, (MICRO, 1), generator=generator)
+                    stride = torch.randint(1, 6, (MICRO, 1), generator=generator)
+                    yield (start + stride * torch.arange(33)) % 64
+
+        return type("Batches", (), {"__iter__": lambda _: batches()})()
+
+    def training_step(self, tokens, _):
+        logits = self.net(tokens[:, :-1]).float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        self.losses.append(loss.detach().double())
+        return loss * accumulation  # (3) Lightning divides by it, and DeepSpeed does so again
+
+    def on_train_batch_end(self, *_):
+        if len(self.losses) == accumulation:
+            loss = self.trainer.strategy.reduce(torch.stack(self.losses).mean(), reduce_op="mean").item()
+            log.writerow([self.trainer.global_step, loss, self.lr_schedulers().get_last_lr()[0]])
+            self.losses.clear()
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["accumulation"] = accumulation
+
+    def on_load_checkpoint(self, checkpoint):
+        """(4) The loop counts micro-batches, and it has counted those of the old number of ranks."""
+        for counts in checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"].values():
+            if isinstance(counts, dict):
+                steps = counts["ready"] // checkpoint["accumulation"]
+                for key in counts:  # one of them is behind the others: the batch at whose end this was saved
+                    counts[key] += steps * (accumulation - checkpoint["accumulation"])
+
+
+class OnCPU(DeepSpeedStrategy):
+    """Lightning lets DeepSpeed run on CUDA alone. To try things out, gloo will do."""
+
+    root_device = torch.device("cpu", 0)
+
+    def setup_environment(self):
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self):
+        self.set_world_ranks()
+        deepspeed.init_distributed()
+
+
+config = {
+    "train_micro_batch_size_per_gpu": MICRO,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": args.zero_stage},
+    "zero_allow_untested_optimizer": True,
+}
+trainer = lightning.Trainer(
+    accelerator="gpu" if GPU else "cpu", devices=RANKS, strategy=(DeepSpeedStrategy if GPU else OnCPU)(config=config),
+    precision="bf16-true" if args.dtype == "bf16" else "32-true", accumulate_grad_batches=accumulation, max_steps=STEPS,
+    max_epochs=1, callbacks=[ModelCheckpoint(args.output_dir, "{step}", every_n_train_steps=7, save_top_k=-1)],
+    logger=False, enable_progress_bar=False, enable_model_summary=False,
+)  # fmt: skip
+saved = sorted(Path(args.output_dir).glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
+run_name = args.run_name or f"lightning_{RANKS}_ranks"
+os.makedirs("logs", exist_ok=True)
+with open(f"logs/{run_name}.csv" if RANK == 0 else os.devnull, "w", newline="", buffering=1) as file:
+    log = csv.writer(file)
+    log.writerow(["step", "loss", "lr"])
+    trainer.fit(Module(), ckpt_path=saved[-1] if saved else None)

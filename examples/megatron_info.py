@@ -1,0 +1,83 @@
+"""Adds to a checkpoint of Megatron-DeepSpeed what its universal_checkpoint_info leaves out. Run it before converting.
+
+    python examples/megatron_info.py checkpoints/global_step1000
+    python ds_to_universal.py --input_folder checkpoints/global_step1000 \
+        --output_folder checkpoints/global_step1000_universal --trust
+
+Without it a change of the tensor-parallel degree goes wrong in silence:
+
+    query_key_value         each rank holds a third for Q, K and V; the info lets a converter lay rank behind rank
+    dense, dense_4h_to_h    are cut along their rows; saved at degree 1, the info does not say so
+    padding of the vocab    comes back as zeros, though it is trained; here it stays, so let the new run pad to the same
+                            size: --make-vocab-size-divisible-by times the degree as before
+
+Rewrites *mp_rank_00_model_states.pt, the file that converters read; a second run changes nothing. Needs neither torch
+nor Megatron, but ds_to_universal.py, one folder up or beside it. For Megatron-DeepSpeed since its commit 676a482c,
+which changed how Q, K and V are cut; and for attention with as many heads for keys as for queries.
+"""
+
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import ds_to_universal as ds
+
+ROW = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
+
+
+def pattern(name):
+    """The name with any number for its layer's, escaped: converters match it as a regular expression."""
+    return r"\d+".join(re.escape(part) for part in re.split(r"\d+(?=\.)", name)) + "$"
+
+
+def complete(info, args, names):
+    """Add to `info` what is missing for the parameters `names`. Returns one line for each addition."""
+    added, heads = [], args["num_attention_heads"]
+    if args.get("num_key_value_heads", heads) != heads:
+        sys.exit("megatron_info.py: grouped-query attention: how Q, K and V of this checkpoint are cut is not known")
+    tp, hidden = args["tensor_model_parallel_size"], args["kv_channels"] * heads
+    subs = info.setdefault("parameter_with_sub_params", [])
+    widths = info.setdefault("sub_param_shard_widths", {})
+    rows = info.setdefault("parameter_with_row_parallelism_patterns", [])
+    for name in names:
+        matched = any(re.match(p, name) for p in (*rows, *(p for sub in subs for p in sub["patterns"])))
+        if "self_attention.query_key_value." in name and not matched:
+            shape = ((hidden,) * 3, args["hidden_size"]) if name.endswith("weight") else ((hidden,) * 3,)
+            subs.append({"patterns": [pattern(name)], "shape": shape, "partition_dim": 0})
+            widths[pattern(name)] = [[hidden // tp] * tp] * 3
+            added.append(f"{pattern(name)}: Q, K and V, each cut by itself")
+        if name.endswith(ROW) and not matched:
+            rows.append(pattern(name))
+            added.append(f"{pattern(name)}: cut along its rows")
+    if info["original_vocab_size"] != info["padded_vocab_size"]:
+        added.append(f"original_vocab_size: {info['padded_vocab_size']}, was {info['original_vocab_size']}")
+        info["original_vocab_size"] = info["padded_vocab_size"]
+    return added
+
+
+def main(folder):
+    files = sorted(Path(folder).glob("*mp_rank_*_model_states.pt"))
+    if not files:
+        sys.exit(f"megatron_info.py: {folder} holds no *mp_rank_*_model_states.pt")
+    states = {path: ds.load(path, trust=True) for path in files}
+    first = next(path for path in files if "mp_rank_00" in path.name)
+    if "universal_checkpoint_info" not in states[first]:
+        sys.exit(f"megatron_info.py: {first} has no universal_checkpoint_info")
+    # A pipeline stage knows its own parameters alone.
+    names = dict.fromkeys(name for state in states.values() for group in state["param_shapes"] for name in group)
+    added = complete(states[first]["universal_checkpoint_info"], states[first]["args"].state, names)
+    if added:
+        with tempfile.TemporaryDirectory(dir=folder) as beside:
+            ds.write(Path(beside, first.name), ds.pickled(states[first]))
+            os.replace(Path(beside, first.name), first)
+    print("\n".join(dict.fromkeys(added)) or "nothing is missing")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(sys.argv[1])

@@ -1,0 +1,134 @@
+"""examples/megatron_info.py on checkpoints that Megatron-DeepSpeed itself wrote, in tests/data: 2 layers of width 16
+with 4 heads, bf16, ZeRO-1, tensor-parallel degree 2. What a rank computes with its shard, and one with the whole."""
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+import ds_to_universal as ds
+
+# its archive in tests/data, the name of its first layer, the files with the weights of each rank
+PIPELINE = ("megatron-tp2-pp2-dp2", "2.", "layer_02-model_{:02}-model_states.pt")
+WEIGHTS = "self_attention.query_key_value.weight"
+CHECKPOINTS = [PIPELINE]  # the one without a pipeline holds its weights in nested dicts, which do not convert yet
+
+
+@pytest.fixture(params=CHECKPOINTS, ids=lambda checkpoint: checkpoint[0])
+def checkpoint(request, tmp_path):
+    """(folder, name of the first layer, [the layer's parameters on each rank])"""
+    name, layer, files = request.param
+    with tarfile.open(ROOT / "tests" / "data" / f"{name}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    folder = tmp_path / "global_step2"
+    return folder, layer, [torch.load(folder / files.format(rank), weights_only=False) for rank in range(2)]
+
+
+def edit(folder, **changes):
+    """Change the checkpoint's universal_checkpoint_info."""
+    path = folder / "mp_rank_00_model_states.pt"
+    content = ds.load(path, trust=True)
+    content["universal_checkpoint_info"] |= changes
+    data = ds.pickled(content)
+    (folder / "new").mkdir()
+    ds.write(folder / "new" / path.name, data)
+    os.replace(folder / "new" / path.name, path)
+    (folder / "new").rmdir()
+    ds.opened.cache_clear()  # the converter keeps files open
+
+
+def add(folder):
+    command = [sys.executable, str(ROOT / "examples" / "megatron_info.py"), str(folder)]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    ds.opened.cache_clear()
+    return result.stdout
+
+
+def convert(folder, output):
+    ds.convert(folder, folder.parent / output, trust=True)
+    return lambda name: torch.load(folder.parent / output / "zero" / name / "fp32.pt", weights_only=False)
+
+
+def attention(x, layer, heads):
+    """What Megatron's layer does between its two matrices: thirds for Q, K and V, then the heads."""
+    weight, bias = (layer[f"self_attention.query_key_value.{kind}"].double() for kind in ("weight", "bias"))
+    q, k, v = (t.view(*x.shape[:2], heads, -1).transpose(1, 2) for t in (x @ weight.T + bias).chunk(3, dim=-1))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out.transpose(1, 2).flatten(2)
+
+
+def test_query_key_value(checkpoint):
+    """One rank's attention with the whole is that of two ranks with their halves; without the entries it is another."""
+    folder, name, ranks = checkpoint
+    x = torch.randn(2, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    wanted = torch.cat([attention(x, rank, 2) for rank in ranks], dim=-1)
+
+    def difference(output):
+        read = convert(folder, output)
+        whole = {kind: read(f"{name}self_attention.query_key_value.{kind}") for kind in ("weight", "bias")}
+        whole = {f"self_attention.query_key_value.{kind}": t["param"].bfloat16() for kind, t in whole.items()}
+        return (attention(x, whole, 4) - wanted).abs().max().item() / wanted.abs().max().item()
+
+    assert difference("as_it_is") > 0.1
+    assert "query_key_value" in add(folder)
+    assert difference("completed") < 1e-12
+    assert add(folder) == "nothing is missing\n"
+
+
+def test_rest_of_the_file_stays(checkpoint):
+    """The entries are all that changes."""
+    folder, _, _ = checkpoint
+    path = folder / "mp_rank_00_model_states.pt"
+
+    def content():
+        state = ds.load(path, trust=True)
+        info = state.pop("universal_checkpoint_info")
+        data, tensors = ds.pickled(state)
+        return info, data, [ds.joined(tensor.pieces) for tensor in tensors]
+
+    (info, *before), others = content(), {p: p.read_bytes() for p in folder.iterdir() if p != path}
+    add(folder)
+    more, *after = content()
+    assert before == after and others == {p: p.read_bytes() for p in folder.iterdir() if p != path}
+    assert more.keys() - info.keys() == {"parameter_with_sub_params", "sub_param_shard_widths"}
+    assert {key: more[key] for key in info} == info
+
+
+def test_row_parallel(checkpoint):
+    """Saved at degree 1 Megatron leaves these patterns out. Here they are taken out of a checkpoint of degree 2."""
+    folder, name, ranks = checkpoint
+    edit(folder, parameter_with_row_parallelism_patterns=[])
+    dense = "self_attention.dense.weight"
+    assert convert(folder, "as_it_is")(name + dense)["param"].shape == (32, 8)
+    assert "dense_4h_to_h" in add(folder)
+    whole = convert(folder, "completed")(name + dense)
+    assert whole["cat_dim"] == 1
+    assert torch.equal(whole["param"].bfloat16(), torch.cat([rank[dense] for rank in ranks], dim=1))
+
+
+def test_padding_of_the_vocabulary(checkpoint):
+    """Rows beyond the vocabulary are trained, too; with the vocabulary taken for 250 of the 256, they are kept."""
+    folder, _, _ = checkpoint
+    edit(folder, original_vocab_size=250)
+    name = next(iter(ds.load(folder / "mp_rank_00_model_states.pt", True)["param_shapes"][0]))
+    lost = convert(folder, "as_it_is")(name)["param"]
+    assert "original_vocab_size: 256, was 250" in add(folder)
+    kept = convert(folder, "completed")(name)["param"]
+    assert (lost.shape, kept.shape) == ((250, 16), (256, 16)) and torch.equal(kept[:250], lost)
+    assert kept[250:].any()
+
+
+def test_refusals(checkpoint, tmp_path):
+    folder, _, _ = checkpoint
+    for arguments in ([], [str(tmp_path)]):
+        command = [sys.executable, str(ROOT / "examples" / "megatron_info.py"), *arguments]
+        assert subprocess.run(command, capture_output=True).returncode == 1
+    content = Path(folder, "mp_rank_00_model_states.pt").read_bytes()
+    Path(folder, "mp_rank_00_model_states.pt").write_bytes(content[:1000])
+    with pytest.raises(subprocess.CalledProcessError):
+        add(folder)
