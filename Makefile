@@ -37,7 +37,7 @@ demo: assets/resume_no_uc.png assets/folders.png assets/grad_accu.png assets/res
 test: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	$(PY) -m pytest -q -m "not slow"
+	$(PY) -m pytest -q
 
 test-all: test
 	$(PY) -m pytest -q -m slow
