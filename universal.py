@@ -160,7 +160,6 @@ class Reader:
                 if readers[0] == dist.get_rank():
                     record.seen = array("Q", itertools.chain(*(everyone[rank][key] for rank in readers)))
                     ds.check_record(record)
-        ds.opened.cache_clear()
 
 
 # -----------------------------------------------------------------------------
@@ -492,6 +491,7 @@ def conversation():
         with torch_files.patch("load.mmap", False):  # what is shared cannot be mapped
             yield share
     finally:
+        ds.opened.cache_clear()  # the next checkpoint can have the same path
         dist.destroy_process_group(group)
 
 

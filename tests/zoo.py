@@ -175,6 +175,7 @@ def work(
             (folder / f"{label}.refused.{rank}").write_text(str(error))
             return engine.destroy()
         assert client_state["word"] == "client state"
+        assert not universal.ds.opened.cache_info().currsize  # another checkpoint may get this path
     if load:
         dump_truth(engine, folder / f"{label}.pt", optimizer, stage)
     losses = []
