@@ -618,8 +618,8 @@ def find_shards(folder):
         tags = ", ".join(sorted({path.parent.name for path in folder.glob("*/*_optim_states.pt")}))
         hint = f"name one of the checkpoints in it: {tags}" if tags else "it is not a ZeRO checkpoint"
         raise CheckpointError(f"{folder} holds no *_optim_states.pt: {hint}")
-    if list(folder.glob("layer_*_expert_*")) or (folder / "offloaded_tensors").exists():
-        raise CheckpointError(f"{folder} has experts or NVMe-offloaded states, which are not converted")
+    if (folder / "offloaded_tensors").exists():
+        raise CheckpointError(f"{folder} has NVMe-offloaded states, which are not converted")
     return shards
 
 
@@ -693,15 +693,41 @@ def slice_size(optimizer, group):
     return size + (optimizer["group_paddings"][group] if "zero_stage" in optimizer else 0)  # BF16_Optimizer saves it
 
 
+def expert_layers(model):
+    """{parameter: its layer} of the experts of AutoEP, of which every rank holds as many, in the order of the ranks."""
+    layers = model.get("ds_autoep_layers") or []
+    for layer in layers:
+        held = [rank["experts"] for rank in (layer.get("expert_placement") or {"ranks": []})["ranks"]]
+        total, local = layer["num_experts"], layer["num_local_experts"]
+        even = [list(range(at, at + local)) for at in range(0, total, local)]
+        if total != local * layer["ep_size"] or held and held != even:
+            raise CheckpointError(f"the experts of {layer['expert_key_prefix']} are not spread evenly over the ranks")
+    return {f"{layer['expert_key_prefix']}.{weight}": layer for layer in layers for weight in ("w1", "w2", "w3")}
+
+
+def expert_teams(layer, count, config):
+    """The ranks that hold the same experts, and cut their states among each other; the first experts' ranks first."""
+    size, rest = divmod(count, layer["ep_size"])
+    if rest:
+        raise ValueError(f"{count} ranks cannot hold the experts in {layer['ep_size']} parts")
+    if config.get("use_data_before_expert_parallelism"):
+        return [range(at, at + size) for at in range(0, count, size)]
+    return [range(part, count, layer["ep_size"]) for part in range(layer["ep_size"])]
+
+
 class Layout:
-    """Where the parameters of a group lie in the slices of its ranks.
+    """Where the parameters of a group lie in the slices of its ranks. teams: those ranks; of experts, the ranks of each
+    part of them, as each has a slice of its own part alone.
 
     ZeRO-1/2: a group's parameters are laid end to end and cut into one slice per rank. The shard says so, too, but with
     round_robin_gradients it is wrong. ZeRO-3: every parameter is cut by itself, ceil(numel / ranks) elements per rank.
     """
 
-    def __init__(self, optimizer, group, shapes, ranks):
-        self.ranks, self.stage3, at = ranks, "fp32_flat_groups" in optimizer, 0
+    def __init__(self, optimizer, group, shapes, teams):
+        self.teams, self.ranks, self.stage3, at = teams, len(teams[0]), "fp32_flat_groups" in optimizer, 0
+        counts, ranks = optimizer["partition_count"], self.ranks
+        if not isinstance(counts, int) and counts[group] != ranks:
+            raise ValueError(f"group {group} is cut for {counts[group]} ranks and not for {ranks}")
         alignment = (optimizer.get("param_alignment_paddings") or {group: None})[group] or [0] * len(shapes)
         self.places = {}  # name: (where it begins, its elements), at ZeRO-3 (where in every slice, its elements)
         for (name, shape), padding in zip(shapes.items(), alignment, strict=True):
@@ -726,8 +752,14 @@ class Layout:
     def check(self, rank, optimizer, group, states, round_robin):
         """The shard of this rank is cut like this, and its states hold the elements."""
         fp32 = states["fp32"]
+        team = next(team for team in self.teams if rank in team)
         if self.stage3 and fp32.size[0] != self.end:
             raise ValueError(f"group {group} is not cut for {self.ranks} ranks")
+        if self.stage3 and len(self.teams) > 1:
+            told = optimizer["ds_zero_partition_groups"][group]["partition_ranks"]
+            if list(told) != list(team):
+                raise ValueError(f"group {group} is cut for the ranks {told} and not for {list(team)}")
+        rank = team.index(rank)
         for flat in states.values():
             cut(flat, 0, self.end if self.stage3 else max(0, min(self.end - rank * self.size, self.size)))
         if self.stage3 or round_robin:
@@ -779,10 +811,19 @@ def read_data_parallel(
                 parameters |= {name: {"shape": tuple(s), "step": None, "states": {}} for name, s in group.items()}
             if model["dp_world_size"] != count:
                 raise CheckpointError(f"{paths[0]} is of {model['dp_world_size']} ranks, {shards[low].name} of {count}")
+            experts = expert_layers(model)
             config = model["ds_config"] if isinstance(model["ds_config"], dict) else {}  # older versions: a file's path
             round_robin = (config.get("zero_optimization") or {}).get("round_robin_gradients")
+        if not experts and list(folder.glob("layer_*_expert_*")):
+            raise CheckpointError(f"{folder} has experts that are not AutoEP's: they are not converted")
         with blame(shards[low]):
-            layouts = [Layout(first, group, names, count) for group, names in enumerate(shapes)]
+            layouts = []
+            for group, names in enumerate(shapes):
+                parts = [experts[name] for name in names if name in experts]
+                teams = [expert_teams(layer, count, config) for layer in parts] or [[range(count)]]
+                if any(other != teams[0] for other in teams) or parts and len(parts) < len(names):
+                    raise ValueError(f"group {group} holds not only experts in {len(teams[0])} parts")
+                layouts.append(Layout(first, group, names, teams[0]))
 
         def read_shard(i):
             """What a shard holds: [({state: (kind, record, start)}, step) of every group]."""
@@ -814,6 +855,9 @@ def read_data_parallel(
                 for key in ("param_shapes", "buffer_names", "frozen_param_shapes", "global_steps"):
                     if state.get(key) != model.get(key):
                         raise CheckpointError(f"{path} has other {key} than {paths[0].name}")
+                for name, layer in expert_layers(state).items():
+                    if i not in expert_teams(layer, count, config)[layer["ep_rank"]]:
+                        raise CheckpointError(f"{path}: rank {i} should not hold part {layer['ep_rank']} of {name}")
                 for name in state.get("frozen_param_shapes") or {}:
                     part = state["frozen_param_fragments"][name]
                     ((record, start, _),) = cut(part)
@@ -837,6 +881,12 @@ def read_data_parallel(
     with blame(shards[low]):
         merge(shards, layouts, [groups for groups, _ in every], parameters)
         check_steps(shards, [groups for groups, _ in every], paths[0], model, strict)
+        for name, layer in experts.items():
+            local, *shape = parameters[name]["shape"]
+            if local != layer["num_local_experts"]:
+                raise ValueError(f"{name} has {local} experts, its layer {layer['num_local_experts']}")
+            how = {"cat_dim": 0, "is_expert_param": True, "ep_num_experts": layer["num_experts"]}
+            parameters[name] |= {"shape": (layer["num_experts"], *shape), "how": how}
     with blame(paths[0]):
         if model["module"] is not None:
             frozen = [models[r] for r in range(count)] if stage3 else None
@@ -863,8 +913,9 @@ def merge(shards, layouts, every, parameters):
             first, offsets, numels = layout.fragment(name)
             parameter, starts, last = parameters[name], {}, first + len(numels)
             parameter["step"] = every[0][group][1]
-            for key, (kind, records, begins) in flats.items():
-                width, begin = ELEMENT_SIZE[kind], begins[first:last]
+            for team, (key, (kind, records, begins)) in itertools.product(layout.teams, flats.items()):
+                ours = slice(team[first:last].start, team[first:last].stop, team.step)
+                width, begin = ELEMENT_SIZE[kind], begins[ours]
                 if (width, begin) not in starts:
                     if len(set(begin)) == len(set(offsets)) == 1:
                         places = array("Q", [begin[0] + offsets[0] * width]) * len(begin)
@@ -873,9 +924,11 @@ def merge(shards, layouts, every, parameters):
                     if (alike := (width, numels.tobytes())) not in sizes:
                         sizes[alike] = array("Q", (n * width for n in numels))
                     starts[width, begin] = places, sizes[alike]
-                held = records if len(numels) == len(records) else records[first:last]
+                held = records if len(numels) == len(records) else records[ours]
                 places, nbytes = starts[width, begin]
                 pieces = Ranges(records=held, starts=places, sizes=nbytes)
+                if team is not layout.teams[0]:  # the next experts
+                    pieces = Ranges([*parameter["states"][key][1], *pieces])
                 parameter["states"][key] = kind, pieces
 
 
@@ -896,6 +949,11 @@ def module_of(path, model, frozen, parameters, strict, mp_rank):
             raise CheckpointError(f"{path}: {left} elements of the frozen {name} are missing")
         whole_ones[name] = whole(frozen[0][name][0], Ranges(pieces), shape)
     accounted = {*parameters, *(model.get("shared_params") or {}), *whole_ones}
+    for layer in model.get("ds_autoep_layers") or ():  # the router has a second name, that of the model's own
+        inside = f"{layer['module_path']}."
+        routers = {name.removeprefix(f"{inside}router.") for name in parameters if name.startswith(f"{inside}router.")}
+        names = (name for name in module if name.startswith(inside))
+        accounted |= {name for name in names if name.removeprefix(inside).partition(".")[2] in routers}
     kept = {*model["buffer_names"], *(name for name in module if name not in accounted)}
     if frozen:  # of what is not frozen, not trained and no buffer, ZeRO-3 saves the name alone
         lost = {name for name in kept - {*model["buffer_names"]} if isinstance(module[name], Tensor)}
@@ -1032,6 +1090,8 @@ class TensorParallel:
 
     def merge(self, name, shards):
         """One parameter from its shards, in the order of the tensor-parallel ranks."""
+        if "how" in shards[0]:  # experts
+            return shards[0]
         if self.degree == 1 and not self.described:
             return shards[0] | {"how": {"cat_dim": 0}}
         found = {key: self.match(self.info.get(key, []), name) for key in self.LISTS}
@@ -1148,6 +1208,8 @@ def read(folder, workers, trust=False, strict=True, **team):
         parts = [read_data_parallel(folder, mp, shards[mp], pool, trust, strict, **team) for mp in sorted(shards)]
     models, optimizers, parameters = zip(*parts, strict=True)
     with blame(folder):
+        if len(models) > 1 and any(model.get("ds_autoep_layers") for model in models):
+            raise CheckpointError(f"{folder} has experts and model-parallel ranks, which are not converted together")
         degrees = models[0].get("checkpoint_parallel_dimensions") or {}
         pipeline = degrees.get("pp_degree") or (1 if models[0]["module"] is not None else len(shards))
         tensor = degrees.get("tp_degree") or len(shards) // pipeline
