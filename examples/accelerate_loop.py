@@ -53,8 +53,7 @@ config = {
     "bf16": {"enabled": args.dtype == "bf16"},
 }
 plugin = DeepSpeedPlugin(hf_ds_config=config)
-# The plugin's number is not enough: accelerate would take every micro-batch for a step.
-accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=accumulation)
+accelerator = Accelerator(deepspeed_plugin=plugin)
 assert accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.num_processes == RANKS
 
 torch.manual_seed(0)
