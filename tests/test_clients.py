@@ -112,6 +112,10 @@ def check(work, trained, table, script, client, stage, dtype, ranks, *options):
     assert result.difference <= bar
 
 
+def test_the_page_has_the_table_as_it_was_measured():
+    assert (ROOT / "assets" / "clients.txt").read_text() in (ROOT / "docs" / "clients.md").read_text()
+
+
 # -----------------------------------------------------------------------------
 # Trainer
 
