@@ -362,7 +362,7 @@ def find(folder, tag):
     order = sorted(steps, key=lambda name: (steps[name], not (folder / name / "zero").is_dir()), reverse=True)
     pointers = [path.read_text().strip() for path in (folder / "latest", folder / "latest_universal") if path.is_file()]
     if pointers and (named := pointers[0]) in steps:
-        # A later one is there if the job was killed before it wrote `latest`; an earlier run's is of earlier, too.
+        # A job killed before it wrote `latest` leaves a later one. What an earlier run left is older on the disk.
         first = [t for t in order if steps[t] > steps[named] and written[t] > written[named]] + [named]
         order = first + [name for name in order if name not in first]
     for name in order:
