@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import universal
 from data import fail
 
 
@@ -34,6 +35,29 @@ def save(engine, folder, client_state):
         (folder / "latest.unfinished").rename(folder / "latest")
         shutil.rmtree(replaced, ignore_errors=True)
     dist.barrier()
+
+
+def remove_old(folder, keep):
+    """All but the `keep` newest checkpoints, with what was converted from them, and what killed jobs left half written.
+    Called when a newer one is complete."""
+    if keep is None or dist.get_rank() != 0:
+        return
+    folder = Path(folder)
+    for path in folder.glob("*.unfinished"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    named = {path.read_text().strip() for path in (folder / "latest", folder / "latest_universal") if path.is_file()}
+    tags = sorted({file.parent for file in folder.glob("global_step*/*model_states.pt")}, key=saved_at, reverse=True)
+    ordinary = [tag for tag in tags if not (tag / "zero").is_dir()]
+    kept = {tag.name for tag in ordinary[:keep]} | named
+    for tag in tags:
+        if tag.name not in kept and tag.name.removesuffix("_universal") not in kept:
+            removed = tag.with_name(f"{tag.name}.unfinished")  # which nobody takes for whole, however far this gets
+            tag.rename(removed)
+            shutil.rmtree(removed)
+
+
+def saved_at(folder):
+    return max(file.stat().st_mtime for file in folder.glob("*model_states.pt"))
 
 
 def whole(file):
@@ -69,15 +93,7 @@ def open_checkpoint(args, client_state):
     states = str(folder / (prefix + "mp_rank_{1:02d}_model_states.pt"))
     checkpoint = torch.load(whole(Path(states.format(0, 0))), mmap=True, weights_only=True)
     saved = checkpoint.get("run") or {}
-    if saved.get("script") != client_state["script"]:
-        writer = saved.get("script", "another script")
-        fail(f"{folder} was written by {writer}, whose parameters have other names: {client_state['script']} cannot")
-    for name, here in client_state.items():
-        # Only dropout is drawn by the micro-batch.
-        if name == "train_micro_batch_size_per_gpu" and args.dropout == 0 and not client_state.get("exact"):
-            continue
-        if name != "layout" and saved[name] != here:
-            fail(f"{name} is {saved[name]} in {folder} and {here} here: the loss would not go on alike")
+    check_run(folder, saved, client_state)
     if saved["layout"] != client_state["layout"] and not args.universal_checkpoint:
         fail(
             f"{folder} is cut for {saved['layout']}, and these are {client_state['layout']}. Convert it: python "
@@ -102,19 +118,43 @@ def open_checkpoint(args, client_state):
     return checkpoint
 
 
-def report(engine, args, checkpoint, client_state):
+def check_run(folder, saved, client_state):
+    """Refuse a checkpoint that another run has saved, `saved`, than the one that client_state describes."""
+    if saved.get("script") != client_state["script"]:
+        writer = saved.get("script", "another script")
+        fail(f"{folder} was written by {writer}, whose parameters have other names: {client_state['script']} cannot")
+    for name, here in client_state.items():
+        # Only dropout is drawn by the micro-batch.
+        drawn = client_state["dropout"] or client_state.get("exact")
+        if name == "layout" or (name == "train_micro_batch_size_per_gpu" and not drawn):
+            continue
+        if saved[name] != here:
+            fail(f"{name} is {saved[name]} in {folder} and {here} here: the loss would not go on alike")
+
+
+def go_on(engine, args, client_state):
+    """Load the newest whole checkpoint, of whatever layout, if there is one. Returns its step, or 0."""
+    path, saved = universal.load_checkpoint(engine, args.checkpoint_dir, missing_ok=True)
+    if path is None:
+        return 0
+    run = saved.get("run") or {}
+    check_run(path, run, client_state)
+    report(engine, path, run, client_state)
+    return run["step"]
+
+
+def report(engine, folder, run, client_state):
     """Check the engine's step against the checkpoint's, and print what was restored."""
-    run, optimizer = checkpoint["run"], engine.optimizer.optimizer
+    optimizer = engine.optimizer.optimizer
     counts = {int(state["step"]) for state in optimizer.state.values()}
     assert counts == {run["step"] - engine.skipped_steps}, f"optimizer at {counts}, checkpoint at {run['step']}"
     if dist.get_rank() == 0:
         decay = ", ".join(f"{group['weight_decay']:g}" for group in optimizer.param_groups)
         frozen = sum(not p.requires_grad for p in engine.module.parameters())
-        folder = Path(args.checkpoint_dir, args.checkpoint_tag)
         print(f"resumed from {folder}: {run['layout']} then, {client_state['layout']} now")
         print(
             f"  optimizer at step {counts.pop()}, weight decay {decay}, loss scale {engine.optimizer.loss_scale:g}, "
             f"learning rate {engine.get_lr()[0]:.3e}, {frozen} frozen parameters, "
-            f"{len(checkpoint['buffer_names'])} buffers",
+            f"{len(list(engine.module.buffers()))} buffers",
             flush=True,
         )

@@ -2,11 +2,11 @@
 step."""
 
 import argparse
+import datetime
 import importlib.util
 import logging
 import math
 import os
-import signal
 import sys
 import warnings
 from pathlib import Path
@@ -14,9 +14,11 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
 
-from checkpoint import open_checkpoint, save
+import elastic
+from checkpoint import open_checkpoint, remove_old, save
 from data import Log, accumulation_steps, fail, load_data, positive
 
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "dropout")
@@ -41,6 +43,9 @@ def add_arguments(parser):
     arg("--resume", action="store_true", help="go on from --checkpoint_dir/--checkpoint_tag")
     arg("--checkpoint_tag", help="default: the one that the file `latest`, or `latest_universal`, names")
     arg("--universal_checkpoint", action="store_true", help="the tag is a universal checkpoint")
+    arg("--elastic", action="store_true", help="start, or go on from the newest whole checkpoint of any layout")
+    arg("--keep", type=positive, metavar="N", help="remove all but the N newest checkpoints; default: keep all")
+    arg("--timeout", type=positive, default=600, help="seconds after which a silent rank is given up")
     arg("--tensor_parallel", type=positive, default=1, metavar="N", help="ranks that share each layer")
     arg("--lr", type=float, default=5e-3)
     arg("--warmup_steps", type=positive, default=20)
@@ -62,6 +67,13 @@ def check_arguments(args, **degrees):
     if "RANK" not in os.environ:
         script = Path(sys.argv[0]).name
         fail(f"start it with a launcher: deepspeed --num_gpus 4 {script}, or torchrun --nproc-per-node 4 {script}")
+    if args.elastic and (args.resume or args.universal_checkpoint or args.checkpoint_tag):
+        fail("--elastic finds the checkpoint by itself: leave out --resume and what belongs to it")
+    if args.elastic:
+        try:
+            elastic.enlist(args.train_batch_size, args.train_micro_batch_size_per_gpu, math.prod(degrees.values()))
+        except ValueError as error:
+            fail(error)
     args.ranks = int(os.environ["WORLD_SIZE"])
     if args.ranks % math.prod(degrees.values()):
         product = " x ".join(f"--{name} {n}" for name, n in degrees.items())
@@ -105,8 +117,9 @@ def common_config(args):
     }
 
 
-def init_distributed():
-    """The process group, and the settings of a process that make it quiet and its sums the same every time."""
+def init_distributed(timeout=600):
+    """The process group, and the settings of a process that make it quiet and its sums the same every time. A rank
+    that says nothing for `timeout` seconds ends the others' waiting."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     if get_accelerator().device_name() == "cpu":
@@ -120,7 +133,9 @@ def init_distributed():
         # The backward passes of the fused attentions add in any order.
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
-    deepspeed.init_distributed()
+    timeout = datetime.timedelta(seconds=timeout)
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # also of the groups that DeepSpeed makes
+    deepspeed.init_distributed(timeout=timeout)
 
 
 def set_up(args, script, layout):
@@ -135,7 +150,7 @@ def set_up(args, script, layout):
     client_state |= {"data": fingerprint, "script": script, "layout": layout}
     checkpoint = open_checkpoint(args, client_state) if args.resume else None
 
-    init_distributed()
+    init_distributed(args.timeout)
     fingerprints = [None] * args.ranks
     dist.all_gather_object(fingerprints, fingerprint)
     for rank, other in enumerate(fingerprints):
@@ -159,11 +174,8 @@ def mean_loss(losses, copies=1):
 
 
 def end_of_step(engine, args, client_state, done):
-    """Returns finish(**row), which logs the step, saves when it is time, and says on all ranks alike whether one of
-    them was told to stop by SIGTERM: the signal reaches them at different moments, and they must stop after the same
-    step."""
-    told, batch = [], args.train_batch_size
-    signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+    """Returns finish(**row), which logs the step, saves when it is time, and says whether to stop."""
+    stop, batch = elastic.listen(engine.device), args.train_batch_size
     steps = engine.gradient_accumulation_steps()
     layout = f"{args.train_micro_batch_size_per_gpu} x {steps} x {args.data_parallel}"
     log = Log(args.run_name, layout, done) if dist.get_rank() == 0 else None
@@ -173,12 +185,11 @@ def end_of_step(engine, args, client_state, done):
         if log:
             log.write(**row, loss_scale=engine.optimizer.loss_scale, tokens_per_second=speed)
             engine.monitor.write_events([(name, row[name], step) for name in ("loss", "val_loss") if name in row])
-        votes = torch.tensor(float(bool(told)), device=engine.device)
-        dist.all_reduce(votes)
-        stop = bool(votes)
-        if step % args.checkpoint_interval == 0 or stop:
+        told = stop()
+        if told or step % args.checkpoint_interval == 0:
             save(engine, args.checkpoint_dir, client_state | {"step": step})
-        return stop
+            remove_old(args.checkpoint_dir, args.keep)
+        return told or step == args.steps
 
     return finish
 

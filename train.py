@@ -19,11 +19,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+import elastic
 import exact
 import parallel
 import universal
-from checkpoint import report
-from common import SHAPE, add_arguments, check_arguments, common_config, end_of_step, leave, mean_loss, set_up
+from checkpoint import go_on, report
+from common import SHAPE, add_arguments, check_arguments, common_config, end_of_step, mean_loss, set_up
 from data import fail, global_batch, positive
 from model import GPT, parameter_groups
 
@@ -67,11 +68,12 @@ def deepspeed_config(args):
 
 def resume(engine, args, checkpoint, client_state):
     """Load the checkpoint, an ordinary one on the ranks that wrote it, a universal one on any. Returns its step."""
+    folder = Path(args.checkpoint_dir, args.checkpoint_tag)
     path, _ = engine.load_checkpoint(args.checkpoint_dir, tag=args.checkpoint_tag)
     assert path is not None, f"DeepSpeed did not load {args.checkpoint_tag}"  # it would start anew in silence
     if args.universal_checkpoint:
-        universal.mend(engine, Path(args.checkpoint_dir, args.checkpoint_tag))  # DeepSpeed leaves some of it out
-    report(engine, args, checkpoint, client_state)
+        universal.mend(engine, folder)  # DeepSpeed leaves some of it out
+    report(engine, folder, checkpoint["run"], client_state)
     return checkpoint["run"]["step"]
 
 
@@ -101,7 +103,11 @@ def main():
         if args.data_parallel < args.ranks:
             ranks = f"{args.data_parallel} data-parallel ({args.ranks} ranks = {degrees})"
         print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {ranks}", flush=True)
-    done = resume(engine, args, checkpoint, client_state) if args.resume else 0
+    done = 0
+    if args.resume:
+        done = resume(engine, args, checkpoint, client_state)
+    elif args.elastic:
+        done = go_on(engine, args, client_state)
     if args.exact:
         exact.install(engine)
     finish = end_of_step(engine, args, client_state, done)
@@ -114,6 +120,7 @@ def main():
     def micro_batch(sequences, m):
         return (rows[m * micro : (m + 1) * micro].to(device) for rows in sequences)
 
+    step = done
     for step in range(done + 1, args.steps + 1):
         start, lr = time.perf_counter(), engine.get_lr()[0]
         sequences = global_batch(train, args.seed, step, batch, args.seq_len)
@@ -135,7 +142,7 @@ def main():
             row["val_loss"] = mean_loss(losses, copies)
         if finish(**row):
             break
-    leave()
+    elastic.leave(finished=step == args.steps)
 
 
 if __name__ == "__main__":

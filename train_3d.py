@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
+import elastic
 import universal
-from checkpoint import report
-from common import SHAPE, add_arguments, check_arguments, common_config, end_of_step, leave, mean_loss, set_up
+from checkpoint import go_on, report
+from common import SHAPE, add_arguments, check_arguments, common_config, end_of_step, mean_loss, set_up
 from data import fail, global_batch, positive
 from model import GPT, parameter_groups
 
@@ -226,12 +227,15 @@ def main():
         arithmetic = f"{batch} = {micro} per GPU x {accumulation} accumulation steps"
         print(f"{arithmetic} x {args.data_parallel} data-parallel ({degrees})", flush=True)
     if args.resume:
+        folder = Path(args.checkpoint_dir, args.checkpoint_tag)
         path, _ = engine.load_checkpoint(args.checkpoint_dir, tag=args.checkpoint_tag)
-        assert path is not None, f"DeepSpeed did not load {args.checkpoint_tag}"
+        assert path is not None, f"DeepSpeed did not load {folder}"
         if args.universal_checkpoint:
-            universal.mend(engine, Path(args.checkpoint_dir, args.checkpoint_tag))
-        report(engine, args, checkpoint, client_state)
+            universal.mend(engine, folder)
+        report(engine, folder, checkpoint["run"], client_state)
         done = checkpoint["run"]["step"]
+    elif args.elastic:
+        done = go_on(engine, args, client_state)
     finish = end_of_step(engine, args, client_state, done)
     data_rank = engine.grid.get_data_parallel_rank()
     mine = range(data_rank * accumulation, (data_rank + 1) * accumulation)
@@ -249,6 +253,7 @@ def main():
         seen.clear()
         return mean_loss(losses, copies=args.tensor_parallel)
 
+    step = done
     for step in range(done + 1, args.steps + 1):
         start, lr = time.perf_counter(), engine.get_lr()[0]
         engine.train_batch(micro_batches(global_batch(train, args.seed, step, batch, args.seq_len), step))
@@ -260,7 +265,7 @@ def main():
             row["val_loss"] = mean_of_seen()
         if finish(**row):
             break
-    leave()
+    elastic.leave(finished=step == args.steps)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_O
 KINDS = "Float:float32 Double:float64 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 Short:int16 Char:int8 "
 KINDS += "Byte:uint8 Bool:bool"
 DTYPES = {f"{kind}Storage": getattr(torch, name) for kind, name in (pair.split(":") for pair in KINDS.split())}
-SLICES = ("base_optimizer_state", "single_partition_of_fp32_groups", "fp32_flat_groups", "param_slice_mappings")
+SLICES = ("base_optimizer_state", "single_partition_of_fp32_groups")  # of rank 0 alone
+SLICES += ("optimizer_state_dict", "fp32_flat_groups", "param_slice_mappings")
 deepspeed_load = deepspeed.DeepSpeedEngine.load_checkpoint
 
 # -----------------------------------------------------------------------------
@@ -299,12 +300,13 @@ def keep(engine, checkpoint, reader, strict, share):
 
 def load_checkpoint(
     engine, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
-    load_module_only=False, custom_load_fn=None,
+    load_module_only=False, custom_load_fn=None, missing_ok=False,
 ):  # fmt: skip
     """engine.load_checkpoint() for any number of ranks, any ZeRO stage, ordinary and universal checkpoints.
 
-    Takes what DeepSpeed's takes and returns the same, (path, client state). On another layout than the checkpoint's the
-    client state is that of rank 0. tag None: the tag that `latest` names, or a later one, if it is whole.
+    Takes what DeepSpeed's takes and returns (folder of the checkpoint, client state). On another layout than the
+    checkpoint's the client state is that of rank 0. tag None: the tag that `latest` names, or a later one, if it is
+    whole. missing_ok: return (None, {}) where load_dir holds no checkpoint at all, not even a damaged one.
     Raises CheckpointError, on all ranks, when there is no such checkpoint, or it is damaged, not whole, or of another
     model: it never goes on with what was initialized. The engine may then be half loaded; do not train it.
     """
@@ -318,10 +320,13 @@ def load_checkpoint(
             return result
         decision, checkpoint = None, None
         with ds.together(share):
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and (tag or not missing_ok or tags(Path(load_dir))):
                 tag, checkpoint = find(Path(load_dir), tag)
                 decision = tag, choose(engine, checkpoint)
-        tag, how = from_rank_0(decision, share)
+        decision = from_rank_0(decision, share)
+        if decision is None:
+            return None, {}
+        tag, how = decision
         folder = Path(load_dir, tag)
         check_same_folder(folder, share)
         if engine.zero_optimization_stage() == 3:  # they are filled for loading; those of Adagrad were never emptied
@@ -338,6 +343,7 @@ def load_checkpoint(
                 result = deepspeed_load(engine, load_dir, folder.name, **own, custom_load_fn=custom_load_fn)
         if how == "universal":
             mend(engine, folder)
+    result = str(folder), result[1]
     for p in engine.module.parameters():
         if getattr(p, "ds_secondary_tensor", None) is not None:  # ZeRO++'s second copy, still the initial one
             p.ds_secondary_tensor = None
@@ -346,15 +352,20 @@ def load_checkpoint(
     return result
 
 
+def tags(folder):
+    """{tag: file of model states} of the checkpoints in a folder, whole or not."""
+    files = {path.parent.name: path for path in sorted(folder.glob("*/*mp_rank_00_model_states.pt"))}
+    odd = (".unfinished", ".replaced")
+    return {tag: path for tag, path in files.items() if not tag.startswith(".") and not tag.endswith(odd)}
+
+
 def find(folder, tag):
     """(tag, Checkpoint) of that tag, or of the newest that is whole."""
     steps, written = {}, {}
-    for path in folder.glob("*/*mp_rank_00_model_states.pt"):
-        name = path.parent.name
-        if not name.startswith(".") and not name.endswith((".unfinished", ".replaced")):
-            with contextlib.suppress(CheckpointError):
-                steps[name] = ds.load(path, True).get("global_steps", 0) if tag is None else 0
-                written[name] = path.stat().st_mtime
+    for name, path in tags(folder).items():
+        with contextlib.suppress(CheckpointError):
+            steps[name] = ds.load(path, True).get("global_steps", 0) if tag is None else 0
+            written[name] = path.stat().st_mtime
     if tag is not None:
         if (folder / str(tag)).is_dir():
             return str(tag), Checkpoint(folder / str(tag))

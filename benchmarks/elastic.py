@@ -1,0 +1,257 @@
+"""A job whose machines die and come back, on torchrun's elastic agents: `make elastic`.
+
+    python benchmarks/elastic.py --zero_stage 1 --output out/elastic.png
+
+It only starts torchrun agents and takes them down; the rest is `train.py --elastic`. Three "nodes", agents of this
+machine with 2 ranks each, train 200 steps while the events below happen to them. Then every step must be in the log
+once, with the loss, validation loss and gradient norm of one rank that nothing happened to: every bit, with --exact.
+"""
+
+import argparse
+import csv
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import matplotlib
+import psutil
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER, STEPS = Path("ckpt_elastic"), 200
+TRAIN = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --checkpoint_interval 20 --keep 2".split()
+TRAIN += ["--steps", str(STEPS), "--checkpoint_dir", str(FOLDER), "--timeout", "10"]
+AGENT = "--nnodes 1:3 --nproc-per-node 2 --max-restarts 100 --shutdown-timeout 10 --rdzv-id job --rdzv-backend c10d "
+AGENT += "--rdzv-endpoint 127.0.0.1:29400 --local-addr 127.0.0.1 "
+AGENT += "--rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"
+QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+class Node:
+    """An agent of torchrun and its workers. Every line that they print is kept with its time."""
+
+    def __init__(self, arguments, lines):
+        command = [*TORCHRUN, *AGENT.split(), str(ROOT / "train.py"), *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+        self.agent = subprocess.Popen(command, env=os.environ | QUIET, start_new_session=True, **pipes)
+        self.reader = threading.Thread(target=self.read, args=[lines])
+        self.reader.start()
+
+    def read(self, lines):
+        for line in self.agent.stdout:
+            lines.append((time.time(), line))
+
+    def workers(self):
+        """Of a rank's processes the first one; those that have ended by now are not among them."""
+        try:
+            return [worker for worker in psutil.Process(self.agent.pid).children() if worker.status() != "zombie"]
+        except psutil.NoSuchProcess:
+            return []
+
+    def terminate(self):
+        self.agent.terminate()
+
+    def kill(self):
+        """As if the machine had lost its power: an agent that is killed by itself would leave its workers running."""
+        workers = self.workers()
+        for process in (self.agent, *workers):
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        self.agent.wait()
+
+
+class Job:
+    def __init__(self, arguments, name):
+        self.arguments, self.log, self.lines, self.nodes = arguments, Path("logs", f"{name}.csv"), [], {}
+
+    def start(self, *names):
+        for name in names:
+            self.nodes[name] = Node([*self.arguments, "--elastic"], self.lines)
+
+    def kill(self, name):
+        self.nodes.pop(name).kill()
+
+    def kill_while_it_saves(self, name):
+        while not any(list(folder.iterdir()) for folder in FOLDER.glob("*.unfinished")):
+            time.sleep(0.001)
+        self.kill(name)
+
+    def preempt(self, name):
+        self.nodes.pop(name).terminate()
+
+    def hang(self, name):
+        self.nodes[name].workers()[0].send_signal(signal.SIGSTOP)
+
+    def kill_the_first(self):
+        """Its agent holds the rendezvous, and without that the others end themselves. A scheduler starts them again."""
+        self.kill("node 1")
+        for node in self.nodes.values():
+            node.agent.wait(timeout=120)
+        self.nodes.clear()
+        self.start("node 1", "node 2")
+
+    def step(self):
+        """The last one in the log."""
+        try:
+            with self.log.open(newline="") as file:
+                return max((int(row["step"]) for row in csv.DictReader(file) if row["layout"]), default=0)
+        except FileNotFoundError:
+            return 0
+
+    def first(self, pattern, since):
+        """(time, match) of the first line since then that has the pattern; waits for it."""
+        deadline = time.time() + 180
+        while time.time() < deadline:
+            for when, line in list(self.lines):
+                if when > since and (found := re.search(pattern, line)):
+                    return when, found
+            time.sleep(0.02)
+        raise TimeoutError(f"no line has {pattern!r}:\n" + "".join(line for _, line in self.lines[-60:]))
+
+    def close(self):
+        for node in self.nodes.values():
+            node.kill()
+
+
+# what happens, and after which step
+EVENTS = [
+    (30, "node 2 dies", lambda job: job.kill("node 2")),
+    (50, "node 2 is back", lambda job: job.start("node 2")),
+    (70, "node 2 is preempted", lambda job: job.preempt("node 2")),
+    (85, "node 2 is back", lambda job: job.start("node 2")),
+    (99, "node 2 dies in a save", lambda job: job.kill_while_it_saves("node 2")),
+    (110, "node 2 is back", lambda job: job.start("node 2")),
+    (130, "a rank hangs", lambda job: job.hang("node 2")),
+    (145, "node 3 joins", lambda job: job.start("node 3")),
+    (170, "all nodes die", lambda job: job.kill_the_first()),
+]
+
+
+def play(job):
+    """Train, with the events. Returns one row per event, as printed."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    job.log.unlink(missing_ok=True)
+    rows, since, ranks, starting = [], time.time(), 0, ["node 1", "node 2"]
+    print("step  event                   ranks       goes on    again    seconds = torchrun  Python  load  step")
+    for at, name, event in [(0, "start", lambda job: job.start(*starting)), *EVENTS]:
+        while job.step() < at:
+            assert any(node.agent.poll() is None for node in job.nodes.values()), "the job ended by itself"
+            time.sleep(0.02)
+        time.sleep(0.05)  # into the next step
+        reached, since = job.step(), time.time()
+        event(job)
+        began, found = job.first(r"parameters, fp32, (\d+) rank", since)
+        created = [w.create_time() for node in job.nodes.values() for w in node.workers()]
+        created = min(when for when in created if when > since)
+        loaded = job.first(r"at step (\d+), weight decay", since) if at else (began, [0, 0])
+        stepped, _ = job.first(r"^step +\d+ \|", loaded[0])
+        before, ranks, saved = ranks, int(found[1]), int(loaded[1][1])
+        spare = sum("stands by" in line for when, line in list(job.lines) if when > since)
+        seconds = [created - since, began - created, loaded[0] - began, stepped - loaded[0]]
+        rows.append({"step": reached, "event": name, "from": saved, "before": before, "ranks": ranks, "spare": spare})
+        print(
+            f"{reached:4}  {name:<22}{before:>3} -> {ranks}{f' + {spare}' if spare else '':<6}"
+            f"{f'after {saved}' if at else '':>10}{max(reached - saved, 0):>9}{sum(seconds):>11.1f}"
+            + "".join(f"{part:>{width}.1f}" for part, width in zip(seconds, (11, 8, 6, 6), strict=True)),
+            flush=True,
+        )
+    codes = [node.agent.wait(timeout=300) for node in job.nodes.values()]
+    assert codes == [0] * len(codes), f"the agents ended with {codes}"
+    return rows
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def compare(log, wanted):
+    """[difference of the loss at every step], and the largest of loss, validation loss and gradient norm."""
+    assert [int(row["step"]) for row in log] == list(range(1, STEPS + 1)), "a step is missing, or twice in the log"
+    gaps = [
+        {c: abs(float(a[c]) - float(b[c])) for c in ("loss", "val_loss", "grad_norm") if b[c]}
+        for a, b in zip(log, wanted, strict=True)
+    ]
+    return [gap["loss"] for gap in gaps], {c: max(gap.get(c, 0) for gap in gaps) for c in gaps[-1]}
+
+
+def draw(log, wanted, events, gaps, path):
+    figure, (top, below) = plt.subplots(
+        2, 1, figsize=(11, 6.2), sharex=True, height_ratios=[4, 1], layout="constrained"
+    )
+    steps, colours = range(1, STEPS + 1), {2: "#fdf0d5", 4: "#dbe9f6"}
+    top.plot(steps, [float(row["loss"]) for row in wanted], color="0.75", lw=6, label="one rank, never interrupted")
+    top.plot(
+        steps, [float(row["loss"]) for row in log], color="#d1495b", lw=1.2, label="the job that lost its machines"
+    )
+    ranks = [int(row["layout"].split(" x ")[2]) for row in log]
+    ends = [i for i in range(1, STEPS) if ranks[i] != ranks[i - 1]]
+    for first, last in zip([0, *ends], [*ends, STEPS], strict=True):
+        for axis in (top, below):
+            axis.axvspan(first + 0.5, last + 0.5, color=colours[ranks[first]], lw=0)
+        top.text((first + last) / 2 + 0.5, 0.02, f"{ranks[first]} ranks", transform=top.get_xaxis_transform(),
+                 ha="center", size=9, color="0.35")  # fmt: skip
+    for event in events[1:]:
+        text = event["event"] + (f" (+{event['spare']} standing by)" if event["spare"] else "")
+        if event["step"] > event["from"]:
+            text += f",\nback to step {event['from']}"
+        for axis in (top, below):
+            axis.axvline(event["from"] + 0.5, color="0.3", ls=":", lw=1)
+        top.text(event["from"] - 0.3, 0.97, text, transform=top.get_xaxis_transform(), rotation=90, va="top", ha="right",
+                 size=8)  # fmt: skip
+    below.plot(steps, gaps, ".", color="#d1495b", ms=4, clip_on=False)
+    below.set_yscale("symlog", linthresh=1e-8)
+    below.set(ylim=(-2e-9, 10 * max(1e-7, *gaps)), xlim=(0.5, STEPS + 0.5), xlabel="step")
+    below.set_ylabel("difference\nof the loss")
+    note = "zero at every step" if not any(gaps) else f"at most {max(gaps):.1e}"
+    below.text(0.5, 0.6, note, transform=below.transAxes, ha="center", size=10)
+    top.set(
+        ylabel="training loss", title="Machines die and come back; the loss is that of a run that nothing happened to"
+    )
+    top.legend(frameon=False, loc="center right")
+    for axis in (top, below):
+        axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=200)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=1)
+    parser.add_argument("--rounding", action="store_true", help="without --exact: the last digits may differ")
+    parser.add_argument("--output", type=Path, help="the picture")
+    args = parser.parse_args()
+    exact = [] if args.rounding else ["--exact"]
+    name, alone = (f"elastic_{kind}{'_rounding' * args.rounding}" for kind in (f"zero{args.zero_stage}", "one_rank"))
+    if not Path("logs", f"{alone}.csv").exists():
+        command = [*TORCHRUN, "--nproc-per-node", "1", str(ROOT / "train.py"), *TRAIN, *exact, "--run_name", alone]
+        subprocess.run(command, env=os.environ | QUIET, check=True, capture_output=True, timeout=600)
+    print(f"ZeRO-{args.zero_stage}, {'without' if args.rounding else 'with'} --exact")
+    job = Job([*TRAIN, *exact, "--zero_stage", str(args.zero_stage), "--run_name", name], name)
+    try:
+        events = play(job)
+    finally:
+        job.close()
+    log, wanted = read(job.log), read(Path("logs", f"{alone}.csv"))
+    gaps, worst = compare(log, wanted)
+    print(f"{STEPS} steps, each once; largest difference to one rank that was never interrupted:")
+    print("  " + ", ".join(f"{column} {worst[column]:.1e}" for column in ("loss", "val_loss", "grad_norm")), flush=True)
+    if args.output:
+        draw(log, wanted, events, gaps, args.output)
+    if not args.rounding and any(worst.values()):
+        sys.exit("benchmarks/elastic.py: the runs differ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: MIT
+"""What a training script needs, beside universal.py, so that machines may leave and join while it trains under
+torchrun's elastic agent:
+
+    elastic.enlist(batch, micro_batch)          # first of all: ranks that do not divide the batch stand by
+    ...deepspeed.init_distributed(), deepspeed.initialize()...
+    path, client_state = universal.load_checkpoint(engine, "checkpoints", missing_ok=True)
+    stop = elastic.listen(engine.device)
+    for step in ...:
+        ...
+        if stop():                              # the same answer on all ranks
+            ...engine.save_checkpoint()...
+            break
+    elastic.leave(finished=step == steps)
+
+torchrun starts all processes anew whenever a machine leaves or joins; the same command line then goes on from the disk.
+Needs torch alone.
+"""
+
+import datetime
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+GO_ON = 143  # the exit code of "stopped, not finished". To the agents 0 says that the job is done, and they end it.
+
+
+def enlist(batch, micro_batch, model_parallel=1):
+    """Let the largest number of ranks train that cuts the batch into whole micro-batches, and set WORLD_SIZE to it; the
+    other ranks do not come back from here. model_parallel: ranks that share one micro-batch. Call it before there is a
+    process group. Raises ValueError where no number of the ranks will do."""
+    rank, present = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    usable = [n for n in range(1, present // model_parallel + 1) if batch % (micro_batch * n) == 0]
+    if not usable:
+        raise ValueError(
+            f"none of 1 to {present} ranks trains micro-batches of {micro_batch}, {model_parallel} ranks to each, "
+            f"that add up to a batch of {batch}"
+        )
+    ranks = usable[-1] * model_parallel
+    os.environ |= {"WORLD_SIZE": str(ranks), "STANDING_BY": str(present - ranks)}
+    if rank >= ranks:
+        stand_by(rank, f"{present} ranks do not divide a batch of {batch}, {ranks} do")
+
+
+def store():
+    """That of the ranks, where they meet. It is rank 0's, or its agent's."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*address, wait_for_workers=False)
+
+
+def stand_by(rank, why):
+    """Wait until the job is done, or the agent starts everything anew, with SIGTERM."""
+    print(f"rank {rank} stands by until the next change: {why}", flush=True)
+    try:
+        common = store()
+        common.wait(["elastic/done"], datetime.timedelta(days=365))
+        common.set(f"elastic/left/{rank}", "")
+        sys.exit(0)
+    except dist.DistError:  # rank 0 is gone; the agent is going to notice, and if not, to learn it from the exit code
+        time.sleep(60)
+        sys.exit(GO_ON)
+
+
+def listen(device):
+    """stop() says, on all ranks alike, whether one of them has been told to stop by SIGTERM: the signal reaches them at
+    different moments, and they must stop after the same step."""
+    told = []
+    signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+
+    def stop():
+        votes = torch.tensor(float(bool(told)), device=device)
+        dist.all_reduce(votes)
+        return bool(votes)
+
+    return stop
+
+
+def leave(finished):
+    """Exit, all ranks together, with 0 when the job is done and 143 when it is to go on."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # a rank that leaves early can take the others down
+    if finished and rank == 0 and (waiting := int(os.environ.get("STANDING_BY", 0))):
+        common = store()
+        common.set("elastic/done", "")
+        common.wait([f"elastic/left/{ranks + i}" for i in range(waiting)], datetime.timedelta(seconds=60))
+    dist.destroy_process_group()
+    sys.exit(0 if finished else GO_ON)
