@@ -19,12 +19,16 @@ Needs torch alone.
 
 import datetime
 import os
+import runpy
 import signal
 import sys
 import time
+from multiprocessing import forkserver
 
 import torch
 import torch.distributed as dist
+from torch.distributed import run
+from torch.distributed.launcher.api import elastic_launch
 
 GO_ON = 143  # the exit code of "stopped, not finished". To the agents 0 says that the job is done, and they end it.
 
@@ -89,3 +93,34 @@ def leave(finished):
         common.wait([f"elastic/left/{ranks + i}" for i in range(waiting)], datetime.timedelta(seconds=60))
     dist.destroy_process_group()
     sys.exit(0 if finished else GO_ON)
+
+
+# -----------------------------------------------------------------------------
+# torchrun whose workers start with torch and DeepSpeed imported, forked from a process that has done it once:
+#     python elastic.py [torchrun's flags] train.py --elastic
+# Tried on CPUs. Where an import starts CUDA, a forked process cannot use it.
+
+
+def worker(_, script, *arguments):
+    sys.argv = [script, *arguments]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        if stop.code:  # 0 is said by returning
+            raise
+
+
+def warm(config, entrypoint):
+    config.start_method = "forkserver"
+    return elastic_launch(config, worker)
+
+
+if __name__ == "__main__":
+    import elastic  # a worker looks for worker() in the module of its name, and __main__ is another one there
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # torch.optim imports torch._dynamo, and DeepSpeed's Muon torch._inductor: half of what a start takes.
+    forkserver.set_forkserver_preload(["deepspeed", "torch._dynamo", "torch._inductor.compile_fx"])
+    forkserver.ensure_running()  # while the agents meet
+    run.elastic_launch = elastic.warm
+    run.main()

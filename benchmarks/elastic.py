@@ -8,6 +8,7 @@ once, with the loss, validation loss and gradient norm of one rank that nothing 
 """
 
 import argparse
+import contextlib
 import csv
 import os
 import re
@@ -27,20 +28,21 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER, STEPS = Path("ckpt_elastic"), 200
-TRAIN = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --checkpoint_interval 20 --keep 2".split()
+TRAIN = "--train_batch_size 256 --train_micro_batch_size_per_gpu 8 --checkpoint_interval 20 --keep 2".split()
 TRAIN += ["--steps", str(STEPS), "--checkpoint_dir", str(FOLDER), "--timeout", "10"]
-AGENT = "--nnodes 1:3 --nproc-per-node 2 --max-restarts 100 --shutdown-timeout 10 --rdzv-id job --rdzv-backend c10d "
-AGENT += "--rdzv-endpoint 127.0.0.1:29400 --local-addr 127.0.0.1 "
-AGENT += "--rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"
-QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+AGENT = "--nnodes 1:3 --nproc-per-node 2 --max-restarts 100 --rdzv-id job --rdzv-backend c10d --rdzv-endpoint "
+AGENT += "127.0.0.1:29400 --local-addr 127.0.0.1 "
+AGENT += "--rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3,is_host="
+QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+QUIET |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+WARM = [sys.executable, str(ROOT / "elastic.py")]  # torchrun with workers that have torch and DeepSpeed in memory
 
 
 class Node:
     """An agent of torchrun and its workers. Every line that they print is kept with its time."""
 
-    def __init__(self, arguments, lines):
-        command = [*TORCHRUN, *AGENT.split(), str(ROOT / "train.py"), *arguments]
+    def __init__(self, command, lines):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
         self.agent = subprocess.Popen(command, env=os.environ | QUIET, start_new_session=True, **pipes)
         self.reader = threading.Thread(target=self.read, args=[lines])
@@ -50,48 +52,50 @@ class Node:
         for line in self.agent.stdout:
             lines.append((time.time(), line))
 
-    def workers(self):
-        """Of a rank's processes the first one; those that have ended by now are not among them."""
+    def processes(self):
         try:
-            return [worker for worker in psutil.Process(self.agent.pid).children() if worker.status() != "zombie"]
+            return psutil.Process(self.agent.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+
+    def workers(self):
+        """[(time of its start, process)] of the ranks."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):  # it can end while it is looked at
+                if "RANK" in process.environ() or "forkserver" in " ".join(process.parent().cmdline()):
+                    found.append((process.create_time(), process))
+        return found
 
     def terminate(self):
         self.agent.terminate()
 
     def kill(self):
         """As if the machine had lost its power: an agent that is killed by itself would leave its workers running."""
-        workers = self.workers()
-        for process in (self.agent, *workers):
-            try:
+        for process in (self.agent, *self.processes()):
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
         self.agent.wait()
 
 
 class Job:
-    def __init__(self, arguments, name):
-        self.arguments, self.log, self.lines, self.nodes = arguments, Path("logs", f"{name}.csv"), [], {}
+    def __init__(self, launcher, train, name):
+        self.launcher, self.train, self.log = launcher, train, Path("logs", f"{name}.csv")
+        self.lines, self.nodes = [], {}
 
     def start(self, *names):
-        for name in names:
-            self.nodes[name] = Node([*self.arguments, "--elastic"], self.lines)
+        for name in names:  # the agent of node 1 holds the rendezvous
+            agent = (AGENT + str(int(name == "node 1"))).split()
+            self.nodes[name] = Node([*self.launcher, *agent, str(ROOT / "train.py"), *self.train], self.lines)
 
     def kill(self, name):
         self.nodes.pop(name).kill()
 
-    def kill_while_it_saves(self, name):
-        while not any(list(folder.iterdir()) for folder in FOLDER.glob("*.unfinished")):
-            time.sleep(0.001)
-        self.kill(name)
-
     def preempt(self, name):
-        self.nodes.pop(name).terminate()
+        self.nodes.pop(name).agent.terminate()
 
     def hang(self, name):
-        self.nodes[name].workers()[0].send_signal(signal.SIGSTOP)
+        self.nodes[name].workers()[0][1].send_signal(signal.SIGSTOP)
 
     def kill_the_first(self):
         """Its agent holds the rendezvous, and without that the others end themselves. A scheduler starts them again."""
@@ -124,17 +128,22 @@ class Job:
             node.kill()
 
 
-# what happens, and after which step
+def while_it_saves():
+    while not any(list(folder.iterdir()) for folder in FOLDER.glob("*.unfinished")):
+        time.sleep(0.001)
+
+
+# after which step of the log, what happens
 EVENTS = [
-    (30, "node 2 dies", lambda job: job.kill("node 2")),
-    (50, "node 2 is back", lambda job: job.start("node 2")),
-    (70, "node 2 is preempted", lambda job: job.preempt("node 2")),
-    (85, "node 2 is back", lambda job: job.start("node 2")),
-    (99, "node 2 dies in a save", lambda job: job.kill_while_it_saves("node 2")),
-    (110, "node 2 is back", lambda job: job.start("node 2")),
-    (130, "a rank hangs", lambda job: job.hang("node 2")),
-    (145, "node 3 joins", lambda job: job.start("node 3")),
-    (170, "all nodes die", lambda job: job.kill_the_first()),
+    (27, "node 2 dies", lambda job: job.kill("node 2")),
+    (35, "node 2 is back", lambda job: job.start("node 2")),
+    (65, "node 2 is preempted", lambda job: job.preempt("node 2")),
+    (75, "node 2 is back", lambda job: job.start("node 2")),
+    (105, "node 2 dies in a save", lambda job: job.kill("node 2")),
+    (108, "node 2 is back", lambda job: job.start("node 2")),
+    (150, "a rank hangs", lambda job: job.hang("node 2")),
+    (155, "node 3 joins", lambda job: job.start("node 3")),
+    (182, "all nodes die", lambda job: job.kill_the_first()),
 ]
 
 
@@ -142,30 +151,33 @@ def play(job):
     """Train, with the events. Returns one row per event, as printed."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     job.log.unlink(missing_ok=True)
-    rows, since, ranks, starting = [], time.time(), 0, ["node 1", "node 2"]
-    print("step  event                   ranks       goes on    again    seconds = torchrun  Python  load  step")
-    for at, name, event in [(0, "start", lambda job: job.start(*starting)), *EVENTS]:
+    rows, ranks = [], 0
+    print("step  event                   ranks        goes on     again   seconds = torchrun  Python  load  step")
+    for at, name, event in [(0, "start", lambda job: job.start("node 1", "node 2")), *EVENTS]:
         while job.step() < at:
             assert any(node.agent.poll() is None for node in job.nodes.values()), "the job ended by itself"
             time.sleep(0.02)
-        time.sleep(0.05)  # into the next step
-        reached, since = job.step(), time.time()
+        if "save" in name:
+            while_it_saves()
+        since = time.time()
         event(job)
+        reached = job.step()
         began, found = job.first(r"parameters, fp32, (\d+) rank", since)
-        created = [w.create_time() for node in job.nodes.values() for w in node.workers()]
-        created = min(when for when in created if when > since)
-        loaded = job.first(r"at step (\d+), weight decay", since) if at else (began, [0, 0])
-        stepped, _ = job.first(r"^step +\d+ \|", loaded[0])
-        before, ranks, saved = ranks, int(found[1]), int(loaded[1][1])
-        spare = sum("stands by" in line for when, line in list(job.lines) if when > since)
-        seconds = [created - since, began - created, loaded[0] - began, stepped - loaded[0]]
+        created = min(when for node in job.nodes.values() for when, _ in node.workers() if when > since)
+        loaded, resumed = job.first(r"at step (\d+), weight decay", since) if at else (began, None)
+        stepped, _ = job.first(r"^step +\d+ \|", loaded)
+        before, ranks, saved = ranks, int(found[1]), int(resumed[1]) if resumed else 0
+        spare = 2 * len(job.nodes) - ranks
+        seconds = [created - since, began - created, loaded - began, stepped - loaded]
         rows.append({"step": reached, "event": name, "from": saved, "before": before, "ranks": ranks, "spare": spare})
         print(
             f"{reached:4}  {name:<22}{before:>3} -> {ranks}{f' + {spare}' if spare else '':<6}"
-            f"{f'after {saved}' if at else '':>10}{max(reached - saved, 0):>9}{sum(seconds):>11.1f}"
+            f"{f'after {saved}' if at else '':>11}{max(reached - saved, 0):>8}{sum(seconds):>10.1f}"
             + "".join(f"{part:>{width}.1f}" for part, width in zip(seconds, (11, 8, 6, 6), strict=True)),
             flush=True,
         )
+    spare = sum(row["spare"] for row in rows)
+    assert sum("stands by" in line for _, line in job.lines) == spare, "a rank that is not needed did not stand by"
     codes = [node.agent.wait(timeout=300) for node in job.nodes.values()]
     assert codes == [0] * len(codes), f"the agents ended with {codes}"
     return rows
@@ -203,13 +215,16 @@ def draw(log, wanted, events, gaps, path):
         top.text((first + last) / 2 + 0.5, 0.02, f"{ranks[first]} ranks", transform=top.get_xaxis_transform(),
                  ha="center", size=9, color="0.35")  # fmt: skip
     for event in events[1:]:
-        text = event["event"] + (f" (+{event['spare']} standing by)" if event["spare"] else "")
-        if event["step"] > event["from"]:
-            text += f",\nback to step {event['from']}"
-        for axis in (top, below):
-            axis.axvline(event["from"] + 0.5, color="0.3", ls=":", lw=1)
-        top.text(event["from"] - 0.3, 0.97, text, transform=top.get_xaxis_transform(), rotation=90, va="top", ha="right",
-                 size=8)  # fmt: skip
+        text, at = (
+            event["event"] + (f", {event['spare']} ranks stand by" if event["spare"] else ""),
+            event["from"] + 0.5,
+        )
+        if event["step"] > event["from"]:  # it happened later, and the steps since the checkpoint were done again
+            at = event["step"] + 0.5
+            arrow = {"arrowstyle": "->", "color": "0.3", "shrinkA": 0, "shrinkB": 0}
+            top.annotate("", (event["from"] + 0.5, 5.4), (at, 5.4), arrowprops=arrow)
+        top.axvline(at, color="0.3", ls=":", lw=1)
+        top.text(at + 0.5, 0.9, text, transform=top.get_xaxis_transform(), rotation=90, va="top", size=9)
     below.plot(steps, gaps, ".", color="#d1495b", ms=4, clip_on=False)
     below.set_yscale("symlog", linthresh=1e-8)
     below.set(ylim=(-2e-9, 10 * max(1e-7, *gaps)), xlim=(0.5, STEPS + 0.5), xlabel="step")
@@ -219,7 +234,7 @@ def draw(log, wanted, events, gaps, path):
     top.set(
         ylabel="training loss", title="Machines die and come back; the loss is that of a run that nothing happened to"
     )
-    top.legend(frameon=False, loc="center right")
+    top.legend(frameon=False, loc=(0.3, 0.4))
     for axis in (top, below):
         axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -230,6 +245,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=1)
     parser.add_argument("--rounding", action="store_true", help="without --exact: the last digits may differ")
+    parser.add_argument("--warm", action="store_true", help="start the workers by elastic.py instead of torchrun")
     parser.add_argument("--output", type=Path, help="the picture")
     args = parser.parse_args()
     exact = [] if args.rounding else ["--exact"]
@@ -237,8 +253,10 @@ def main():
     if not Path("logs", f"{alone}.csv").exists():
         command = [*TORCHRUN, "--nproc-per-node", "1", str(ROOT / "train.py"), *TRAIN, *exact, "--run_name", alone]
         subprocess.run(command, env=os.environ | QUIET, check=True, capture_output=True, timeout=600)
-    print(f"ZeRO-{args.zero_stage}, {'without' if args.rounding else 'with'} --exact")
-    job = Job([*TRAIN, *exact, "--zero_stage", str(args.zero_stage), "--run_name", name], name)
+    how = f"{'elastic.py' if args.warm else 'torchrun'}, {'without' if args.rounding else 'with'} --exact"
+    print(f"ZeRO-{args.zero_stage}, {how}")
+    train = ["--elastic", *TRAIN, *exact, "--zero_stage", str(args.zero_stage), "--run_name", name]
+    job = Job(WARM if args.warm else TORCHRUN, train, name)
     try:
         events = play(job)
     finally:
@@ -246,7 +264,7 @@ def main():
     log, wanted = read(job.log), read(Path("logs", f"{alone}.csv"))
     gaps, worst = compare(log, wanted)
     print(f"{STEPS} steps, each once; largest difference to one rank that was never interrupted:")
-    print("  " + ", ".join(f"{column} {worst[column]:.1e}" for column in ("loss", "val_loss", "grad_norm")), flush=True)
+    print("  " + ", ".join(f"{column} {worst[column]:.1e}" for column in worst), flush=True)
     if args.output:
         draw(log, wanted, events, gaps, args.output)
     if not args.rounding and any(worst.values()):
