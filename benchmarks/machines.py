@@ -1,6 +1,6 @@
 """A job whose machines die and come back, on torchrun's elastic agents: `make elastic`.
 
-    python benchmarks/elastic.py --zero_stage 1 --output out/elastic.png
+    python benchmarks/machines.py --zero_stage 1 --output out/elastic.png
 
 It only starts torchrun agents and takes them down; the rest is `train.py --elastic`. Three "nodes", agents of this
 machine with 2 ranks each, train 200 steps while the events below happen to them. Then every step must be in the log
@@ -27,12 +27,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER, STEPS = Path("ckpt_elastic"), 200
+FOLDER, STEPS, PER_NODE = Path("ckpt_elastic"), 200, 2
 TRAIN = "--train_batch_size 256 --train_micro_batch_size_per_gpu 8 --checkpoint_interval 20 --keep 2".split()
 TRAIN += ["--steps", str(STEPS), "--checkpoint_dir", str(FOLDER), "--timeout", "10"]
 AGENT = "--nnodes 1:3 --nproc-per-node 2 --max-restarts 100 --rdzv-id job --rdzv-backend c10d --rdzv-endpoint "
-AGENT += "127.0.0.1:29400 --local-addr 127.0.0.1 "
-AGENT += "--rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3,is_host="
+AGENT += "127.0.0.1:29400 --local-addr 127.0.0.1"
+RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 QUIET |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -85,8 +85,8 @@ class Job:
 
     def start(self, *names):
         for name in names:  # the agent of node 1 holds the rendezvous
-            agent = (AGENT + str(int(name == "node 1"))).split()
-            self.nodes[name] = Node([*self.launcher, *agent, str(ROOT / "train.py"), *self.train], self.lines)
+            settings = ["--rdzv-conf", f"{RENDEZVOUS},is_host={int(name == 'node 1')}", str(ROOT / "train.py")]
+            self.nodes[name] = Node([*self.launcher, *AGENT.split(), *settings, *self.train], self.lines)
 
     def kill(self, name):
         self.nodes.pop(name).kill()
@@ -120,8 +120,10 @@ class Job:
             for when, line in list(self.lines):
                 if when > since and (found := re.search(pattern, line)):
                     return when, found
+            if all(node.agent.poll() is not None for node in self.nodes.values()):
+                break
             time.sleep(0.02)
-        raise TimeoutError(f"no line has {pattern!r}:\n" + "".join(line for _, line in self.lines[-60:]))
+        raise RuntimeError(f"no line has {pattern!r}:\n" + "".join(line for _, line in self.lines[-60:]))
 
     def close(self):
         for node in self.nodes.values():
@@ -140,7 +142,7 @@ EVENTS = [
     (65, "node 2 is preempted", lambda job: job.preempt("node 2")),
     (75, "node 2 is back", lambda job: job.start("node 2")),
     (105, "node 2 dies in a save", lambda job: job.kill("node 2")),
-    (108, "node 2 is back", lambda job: job.start("node 2")),
+    (105, "node 2 is back", lambda job: job.start("node 2")),
     (150, "a rank hangs", lambda job: job.hang("node 2")),
     (155, "node 3 joins", lambda job: job.start("node 3")),
     (182, "all nodes die", lambda job: job.kill_the_first()),
@@ -167,7 +169,7 @@ def play(job):
         loaded, resumed = job.first(r"at step (\d+), weight decay", since) if at else (began, None)
         stepped, _ = job.first(r"^step +\d+ \|", loaded)
         before, ranks, saved = ranks, int(found[1]), int(resumed[1]) if resumed else 0
-        spare = 2 * len(job.nodes) - ranks
+        spare = PER_NODE * len(job.nodes) - ranks
         seconds = [created - since, began - created, loaded - began, stepped - loaded]
         rows.append({"step": reached, "event": name, "from": saved, "before": before, "ranks": ranks, "spare": spare})
         print(
@@ -214,6 +216,7 @@ def draw(log, wanted, events, gaps, path):
             axis.axvspan(first + 0.5, last + 0.5, color=colours[ranks[first]], lw=0)
         top.text((first + last) / 2 + 0.5, 0.02, f"{ranks[first]} ranks", transform=top.get_xaxis_transform(),
                  ha="center", size=9, color="0.35")  # fmt: skip
+    places = []
     for event in events[1:]:
         text, at = (
             event["event"] + (f", {event['spare']} ranks stand by" if event["spare"] else ""),
@@ -224,7 +227,9 @@ def draw(log, wanted, events, gaps, path):
             arrow = {"arrowstyle": "->", "color": "0.3", "shrinkA": 0, "shrinkB": 0}
             top.annotate("", (event["from"] + 0.5, 5.4), (at, 5.4), arrowprops=arrow)
         top.axvline(at, color="0.3", ls=":", lw=1)
-        top.text(at + 0.5, 0.9, text, transform=top.get_xaxis_transform(), rotation=90, va="top", size=9)
+        height = 0.5 if any(abs(at - other) < 5 for other in places) else 0.9
+        places.append(at)
+        top.text(at + 0.5, height, text, transform=top.get_xaxis_transform(), rotation=90, va="top", size=9)
     below.plot(steps, gaps, ".", color="#d1495b", ms=4, clip_on=False)
     below.set_yscale("symlog", linthresh=1e-8)
     below.set(ylim=(-2e-9, 10 * max(1e-7, *gaps)), xlim=(0.5, STEPS + 0.5), xlabel="step")
@@ -268,7 +273,7 @@ def main():
     if args.output:
         draw(log, wanted, events, gaps, args.output)
     if not args.rounding and any(worst.values()):
-        sys.exit("benchmarks/elastic.py: the runs differ")
+        sys.exit("benchmarks/machines.py: the runs differ")
 
 
 if __name__ == "__main__":
