@@ -1,9 +1,11 @@
 # make demo    train, resume, convert, resume on fewer ranks; draw the pictures and print the numbers
+# make elastic machines that die and come back while a job trains
 # make exact   the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of universal checkpoints
 # make 3d      change the tensor, pipeline and sequence layout
-# make preempt kill the training again and again, go on with other ranks each time
 # make clients the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
+# make assets  demo, elastic, exact and 3d again, into assets/, where the pictures and tables of the README are
 # make test    the tests, in an environment of their own making; make test-all: every change of ranks and stage, too
+# make lint    ruff
 # make clean   all that the above made
 
 PYTHON ?= python3
@@ -14,12 +16,19 @@ export TORCH_EXTENSIONS_DIR = $(CURDIR)/.venv/torch_extensions
 
 TRAIN   = train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --steps 200 --checkpoint_dir $(CKPT)
 RESUME  = $(TRAIN) --resume --checkpoint_interval 400
-SHARED  = common.py checkpoint.py data.py model.py
+SHARED  = common.py checkpoint.py data.py model.py elastic.py universal.py ds_to_universal.py
+OUT     = out
 
-.PHONY: demo exact 3d preempt clients test test-all clean
+# $(call run,command,name): show the command; what it prints goes to logs/name.txt
+define run
+@echo "$(1)"
+@mkdir -p logs; $(1) > logs/$(2).txt 2>&1 || { tail -n 20 logs/$(2).txt; exit 1; }
+endef
+
+.PHONY: demo elastic exact 3d clients assets test test-all lint clean
 .DELETE_ON_ERROR:
 
-demo: assets/resume_no_uc.png assets/folders.png assets/grad_accu.png assets/resume_uc.png assets/traps.txt
+demo: $(OUT)/resume_no_uc.txt $(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/resume_uc.png $(OUT)/traps.txt
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -35,81 +44,108 @@ demo: assets/resume_no_uc.png assets/folders.png assets/grad_accu.png assets/res
 	touch $@
 
 test: .venv/installed-dev
+	$(PY) -m pytest -q
+
+lint: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	$(PY) -m pytest -q
 
 test-all: test
 	$(PY) -m pytest -q -m slow
 
 clean:
-	rm -rf .venv logs runs ckpt_exact ckpt_3d ckpt_preempt $(CKPT)
+	rm -rf .venv logs out runs ckpt_exact ckpt_3d ckpt_elastic $(CKPT)
+
+assets: .venv/installed
+	$(MAKE) OUT=assets demo elastic exact 3d
 
 # Test 1: an ordinary ZeRO checkpoint resumes on the same number of ranks, and on no other
 logs/default.csv: .venv/installed train.py $(SHARED)
-	$(RANKS) 4 $(TRAIN) --run_name default --checkpoint_interval 100
+	$(call run,$(RANKS) 4 $(TRAIN) --run_name default --checkpoint_interval 100,default)
 
 logs/resume_no_uc.csv: logs/default.csv
-	$(RANKS) 4 $(RESUME) --checkpoint_tag global_step100 --run_name resume_no_uc
+	$(call run,$(RANKS) 4 $(RESUME) --checkpoint_tag global_step100 --run_name resume_no_uc,resume_no_uc)
 
-assets/resume_no_uc.png: logs/resume_no_uc.csv plot.py
-	$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name refused; test $$? -eq 2
-	$(PY) plot.py logs/default.csv logs/resume_no_uc.csv --output $@ --tolerance 0
+$(OUT)/resume_no_uc.txt: logs/resume_no_uc.csv plot.py
+	@echo "$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name refused"
+	@$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name refused > logs/refused.txt 2>&1; test $$? -eq 2
+	@grep "train.py: error" logs/refused.txt
+	@mkdir -p $(OUT)
+	$(PY) plot.py logs/default.csv logs/resume_no_uc.csv --output out/resume_no_uc.png --tolerance 0 > $@
+	@cat $@
 
-assets/folders.png: logs/default.csv benchmarks/folders.py
+$(OUT)/folders.png: logs/default.csv benchmarks/folders.py
 	$(PY) benchmarks/folders.py $(CKPT)/global_step100 --output $@
 
 # Test 2: accumulation, in PyTorch and on DeepSpeed
-ACCU = --steps 100 --run_name $(basename $(notdir $@)) --train_batch_size 32 --train_micro_batch_size_per_gpu
+RUN2 = $(basename $(notdir $@))
+ACCU = --steps 100 --run_name $(RUN2) --train_batch_size 32 --train_micro_batch_size_per_gpu
 logs/no_grad_accu_pt.csv: .venv/installed grad_accu_pt.py data.py model.py
-	$(PY) grad_accu_pt.py $(ACCU) 32
+	$(call run,$(PY) grad_accu_pt.py $(ACCU) 32,$(RUN2))
 
 logs/grad_accu_4_pt.csv: .venv/installed grad_accu_pt.py data.py model.py
-	$(PY) grad_accu_pt.py $(ACCU) 8
+	$(call run,$(PY) grad_accu_pt.py $(ACCU) 8,$(RUN2))
 
 logs/no_grad_accu_ds.csv: .venv/installed grad_accu_ds.py $(SHARED)
-	$(RANKS) 1 grad_accu_ds.py $(ACCU) 32
+	$(call run,$(RANKS) 1 grad_accu_ds.py $(ACCU) 32,$(RUN2))
 
 logs/grad_accu_4_ds.csv: .venv/installed grad_accu_ds.py $(SHARED)
-	$(RANKS) 1 grad_accu_ds.py $(ACCU) 8
+	$(call run,$(RANKS) 1 grad_accu_ds.py $(ACCU) 8,$(RUN2))
 
 logs/grad_accu_2_ds_ws2.csv: .venv/installed grad_accu_ds.py $(SHARED)
-	$(RANKS) 2 grad_accu_ds.py $(ACCU) 8
+	$(call run,$(RANKS) 2 grad_accu_ds.py $(ACCU) 8,$(RUN2))
 
 GRAD_ACCU = $(patsubst %,logs/%.csv,no_grad_accu_pt grad_accu_4_pt no_grad_accu_ds grad_accu_4_ds grad_accu_2_ds_ws2)
-assets/grad_accu.png: $(GRAD_ACCU) plot.py
-	$(PY) plot.py $(GRAD_ACCU) --output $@ --tolerance 1e-5
+$(OUT)/grad_accu.png: $(GRAD_ACCU) plot.py
+	@mkdir -p $(OUT)
+	$(PY) plot.py $(GRAD_ACCU) --output $@ --tolerance 1e-5 > $(OUT)/grad_accu.txt
+	@cat $(OUT)/grad_accu.txt
 
-assets/traps.txt: .venv/installed benchmarks/traps.py grad_accu_pt.py grad_accu_ds.py $(SHARED)
+$(OUT)/traps.txt: .venv/installed benchmarks/traps.py grad_accu_pt.py grad_accu_ds.py $(SHARED)
+	@mkdir -p $(OUT)
 	$(PY) benchmarks/traps.py > $@
-	cat $@
+	@cat $@
 
 # Test 3: a universal checkpoint resumes on any
 $(CKPT)/latest_universal: logs/default.csv ds_to_universal.py
 	$(PY) ds_to_universal.py --input_folder $(CKPT)/global_step100/ --output_folder $(CKPT)/global_step100_universal \
 		--num_extract_workers 4 --num_merge_workers 4
 
+logs/resume_uc_4gpu.csv logs/resume_uc.csv: RESUME += --checkpoint_tag global_step100_universal --universal_checkpoint
 logs/resume_uc_4gpu.csv: $(CKPT)/latest_universal
-	$(RANKS) 4 $(RESUME) --checkpoint_tag global_step100_universal --universal_checkpoint --run_name resume_uc_4gpu
+	$(call run,$(RANKS) 4 $(RESUME) --run_name resume_uc_4gpu,resume_uc_4gpu)
 
 logs/resume_uc.csv: $(CKPT)/latest_universal
-	$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100_universal --universal_checkpoint --run_name resume_uc
+	$(call run,$(RANKS) 2 $(RESUME) --run_name resume_uc,resume_uc)
 
-assets/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc.csv plot.py
-	$(PY) plot.py logs/default.csv logs/resume_uc_4gpu.csv logs/resume_uc.csv --output $@ --tolerance 1e-5
+$(OUT)/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc.csv plot.py
+	@mkdir -p $(OUT)
+	$(PY) plot.py logs/default.csv logs/resume_uc_4gpu.csv logs/resume_uc.csv --output $@ --tolerance 1e-5 > $(OUT)/resume_uc.txt
+	@cat $(OUT)/resume_uc.txt
+
+# Machines that die and come back
+elastic: $(OUT)/elastic.txt
+
+$(OUT)/elastic.txt: .venv/installed benchmarks/machines.py train.py exact.py $(SHARED)
+	@mkdir -p $(OUT)
+	$(PY) benchmarks/machines.py --output $(OUT)/elastic.png > $@
+	$(PY) benchmarks/machines.py --zero_stage 3 >> $@
+	$(PY) benchmarks/machines.py --rounding >> $@
+	$(PY) benchmarks/machines.py --warm >> $@
+	@cat $@
 
 # --exact: every bit alike
 EXACT = train.py --exact --train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 200
 SCRATCH = $(foreach stage,1 2 3,$(foreach ranks,1 2 4 8,logs/exact_zero$(stage)_$(ranks)_ranks.csv))
 CHAINS = $(foreach stage,1 2 3,logs/exact_zero$(stage)_4_to_2_to_8_to_1.csv)
 
-exact: assets/exact.png assets/exact.txt
+exact: $(OUT)/exact.png $(OUT)/exact.txt
 
 $(SCRATCH): .venv/installed train.py exact.py $(SHARED)
 	run=$(basename $(notdir $@)); stage=$${run#exact_zero}; ranks=$${run%_ranks}; \
 	$(RANKS) $${ranks##*_} $(EXACT) --zero_stage $${stage%%_*} --run_name $$run --checkpoint_interval 400
 
-$(CHAINS): logs/exact_zero%_4_to_2_to_8_to_1.csv: .venv/installed train.py exact.py $(SHARED) universal.py ds_to_universal.py
+$(CHAINS): logs/exact_zero%_4_to_2_to_8_to_1.csv: .venv/installed train.py exact.py $(SHARED)
 	rm -rf ckpt_exact/zero$*
 	run="$(EXACT) --zero_stage $* --run_name $(basename $(notdir $@)) --checkpoint_dir ckpt_exact/zero$* --checkpoint_interval 50"; \
 	$(RANKS) 4 $$run && for change in 50:2 100:8 150:1; do \
@@ -118,24 +154,22 @@ $(CHAINS): logs/exact_zero%_4_to_2_to_8_to_1.csv: .venv/installed train.py exact
 		$(RANKS) $${change#*:} $$run --resume --universal_checkpoint || exit 1; \
 	done
 
-assets/exact.png: $(SCRATCH) $(CHAINS) plot.py
-	$(PY) plot.py $(SCRATCH) $(CHAINS) --output $@ --tolerance 0
+$(OUT)/exact.png: $(SCRATCH) $(CHAINS) plot.py
+	@mkdir -p $(OUT)
+	$(PY) plot.py $(SCRATCH) $(CHAINS) --output $@ --tolerance 0 > $(OUT)/exact_runs.txt
+	@cat $(OUT)/exact_runs.txt
 
-assets/exact.txt: .venv/installed benchmarks/exact.py train.py exact.py $(SHARED)
+$(OUT)/exact.txt: .venv/installed benchmarks/exact.py train.py exact.py $(SHARED)
 	$(PY) benchmarks/exact.py > $@
 	cat $@
 
 # Test 4: other layouts
-3d: assets/3d.txt
+3d: $(OUT)/3d.txt
 
-assets/3d.txt: .venv/installed-dev benchmarks/layouts.py train.py train_3d.py parallel.py $(SHARED) universal.py \
-		ds_to_universal.py
-	$(PY) benchmarks/layouts.py > $@
+$(OUT)/3d.txt: .venv/installed-dev benchmarks/layouts.py train.py train_3d.py parallel.py $(SHARED)
+	@mkdir -p $(OUT)
+	$(PY) benchmarks/layouts.py --output $(OUT)/3d.png > $@
 	cat $@
-
-# A job that is killed and goes on
-preempt: .venv/installed
-	$(PY) benchmarks/preempt.py
 
 # Training loops that are not ours
 clients: .venv/installed-clients

@@ -1,7 +1,7 @@
 """Draw where the elements of a ZeRO-1 checkpoint are: in shards cut across the parameters, then in a universal
 checkpoint cut along them, then on other ranks that read it.
 
-    python benchmarks/folders.py ds_transformer_checkpoint/global_step100 --output assets/folders.png
+    python benchmarks/folders.py ds_transformer_checkpoint/global_step100 --output out/folders.png
 """
 
 import argparse
@@ -27,7 +27,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a ZeRO-1 checkpoint")
     parser.add_argument("--ranks", type=int, default=2, help="that read the universal checkpoint")
-    parser.add_argument("--output", type=Path, default=Path("assets/folders.png"))
+    parser.add_argument("--output", type=Path, default=Path("out/folders.png"))
     args = parser.parse_args()
     model = torch.load(args.checkpoint / "mp_rank_00_model_states.pt", mmap=True, weights_only=False)
     sizes = [(name, shape.numel()) for name, shape in model["param_shapes"][0].items()]  # the group of the matrices

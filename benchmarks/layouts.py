@@ -55,7 +55,9 @@ def largest(baseline, run_name):
 
 
 def main():
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("out/3d.png"), help="picture, with its .csv beside it")
+    args = parser.parse_args()
     table, one = {}, "one_rank"
     train("train.py", 1, (1, 1, 1), one, "ckpt_3d/one")
     for script, stage, layout, others in CHANGES:
@@ -85,10 +87,8 @@ def main():
     runs = [plot.read_log(f"logs/{baseline}.csv")]
     runs += [plot.read_log(f"logs/{baseline} to {layout}.csv") for layout in layouts]
     names = [layouts[0], *(f"then {layout}" for layout in layouts)]
-    for column, picture in (("loss", "3d"), ("val_loss", "3d_validation")):
-        output = ROOT / "assets" / f"{picture}.png"
-        plot.draw(names, [{"loss": r[column], "val_loss": {}} for r in runs], output)
-        plot.write_joined(names, runs, output.with_suffix(".csv"))
+    plot.draw(names, [{"loss": run["loss"], "val_loss": {}} for run in runs], args.output)
+    plot.write_joined(names, runs, args.output.with_suffix(".csv"))
     print(f"largest difference {worst:.1e}")
     if worst > 1e-5:
         sys.exit("benchmarks/layouts.py: a loss differs by more than 1e-5")

@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER, STEPS, PER_NODE = Path("ckpt_elastic"), 200, 2
 TRAIN = "--train_batch_size 256 --train_micro_batch_size_per_gpu 8 --checkpoint_interval 20 --keep 2".split()
 TRAIN += ["--steps", str(STEPS), "--checkpoint_dir", str(FOLDER), "--timeout", "10"]
-AGENT = "--nnodes 1:3 --nproc-per-node 2 --max-restarts 100 --rdzv-id job --rdzv-backend c10d --rdzv-endpoint "
-AGENT += "127.0.0.1:29400 --local-addr 127.0.0.1"
+AGENT = "--nnodes 1:3 --nproc-per-node 2 --max-restarts 100 --rdzv-id job --rdzv-backend c10d --local-addr "
+AGENT += "127.0.0.1"
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 QUIET |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -79,14 +79,16 @@ class Node:
 
 
 class Job:
-    def __init__(self, launcher, train, name):
+    def __init__(self, launcher, train, name, endpoint="127.0.0.1:29400", rendezvous=None):
+        """rendezvous: settings of --rdzv-conf when it is not the agent of node 1 that holds it."""
         self.launcher, self.train, self.log = launcher, train, Path("logs", f"{name}.csv")
-        self.lines, self.nodes = [], {}
+        self.endpoint, self.rendezvous, self.lines, self.nodes = endpoint, rendezvous, [], {}
 
     def start(self, *names):
-        for name in names:  # the agent of node 1 holds the rendezvous
-            settings = ["--rdzv-conf", f"{RENDEZVOUS},is_host={int(name == 'node 1')}", str(ROOT / "train.py")]
-            self.nodes[name] = Node([*self.launcher, *AGENT.split(), *settings, *self.train], self.lines)
+        for name in names:
+            settings = f"{RENDEZVOUS},{self.rendezvous or f'is_host={int(name == "node 1")}'}"
+            agent = [*AGENT.split(), "--rdzv-endpoint", self.endpoint, "--rdzv-conf", settings]
+            self.nodes[name] = Node([*self.launcher, *agent, str(ROOT / "train.py"), *self.train], self.lines)
 
     def kill(self, name):
         self.nodes.pop(name).kill()

@@ -3,8 +3,10 @@ twice, or different in one bit."""
 
 import csv
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 
@@ -175,32 +177,58 @@ def test_pipeline(work):
     assert max(compare(work, "two", "one").values()) <= 1e-5
 
 
-def test_machines(tmp_path, monkeypatch):
-    """torchrun's own agents: a node dies, comes back, is preempted, and two come, one too many. The last one is the
-    job's end for the ranks that stand by."""
-    monkeypatch.chdir(tmp_path)
-    settings = {"FOLDER": tmp_path / "c", "STEPS": 60, "AGENT": machines.AGENT.replace("-per-node 2", "-per-node 1")}
+def play(folder, monkeypatch, events, launcher, *where):
+    """Events of benchmarks/machines.py, on nodes of 1 rank. The loss must be that of one rank without them. Returns
+    [(ranks before, after, standing by)] of every event."""
+    monkeypatch.chdir(folder)
+    agent = machines.AGENT.replace("-per-node 2", "-per-node 1")
+    for name, value in {"FOLDER": folder / "c", "STEPS": 60, "AGENT": agent, "EVENTS": events, "PER_NODE": 1}.items():
+        monkeypatch.setattr(machines, name, value)
     train = "--n_embd 32 --seq_len 16 --n_layer 1 --train_batch_size 64 --train_micro_batch_size_per_gpu 1".split()
-    train += ["--exact", "--steps", "60", "--checkpoint_interval", "5", "--checkpoint_dir", str(tmp_path / "c")]
+    train += ["--exact", "--steps", "60", "--checkpoint_interval", "5", "--checkpoint_dir", str(folder / "c")]
+    run(folder, 1, "train.py", *train, "--run_name", "alone", "--checkpoint_dir", "alone")
+    job = machines.Job(launcher, [*train, "--elastic", "--run_name", "machines"], "machines", *where)
+    try:
+        rows = machines.play(job)
+    finally:
+        job.close()
+    _, worst = machines.compare(machines.read(job.log), machines.read(folder / "logs" / "alone.csv"))
+    assert set(worst.values()) == {0.0}
+    return [(row["before"], row["ranks"], row["spare"]) for row in rows]
+
+
+def test_machines(tmp_path, monkeypatch):
+    """A node dies, comes back, is preempted, and two come, one more than is of use: it has to stand by until the end."""
     events = [
         (6, "node 2 dies", lambda job: job.kill("node 2")),
         (7, "node 2 is back", lambda job: job.start("node 2")),
         (9, "node 2 is preempted", lambda job: job.preempt("node 2")),
         (9, "two nodes join", lambda job: job.start("node 2", "node 3")),
     ]
-    for name, value in (settings | {"EVENTS": events, "PER_NODE": 1}).items():
-        monkeypatch.setattr(machines, name, value)
-    run(tmp_path, 1, "train.py", *train, "--run_name", "alone", "--checkpoint_dir", "alone")
-    job = machines.Job(machines.WARM, [*train, "--elastic", "--run_name", "machines"], "machines")
+    changes = play(tmp_path, monkeypatch, events, machines.WARM)
+    assert changes == [(0, 2, 0), (2, 1, 0), (1, 2, 0), (2, 1, 0), (1, 2, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["a process of its own", "a file"])
+def test_the_rendezvous_survives(tmp_path, monkeypatch, where):
+    """Node 1 dies and comes back, and the others go on meanwhile: the commands of docs/elastic.md, under torchrun."""
+    text = (ROOT / "docs" / "elastic.md").read_text()
+    code = re.search(r"python -c '(.*)'", text)[1]
+    rendezvous = ("127.0.0.1:29400", "is_host=0") if where != "a file" else (str(tmp_path / "meet"), "store_type=file")
+    assert f"{rendezvous[1]}" in text
+    holder = subprocess.Popen([sys.executable, "-c", code]) if where != "a file" else None
+    events = [
+        (6, "node 1 dies", lambda job: job.kill("node 1")),
+        (7, "node 1 is back", lambda job: job.start("node 1")),
+    ]
     try:
-        rows = machines.play(job)
+        changes = play(tmp_path, monkeypatch, events, machines.TORCHRUN, *rendezvous)
     finally:
-        job.close()
-    assert [(row["before"], row["ranks"], row["spare"]) for row in rows] == [
-        (0, 2, 0), (2, 1, 0), (1, 2, 0), (2, 1, 0), (1, 2, 1),
-    ]  # fmt: skip
-    _, worst = machines.compare(machines.read(job.log), machines.read(tmp_path / "logs" / "alone.csv"))
-    assert set(worst.values()) == {0.0}
+        if holder:
+            holder.kill()
+            holder.wait()
+    assert changes == [(0, 2, 0), (2, 1, 0), (1, 2, 0)]
 
 
 def killed_while_saving(at, moment):
