@@ -86,8 +86,8 @@ class Job:
 
     def start(self, *names):
         for name in names:
-            settings = f"{RENDEZVOUS},{self.rendezvous or f'is_host={int(name == "node 1")}'}"
-            agent = [*AGENT.split(), "--rdzv-endpoint", self.endpoint, "--rdzv-conf", settings]
+            where = self.rendezvous or ("is_host=1" if name == "node 1" else "is_host=0")
+            agent = [*AGENT.split(), "--rdzv-endpoint", self.endpoint, "--rdzv-conf", f"{RENDEZVOUS},{where}"]
             self.nodes[name] = Node([*self.launcher, *agent, str(ROOT / "train.py"), *self.train], self.lines)
 
     def kill(self, name):

@@ -198,7 +198,7 @@ def play(folder, monkeypatch, events, launcher, *where):
 
 
 def test_machines(tmp_path, monkeypatch):
-    """A node dies, comes back, is preempted, and two come, one more than is of use: it has to stand by until the end."""
+    """A node dies, comes back, is preempted, and two come, one more than is of use: it stands by until the end."""
     events = [
         (6, "node 2 dies", lambda job: job.kill("node 2")),
         (7, "node 2 is back", lambda job: job.start("node 2")),
