@@ -1,7 +1,8 @@
 """DeepSpeed ZeRO checkpoint -> universal checkpoint.
 
-    python ds_to_universal.py --input_folder checkpoints/global_step100 \
-        --output_folder checkpoints/global_step100_universal --num_extract_workers 4 --num_merge_workers 4
+    python ds_to_universal.py --input_folder checkpoints/global_step100
+
+writes checkpoints/global_step100_universal. The input may be the folder above, Trainer's checkpoint-500 for one.
 
 Input, written by engine.save_checkpoint() on N ranks (ZeRO-1/2, then ZeRO-3):
 
@@ -602,6 +603,20 @@ def check_record(record):
 # reading a checkpoint
 
 
+def find_tag(folder):
+    """The folder with a checkpoint's files: this one, or in it the one that its `latest` names, or the only one."""
+    folder = Path(folder)
+    if any(folder.glob("*_optim_states.pt")) or (folder / "zero").is_dir():
+        return folder
+    if (folder / "latest").is_file():
+        return folder / os.fsdecode((folder / "latest").read_bytes().strip())
+    tags = {path.parent for path in folder.glob("*/*_optim_states.pt")}
+    if len(tags) > 1:
+        names = ", ".join(sorted(tag.name for tag in tags))
+        raise CheckpointError(f"{folder} holds several checkpoints, and no `latest` that names one: {names}")
+    return tags.pop() if tags else folder
+
+
 def find_shards(folder):
     """The optimizer shards as {model-parallel rank: {data-parallel rank: path}}."""
     shards = {}
@@ -615,9 +630,7 @@ def find_shards(folder):
             raise CheckpointError(f"{path} and {others[rank].name} are both the shard of rank {rank}")
         others[rank] = path
     if not shards:
-        tags = ", ".join(sorted({path.parent.name for path in folder.glob("*/*_optim_states.pt")}))
-        hint = f"name one of the checkpoints in it: {tags}" if tags else "it is not a ZeRO checkpoint"
-        raise CheckpointError(f"{folder} holds no *_optim_states.pt: {hint}")
+        raise CheckpointError(f"{folder} holds no *_optim_states.pt: it is not a ZeRO checkpoint")
     if (folder / "offloaded_tensors").exists():
         raise CheckpointError(f"{folder} has NVMe-offloaded states, which are not converted")
     return shards
@@ -1068,7 +1081,7 @@ class TensorParallel:
         # One rank's parameters are whole, and still the file says how more ranks would cut them.
         self.described = any(self.info.get(key) for key in (*self.LISTS, "parameter_with_sub_params"))
         rows = "parameter_with_row_parallelism_patterns"
-        if degree == 1 and info and not self.info.get(rows) and not self.affine["params"]:
+        if degree == 1 and info and not (self.info.get(rows) or self.affine["params"] or "ds_autoep_layers" in info):
             warnings.warn(
                 f"{folder}: universal_checkpoint_info names no row-parallel weights ({rows}): if the model has some, "
                 "the result is wrong on more than one tensor-parallel rank",
@@ -1579,6 +1592,10 @@ def sync(folder):
         os.close(descriptor)
 
 
+def default_output(source):
+    return f"{os.path.abspath(source)}_universal"
+
+
 def check_output(source, output):
     """The output is new, or a universal checkpoint and nothing else, and does not hold the source."""
     entry = re.compile(r"zero|(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|layer_.*_model_states\.pt")
@@ -1674,10 +1691,11 @@ def no_collection():
 
 @no_collection()
 def convert(
-    input_folder, output_folder, num_extract_workers=4, num_merge_workers=2, *,
+    input_folder, output_folder=None, num_extract_workers=4, num_merge_workers=2, *,
     strict=True, trust=False, check=False, progress=False, rank=0, ranks=1, share=alone,
 ):  # fmt: skip
-    """Convert the ZeRO checkpoint in input_folder into a universal checkpoint at output_folder.
+    """Convert the ZeRO checkpoint in input_folder, or in the folder below it that find_tag() finds, into a universal
+    checkpoint at output_folder: without a name, the input's with _universal behind it.
 
     check reads the finished files back and compares them, byte by byte, with the ranges of the shards that they were
     made of, before they are published. strict=False, or the names of the CHECKS to make, permits what --no_strict does.
@@ -1687,10 +1705,11 @@ def convert(
     Returns {"parameters", "bytes", "files", "seconds"}.
     """
     began = time.perf_counter()
-    source, output = Path(input_folder), Path(os.path.realpath(output_folder))
     with contextlib.ExitStack() as stack:
         stack.callback(opened.cache_clear)
         with together(share):
+            source = find_tag(input_folder)
+            output = Path(os.path.realpath(output_folder or default_output(source)))
             if rank == 0:
                 check_output(Path(os.path.realpath(source)), output)
         folder = beside(output, f"unfinished.{share(f'{HOST}.{os.getpid()}.{time.time_ns():x}')[0]}")
@@ -1879,8 +1898,9 @@ def meet(rank, ranks, output):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arg = parser.add_argument
-    arg("--input_folder", required=True, help="ZeRO checkpoint, the folder with the *_states.pt files")
-    arg("--output_folder", required=True, help="universal checkpoint to write")
+    arg("--input_folder", required=True, help="ZeRO checkpoint, the folder with the *_states.pt files; or the one "
+        "above it, where `latest` says which, or there is no other")  # fmt: skip
+    arg("--output_folder", help="universal checkpoint to write; default: <the folder with the files>_universal")
     arg("--num_extract_workers", type=int, default=4, help="threads that open shards")
     arg("--num_merge_workers", type=int, default=2, help="threads that write parameters")
     arg("--any_step", dest="steps", action="store_false", help="the optimizer may be of another step than the model")
@@ -1914,10 +1934,9 @@ def main():
     code = 0
     try:
         rank, ranks = launched(args.distributed, args.local_rank)
-        share = meet(rank, ranks, Path(os.path.realpath(args.output_folder))) if ranks > 1 else alone
-        done = convert(
-            args.input_folder, args.output_folder, **options, progress=not rank, rank=rank, ranks=ranks, share=share
-        )  # fmt: skip
+        output = args.output_folder or default_output(find_tag(args.input_folder))
+        share = meet(rank, ranks, Path(os.path.realpath(output))) if ranks > 1 else alone
+        done = convert(args.input_folder, output, **options, progress=not rank, rank=rank, ranks=ranks, share=share)
         share(None)
     except CheckpointError as error:
         code = 2
@@ -1936,7 +1955,7 @@ def main():
         return
     rate, memory = done["bytes"] / done["seconds"] / 1e9, peak_memory()
     print(
-        f"{args.output_folder}: {done['parameters']} parameters, {done['bytes']:,} bytes, {done['files']} files "
+        f"{output}: {done['parameters']} parameters, {done['bytes']:,} bytes, {done['files']} files "
         f"in {done['seconds']:.2f} s, {rate:.2f} GB/s, {memory:.0f} MB of memory"
     )
 
