@@ -26,7 +26,7 @@ those records. So it is done without torch, needs nothing but Python, and runs n
 classes stay names. Each range is read once, checked against the archive's CRC-32 on the way, and written once.
 
 In this file: pickles without their code; the bytes of records; one data-parallel checkpoint; tensor and pipeline
-parallelism; writing; publishing; several processes, and the command line.
+parallelism; writing; publishing; the weights alone; several processes, and the command line.
 """
 
 import argparse
@@ -41,6 +41,7 @@ import functools
 import gc
 import io
 import itertools
+import json
 import math
 import operator
 import os
@@ -1264,14 +1265,14 @@ def workspace():
     return WORKSPACE.buffer
 
 
-def copy(pieces, file):
-    """Append the pieces to a file through the buffer of this thread. Returns their CRC-32."""
+def copy(pieces, file, change=memoryview):
+    """Append the pieces to a file, changed, through the buffer of this thread. Returns their CRC-32."""
     buffer, filled, crc, spans = workspace(), 0, 0, {}
     for record, start, nbytes in rows_together(pieces) if isinstance(pieces, Strided) else pieces:
         done, piece = 0, 0
         while done < nbytes:
             if filled == CHUNK:
-                write_all(file, buffer)
+                write_all(file, change(buffer))
                 filled = 0
             part = buffer[filled : min(CHUNK, filled + nbytes - done)]
             got = read_into(part, record, start + done)
@@ -1286,7 +1287,7 @@ def copy(pieces, file):
             spans[record] = first, size + nbytes, crc_join(before, piece, nbytes)
     for record, span in spans.items():
         record.seen.extend(span)
-    write_all(file, buffer[:filled])
+    write_all(file, change(buffer[:filled]))
     return crc
 
 
@@ -1812,6 +1813,81 @@ def peak_memory():
 
 
 # -----------------------------------------------------------------------------
+# the weights alone
+
+FORMATS = dict(Double="F64", Long="I64", Float="F32", Int="I32", Short="I16", Char="I8", Byte="U8", Bool="BOOL")
+FORMATS = {f"{kind}Storage": dtype for kind, dtype in FORMATS.items()}
+HALVES = ("BFloat16Storage", "HalfStorage")
+
+
+def widened(kind, data):
+    """The bytes of one of the HALVES as those of fp32."""
+    if kind == "HalfStorage":
+        return array("f", struct.unpack(f"<{len(data) // 2}e", data)).tobytes()
+    halves = array("H", bytes(2 * len(data)))  # bf16 is the upper one
+    halves[1::2] = array("H", bytes(data))
+    return halves.tobytes()
+
+
+def weights(folder, workers, strict):
+    """{name: (shape, [storage])} of the parameters, the trained ones in fp32, and of the persistent buffers."""
+    if universal := (folder / "zero").is_dir():
+        models, parameters = [load(path, True) for path in folder.glob("mp_rank_*_model_states.pt")], {}
+    else:
+        models, _, parameters = read(folder, workers, True, strict)
+    with blame(folder):
+        if len(models) != 1 or (module := models[0]["module"]) is None:
+            problem = f"--safetensors takes one model-parallel rank, no pipeline: here are {len(models)}"
+            raise CheckpointError(f"{folder}: {problem}")
+        merger, tied = TensorParallel(None, 1, folder), (models[0].get("shared_params") or {}).keys()
+        found = {name: (p["shape"], [Storage(*p["states"]["fp32"])]) for name, p in parameters.items()}
+        for name in itertools.chain(*models[0]["param_shapes"]) if universal else ():
+            tensor = load(folder / "zero" / file_name(name) / "fp32.pt", True)["param"]
+            found[name] = tensor.size, [Storage(tensor.storage.kind, cut(tensor))]
+        for name in sorted(module.keys() - found.keys() - tied):
+            tensor = module[name]
+            if not isinstance(tensor, Tensor) or tensor.storage.kind not in (*FORMATS, *HALVES):
+                complain("states", strict, f"{folder}: safetensors has no place for {name}")
+                continue
+            (kind, pieces), _, shape, stride, _ = tensor = compact(tensor) if universal else tensor
+            block = (0, shape, stride, tensor.offset, whole(kind, [], shape).stride, 0)  # it may be a view
+            shard = {"states": {"fp32": (kind, Ranges(pieces))}}
+            found[name] = shape, [Storage(*merger.put_together(name, [shard], shape, [block])["fp32"])]
+    return found
+
+
+def export(input_folder, path, workers=4, *, strict=True, progress=False):
+    """Write the weights of a ZeRO or universal checkpoint, bf16 and fp16 as fp32, to one safetensors file. Raises and
+    returns what convert() does."""
+    began, output, source = time.perf_counter(), Path(os.path.realpath(path)), find_tag(input_folder)
+    if output.suffix != ".safetensors" or output.is_dir():
+        raise CheckpointError(f"{output} is not the name of a .safetensors file")
+    folder = beside(output, f"unfinished.{HOST}.{os.getpid()}.{time.time_ns():x}")
+    with contextlib.ExitStack() as stack, no_collection(), blame(source):
+        stack.callback(opened.cache_clear)
+        found, places, end = weights(source, workers, strict), {"__metadata__": {"format": "pt"}}, 0
+        kinds = {name: "FloatStorage" if kind in HALVES else kind for name, (_, ((kind, _),)) in found.items()}
+        order = sorted(found, key=lambda name: -ELEMENT_SIZE[kinds[name]])  # so that all are aligned
+        for name in order:
+            begin, end = end, end + math.prod(found[name][0]) * ELEMENT_SIZE[kinds[name]]
+            places[name] = {"dtype": FORMATS[kinds[name]], "shape": found[name][0], "data_offsets": (begin, end)}
+        header = json.dumps(places, ensure_ascii=False).encode()
+        header += b" " * (-len(header) % 8)
+        stack.enter_context(unfinished(folder, output))
+        with open(folder / output.name, "xb", buffering=0) as file, bar(end, progress) as shown:
+            write_all(file, struct.pack("<Q", len(header)) + header)
+            for kind, pieces in (found[name][1][0] for name in order):
+                copy(pieces, file, functools.partial(widened, kind) if kind in HALVES else memoryview)
+                shown and shown.update(file.tell() - shown.n)
+        for _, record in records_of(found):
+            check_record(record)
+        sync(folder)
+        (folder / output.name).rename(output)
+        sync(output.parent)
+    return {"parameters": len(found), "bytes": end, "files": 1, "seconds": time.perf_counter() - began}
+
+
+# -----------------------------------------------------------------------------
 # several processes
 
 PATIENCE = 300
@@ -1901,6 +1977,7 @@ def main():
     arg("--input_folder", required=True, help="ZeRO checkpoint, the folder with the *_states.pt files; or the one "
         "above it, where `latest` says which, or there is no other")  # fmt: skip
     arg("--output_folder", help="universal checkpoint to write; default: <the folder with the files>_universal")
+    arg("--safetensors", metavar="FILE", help="write this file, of fp32 weights alone; input may be universal, too")
     arg("--num_extract_workers", type=int, default=4, help="threads that open shards")
     arg("--num_merge_workers", type=int, default=2, help="threads that write parameters")
     arg("--any_step", dest="steps", action="store_false", help="the optimizer may be of another step than the model")
@@ -1934,10 +2011,15 @@ def main():
     code = 0
     try:
         rank, ranks = launched(args.distributed, args.local_rank)
-        output = args.output_folder or default_output(find_tag(args.input_folder))
-        share = meet(rank, ranks, Path(os.path.realpath(output))) if ranks > 1 else alone
-        done = convert(args.input_folder, output, **options, progress=not rank, rank=rank, ranks=ranks, share=share)
-        share(None)
+        output = args.safetensors or args.output_folder or default_output(find_tag(args.input_folder))
+        if args.safetensors:
+            if args.output_folder or args.check or ranks > 1:
+                raise CheckpointError("--safetensors goes without --output_folder, without --verify, on one process")
+            done = export(args.input_folder, output, args.num_extract_workers, strict=options["strict"], progress=True)
+        else:
+            share = meet(rank, ranks, Path(os.path.realpath(output))) if ranks > 1 else alone
+            done = convert(args.input_folder, output, **options, progress=not rank, rank=rank, ranks=ranks, share=share)
+            share(None)
     except CheckpointError as error:
         code = 2
         say("error", error)
@@ -1955,8 +2037,8 @@ def main():
         return
     rate, memory = done["bytes"] / done["seconds"] / 1e9, peak_memory()
     print(
-        f"{output}: {done['parameters']} parameters, {done['bytes']:,} bytes, {done['files']} files "
-        f"in {done['seconds']:.2f} s, {rate:.2f} GB/s, {memory:.0f} MB of memory"
+        f"{output}: {done['parameters']} parameters, {done['bytes']:,} bytes, {done['files']} "
+        f"file{'s' * (done['files'] > 1)} in {done['seconds']:.2f} s, {rate:.2f} GB/s, {memory:.0f} MB of memory"
     )
 
 
