@@ -607,7 +607,7 @@ def check_record(record):
 def find_tag(folder):
     """The folder with a checkpoint's files: this one, or in it the one that its `latest` names, or the only one."""
     folder = Path(folder)
-    if any(folder.glob("*_optim_states.pt")) or (folder / "zero").is_dir():
+    if any(folder.glob("*_optim_states.pt")):
         return folder
     if (folder / "latest").is_file():
         return folder / os.fsdecode((folder / "latest").read_bytes().strip())

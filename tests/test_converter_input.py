@@ -133,6 +133,8 @@ def test_folder_above(checkpoint, monkeypatch):
 
     for folder in (above, f"{above}/", tag, f"{tag}/"):
         converts(folder)
+    (tag / "latest").write_text("another")  # it is the checkpoint itself
+    converts(tag)
     monkeypatch.chdir(tag)
     for folder in (".", ".."):
         converts(folder)

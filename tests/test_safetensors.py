@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, convert_with_deepspeed, run
 from zoo import SAVED
 
 import ds_to_universal
@@ -201,6 +201,16 @@ def test_views_and_other_kinds(checkpoint, tmp_path):
     got = read(tmp_path / "x.safetensors")
     assert got.keys() == VIEWS.keys() | set("abc")
     assert [name for name, tensor in VIEWS.items() if not same_bits(got[name], in_fp32(tensor))] == []
+
+
+def test_universal_checkpoint_of_deepspeed(checkpoint, tmp_path):
+    """Its `module` still holds what was trained, also under its second name."""
+    source = checkpoint(1, lambda model: model.update(shared_params={"d": "a"}, module=model["module"] | {"d": None}))
+    export(source, tmp_path / "x.safetensors")
+    convert_with_deepspeed(source, tmp_path / "u")
+    export(tmp_path / "u", tmp_path / "y.safetensors")
+    wanted, got = read(tmp_path / "x.safetensors"), read(tmp_path / "y.safetensors")
+    assert got.keys() == wanted.keys() == set("abc") and all(same_bits(got[name], wanted[name]) for name in got)
 
 
 def test_what_is_no_tensor(checkpoint, tmp_path):
