@@ -205,12 +205,30 @@ def test_views_and_other_kinds(checkpoint, tmp_path):
 
 def test_universal_checkpoint_of_deepspeed(checkpoint, tmp_path):
     """Its `module` still holds what was trained, also under its second name."""
-    source = checkpoint(1, lambda model: model.update(shared_params={"d": "a"}, module=model["module"] | {"d": None}))
+
+    def tie(model):
+        model["shared_params"], model["module"]["d"] = {"d": "a"}, model["module"]["a"]
+
+    source = checkpoint(1, tie)
     export(source, tmp_path / "x.safetensors")
     convert_with_deepspeed(source, tmp_path / "u")
     export(tmp_path / "u", tmp_path / "y.safetensors")
     wanted, got = read(tmp_path / "x.safetensors"), read(tmp_path / "y.safetensors")
     assert got.keys() == wanted.keys() == set("abc") and all(same_bits(got[name], wanted[name]) for name in got)
+
+
+@pytest.mark.parametrize("changes", [{"offset": -1}, {"size": (5,)}, {"stride": (2,)}])
+def test_views_of_what_is_not_there(checkpoint, tmp_path, changes):
+    convert(checkpoint(1, lambda model: model["module"].update(x=torch.ones(4))), tmp_path / "u")
+    content = ds_to_universal.load(tmp_path / "u" / MODEL)
+    content["module"]["x"] = content["module"]["x"]._replace(**changes)
+    data = ds_to_universal.pickled(content)
+    (tmp_path / "new").mkdir()
+    ds_to_universal.write(tmp_path / "new" / MODEL, data)
+    os.replace(tmp_path / "new" / MODEL, tmp_path / "u" / MODEL)
+    with pytest.raises(CheckpointError, match="holds fewer elements than its description says"):
+        export(tmp_path / "u", tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
 
 
 def test_what_is_no_tensor(checkpoint, tmp_path):
