@@ -182,21 +182,9 @@ Storage = collections.namedtuple("Storage", "kind pieces")
 Tensor = collections.namedtuple("Tensor", "storage offset size stride requires_grad")
 
 
-class RebuildTensor(metaclass=Fixed):
-    def __new__(cls, storage, offset, size, stride, requires_grad, hooks, metadata=None):
-        return Tensor(storage, offset, size, stride, requires_grad)
-
-
-class RebuildParameter(metaclass=Fixed):
-    def __new__(cls, data, *rest):
-        return data
-
-
-class RebuildSubclass(metaclass=Fixed):
-    """A tensor with attributes of its own, which nobody needs."""
-
-    def __new__(cls, rebuild, kind, arguments, state):
-        return rebuild(*arguments)
+def builder(build):
+    """What a pickle calls: a class of its own, which cannot be changed, for the function."""
+    return Fixed("builder", (), {"__new__": lambda cls, *args: build(*args)})
 
 
 class Attribute(metaclass=Fixed):
@@ -208,13 +196,15 @@ class Attribute(metaclass=Fixed):
         return opaque("__builtin__", "getattr")(parent, name)
 
 
+PARAMETER = builder(lambda data, *rest: data)
 BUILT = {
     "collections.OrderedDict": collections.OrderedDict,
     "torch.Size": Size,
-    "torch._utils._rebuild_tensor_v2": RebuildTensor,
-    "torch._utils._rebuild_parameter": RebuildParameter,
-    "torch._utils._rebuild_parameter_with_state": RebuildParameter,
-    "torch._tensor._rebuild_from_type_v2": RebuildSubclass,
+    "torch._utils._rebuild_tensor_v2": builder(lambda storage, at, size, *rest: Tensor(storage, at, size, *rest[:2])),
+    "torch._utils._rebuild_parameter": PARAMETER,
+    "torch._utils._rebuild_parameter_with_state": PARAMETER,
+    # a tensor with attributes of its own, which nobody needs
+    "torch._tensor._rebuild_from_type_v2": builder(lambda rebuild, kind, arguments, state: rebuild(*arguments)),
 }
 
 
@@ -517,9 +507,6 @@ class Strided(Ranges):
         sizes = (count * width for (count, _), width in zip(sections, self.widths, strict=True))
         self.ends = array("Q", itertools.accumulate(sizes))
         self.nbytes = self.ends[-1] if self.ends else 0
-
-    def __getstate__(self):
-        return self.__dict__
 
     def __iter__(self):
         return self.cut(0, self.nbytes)
@@ -1254,20 +1241,22 @@ def read(folder, workers, trust=False, strict=True, **team):
 # -----------------------------------------------------------------------------
 # writing
 
-WORKSPACE = threading.local()
 ZIP64 = 0xFFFFFFFF  # sizes and positions from here on take 64 bits
 
 
-def workspace():
+class Workspace(threading.local):
     """One buffer per thread: what a conversion needs of memory, whatever the size of the tensors."""
-    if not hasattr(WORKSPACE, "buffer"):
-        WORKSPACE.buffer = memoryview(bytearray(CHUNK))
-    return WORKSPACE.buffer
+
+    def __init__(self):
+        self.buffer = memoryview(bytearray(CHUNK))
+
+
+WORKSPACE = Workspace()
 
 
 def copy(pieces, file, change=memoryview):
     """Append the pieces to a file, changed, through the buffer of this thread. Returns their CRC-32."""
-    buffer, filled, crc, spans = workspace(), 0, 0, {}
+    buffer, filled, crc, spans = WORKSPACE.buffer, 0, 0, {}
     for record, start, nbytes in rows_together(pieces) if isinstance(pieces, Strided) else pieces:
         done, piece = 0, 0
         while done < nbytes:
@@ -1583,8 +1572,6 @@ def locked(folder):
 def sync(folder):
     """All that was written to the file system of this folder is on the disk."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "syncfs"):
-        return os.sync()
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         if libc.syncfs(descriptor):
