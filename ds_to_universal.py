@@ -2,7 +2,8 @@
 
     python ds_to_universal.py --input_folder checkpoints/global_step100
 
-writes checkpoints/global_step100_universal. The input may be the folder above, Trainer's checkpoint-500 for one.
+writes checkpoints/global_step100_universal. The input may be the folder above, Trainer's checkpoint-500 for one. With
+--safetensors model.safetensors it writes the weights alone, which transformers and others read.
 
 Input, written by engine.save_checkpoint() on N ranks (ZeRO-1/2, then ZeRO-3):
 
@@ -92,26 +93,23 @@ deepspeed.runtime.fp16.loss_scaler LossScaler DynamicLossScaler
 deepspeed.runtime.zero.config ZeroStageEnum
 deepspeed.utils.tensor_fragment fragment_address
 deepspeed.checkpoint.universal_checkpoint SubparamShape
-megatron.core.enums ModelType
-megatron.model.enums ModelType
+megatron.core.enums|megatron.model.enums ModelType
 numpy dtype ndarray
-numpy._core.multiarray scalar _reconstruct
-numpy.core.multiarray scalar _reconstruct
+numpy._core.multiarray|numpy.core.multiarray scalar _reconstruct
 numpy.random._pickle __randomstate_ctor __generator_ctor __bit_generator_ctor
 numpy.random._mt19937 MT19937
 numpy.random._pcg64 PCG64
 numpy.random.bit_generator SeedSequence __pyx_unpickle_SeedSequence
 argparse Namespace
 types SimpleNamespace
-pathlib Path PosixPath PurePath PurePosixPath
-pathlib._local Path PosixPath PurePath PurePosixPath
+pathlib|pathlib._local Path PosixPath PurePath PurePosixPath
 collections defaultdict Counter deque
 datetime date time datetime timedelta timezone
 _codecs encode
-builtins set frozenset bytes bytearray range complex slice int float list dict
-__builtin__ set frozenset bytes bytearray xrange complex slice int float list dict
+builtins|__builtin__ set frozenset bytes bytearray range xrange complex slice int float list dict
 """
-KNOWN = {f"{line.split()[0]}.{name}" for line in HARMLESS.strip().splitlines() for name in line.split()[1:]}
+KNOWN = (line.split() for line in HARMLESS.strip().splitlines())
+KNOWN = {f"{module}.{name}" for modules, *names in KNOWN for module in modules.split("|") for name in names}
 KNOWN |= {f"torch.{kind}" for kind in ELEMENT_SIZE}
 
 
@@ -1766,18 +1764,13 @@ def convert(
 
 def records_of(files):
     """[((path, offset), record)] of everything that is read, in an order that all processes agree on."""
-    found = {}
-    for _, storages in files.values():
-        for storage in storages:
-            pieces = [storage.pieces]
-            while pieces:
-                each = pieces.pop()
-                if isinstance(each, Strided):
-                    pieces += [segment[0] for _, segments in each.sections for segment in segments]
-                else:
-                    held = each.records if isinstance(each, Ranges) else [record for record, _, _ in each]
-                    if id(held) not in found:
-                        found[id(held)] = held
+    found, every = {}, [storage.pieces for _, storages in files.values() for storage in storages]
+    for pieces in every:  # which grows by what stripes are made of
+        if isinstance(pieces, Strided):
+            every += {id(segment[0]): segment[0] for _, segments in pieces.sections for segment in segments}.values()
+        else:
+            held = pieces.records if isinstance(pieces, Ranges) else [record for record, _, _ in pieces]
+            found.setdefault(id(held), held)
     records = {id(r): r for held in found.values() for r in held if isinstance(r, Record)}
     return [((str(record.path), record.offset), record) for record in records.values()]
 
