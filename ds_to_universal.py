@@ -776,9 +776,12 @@ class Layout:
             raise ValueError(f"{name} is not where param_slice_mappings says")
 
 
-def read_data_parallel(
-    folder, mp_rank, shards, pool, trust, strict, rank=0, ranks=1, share=lambda value: [value]
-):  # fmt: skip
+def alone(value):
+    """share() of the only process."""
+    return [value]
+
+
+def read_data_parallel(folder, mp_rank, shards, pool, trust, strict, rank=0, ranks=1, share=alone):
     """The checkpoint of one model-parallel rank, put together over its data-parallel ranks: descriptions in memory,
     tensors as byte ranges. Of several processes, rank of ranks, each reads some of the shards.
 
@@ -796,10 +799,8 @@ def read_data_parallel(
             raise CheckpointError(f"{folder / name} is missing")
         if max(shards) >= count:
             raise CheckpointError(f"{shards[max(shards)]} is one too many: {shards[low].name} says {count} ranks")
-        names = [f"mp_rank_{mp_rank:02d}_model_states.pt"]
-        if stage3:
-            names = [f"zero_pp_rank_{r}_mp_rank_{mp_rank:02d}_model_states.pt" for r in range(count)]
-        paths = [folder / name for name in names]
+        prefixes = [f"zero_pp_rank_{r}_" for r in range(count)] if stage3 else [""]
+        paths = [folder / f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt" for prefix in prefixes]
         with reading(paths[0]):
             archive = Archive(paths[0])
             like, model = archive.pickle(), archive.content(trust)
@@ -827,9 +828,8 @@ def read_data_parallel(
         def read_shard(i):
             """What a shard holds: [({state: (kind, record, start)}, step) of every group]."""
             path = shards[i]
-            optimizer = first if i == low else load(path, trust)
             with blame(path):
-                optimizer = optimizer if i == low else optimizer["optimizer_state_dict"]
+                optimizer = first if i == low else load(path, trust)["optimizer_state_dict"]
                 if len(flat_groups(optimizer)) != len(shapes):
                     raise CheckpointError(f"{path} has another number of parameter groups than {paths[0].name}")
                 groups, lost = [], set()
@@ -1644,10 +1644,6 @@ def verify(folder, files):
         written, got = pickled(load(folder / name, trust=True))
         if written != wanted or not all(same(a.pieces, b.pieces) for a, b in zip(got, storages, strict=True)):
             raise CheckpointError(f"{folder / name} is not what the checkpoint holds: nothing is published")
-
-
-def alone(value):
-    return [value]
 
 
 @contextlib.contextmanager
