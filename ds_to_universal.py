@@ -1800,7 +1800,7 @@ def widened(kind, data):
     """The bytes of one of the HALVES as those of fp32."""
     if kind == "HalfStorage":
         return array("f", struct.unpack(f"<{len(data) // 2}e", data)).tobytes()
-    halves = array("H", bytes(2 * len(data)))  # bf16 is the upper one
+    halves = array("H", bytes(2 * len(data)))  # bf16 is the upper half of fp32
     halves[1::2] = array("H", bytes(data))
     return halves.tobytes()
 
@@ -1810,19 +1810,17 @@ def weights(folder, workers, strict):
     if universal := (folder / "zero").is_dir():
         models, parameters = [load(path, True) for path in folder.glob("mp_rank_*_model_states.pt")], {}
     else:
-        models, _, parameters = read(folder, workers, True, strict)
+        models, _, parameters = read(folder, workers, True, strict)  # no object of its pickles goes into the file
     with blame(folder):
         if len(models) != 1 or (module := models[0]["module"]) is None:
-            problem = f"--safetensors takes one model-parallel rank, no pipeline: here are {len(models)}"
-            raise CheckpointError(f"{folder}: {problem}")
+            raise CheckpointError(f"{folder} has {len(models)} model-parallel ranks or a pipeline: no --safetensors")
         merger, tied = TensorParallel(None, 1, folder), (models[0].get("shared_params") or {}).keys()
         found = {name: (p["shape"], [Storage(*p["states"]["fp32"])]) for name, p in parameters.items()}
         for name in itertools.chain(*models[0]["param_shapes"]) if universal else ():
             tensor = load(folder / "zero" / file_name(name) / "fp32.pt", True)["param"]
             found[name] = tensor.size, [Storage(tensor.storage.kind, cut(tensor))]
         for name in sorted(module.keys() - found.keys() - tied):
-            tensor = module[name]
-            if not isinstance(tensor, Tensor) or tensor.storage.kind not in (*FORMATS, *HALVES):
+            if not isinstance(tensor := module[name], Tensor) or tensor.storage.kind not in (*FORMATS, *HALVES):
                 complain("states", strict, f"{folder}: safetensors has no place for {name}")
                 continue
             (kind, pieces), _, shape, stride, _ = tensor = compact(tensor) if universal else tensor

@@ -231,9 +231,18 @@ def test_views_of_what_is_not_there(checkpoint, tmp_path, changes):
     assert not (tmp_path / "x.safetensors").exists()
 
 
+class Stranger:
+    """Of a client state: conversion would ask for --trust."""
+
+
 def test_what_is_no_tensor(checkpoint, tmp_path):
-    """Named, and left out only if that is permitted."""
-    source = checkpoint(1, lambda model: model["module"].update(extra={"x": 1}, complex=torch.ones(2) * 1j))
+    """In the module: named, and left out only if that is permitted. Elsewhere it does not matter."""
+
+    def add(model):
+        model["module"].update(extra={"x": 1}, complex=torch.ones(2) * 1j)
+        model["note"] = Stranger()
+
+    source = checkpoint(1, add)
     with pytest.raises(CheckpointError, match="no place for complex .*--drop_states"):
         export(source, tmp_path / "x.safetensors")
     assert os.listdir(tmp_path) == ["c"]
@@ -290,7 +299,7 @@ def test_refusals(checkpoint, tmp_path):
     second = tmp_path / "u" / MODEL.replace("00", "01")
     torch.save(load(tmp_path / "u" / MODEL), second)
     for models in (2, 0):
-        with pytest.raises(CheckpointError, match=f"takes one model-parallel rank, no pipeline: here are {models}"):
+        with pytest.raises(CheckpointError, match=f"has {models} model-parallel ranks or a pipeline"):
             export(tmp_path / "u", tmp_path / "x.safetensors")
         second.unlink(missing_ok=True)
         (tmp_path / "u" / MODEL).unlink(missing_ok=True)
