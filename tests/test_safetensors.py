@@ -1,6 +1,7 @@
 """ds_to_universal.py --safetensors: the weights alone, of a ZeRO or a universal checkpoint. They are those of the live
 engine, transformers takes them, and what is wrong is refused in one line, with nothing written."""
 
+import errno
 import functools
 import json
 import os
@@ -318,3 +319,21 @@ def test_left_over_of_a_killed_one(checkpoint, tmp_path):
     assert left.startswith(".x.safetensors.unfinished.")
     export(source, output)
     assert os.listdir(output.parent) == [output.name] and len(read(output)) == 3
+
+
+def test_replaced_at_once(checkpoint, tmp_path, monkeypatch):
+    """Who has mapped the older file keeps it; and there is no newer one before all of it is on the disk."""
+    source, output = checkpoint(1), tmp_path / "o" / "x.safetensors"
+    export(source, output)
+    with open(output, "rb") as older:
+        export(source, output)
+        assert os.fstat(older.fileno()).st_nlink == 0
+    before = os.stat(output)
+
+    def fails(folder):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
+
+    monkeypatch.setattr(ds_to_universal, "sync", fails)
+    with pytest.raises(OSError, match=r"Input/output error: .*unfinished"):
+        export(source, output)
+    assert os.path.samestat(before, os.stat(output)) and os.listdir(output.parent) == [output.name]
