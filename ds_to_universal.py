@@ -1,7 +1,9 @@
 """DeepSpeed ZeRO checkpoint -> universal checkpoint.
 
-    python ds_to_universal.py --input_folder checkpoints/global_step100 \
-        --output_folder checkpoints/global_step100_universal --num_extract_workers 4 --num_merge_workers 4
+    python ds_to_universal.py --input_folder checkpoints/global_step100
+
+writes checkpoints/global_step100_universal. The input may be the folder above, Trainer's checkpoint-500 for one. With
+--safetensors model.safetensors it writes the weights alone, which transformers and others read.
 
 Input, written by engine.save_checkpoint() on N ranks (ZeRO-1/2, then ZeRO-3):
 
@@ -25,7 +27,7 @@ those records. So it is done without torch, needs nothing but Python, and runs n
 classes stay names. Each range is read once, checked against the archive's CRC-32 on the way, and written once.
 
 In this file: pickles without their code; the bytes of records; one data-parallel checkpoint; tensor and pipeline
-parallelism; writing; publishing; several processes, and the command line.
+parallelism; writing; publishing; the weights alone; several processes, and the command line.
 """
 
 import argparse
@@ -40,6 +42,7 @@ import functools
 import gc
 import io
 import itertools
+import json
 import math
 import operator
 import os
@@ -90,26 +93,23 @@ deepspeed.runtime.fp16.loss_scaler LossScaler DynamicLossScaler
 deepspeed.runtime.zero.config ZeroStageEnum
 deepspeed.utils.tensor_fragment fragment_address
 deepspeed.checkpoint.universal_checkpoint SubparamShape
-megatron.core.enums ModelType
-megatron.model.enums ModelType
+megatron.core.enums|megatron.model.enums ModelType
 numpy dtype ndarray
-numpy._core.multiarray scalar _reconstruct
-numpy.core.multiarray scalar _reconstruct
+numpy._core.multiarray|numpy.core.multiarray scalar _reconstruct
 numpy.random._pickle __randomstate_ctor __generator_ctor __bit_generator_ctor
 numpy.random._mt19937 MT19937
 numpy.random._pcg64 PCG64
 numpy.random.bit_generator SeedSequence __pyx_unpickle_SeedSequence
 argparse Namespace
 types SimpleNamespace
-pathlib Path PosixPath PurePath PurePosixPath
-pathlib._local Path PosixPath PurePath PurePosixPath
+pathlib|pathlib._local Path PosixPath PurePath PurePosixPath
 collections defaultdict Counter deque
 datetime date time datetime timedelta timezone
 _codecs encode
-builtins set frozenset bytes bytearray range complex slice int float list dict
-__builtin__ set frozenset bytes bytearray xrange complex slice int float list dict
+builtins|__builtin__ set frozenset bytes bytearray range xrange complex slice int float list dict
 """
-KNOWN = {f"{line.split()[0]}.{name}" for line in HARMLESS.strip().splitlines() for name in line.split()[1:]}
+KNOWN = (line.split() for line in HARMLESS.strip().splitlines())
+KNOWN = {f"{module}.{name}" for modules, *names in KNOWN for module in modules.split("|") for name in names}
 KNOWN |= {f"torch.{kind}" for kind in ELEMENT_SIZE}
 
 
@@ -180,21 +180,9 @@ Storage = collections.namedtuple("Storage", "kind pieces")
 Tensor = collections.namedtuple("Tensor", "storage offset size stride requires_grad")
 
 
-class RebuildTensor(metaclass=Fixed):
-    def __new__(cls, storage, offset, size, stride, requires_grad, hooks, metadata=None):
-        return Tensor(storage, offset, size, stride, requires_grad)
-
-
-class RebuildParameter(metaclass=Fixed):
-    def __new__(cls, data, *rest):
-        return data
-
-
-class RebuildSubclass(metaclass=Fixed):
-    """A tensor with attributes of its own, which nobody needs."""
-
-    def __new__(cls, rebuild, kind, arguments, state):
-        return rebuild(*arguments)
+def builder(build):
+    """What a pickle calls: a class of its own, which cannot be changed, for the function."""
+    return Fixed("builder", (), {"__new__": lambda cls, *args: build(*args)})
 
 
 class Attribute(metaclass=Fixed):
@@ -206,13 +194,15 @@ class Attribute(metaclass=Fixed):
         return opaque("__builtin__", "getattr")(parent, name)
 
 
+PARAMETER = builder(lambda data, *rest: data)
 BUILT = {
     "collections.OrderedDict": collections.OrderedDict,
     "torch.Size": Size,
-    "torch._utils._rebuild_tensor_v2": RebuildTensor,
-    "torch._utils._rebuild_parameter": RebuildParameter,
-    "torch._utils._rebuild_parameter_with_state": RebuildParameter,
-    "torch._tensor._rebuild_from_type_v2": RebuildSubclass,
+    "torch._utils._rebuild_tensor_v2": builder(lambda storage, at, size, *rest: Tensor(storage, at, size, *rest[:2])),
+    "torch._utils._rebuild_parameter": PARAMETER,
+    "torch._utils._rebuild_parameter_with_state": PARAMETER,
+    # a tensor with attributes of its own, which nobody needs
+    "torch._tensor._rebuild_from_type_v2": builder(lambda rebuild, kind, arguments, state: rebuild(*arguments)),
 }
 
 
@@ -516,9 +506,6 @@ class Strided(Ranges):
         self.ends = array("Q", itertools.accumulate(sizes))
         self.nbytes = self.ends[-1] if self.ends else 0
 
-    def __getstate__(self):
-        return self.__dict__
-
     def __iter__(self):
         return self.cut(0, self.nbytes)
 
@@ -602,6 +589,20 @@ def check_record(record):
 # reading a checkpoint
 
 
+def find_tag(folder):
+    """The folder with a checkpoint's files: this one, or in it the one that its `latest` names, or the only one."""
+    folder = Path(folder)
+    if any(folder.glob("*_optim_states.pt")):
+        return folder
+    if (folder / "latest").is_file():
+        return folder / os.fsdecode((folder / "latest").read_bytes().strip())
+    tags = {path.parent for path in folder.glob("*/*_optim_states.pt")}
+    if len(tags) > 1:
+        names = ", ".join(sorted(tag.name for tag in tags))
+        raise CheckpointError(f"{folder} holds several checkpoints, and no `latest` that names one: {names}")
+    return tags.pop() if tags else folder
+
+
 def find_shards(folder):
     """The optimizer shards as {model-parallel rank: {data-parallel rank: path}}."""
     shards = {}
@@ -615,9 +616,7 @@ def find_shards(folder):
             raise CheckpointError(f"{path} and {others[rank].name} are both the shard of rank {rank}")
         others[rank] = path
     if not shards:
-        tags = ", ".join(sorted({path.parent.name for path in folder.glob("*/*_optim_states.pt")}))
-        hint = f"name one of the checkpoints in it: {tags}" if tags else "it is not a ZeRO checkpoint"
-        raise CheckpointError(f"{folder} holds no *_optim_states.pt: {hint}")
+        raise CheckpointError(f"{folder} holds no *_optim_states.pt: it is not a ZeRO checkpoint")
     if (folder / "offloaded_tensors").exists():
         raise CheckpointError(f"{folder} has NVMe-offloaded states, which are not converted")
     return shards
@@ -777,9 +776,12 @@ class Layout:
             raise ValueError(f"{name} is not where param_slice_mappings says")
 
 
-def read_data_parallel(
-    folder, mp_rank, shards, pool, trust, strict, rank=0, ranks=1, share=lambda value: [value]
-):  # fmt: skip
+def alone(value):
+    """share() of the only process."""
+    return [value]
+
+
+def read_data_parallel(folder, mp_rank, shards, pool, trust, strict, rank=0, ranks=1, share=alone):
     """The checkpoint of one model-parallel rank, put together over its data-parallel ranks: descriptions in memory,
     tensors as byte ranges. Of several processes, rank of ranks, each reads some of the shards.
 
@@ -797,10 +799,8 @@ def read_data_parallel(
             raise CheckpointError(f"{folder / name} is missing")
         if max(shards) >= count:
             raise CheckpointError(f"{shards[max(shards)]} is one too many: {shards[low].name} says {count} ranks")
-        names = [f"mp_rank_{mp_rank:02d}_model_states.pt"]
-        if stage3:
-            names = [f"zero_pp_rank_{r}_mp_rank_{mp_rank:02d}_model_states.pt" for r in range(count)]
-        paths = [folder / name for name in names]
+        prefixes = [f"zero_pp_rank_{r}_" for r in range(count)] if stage3 else [""]
+        paths = [folder / f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt" for prefix in prefixes]
         with reading(paths[0]):
             archive = Archive(paths[0])
             like, model = archive.pickle(), archive.content(trust)
@@ -828,9 +828,8 @@ def read_data_parallel(
         def read_shard(i):
             """What a shard holds: [({state: (kind, record, start)}, step) of every group]."""
             path = shards[i]
-            optimizer = first if i == low else load(path, trust)
             with blame(path):
-                optimizer = optimizer if i == low else optimizer["optimizer_state_dict"]
+                optimizer = first if i == low else load(path, trust)["optimizer_state_dict"]
                 if len(flat_groups(optimizer)) != len(shapes):
                     raise CheckpointError(f"{path} has another number of parameter groups than {paths[0].name}")
                 groups, lost = [], set()
@@ -1068,7 +1067,7 @@ class TensorParallel:
         # One rank's parameters are whole, and still the file says how more ranks would cut them.
         self.described = any(self.info.get(key) for key in (*self.LISTS, "parameter_with_sub_params"))
         rows = "parameter_with_row_parallelism_patterns"
-        if degree == 1 and info and not self.info.get(rows) and not self.affine["params"]:
+        if degree == 1 and info and not (self.info.get(rows) or self.affine["params"] or "ds_autoep_layers" in info):
             warnings.warn(
                 f"{folder}: universal_checkpoint_info names no row-parallel weights ({rows}): if the model has some, "
                 "the result is wrong on more than one tensor-parallel rank",
@@ -1240,25 +1239,27 @@ def read(folder, workers, trust=False, strict=True, **team):
 # -----------------------------------------------------------------------------
 # writing
 
-WORKSPACE = threading.local()
 ZIP64 = 0xFFFFFFFF  # sizes and positions from here on take 64 bits
 
 
-def workspace():
+class Workspace(threading.local):
     """One buffer per thread: what a conversion needs of memory, whatever the size of the tensors."""
-    if not hasattr(WORKSPACE, "buffer"):
-        WORKSPACE.buffer = memoryview(bytearray(CHUNK))
-    return WORKSPACE.buffer
+
+    def __init__(self):
+        self.buffer = memoryview(bytearray(CHUNK))
 
 
-def copy(pieces, file):
-    """Append the pieces to a file through the buffer of this thread. Returns their CRC-32."""
-    buffer, filled, crc, spans = workspace(), 0, 0, {}
+WORKSPACE = Workspace()
+
+
+def copy(pieces, file, change=memoryview):
+    """Append the pieces to a file, changed, through the buffer of this thread. Returns their CRC-32."""
+    buffer, filled, crc, spans = WORKSPACE.buffer, 0, 0, {}
     for record, start, nbytes in rows_together(pieces) if isinstance(pieces, Strided) else pieces:
         done, piece = 0, 0
         while done < nbytes:
             if filled == CHUNK:
-                write_all(file, buffer)
+                write_all(file, change(buffer))
                 filled = 0
             part = buffer[filled : min(CHUNK, filled + nbytes - done)]
             got = read_into(part, record, start + done)
@@ -1273,7 +1274,7 @@ def copy(pieces, file):
             spans[record] = first, size + nbytes, crc_join(before, piece, nbytes)
     for record, span in spans.items():
         record.seen.extend(span)
-    write_all(file, buffer[:filled])
+    write_all(file, change(buffer[:filled]))
     return crc
 
 
@@ -1569,14 +1570,16 @@ def locked(folder):
 def sync(folder):
     """All that was written to the file system of this folder is on the disk."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "syncfs"):
-        return os.sync()
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         if libc.syncfs(descriptor):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(folder))
     finally:
         os.close(descriptor)
+
+
+def default_output(source):
+    return f"{os.path.abspath(source)}_universal"
 
 
 def check_output(source, output):
@@ -1643,10 +1646,6 @@ def verify(folder, files):
             raise CheckpointError(f"{folder / name} is not what the checkpoint holds: nothing is published")
 
 
-def alone(value):
-    return [value]
-
-
 @contextlib.contextmanager
 def together(share):
     """Of several processes none goes on unless all do: each raises what one of them did."""
@@ -1674,10 +1673,11 @@ def no_collection():
 
 @no_collection()
 def convert(
-    input_folder, output_folder, num_extract_workers=4, num_merge_workers=2, *,
+    input_folder, output_folder=None, num_extract_workers=4, num_merge_workers=2, *,
     strict=True, trust=False, check=False, progress=False, rank=0, ranks=1, share=alone,
 ):  # fmt: skip
-    """Convert the ZeRO checkpoint in input_folder into a universal checkpoint at output_folder.
+    """Convert the ZeRO checkpoint in input_folder, or in the folder below it that find_tag() finds, into a universal
+    checkpoint at output_folder: without a name, the input's with _universal behind it.
 
     check reads the finished files back and compares them, byte by byte, with the ranges of the shards that they were
     made of, before they are published. strict=False, or the names of the CHECKS to make, permits what --no_strict does.
@@ -1687,10 +1687,11 @@ def convert(
     Returns {"parameters", "bytes", "files", "seconds"}.
     """
     began = time.perf_counter()
-    source, output = Path(input_folder), Path(os.path.realpath(output_folder))
     with contextlib.ExitStack() as stack:
         stack.callback(opened.cache_clear)
         with together(share):
+            source = find_tag(input_folder)
+            output = Path(os.path.realpath(output_folder or default_output(source)))
             if rank == 0:
                 check_output(Path(os.path.realpath(source)), output)
         folder = beside(output, f"unfinished.{share(f'{HOST}.{os.getpid()}.{time.time_ns():x}')[0]}")
@@ -1759,18 +1760,13 @@ def convert(
 
 def records_of(files):
     """[((path, offset), record)] of everything that is read, in an order that all processes agree on."""
-    found = {}
-    for _, storages in files.values():
-        for storage in storages:
-            pieces = [storage.pieces]
-            while pieces:
-                each = pieces.pop()
-                if isinstance(each, Strided):
-                    pieces += [segment[0] for _, segments in each.sections for segment in segments]
-                else:
-                    held = each.records if isinstance(each, Ranges) else [record for record, _, _ in each]
-                    if id(held) not in found:
-                        found[id(held)] = held
+    found, every = {}, [storage.pieces for _, storages in files.values() for storage in storages]
+    for pieces in every:  # which grows by what stripes are made of
+        if isinstance(pieces, Strided):
+            every += {id(segment[0]): segment[0] for _, segments in pieces.sections for segment in segments}.values()
+        else:
+            held = pieces.records if isinstance(pieces, Ranges) else [record for record, _, _ in pieces]
+            found.setdefault(id(held), held)
     records = {id(r): r for held in found.values() for r in held if isinstance(r, Record)}
     return [((str(record.path), record.offset), record) for record in records.values()]
 
@@ -1790,6 +1786,79 @@ def peak_memory():
     with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as file:  # VmHWM is not everywhere
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1e3
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3  # also what the parent process had
+
+
+# -----------------------------------------------------------------------------
+# the weights alone
+
+FORMATS = dict(Double="F64", Long="I64", Float="F32", Int="I32", Short="I16", Char="I8", Byte="U8", Bool="BOOL")
+FORMATS = {f"{kind}Storage": dtype for kind, dtype in FORMATS.items()}
+HALVES = ("BFloat16Storage", "HalfStorage")
+
+
+def widened(kind, data):
+    """The bytes of one of the HALVES as those of fp32."""
+    if kind == "HalfStorage":
+        return array("f", struct.unpack(f"<{len(data) // 2}e", data)).tobytes()
+    halves = array("H", bytes(2 * len(data)))  # bf16 is the upper half of fp32
+    halves[1::2] = array("H", bytes(data))
+    return halves.tobytes()
+
+
+def weights(folder, workers, strict):
+    """{name: (shape, [storage])} of the parameters, the trained ones in fp32, and of the persistent buffers."""
+    if universal := (folder / "zero").is_dir():
+        models, parameters = [load(path, True) for path in folder.glob("mp_rank_*_model_states.pt")], {}
+    else:
+        models, _, parameters = read(folder, workers, True, strict)  # no object of its pickles goes into the file
+    with blame(folder):
+        if len(models) != 1 or (module := models[0]["module"]) is None:
+            raise CheckpointError(f"{folder} has {len(models)} model-parallel ranks or a pipeline: no --safetensors")
+        merger, tied = TensorParallel(None, 1, folder), (models[0].get("shared_params") or {}).keys()
+        found = {name: (p["shape"], [Storage(*p["states"]["fp32"])]) for name, p in parameters.items()}
+        for name in itertools.chain(*models[0]["param_shapes"]) if universal else ():
+            tensor = load(folder / "zero" / file_name(name) / "fp32.pt", True)["param"]
+            found[name] = tensor.size, [Storage(tensor.storage.kind, cut(tensor))]
+        for name in sorted(module.keys() - found.keys() - tied):
+            if not isinstance(tensor := module[name], Tensor) or tensor.storage.kind not in (*FORMATS, *HALVES):
+                complain("states", strict, f"{folder}: safetensors has no place for {name}")
+                continue
+            (kind, pieces), _, shape, stride, _ = tensor = compact(tensor) if universal else tensor
+            block = (0, shape, stride, tensor.offset, whole(kind, [], shape).stride, 0)  # it may be a view
+            shard = {"states": {"fp32": (kind, Ranges(pieces))}}
+            found[name] = shape, [Storage(*merger.put_together(name, [shard], shape, [block])["fp32"])]
+    return found
+
+
+def export(input_folder, path, workers=4, *, strict=True, progress=False):
+    """Write the weights of a ZeRO or universal checkpoint, bf16 and fp16 as fp32, to one safetensors file. Raises and
+    returns what convert() does."""
+    began, output, source = time.perf_counter(), Path(os.path.realpath(path)), find_tag(input_folder)
+    if output.suffix != ".safetensors" or output.is_dir():
+        raise CheckpointError(f"{output} is not the name of a .safetensors file")
+    folder = beside(output, f"unfinished.{HOST}.{os.getpid()}.{time.time_ns():x}")
+    with contextlib.ExitStack() as stack, no_collection(), blame(source):
+        stack.callback(opened.cache_clear)
+        found, places, end = weights(source, workers, strict), {"__metadata__": {"format": "pt"}}, 0
+        kinds = {name: "FloatStorage" if kind in HALVES else kind for name, (_, ((kind, _),)) in found.items()}
+        order = sorted(found, key=lambda name: -ELEMENT_SIZE[kinds[name]])  # so that all are aligned
+        for name in order:
+            begin, end = end, end + math.prod(found[name][0]) * ELEMENT_SIZE[kinds[name]]
+            places[name] = {"dtype": FORMATS[kinds[name]], "shape": found[name][0], "data_offsets": (begin, end)}
+        header = json.dumps(places, ensure_ascii=False).encode()
+        header += b" " * (-len(header) % 8)
+        stack.enter_context(unfinished(folder, output))
+        with open(folder / output.name, "xb", buffering=0) as file, bar(end, progress) as shown:
+            write_all(file, struct.pack("<Q", len(header)) + header)
+            for kind, pieces in (found[name][1][0] for name in order):
+                copy(pieces, file, functools.partial(widened, kind) if kind in HALVES else memoryview)
+                shown and shown.update(file.tell() - shown.n)
+        for _, record in records_of(found):
+            check_record(record)
+        sync(folder)
+        (folder / output.name).rename(output)
+        sync(output.parent)
+    return {"parameters": len(found), "bytes": end, "files": 1, "seconds": time.perf_counter() - began}
 
 
 # -----------------------------------------------------------------------------
@@ -1879,8 +1948,10 @@ def meet(rank, ranks, output):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arg = parser.add_argument
-    arg("--input_folder", required=True, help="ZeRO checkpoint, the folder with the *_states.pt files")
-    arg("--output_folder", required=True, help="universal checkpoint to write")
+    arg("--input_folder", required=True, help="ZeRO checkpoint, the folder with the *_states.pt files; or the one "
+        "above it, where `latest` says which, or there is no other")  # fmt: skip
+    arg("--output_folder", help="universal checkpoint to write; default: <the folder with the files>_universal")
+    arg("--safetensors", metavar="FILE", help="write this file, of fp32 weights alone; input may be universal, too")
     arg("--num_extract_workers", type=int, default=4, help="threads that open shards")
     arg("--num_merge_workers", type=int, default=2, help="threads that write parameters")
     arg("--any_step", dest="steps", action="store_false", help="the optimizer may be of another step than the model")
@@ -1914,11 +1985,15 @@ def main():
     code = 0
     try:
         rank, ranks = launched(args.distributed, args.local_rank)
-        share = meet(rank, ranks, Path(os.path.realpath(args.output_folder))) if ranks > 1 else alone
-        done = convert(
-            args.input_folder, args.output_folder, **options, progress=not rank, rank=rank, ranks=ranks, share=share
-        )  # fmt: skip
-        share(None)
+        output = args.safetensors or args.output_folder or default_output(find_tag(args.input_folder))
+        if args.safetensors:
+            if args.output_folder or args.check or ranks > 1:
+                raise CheckpointError("--safetensors goes without --output_folder, without --verify, on one process")
+            done = export(args.input_folder, output, args.num_extract_workers, strict=options["strict"], progress=True)
+        else:
+            share = meet(rank, ranks, Path(os.path.realpath(output))) if ranks > 1 else alone
+            done = convert(args.input_folder, output, **options, progress=not rank, rank=rank, ranks=ranks, share=share)
+            share(None)
     except CheckpointError as error:
         code = 2
         say("error", error)
@@ -1936,8 +2011,8 @@ def main():
         return
     rate, memory = done["bytes"] / done["seconds"] / 1e9, peak_memory()
     print(
-        f"{args.output_folder}: {done['parameters']} parameters, {done['bytes']:,} bytes, {done['files']} files "
-        f"in {done['seconds']:.2f} s, {rate:.2f} GB/s, {memory:.0f} MB of memory"
+        f"{output}: {done['parameters']} parameters, {done['bytes']:,} bytes, {done['files']} "
+        f"file{'s' * (done['files'] > 1)} in {done['seconds']:.2f} s, {rate:.2f} GB/s, {memory:.0f} MB of memory"
     )
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/convert.py --sizes 10M 124M --ranks 4 16 64 --stages 1 3 --folder /dev/shm
     python benchmarks/convert.py --names 64 250 512 1024
+    python benchmarks/convert.py --safetensors --sizes 124M --ranks 4 16
 
 The checkpoints are laid out here, in DeepSpeed 0.19.8's format, as bf16 training of a GPT-2 of that size on so many
 ranks writes them: random weights, all else as it would be. All three tools run as whole processes, in turn, and
@@ -9,9 +10,12 @@ the median of --repeat rounds counts. Ours waits until the disk has it, so that 
 
 --names: ours alone on ZeRO-3 checkpoints of so many ranks, with the 723 parameters of a 70B Llama, of 1,024 elements
 each: what a piece of a parameter, of which there are ranks x 723 x 3, costs beside its bytes.
+
+--safetensors: the weights alone, against DeepSpeed's zero_to_fp32.py; both files hold the same bits, or it says so.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -58,7 +62,7 @@ def llama_names():
     return [OrderedDict((name, torch.Size((1024,))) for name in names)]
 
 
-def lay_out(folder, groups, ranks, stage):
+def lay_out(folder, groups, ranks, stage, tied=True):
     """Write a ZeRO checkpoint of random weights. groups: [{name: shape}]."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -71,7 +75,8 @@ def lay_out(folder, groups, ranks, stage):
     param_groups = [hyper | {"weight_decay": 0.1}, hyper | {"weight_decay": 0.0, "params": [1]}]
     model = {
         "buffer_names": [], "optimizer": None, "param_shapes": groups, "frozen_param_shapes": None,
-        "shared_params": {"lm_head.weight": "wte.weight"}, "frozen_param_fragments": None, "data_sampler": None,
+        "shared_params": {"lm_head.weight": "wte.weight"} if tied else {}, "data_sampler": None,
+        "frozen_param_fragments": None,
         "lr_scheduler": {"last_batch_iteration": 100}, "random_ltd": None, "skipped_steps": 0, "global_steps": 100,
         "global_samples": 100, "dp_world_size": ranks, "mp_world_size": 1, "ds_config": {}, "ds_version": "0.19.8",
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
@@ -131,6 +136,42 @@ def timed(command, folder):
     return json.loads(subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True).stdout)
 
 
+def compare_weights(args, work):
+    """Seconds and memory of writing the weights as safetensors, by us and by zero_to_fp32.py."""
+    from safetensors.torch import load_file  # nothing else here needs it
+
+    source, files = work / "source", {name: work / name / "model.safetensors" for name in ("ours", "DeepSpeed")}
+    ours = ["--input_folder", source, "--safetensors", files["ours"]]
+    theirs = [work, files["DeepSpeed"].parent, "--tag", source.name, "--safe_serialization", "--max_shard_size", "1TB"]
+    commands = {"ours": [sys.executable, ROOT / "ds_to_universal.py", *ours]}
+    commands["DeepSpeed"] = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", *theirs]
+    print(f"weights to safetensors, seconds of whole processes, medians of {args.repeat}, on {args.folder}")
+    columns = "{:>5}{:>6}{:>7}{:>7} |{:>8}{:>11}{:>16} |{:>9}{:>14}"
+    print(
+        columns.format("size", "ZeRO", "ranks", "GB", "ours", "DeepSpeed", "DeepSpeed/ours", "ours MB", "DeepSpeed MB")
+    )
+    try:
+        for size, stage, ranks in itertools.product(args.sizes, args.stages, args.ranks):
+            lay_out(source, gpt_groups(*GPT[size]), ranks, stage, tied=False)  # or zero_to_fp32.py writes none
+            os.sync()
+            results = {name: [] for name in commands}
+            for _ in range(args.repeat):
+                for name, command in commands.items():
+                    shutil.rmtree(files[name].parent, ignore_errors=True)
+                    results[name].append(timed(command, args.folder))
+            weights = {name: load_file(path) for name, path in files.items()}
+            for name in {**weights["ours"], **weights["DeepSpeed"]}:
+                if not torch.equal(weights["ours"][name], weights["DeepSpeed"][name]):
+                    sys.exit(f"{name} is not the same in both files")
+            total = files["ours"].stat().st_size / 1e9
+            seconds = [statistics.median(run[0] for run in results[name]) for name in commands]
+            memory = [f"{max(run[1] for run in results[name]):.0f}" for name in commands]
+            times = (*(f"{s:.2f}" for s in seconds), f"{seconds[1] / seconds[0]:.1f}")
+            print(columns.format(size, stage, ranks, f"{total:.2f}", *times, *memory), flush=True)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=GPT, default=["10M", "124M"])
@@ -141,6 +182,7 @@ def main():
     )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--names", nargs="+", type=int, metavar="RANKS", help="the cost of a piece, and nothing else")
+    parser.add_argument("--safetensors", action="store_true", help="the weights alone, and nothing else")
     args = parser.parse_args()
     work = args.folder / f"convert_benchmark_{os.getpid()}"
     source, output = work / "source", work / "output"
@@ -157,6 +199,9 @@ def main():
         ],
         "cp": ["cp", "-r", source, output],
     }
+    if args.safetensors:
+        compare_weights(args, work)
+        return
     if args.names:
         print(f"{'ranks':>6}{'pieces':>11}{'seconds':>9}{'CPU s':>8}{'us a piece':>12}{'MB':>6}")
         try:

@@ -1,8 +1,7 @@
 """Adds to a checkpoint of Megatron-DeepSpeed what its universal_checkpoint_info leaves out. Run it before converting.
 
     python examples/megatron_info.py checkpoints/global_step1000
-    python ds_to_universal.py --input_folder checkpoints/global_step1000 \
-        --output_folder checkpoints/global_step1000_universal --trust
+    python ds_to_universal.py --input_folder checkpoints/global_step1000
 
 Without it a change of the tensor-parallel degree goes wrong in silence:
 

@@ -112,6 +112,57 @@ def converted(source, **options):
 
 
 # -----------------------------------------------------------------------------
+# which folder
+
+
+def test_folder_above(checkpoint, monkeypatch):
+    """What Trainer, Lightning and accelerate write: `latest`, or the only tag in a folder, says what is meant. The
+    output stands beside it, also where the input is the folder that one is in."""
+    source = checkpoint(1)
+    above = source.parent / "checkpoint-500"
+    tag, universal = above / "global_step500", above / "global_step500_universal"
+    above.mkdir()
+    source.rename(tag)
+
+    def converts(*arguments):
+        convert(*arguments)
+        assert (universal / "zero" / "a" / "fp32.pt").is_file()
+        assert (above / "latest_universal").read_text() == universal.name
+        shutil.rmtree(universal)
+        (above / "latest_universal").unlink()
+
+    for folder in (above, f"{above}/", tag, f"{tag}/"):
+        converts(folder)
+    (tag / "latest").write_text("another")  # it is the checkpoint itself
+    converts(tag)
+    monkeypatch.chdir(tag)
+    for folder in (".", ".."):
+        converts(folder)
+    shutil.copytree(tag, above / "a later one")
+    with pytest.raises(CheckpointError) as error:
+        convert(above)
+    assert "several" in str(error.value) and "a later one, global_step500" in str(error.value)
+    (above / "latest").write_text("global_step500\n")
+    converts(above)
+    (above / "latest").write_text("gone")
+    with pytest.raises(CheckpointError, match="checkpoint-500/gone does not exist"):
+        convert(above)
+    with pytest.raises(CheckpointError, match="holds no .*: it is not a ZeRO checkpoint"):
+        convert(above.parent)
+    assert sorted(os.listdir(above)) == ["a later one", "global_step500", "latest"]
+
+
+def test_folder_above_at_the_command_line(checkpoint):
+    """One flag is enough; several tags are one line and exit code 2."""
+    source = checkpoint(1)
+    done = subprocess.run(command(source.parent), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith(f"{source}_universal: 3 parameters")
+    shutil.copytree(source, source.with_name("d"))
+    done = subprocess.run(command(source.parent), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.endswith(": c, d\n")
+
+
+# -----------------------------------------------------------------------------
 # no silent loss
 
 
@@ -396,9 +447,9 @@ def test_no_row_parallel_pattern(checkpoint):
 # one line, always
 
 
-def command(source, output, *flags):
-    words = [sys.executable, ROOT / "ds_to_universal.py", "--input_folder", source, "--output_folder", output, *flags]
-    return list(map(str, words))
+def command(source, output=None, *flags):
+    words = [sys.executable, ROOT / "ds_to_universal.py", "--input_folder", source, *flags]
+    return list(map(str, words)) + ([] if output is None else ["--output_folder", str(output)])
 
 
 def with_info(**info):

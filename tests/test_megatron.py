@@ -13,20 +13,28 @@ from conftest import ROOT
 
 import ds_to_universal as ds
 
-# its archive in tests/data, the name of its first layer, the files with the weights of each rank
-PIPELINE = ("megatron-tp2-pp2-dp2", "2.", "layer_02-model_{:02}-model_states.pt")
-WEIGHTS = "self_attention.query_key_value.weight"
-CHECKPOINTS = [PIPELINE]  # the one without a pipeline holds its weights in nested dicts, which do not convert yet
+# its archive in tests/data, the files with the weights of each rank, in which dicts, and the first layer's name there
+CHECKPOINTS = [
+    ("megatron-tp2-pp2-dp2", "layer_02-model_{:02}-model_states.pt", (), "2."),
+    ("megatron-tp2-dp2-no-pipeline", "mp_rank_{:02}_model_states.pt", ("language_model", "encoder"), "layers.0."),
+]
 
 
 @pytest.fixture(params=CHECKPOINTS, ids=lambda checkpoint: checkpoint[0])
 def checkpoint(request, tmp_path):
     """(folder, name of the first layer, [the layer's parameters on each rank])"""
-    name, layer, files = request.param
+    name, files, inside, layer = request.param
     with tarfile.open(ROOT / "tests" / "data" / f"{name}.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
-    folder = tmp_path / "global_step2"
-    return folder, layer, [torch.load(folder / files.format(rank), weights_only=False) for rank in range(2)]
+    folder, ranks = tmp_path / "global_step2", []
+    for rank in range(2):
+        held = ds.load(folder / files.format(rank))  # without Megatron, which torch.load() would import
+        for key in ("module", *inside) if inside else ():
+            held = held[key]
+        data = {key.removeprefix(layer): (t.size, bytearray(ds.joined(ds.cut(t)))) for key, t in held.items()}
+        ranks.append({key: torch.frombuffer(d, dtype=torch.bfloat16).view(size) for key, (size, d) in data.items()})
+    ds.opened.cache_clear()
+    return folder, ".".join((*inside, layer)), ranks
 
 
 def edit(folder, **changes):
@@ -50,7 +58,7 @@ def add(folder):
 
 
 def convert(folder, output):
-    ds.convert(folder, folder.parent / output, trust=True)
+    ds.convert(folder, folder.parent / output)  # Megatron's own classes are known
     return lambda name: torch.load(folder.parent / output / "zero" / name / "fp32.pt", weights_only=False)
 
 
