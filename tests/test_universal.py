@@ -219,3 +219,18 @@ def test_untried_version(copy):
         universal.TRIED = ("0.1",)
 
     assert "was tried with DeepSpeed 0.1, not with" in refused(folder, 2, 1, patch=patch)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("tag", [TAG, "universal"])
+def test_the_description_holds_no_data(saved, stage, tag):
+    """Rank 0 sends it to every rank, and a rank's share of the moments can be gigabytes."""
+
+    def tensors(value):
+        if isinstance(value, torch.Tensor):
+            return [value]
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        return [tensor for part in parts for tensor in tensors(part)]
+
+    checkpoint = universal.Checkpoint(saved / str(stage) / tag)
+    assert checkpoint.saved and all(tensor.numel() == 1 for tensor in tensors(vars(checkpoint)))
