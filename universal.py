@@ -80,7 +80,8 @@ class Checkpoint:
             group_of = {flat: i for i, group in enumerate(groups) for flat in group["params"]}
             self.group = {name: group_of.get(flat) for flat, names in enumerate(self.flats) for name in names}
             self.saved = {key: value for key, value in saved.items() if key not in SLICES} | {"param_groups": groups}
-            self.model = {key: value for key, value in model.items() if key not in ("module", "optimizer")}
+            data = ("module", "optimizer", "frozen_param_fragments")
+            self.model = {key: value for key, value in model.items() if key not in data}
             module, frozen = described["module"] or {}, described.get("frozen_param_shapes") or {}
             self.extra = {name: model["module"][name] for name in module if not isinstance(module[name], ds.Tensor)}
             trained = {*self.states, *(described.get("shared_params") or {}), *self.extra}
