@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: MIT
 """DeepSpeed ZeRO checkpoint -> universal checkpoint.
 
     python ds_to_universal.py --input_folder checkpoints/global_step100
@@ -66,6 +67,10 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
 from pathlib import Path
+
+__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
+if sys.version_info < (3, 10):  # noqa: UP036
+    sys.exit("ds_to_universal.py needs Python 3.10 or newer")
 
 
 class CheckpointError(Exception):
@@ -1948,6 +1953,7 @@ def meet(rank, ranks, output):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arg = parser.add_argument
+    arg("--version", action="version", version=__version__)
     arg("--input_folder", required=True, help="ZeRO checkpoint, the folder with the *_states.pt files; or the one "
         "above it, where `latest` says which, or there is no other")  # fmt: skip
     arg("--output_folder", help="universal checkpoint to write; default: <the folder with the files>_universal")

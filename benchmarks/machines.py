@@ -248,22 +248,45 @@ def draw(log, wanted, events, gaps, path):
     figure.savefig(path, dpi=200)
 
 
+def try_settings(train):
+    """Seconds from the death of a node to the start of new ranks, by what the agents wait for."""
+    global RENDEZVOUS
+    print("interval x attempts   last call   seconds")
+    for interval, attempts, last_call in ((5, 3, 30), (5, 3, 3), (1, 3, 30), (1, 3, 3), (1, 3, 1)):
+        RENDEZVOUS = f"keep_alive_interval={interval},keep_alive_max_attempt={attempts},last_call_timeout={last_call}"
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        job = Job(WARM, train, "settings")
+        try:
+            job.start("node 1", "node 2")
+            job.first(r"^step +3 \|", 0)
+            since = time.time()
+            job.kill("node 2")
+            job.first("parameters, fp32, 2 ranks", since)
+            began = min(when for when, _ in job.nodes["node 1"].workers() if when > since)
+        finally:
+            job.close()
+        print(f"{interval:>8} s x {attempts}{last_call:>16} s{began - since:>10.1f}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=1)
     parser.add_argument("--rounding", action="store_true", help="without --exact: the last digits may differ")
     parser.add_argument("--warm", action="store_true", help="start the workers by elastic.py instead of torchrun")
+    parser.add_argument("--settings", action="store_true", help="time torchrun's settings instead, by one event")
     parser.add_argument("--output", type=Path, help="the picture")
     args = parser.parse_args()
     exact = [] if args.rounding else ["--exact"]
     name, alone = (f"elastic_{kind}{'_rounding' * args.rounding}" for kind in (f"zero{args.zero_stage}", "one_rank"))
+    train = ["--elastic", *TRAIN, *exact, "--zero_stage", str(args.zero_stage), "--run_name"]
+    if args.settings:
+        return try_settings([*train, "settings"])
     if not Path("logs", f"{alone}.csv").exists():
         command = [*TORCHRUN, "--nproc-per-node", "1", str(ROOT / "train.py"), *TRAIN, *exact, "--run_name", alone]
         subprocess.run(command, env=os.environ | QUIET, check=True, capture_output=True, timeout=600)
     how = f"{'elastic.py' if args.warm else 'torchrun'}, {'without' if args.rounding else 'with'} --exact"
     print(f"ZeRO-{args.zero_stage}, {how}")
-    train = ["--elastic", *TRAIN, *exact, "--zero_stage", str(args.zero_stage), "--run_name", name]
-    job = Job(WARM if args.warm else TORCHRUN, train, name)
+    job = Job(WARM if args.warm else TORCHRUN, [*train, name], name)
     try:
         events = play(job)
     finally:
