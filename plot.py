@@ -18,6 +18,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS, STYLES = "osD^vPX*<>hdp8", ("-", (0, (5, 3)), (0, (1, 1.5)), "-.")
+
 
 def fail(message):
     print(f"plot.py: error: {message}", file=sys.stderr)
@@ -75,43 +78,59 @@ def differences(baseline, run, column):
     return {step: gap if gap == gap else float("inf") for step, gap in gaps.items()}
 
 
+def in_words(names, runs):
+    """What the legend says of each run, from where it starts and its layout; the name where that says too little."""
+    first, words = min(runs[0]["loss"]), []
+    interrupted = any(min(run["loss"]) > first for run in runs)
+    for name, run in zip(names, runs, strict=True):
+        if " " in name or not run.get("layout") or len(runs) > 8:
+            words.append(name.replace("_", " "))
+            continue
+        micro, steps, n = map(int, run["layout"].split(" x "))
+        ranks, batches = f"{n} rank{'s' * (n > 1)}", f"{steps} micro-batch{'es' * (steps > 1)} of {micro}"
+        here = f"{ranks}, uninterrupted" if interrupted else f"{ranks}, {batches}"
+        words.append(f"resumed on {ranks}" if min(run["loss"]) > first else here)
+    return [f"{w} ({name})" if words.count(w) > 1 else w for w, name in zip(words, names, strict=True)]
+
+
 def draw(names, runs, path):
     figure, (top, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[2, 1], layout="constrained")
-    baseline, title = runs[0], None
-    labels = [f"{names[0]} (baseline)", *names[1:]]
-    if all(run.get("layout") for run in runs) and len(runs) <= 8:
-        labels = [f"{label}: {run['layout']}" for label, run in zip(labels, runs, strict=True)]
-        title = "run: micro-batch x accumulation steps x ranks"
+    baseline, labels, largest, resumed = runs[0], in_words(names, runs), 0.0, set()
     top.plot(*zip(*baseline["loss"].items(), strict=True), color="0.8", linewidth=7, label=labels[0])
     if baseline["val_loss"]:
-        points = baseline["val_loss"].items()
-        top.plot(*zip(*points, strict=True), "o", color="0.6", markersize=9, label=f"{names[0]}, validation")
-    styles, resumed = ["-", (0, (5, 3)), (0, (1, 1.5)), "-."], set()
+        points = zip(*baseline["val_loss"].items(), strict=True)
+        top.plot(*points, "o", color="0.6", markersize=9, label="the same, validation")
     for i, (label, run) in enumerate(zip(labels[1:], runs[1:], strict=True)):
-        color, gaps = f"C{i}", differences(baseline, run, "loss")
-        top.plot(*zip(*run["loss"].items(), strict=True), color=color, lw=1.3, ls=styles[i % len(styles)], label=label)
+        # A marker and a color of its own; the colors are Okabe's and Ito's, which the colour-blind tell apart.
+        style = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)], "markerfacecolor": "none"}
+        line, gaps = {"lw": 1.3, "ls": STYLES[i % len(STYLES)], "ms": 6}, differences(baseline, run, "loss")
+        often = (2 * i % 10, max(1, len(run["loss"]) // 10))
+        top.plot(*zip(*run["loss"].items(), strict=True), **style, **line, markevery=often, label=label)
         if run["val_loss"]:
-            top.plot(*zip(*run["val_loss"].items(), strict=True), ".", color=color, markersize=5)
-        below.plot(*zip(*gaps.items(), strict=True), ".", color=color, markersize=4, clip_on=False)
+            top.plot(*zip(*run["val_loss"].items(), strict=True), ".", color=style["color"], markersize=5)
+        below.plot(*zip(*gaps.items(), strict=True), **style, ls="", markersize=4, clip_on=False)
         resumed |= {max((step for step in baseline["loss"] if step < min(run["loss"])), default=0)} - {0}
+        largest = max(largest, *gaps.values())
+    unit = {step: 2.0 ** (math.frexp(loss)[1] - 24) for step, loss in baseline["loss"].items() if math.isfinite(loss)}
+    below.plot(
+        *zip(*unit.items(), strict=True), color="0.5", lw=1, label="one unit in the last place of a float32 loss"
+    )
+    below.legend(frameon=False, fontsize=8, loc="upper left")
     for step in resumed:
         for axis in (top, below):
             axis.axvline(step + 0.5, color="0.4", linestyle="--", linewidth=1)
-        top.annotate(
-            f" resumed after\n step {step}", (step + 0.5, 1), xycoords=("data", "axes fraction"), va="top", size=9
-        )
-    top.set(ylabel="loss (nats per byte)")
-    top.legend(
-        title=title, frameon=False, **({"loc": "upper right", "ncols": 2, "fontsize": 8} if len(names) > 8 else {})
-    )
+    what = f"Resumed after step {', '.join(map(str, sorted(resumed)))}" if resumed else f"{len(runs)} runs"
+    gap = f"the loss differs by {largest:.1e} at most" if largest else "every bit of the loss equal"
+    top.set(title=f"{what}: {gap}", ylabel="loss (nats per byte)")
+    top.legend(frameon=False, **({"loc": "upper right", "ncols": 2, "fontsize": 8} if len(names) > 8 else {}))
     below.set_yscale("symlog", linthresh=1e-8)  # zero has a place of its own, at the bottom
-    largest = max([1e-6, *(g for run in runs[1:] for g in differences(baseline, run, "loss").values() if g < 1e9)])
-    below.set(ylim=(-2e-9, 10 * largest), xlabel="step", ylabel=f"|loss - {names[0]}|\n0: every bit equal")
+    height = 10 * max(1e-6, largest if largest < 1e9 else 1)
+    below.set(ylim=(-2e-9, height), xlabel="step", ylabel="|difference|\n0: every bit equal")
     for axis in (top, below):
         axis.grid(color="0.92")
         axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=200)
 
 
 def write_joined(names, runs, path):
@@ -141,11 +160,8 @@ def main():
 
     row = f"{{:<{max(20, *map(len, names))}}}" + "{:>20}{:>10}{:>14}{:>12}{:>15}{:>18}{:>9}"
     print(row.format("", "micro x accum x", "", "", "", "", "validation", ""))
-    print(
-        row.format(
-            "run", "ranks = batch", "steps", "first |diff|", "max |diff|", "bit-identical", "max |diff|", "steps/s"
-        )
-    )
+    columns = ("run", "ranks = batch", "steps", "first |diff|", "max |diff|", "bit-identical", "max |diff|", "steps/s")
+    print(row.format(*columns))
     above = []
     for name, run in zip(names, runs, strict=True):
         steps, gaps, validation = list(run["loss"]), *(differences(runs[0], run, c) for c in ("loss", "val_loss"))

@@ -91,6 +91,24 @@ def test_zero_is_drawn_at_zero():
     assert low < 0 < 0.001 < high and below.transData.transform((1, 0.0))[1] > below.bbox.y0
 
 
+def test_legend():
+    """In words: what a run did, and its name only where two did the same."""
+    import plot as script
+
+    def run(first, layout):
+        return {"loss": {first: 1.0}, "layout": layout}
+
+    runs = [run(1, "64 x 1 x 4"), run(101, "64 x 1 x 4"), run(101, "64 x 4 x 1")]
+    assert script.in_words(["a", "b", "c"], runs) == [
+        "4 ranks, uninterrupted",
+        "resumed on 4 ranks",
+        "resumed on 1 rank",
+    ]
+    runs = [run(1, "32 x 1 x 1"), run(1, "8 x 4 x 1"), run(1, "8 x 4 x 1"), run(1, "")]
+    words = ["1 rank, 1 micro-batch of 32", *(f"1 rank, 4 micro-batches of 8 ({name})" for name in "bc"), "DP 2, TP 1"]
+    assert script.in_words(["a", "b", "c", "DP 2, TP 1"], runs) == words
+
+
 @pytest.mark.parametrize(("tag", "unit"), [("lm-loss-training/lm loss", 1), ("Train/Samples/train_loss", 64)])
 def test_tensorboard_of_others(tmp_path, tag, unit):
     """Megatron-DeepSpeed counts steps, DeepSpeed's monitor sequences; both are read as steps."""

@@ -1,6 +1,8 @@
-"""The README: its commands parse, its files exist, and its lines for other people's scripts do what they say."""
+"""README.md and docs/*.md: their commands parse, their links lead somewhere, their tables are those of assets/, and the
+README's lines for other people's scripts do what they say."""
 
 import argparse
+import csv
 import re
 import runpy
 import shlex
@@ -10,35 +12,63 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, compare, run
+from deepspeed.launcher import runner
+from torch.distributed.run import get_args_parser
 
-README = (ROOT / "README.md").read_text()
-PROGRAMS = ("python ", "deepspeed ", "torchrun ", "make ", "srun ")
+import plot
 
-
-def commands():
-    """Every command of an indented block, its continued lines joined."""
-    joined = re.sub(r"\\\n\s*", "", README)
-    lines = [line.strip() for line in joined.splitlines() if line.startswith("    ")]
-    return [line for line in lines if line.startswith(PROGRAMS)]
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+PROGRAMS = ("python", "deepspeed", "torchrun", "make", "srun")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$|((?:^    [^\n]*\n)+)", re.M | re.S)
 
 
-def test_there_are_commands():
-    assert len(commands()) >= 20
+# -----------------------------------------------------------------------------
+# what stands on a page
+
+
+def blocks(text):
+    """The lines of every fenced block, but for those in Python, and of every indented one. A blank line ends the
+    latter: it divides a command from what it prints."""
+    for language, fenced, indented in BLOCK.findall(text):
+        if language != "python":
+            yield (fenced or re.sub("^    ", "", indented, flags=re.M)).splitlines()
+
+
+def commands(text):
+    """Every command of a block, its continued lines joined, and of a code span in the prose."""
+    lines = [line for block in blocks(text) for line in re.sub(r"\\\n\s*", "", "\n".join(block)).split("\n")]
+    lines += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
+    lines = [re.sub(r"^(\w+=\S+ )+", "", part).strip() for line in lines for part in line.split(" && ")]
+    return {line for line in lines if re.match(rf"({'|'.join(PROGRAMS)}) .*\.py|make [\w -]+$|pip install -r", line)}
+
+
+COMMANDS = sorted({(page, command) for page, text in PAGES.items() for command in commands(text)})
 
 
 class Parsed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("command", commands())
-def test_command(command, monkeypatch):
-    """The script exists and takes these flags; a make target exists."""
-    words = shlex.split(command)
+@pytest.mark.parametrize("page, command", COMMANDS)
+def test_command(page, command, monkeypatch):
+    """The script exists and takes these flags, the launcher takes its own; a make target exists."""
+    words = shlex.split(command, comments=True)
     if words[0] == "make":
         assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in words[1:])
         return
+    if words[0] == "pip":
+        assert (ROOT / words[-1]).is_file()
+        return
     number, script = next((i, word) for i, word in enumerate(words) if word.endswith(".py"))
     assert (ROOT / script).is_file()
+    if words[0] == "torchrun":
+        get_args_parser().parse_args(words[1:])
+    if words[0] == "deepspeed":
+        runner.parse_args(words[1:])
+    if script.startswith("examples/"):  # they may import what is not installed
+        source = (ROOT / script).read_text()
+        assert all(f'"{word}"' in source for word in words[number + 1 :] if word.startswith("--"))
+        return
     parse = argparse.ArgumentParser.parse_args
 
     def parsed(self, *arguments):
@@ -53,19 +83,137 @@ def test_command(command, monkeypatch):
         runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def test_a_wrong_flag_is_seen(monkeypatch):
-    with pytest.raises(SystemExit):
-        test_command("deepspeed --num_gpus 2 train.py --no_such_flag", monkeypatch)
+def test_there_are_commands():
+    assert len(COMMANDS) >= 45 and {page for page, _ in COMMANDS} == set(PAGES)
 
 
-def test_links():
-    targets = [target for target in re.findall(r"\]\(([^)#]+)\)", README) if not target.startswith("http")]
-    assert targets and all((ROOT / target).exists() for target in targets)
+WRONG = ["deepspeed --num_gpus 2 train.py --no_such_flag", "deepspeed --no_such_flag train.py"]
+WRONG += ["torchrun --no_such_flag train.py", "make no_such_target", "python no_such_script.py"]
+WRONG += ["torchrun examples/hf_trainer.py --no_such_flag", "pip install -r no_such_file.txt"]
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_a_wrong_command_is_seen(command, monkeypatch):
+    """In a block, behind a variable, and in the prose."""
+    for text in (f"    {command}\n", f"```bash\n{command}\n```\n", f"then `VARIABLE=1 {command}` does it"):
+        assert commands(text) == {command}
+    with pytest.raises((SystemExit, AssertionError)):
+        test_command("README.md", command, monkeypatch)
+
+
+def broken_links(page, text):
+    """Those that lead to no file, or to no heading of it."""
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M) if anchor and path.is_file() else []
+        if (
+            not path.exists()
+            or anchor
+            and anchor not in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
+        ):
+            yield f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links(page):
+    assert not list(broken_links(page, PAGES[page]))
+
+
+def test_a_broken_link_is_seen():
+    text = "[a](no_such_page.md) [b](#no-such-heading) [c](clients.md#nowhere) [d](clients.md#measured) [e](#limits)"
+    assert list(broken_links("docs/layouts.md", text)) == ["no_such_page.md#", "#no-such-heading", "clients.md#nowhere"]
+
+
+def test_front_door():
+    """The README stays short, its first screen has the picture and the commands, and it leads to every page."""
+    lines = PAGES["README.md"].splitlines()
+    first = "\n".join(lines[:35])
+    assert len(lines) <= 260 and "(assets/elastic.png)" in first and "universal.install()" in first
+    assert len([c for c in commands(first) if c.endswith(".py") or ".py " in c or c.startswith("pip")]) >= 5
+    assert all(f"({page})" in PAGES["README.md"] for page in PAGES if page != "README.md")
+
+
+# -----------------------------------------------------------------------------
+# the tables and numbers
+
+
+def differences(shown, tables):
+    """{table: lines that are wrong, or are missing} for {name: text} of tables and the blocks of all pages. A block
+    shows the table with which it has a line in common that no other table has; where it has "..." it may be a part."""
+    tables = {
+        name: [line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith("wrote ")]
+        for name, text in tables.items()
+    }
+    found = {}
+    for name, table in tables.items():
+        others = {line for other in tables if other != name for line in tables[other]}
+        blocks = [block for block in shown if {line.rstrip() for line in block} & (set(table) - others)]
+        lines = [line.rstrip() for block in blocks for line in block if line.strip()]
+        found[name] = [line for line in lines if line not in table and line.strip() != "..."]
+        if "..." not in map(str.strip, lines):
+            found[name] += [line for line in table if line not in lines]
+    return found
+
+
+def test_tables():
+    """What commands have written into assets/*.txt is what the pages show."""
+    tables = {path.name: path.read_text() for path in ROOT.glob("assets/*.txt")}
+    found = differences([block for text in PAGES.values() for block in blocks(text)], tables)
+    assert len(found) >= 4 and not any(found.values()), found
+
+
+def test_a_wrong_table_is_seen():
+    tables = {"x": "run loss\n\na 1\nb 2\nc 3\nwrote out/x.png\n", "y": "run loss\nd 4\n"}
+    y = ["run loss", "d 4"]
+    for right in (
+        [["run loss", "a 1", "b 2", "c 3"], y],
+        [["run loss", "a 1"], ["b 2", "c 3"], y],
+        [["a 1", "..."], y],
+    ):
+        assert differences(right, tables) == {"x": [], "y": []}
+    assert differences([["run loss", "a 1", "b 3", "c 3"], y], tables) == {"x": ["b 3", "b 2"], "y": []}
+    assert differences([["a 1", "b 2", "..."], ["run loss", "d 5"]], tables) == {"x": [], "y": ["run loss", "d 4"]}
+
+
+ROW = re.compile(r"^(\w+) .* = \d+ +\d+-\d+ +(\S+) +(\S+) +(\d+ of \d+)( +\d\S*e\S*)? +\S+$")
+
+
+def plotted():
+    """{run: what plot.py says of it} of the CSVs beside the pictures."""
+    found = {}
+    for path in sorted(ROOT.glob("assets/*.csv")):
+        rows = list(csv.DictReader(path.open(newline="")))
+        columns = [c for c in rows[0] if c.endswith(" loss")]
+        for name in (c.removesuffix(" loss") for c in columns):
+            run, baseline = (
+                {c: {int(r["step"]): float(r[f"{n} {c}"]) for r in rows if r[f"{n} {c}"]} for c in ("loss", "val_loss")}
+                for n in (name, columns[0].removesuffix(" loss"))
+            )
+            gaps, val = (list(plot.differences(baseline, run, c).values()) for c in ("loss", "val_loss"))
+            same = f"{gaps.count(0)} of {len(gaps)}"
+            found[name] = f"{gaps[0]:.1e}", f"{max(gaps):.1e}", same, f"{max(val):.1e}" if val else ""
+    return found
+
+
+def test_rows_of_plot():
+    """The numbers of plot.py's tables are those of the CSV beside the picture; the first page's is one of them."""
+    found, seen = plotted(), set()
+    for page, text in PAGES.items():
+        for row in (ROW.match(line) for block in blocks(text) for line in block):
+            if row and row[1] in found:
+                assert (row[2], row[3], row[4], (row[5] or "").strip()) == found[row[1]], (page, row[1])
+                seen.add(row[1])
+    assert seen >= {"resume_uc", "resume_uc_4gpu", "grad_accu_2_ds_ws2", "exact_zero3_4_to_2_to_8_to_1"}
+    assert f"**{found['resume_uc'][1]}**" in "".join(PAGES["README.md"].splitlines(True)[:35])
+
+
+# -----------------------------------------------------------------------------
+# the README's script
 
 
 def own_script():
     """The Python block of the section for other people's scripts."""
-    section = README.split("## In your own script")[1].split("\n## ")[0]
+    section = PAGES["README.md"].split("\n## In your own script")[1].split("\n## ")[0]
     return re.search(r"```python\n(.*?)```", section, re.S)[1]
 
 
