@@ -302,3 +302,54 @@ def test_half_a_row_is_not_kept(tmp_path, monkeypatch):
         file.write("1")
     data.Log("torn", "8 x 1 x 1", done=12).file.close()
     assert steps(tmp_path, "torn") == list(range(1, 13))
+
+
+INITIALIZE = """
+import os, signal, sys
+import deepspeed, torch
+
+torch.set_num_threads(1)
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.init_distributed()
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+config = {
+    "train_batch_size": batch, "train_micro_batch_size_per_gpu": micro_batch, "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-2}},
+}
+engine, *_ = deepspeed.initialize(model=model, config=config)
+
+
+def train_step(engine, dataset, step):
+    accumulation, rank = engine.gradient_accumulation_steps(), engine.global_rank
+    for m in range(rank * accumulation, (rank + 1) * accumulation):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(100 * step + m))
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    if rank == 0:
+        print("weights", step, float(engine.module.weight.detach().sum()), flush=True)
+    if step == 5 and rank == 1 and os.environ.get("TOLD"):
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_lines_for_other_scripts(tmp_path, monkeypatch):
+    """Those of docs/elastic.md: 4 ranks of which 3 divide the batch, told to stop after step 5, then 2 ranks."""
+    page = (ROOT / "docs" / "elastic.md").read_text().split("## Your script")[1]
+    lines = re.search(r"```python\n(.*?)```", page, re.S)[1]
+    assert lines.count("...  # deepspeed.initialize()") == 1
+    head = "batch, micro_batch, steps, every, folder, dataset = 12, 2, 8, 3, 'c', None\n"
+    (tmp_path / "own.py").write_text(head + lines.replace("...  # deepspeed.initialize()", INITIALIZE))
+
+    def weights(result):
+        return {int(step): float(w) for step, w in re.findall(r"^weights (\d+) (\S+)$", result.out, re.M)}
+
+    wanted = weights(launch(tmp_path, 1, tmp_path / "own.py"))
+    shutil.rmtree(tmp_path / "c")
+    monkeypatch.setenv("TOLD", "1")
+    first = launch(tmp_path, 4, tmp_path / "own.py")
+    monkeypatch.delenv("TOLD")
+    second = launch(tmp_path, 2, tmp_path / "own.py")
+    assert (first.code, second.code) == (143, 0), first.errors + second.errors
+    assert list(wanted) == [*weights(first), *weights(second)] == list(range(1, 9))
+    assert all(abs(wanted[step] - w) < 1e-5 for step, w in (weights(first) | weights(second)).items())
