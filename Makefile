@@ -2,8 +2,9 @@
 # make elastic machines that die and come back while a job trains
 # make exact   the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of universal checkpoints
 # make 3d      change the tensor, pipeline and sequence layout
+# make resume  what it costs to resume a model of 86 million parameters, in three ways
 # make clients the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
-# make assets  demo, elastic, exact and 3d again, into assets/, where the pictures and tables of the README are
+# make assets  demo, elastic, exact, 3d and resume again, into assets/, where the pictures and tables of the README are
 # make test    the tests, in an environment of their own making; make test-all: every change of ranks and stage, too
 # make lint    ruff
 # make clean   all that the above made
@@ -25,7 +26,7 @@ define run
 @mkdir -p logs; $(1) > logs/$(2).txt 2>&1 || { tail -n 20 logs/$(2).txt; exit 1; }
 endef
 
-.PHONY: demo elastic exact 3d clients assets test test-all lint clean
+.PHONY: demo elastic exact 3d resume clients assets test test-all lint clean
 .DELETE_ON_ERROR:
 
 demo: $(OUT)/resume_no_uc.txt $(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/resume_uc.png $(OUT)/traps.txt
@@ -57,7 +58,7 @@ clean:
 	rm -rf .venv logs out runs ckpt_exact ckpt_3d ckpt_elastic $(CKPT)
 
 assets: .venv/installed
-	$(MAKE) OUT=assets demo elastic exact 3d
+	$(MAKE) OUT=assets demo elastic exact 3d resume
 
 # Test 1: an ordinary ZeRO checkpoint resumes on the same number of ranks, and on no other
 logs/default.csv: .venv/installed train.py $(SHARED)
@@ -132,6 +133,7 @@ $(OUT)/elastic.txt: .venv/installed benchmarks/machines.py train.py exact.py $(S
 	$(PY) benchmarks/machines.py --zero_stage 3 >> $@
 	$(PY) benchmarks/machines.py --rounding >> $@
 	$(PY) benchmarks/machines.py --warm >> $@
+	$(PY) benchmarks/machines.py --settings >> $@
 	@cat $@
 
 # --exact: every bit alike
@@ -170,6 +172,14 @@ $(OUT)/3d.txt: .venv/installed-dev benchmarks/layouts.py train.py train_3d.py pa
 	@mkdir -p $(OUT)
 	$(PY) benchmarks/layouts.py --output $(OUT)/3d.png > $@
 	cat $@
+
+# What a resume costs, of a model of 86 million parameters
+resume: $(OUT)/resume.txt
+
+$(OUT)/resume.txt: .venv/installed benchmarks/resume.py model.py universal.py ds_to_universal.py
+	@mkdir -p $(OUT)
+	$(PY) benchmarks/resume.py > $@
+	@cat $@
 
 # Training loops that are not ours
 clients: .venv/installed-clients

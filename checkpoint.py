@@ -38,22 +38,21 @@ def save(engine, folder, client_state):
 
 
 def remove_old(folder, keep):
-    """All but the `keep` newest checkpoints, with what was converted from them, and what killed jobs left half written.
-    Called when a newer one is complete."""
+    """All but the `keep` newest checkpoints, with what was converted from them, and what killed jobs left half written
+    or half replaced. Called when a newer one is complete."""
     if keep is None or dist.get_rank() != 0:
         return
     folder = Path(folder)
-    for path in folder.glob("*.unfinished"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
     named = {path.read_text().strip() for path in (folder / "latest", folder / "latest_universal") if path.is_file()}
     tags = sorted({file.parent for file in folder.glob("global_step*/*model_states.pt")}, key=saved_at, reverse=True)
-    ordinary = [tag for tag in tags if not (tag / "zero").is_dir()]
+    ordinary = [tag for tag in tags if not (tag / "zero").is_dir() and not tag.suffix]
     kept = {tag.name for tag in ordinary[:keep]} | named
     for tag in tags:
-        if tag.name not in kept and tag.name.removesuffix("_universal") not in kept:
-            removed = tag.with_name(f"{tag.name}.unfinished")  # which nobody takes for whole, however far this gets
-            tag.rename(removed)
-            shutil.rmtree(removed)
+        if not tag.suffix and tag.name not in kept and tag.name.removesuffix("_universal") not in kept:
+            tag.rename(f"{tag}.unfinished")  # which nobody takes for whole, however far the rest gets
+    for pattern in ("global_step*.unfinished", "global_step*.replaced"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path)
 
 
 def saved_at(folder):

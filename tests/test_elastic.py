@@ -147,6 +147,7 @@ def test_keep(tmp_path, monkeypatch):
         (tmp_path / name / "mp_rank_00_model_states.pt").touch()
         os.utime(tmp_path / name / "mp_rank_00_model_states.pt", (age, age))
     (tmp_path / "global_step99.unfinished").mkdir()
+    (tmp_path / "global_step40.replaced").mkdir()
     (tmp_path / "latest").write_text("global_step80")
     there = {path.name for path in tmp_path.iterdir()}
     checkpoint.remove_old(tmp_path, None)
