@@ -316,9 +316,9 @@ def load_checkpoint(
     with conversation() as share:
         if not engine.zero_optimization():  # without ZeRO every rank has everything, and so has the checkpoint
             result = deepspeed_load(engine, load_dir, tag, **own, custom_load_fn=custom_load_fn)
-            if result[0] is None:
+            if result[0] is None and not (missing_ok and not tag and not tags(Path(load_dir))):
                 raise CheckpointError(f"{load_dir} holds no checkpoint {tag or ''}")
-            return result
+            return result[0] and str(Path(result[0]).parent), result[1] or {}
         decision, checkpoint = None, None
         with ds.together(share):
             if dist.get_rank() == 0 and (tag or not missing_ok or tags(Path(load_dir))):
