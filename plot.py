@@ -34,14 +34,14 @@ def read_log(path):
     try:
         with open(path, newline="") as file:
             rows = list(csv.DictReader(file))
-        run = {c: {int(r["step"]): float(r[c]) for r in rows if r[c]} for c in ("loss", "val_loss")}
+        run = {c: {int(r["step"]): float(r[c]) for r in rows if r.get(c)} for c in ("loss", "val_loss")}
         run["seconds"] = [float(r["seconds"]) for r in rows if r.get("seconds")]
     except FileNotFoundError:
         fail(f"{path} does not exist")
     except (OSError, KeyError, TypeError, ValueError) as error:
         fail(f"{path} is not a log of these scripts: {error!r}")
     if not run["loss"]:
-        fail(f"{path} has no steps")
+        fail(f"{path} has no steps with a loss")
     run["layout"] = rows[-1].get("layout") or ""
     return run
 

@@ -147,7 +147,7 @@ EVENTS = [
     (105, "node 2 is back", lambda job: job.start("node 2")),
     (150, "a rank hangs", lambda job: job.hang("node 2")),
     (155, "node 3 joins", lambda job: job.start("node 3")),
-    (182, "all nodes die", lambda job: job.kill_the_first()),
+    (182, "the first node dies", lambda job: job.kill_the_first()),
 ]
 
 
@@ -156,7 +156,7 @@ def play(job):
     shutil.rmtree(FOLDER, ignore_errors=True)
     job.log.unlink(missing_ok=True)
     rows, ranks = [], 0
-    print("step  event                   ranks        goes on     again   seconds = torchrun  Python  load  step")
+    print("step  event                   ranks        goes on     again   seconds = torchrun  Python  load  first step")
     for at, name, event in [(0, "start", lambda job: job.start("node 1", "node 2")), *EVENTS]:
         while job.step() < at:
             assert any(node.agent.poll() is None for node in job.nodes.values()), "the job ended by itself"
