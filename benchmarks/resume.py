@@ -7,8 +7,9 @@
     DeepSpeed   DeepSpeed's converter and its universal loader
 
 Seconds: of the conversion, a process of its own, and of loading, the slowest rank. Read and written: by the converter
-and all ranks together while they load, as the kernel counts it, with what the ranks send to each other. Memory: the largest of a rank while it loads, over what
-it had, and the converter's. Difference: the largest of the training loss over the steps after the resume.
+and all ranks together while they load, as the kernel counts it, with what the ranks send to each other. Memory: the
+largest of a rank while it loads, over what it had, and the converter's. Difference: the largest of the training loss
+over the steps after the resume.
 """
 
 import argparse
