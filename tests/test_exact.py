@@ -25,7 +25,7 @@ def one_rank(work):
     run(work, 1, "train.py", *COMMON, "--exact", "--run_name", "exact_1", "--checkpoint_dir", "exact_1")
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
 def test_chain(work, one_rank, stage):
     """From 4 ranks to 2 to 8 to 1, every 4 steps, with clipping and dropout, in partitions of odd sizes."""
     name, folder = f"exact_chain{stage}", work / f"exact_chain{stage}"
@@ -39,7 +39,7 @@ def test_chain(work, one_rank, stage):
     assert differences(work, "exact_1", name) == {0.0}
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(2, 2), (8, 3)])
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 2), (4, 1), pytest.param(8, 3, marks=pytest.mark.slow)])
 def test_from_scratch(work, one_rank, ranks, stage):
     name = f"exact_{ranks}_{stage}"
     run(
