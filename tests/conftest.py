@@ -100,7 +100,7 @@ def assert_equal_to_deepspeed(source, folder):
     ds_to_universal.convert(source, ours, check=True)
     models = [load(path) for path in sorted(ours.glob("mp_rank_*_model_states.pt"))]
     tied = {name for model in models for name in model["shared_params"]}
-    kept = {name: tensor for model in models for name, tensor in model["module"].items()}
+    kept = {name: tensor for model in models for name, tensor in (model["module"] or {}).items()}
     names = {name for model in models for group in model["param_shapes"] for name in group}
     assert {str(path.parent.relative_to(ours / "zero")) for path in (ours / "zero").rglob("fp32.pt")} == names
     assert not names & {*tied, *kept}

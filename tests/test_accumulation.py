@@ -28,18 +28,18 @@ LAYOUTS = {  # run: (script, ranks, micro-batch, accumulation steps)
 
 @pytest.mark.parametrize("edits", [{}, traps.TOKENS], ids=["equal", "ragged"])
 def test_five_layouts_one_curve(tmp_path, edits):
-    """PyTorch and DeepSpeed, one batch of 32 or 4 micro-batches or 2 on 2 ranks: 1e-5 over 30 steps. The same for
+    """PyTorch and DeepSpeed, one batch of 32 or 4 micro-batches or 2 on 2 ranks: 1e-5 over 20 steps. The same for
     sequences of unequal length, each micro-batch weighted by its tokens."""
     for name, (script, ranks, micro, accumulation) in LAYOUTS.items():
         (tmp_path / script).write_text(traps.edited(script, edits.get(script, [])))
-        arguments = ("--steps", 30, "--run_name", name, "--train_micro_batch_size_per_gpu", micro)
+        arguments = ("--steps", 20, "--run_name", name, "--train_micro_batch_size_per_gpu", micro)
         out = run(tmp_path, ranks, tmp_path / script, *arguments, "--train_batch_size", 32)
         assert f"32 = {micro} per GPU x {accumulation} accumulation steps x {ranks} GPUs" in out
         for column in ("loss", "grad_norm"):
             gaps = compare(tmp_path, "no_grad_accu_pt", name, column)
-            assert len(gaps) == 30 and max(gaps.values()) <= 1e-5, (name, column, max(gaps.values()))
+            assert len(gaps) == 20 and max(gaps.values()) <= 1e-5, (name, column, max(gaps.values()))
     losses = list(read_log(tmp_path, "no_grad_accu_pt")["loss"].values())
-    assert losses[0] > 5.5 and losses[-1] < 4.0  # it learns, so the curves had something to disagree about
+    assert losses[0] > 5.5 and losses[-1] < 4.5  # it learns, so the curves had something to disagree about
 
 
 def record_rows():

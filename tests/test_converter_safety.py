@@ -346,7 +346,7 @@ def test_names_of_files(tmp_path, saved):
 @stage1
 def test_odd_pickles(tmp_path, saved):
     """A class with a line break in its name is refused in one line, and so is a number of ranks that is a word; a list
-    that holds itself does not end badly."""
+    that holds itself is carried over as one."""
     source = source_like(tmp_path / "s", saved.early, {MODEL: None})
     with zipfile.ZipFile(source / MODEL, "w") as archive:
         archive.writestr(f"{Path(MODEL).stem}/data.pkl", b"\x80\x04\x8c\x03a\nb\x8c\x01c\x93.")
@@ -358,8 +358,9 @@ def test_odd_pickles(tmp_path, saved):
     )
     with pytest.raises(CheckpointError, match="_optim_states.pt"):
         convert(words, tmp_path / "u")
-    with pytest.raises(CheckpointError, match="ENDLESS"):
-        convert(edited(tmp_path / "t", saved.early, MODEL, lambda model: model.update(note=endless())), tmp_path / "u")
+    convert(edited(tmp_path / "t", saved.early, MODEL, lambda model: model.update(note=endless())), tmp_path / "u")
+    note = load(tmp_path / "u" / MODEL)["note"]
+    assert note[0] is note
 
 
 def endless():
@@ -779,18 +780,13 @@ def test_second_starts_while_first_ends(tmp_path, monkeypatch, saved, older):
 
 @stage1
 def test_output_behind_a_link(tmp_path, saved):
-    """LINK"""
+    """An output that is a link to a folder elsewhere: that folder is replaced, the link stays, and nothing is left
+    beside either."""
     elsewhere, output = tmp_path / "disk" / "u", tmp_path / "out" / "u"
     convert(saved.early, elsewhere)
     output.parent.mkdir()
     output.symlink_to(elsewhere)
-    for _ in range(2):
-        convert(saved.late, output)
-        print(
-            [p for p in tmp_path.rglob("*") if "zero" not in str(p)],
-            output.is_symlink(),
-            content(output) == saved.new,
-            content(elsewhere) == saved.new,
-            content(elsewhere) == saved.old,
-        )
-    assert 0
+    for source, wanted in ((saved.late, saved.new), (saved.early, saved.old)):
+        convert(source, output)
+        settled(elsewhere, wanted)
+        assert output.is_symlink() and os.listdir(output.parent) == ["u"]
