@@ -5,6 +5,7 @@ import functools
 import os
 import shutil
 import sys
+import tempfile
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,14 @@ def fp16_is(supported):
 @pytest.fixture(scope="session")
 def work(tmp_path_factory):
     return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture
+def in_memory(tmp_path):
+    """A folder in memory where there is one: every conversion waits until the disk has its result."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
 
 
 def convert_with_deepspeed(folder, output):

@@ -51,6 +51,11 @@ def converted(source, **options):
     return load(source.parent / "u" / MODEL)
 
 
+@pytest.fixture
+def tmp_path(in_memory):
+    return in_memory
+
+
 # -----------------------------------------------------------------------------
 # which folder
 

@@ -20,6 +20,11 @@ from ds_to_universal import Ranges, Strided, convert
 RANKS, SHAPES = 48, [OrderedDict((f"layer{i}.weight", torch.Size((7, 11 + i))) for i in range(40))]
 
 
+@pytest.fixture
+def tmp_path(in_memory):
+    return in_memory
+
+
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
     folder = tmp_path_factory.mktemp("many") / "c"

@@ -12,6 +12,11 @@ from benchmarks.convert import lay_out
 from ds_to_universal import convert
 
 
+@pytest.fixture
+def tmp_path(in_memory):
+    return in_memory
+
+
 def test_processes_share_the_reading(tmp_path):
     """Each of four reads a quarter of the shards, and what it needs of the first; the result is that of one."""
     lay_out(tmp_path / "c", SHAPES, 16, 3)

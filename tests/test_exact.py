@@ -100,7 +100,10 @@ def sums(monkeypatch, micro_batches, ranks, orders=10):
         yield reduced
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 6, 8, 10, 12, 20, 40, 60])
+SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 6, 10, 20, 40, 60)]
+
+
+@pytest.mark.parametrize("micro_batches", [3, 8, 12, *SLOW])
 def test_any_order_of_additions(monkeypatch, micro_batches):
     results = []
     for ranks in (n for n in range(1, micro_batches + 1) if micro_batches % n == 0):

@@ -252,10 +252,10 @@ OPTIONS = {
     "parameters offloaded": ((3,), {"zero": {d: {"device": "cpu"} for d in ("offload_optimizer", "offload_param")}}),
     "round robin": ((1, 2), {"zero": {"round_robin_gradients": True}}),
     "empty groups": ((2, 3), {"empty": 2}),
-    "Muon": ((3,), {"zero": {"reduce_scatter": False}, "optimizer": "Muon", "groups": 1}),
 }
 SLOW = {
-    "DeepSpeed's Adam": ((1, 3), {"optimizer": "CPUAdam"}),  # which compiles it for a minute
+    "DeepSpeed's Adam": ((1, 3), {"optimizer": "CPUAdam"}),  # DeepSpeed compiles it for a minute, and one for Muon, too
+    "Muon": ((3,), {"zero": {"reduce_scatter": False}, "optimizer": "Muon", "groups": 1}),
     "offload": ((2,), OPTIONS["offload"][1]),
     "empty groups": ((1,), OPTIONS["empty groups"][1]),
 }
@@ -313,6 +313,7 @@ def test_without_the_weights_of_the_model_renewed(trained):
     assert difference > 1e-4
 
 
+@pytest.mark.slow
 def test_muon_before_zero_3_is_refused(tmp_path):
     """ZeRO-1 and 2 keep the whole momentum of each matrix that a rank has a part of."""
     job = {"name": "o", "stage": 1, "optimizer": "Muon", "zero": {"reduce_scatter": False}}
