@@ -1,7 +1,7 @@
 """The scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning: trained on 4 ranks, gone on with
 after a checkpoint by nothing but another number of ranks. Every cure is taken away once, which must be seen.
 
-`make clients` runs all of it, and writes the table of docs/clients.md; `make test-all` what needs no package of its own.
+`make clients` runs all of it, and writes the table of docs/clients.md; `make test-all` what needs none of its packages.
 """
 
 import functools
