@@ -14,12 +14,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from conftest import compare, run  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 import ds_to_universal  # noqa: E402
 import plot  # noqa: E402
+from benchmarks.ranks import compare, run  # noqa: E402
 
 COMMON = (
     "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 120 --checkpoint_interval 20 --lr 1e-3".split()

@@ -1,14 +1,12 @@
-"""Runs the scripts as their readers do, rank by rank, but forks the ranks from this process: it has imported DeepSpeed
-already, and a launch costs one second instead of twenty. tests/test_launch.py starts the real launchers."""
+"""What several test modules share: fixtures, patches and the checkpoints they start from. The scripts run on ranks that
+benchmarks/ranks.py forks from this process; tests/test_launch.py starts the real launchers."""
 
-import csv
+import functools
 import os
-import runpy
-import signal
-import socket
+import shutil
 import sys
-import time
-import traceback
+import tempfile
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,86 +14,13 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import deepspeed  # noqa: F401
 import pytest
 import torch
-import torch._dynamo
-import torch._inductor.compile_fx  # noqa: F401
 from deepspeed.checkpoint import ds_to_universal as deepspeed_converter
 
-torch.set_num_threads(1)  # a pool of threads does not survive a fork
-
-with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    PORT = probe.getsockname()[1]
-
-
-def rank_main(rank, ranks, script, arguments, patch):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
-    for fd, stream in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f".{stream}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    sys.argv = [script, *map(str, arguments)]
-    code = 0
-    try:
-        if patch:
-            patch()
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    except SystemExit as stop:
-        code = stop.code or 0
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def launch(folder, ranks, script, *arguments, patch=None, limit=300, started=None):
-    """Run `script` on `ranks` ranks in `folder`; like the launchers, end all ranks when one fails.
-
-    patch() runs in every rank before the script. Returns code, out and err of the first rank that ended badly, or of
-    rank 0, and err of all ranks as `errors`. started: only so many of the ranks, from rank 0 on; what meets the others
-    then waits for them until the time limit.
-    """
-    children = {}
-    started = started or ranks
-    for rank in range(started):
-        for stream in ("out", "err"):  # a rank may be ended before it opens them
-            Path(folder, f".{stream}.{rank}").write_text("")
-        pid = os.fork()
-        if pid == 0:
-            os.chdir(folder)
-            rank_main(rank, ranks, script, arguments, patch)
-        children[pid] = rank
-    codes, deadline = {}, time.monotonic() + limit
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG) if children else (0, 0)
-        if pid in children:
-            codes[children.pop(pid)] = os.waitstatus_to_exitcode(status)
-        failed = any(codes.values())
-        if failed or time.monotonic() > deadline:
-            for other in children:
-                os.kill(other, signal.SIGKILL)
-                os.waitpid(other, 0)
-            if not failed:
-                codes[next(iter(children.values()))] = "time limit"
-            children = {}
-        time.sleep(0.01)
-    told = next((rank for rank, code in codes.items() if code), 0)
-    text = {(s, r): Path(folder, f".{s}.{r}").read_text() for s in ("out", "err") for r in range(started)}
-    for stream, rank in text:
-        Path(folder, f".{stream}.{rank}").unlink()
-    errors = "".join(text["err", r] for r in range(started))
-    return SimpleNamespace(code=codes[told], out=text["out", told], err=text["err", told], errors=errors)
-
-
-def run(folder, ranks, script, *arguments, **options):
-    """launch(), and the run must succeed. Returns its output."""
-    result = launch(folder, ranks, script, *arguments, **options)
-    assert result.code == 0, f"{script} {arguments}\n{result.out}\n{result.errors}"
-    return result.out
+import ds_to_universal
+from benchmarks.convert import lay_out
+from benchmarks.ranks import PORT, compare, launch, read_log, run  # noqa: F401
 
 
 def fp16_is(supported):
@@ -109,23 +34,17 @@ def fp16_is(supported):
     return patch
 
 
-def read_log(folder, run_name, *columns):
-    """{column: {step: value}} of logs/<run_name>.csv."""
-    with open(Path(folder, "logs", f"{run_name}.csv"), newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {c: {int(r["step"]): float(r[c]) for r in rows if r[c]} for c in columns or ("loss", "val_loss")}
-
-
-def compare(folder, baseline, resumed, column="loss"):
-    """|difference| at every step that the resumed run has; the baseline must have them all."""
-    a, b = read_log(folder, baseline, column)[column], read_log(folder, resumed, column)[column]
-    assert b and b.keys() <= a.keys()
-    return {step: abs(b[step] - a[step]) for step in b}
-
-
 @pytest.fixture(scope="session")
 def work(tmp_path_factory):
     return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture
+def in_memory(tmp_path):
+    """A folder in memory where there is one: every conversion waits until the disk has its result."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
 
 
 def convert_with_deepspeed(folder, output):
@@ -155,3 +74,119 @@ def frozen_and_buffer(seed):
         model.GPT = Variant
 
     return patch
+
+
+# -----------------------------------------------------------------------------
+# converted checkpoints
+
+
+def load(path):
+    return torch.load(path, weights_only=False)
+
+
+def same_bits(a, b):
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def content(folder):
+    """Every byte below a folder, by file."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def command(source, output=None, *flags):
+    """The converter's, for a process of its own."""
+    words = [sys.executable, ROOT / "ds_to_universal.py", "--input_folder", source, *flags]
+    return list(map(str, words)) + ([] if output is None else ["--output_folder", str(output)])
+
+
+def assert_equal_to_deepspeed(source, folder):
+    """Convert source into folder/ours, and with DeepSpeed's converter into folder/theirs. Every file of DeepSpeed's
+    zero/ but the second copy of tied weights is the same: tensors, shapes, how to cut them, step counts. Ours has the
+    files of every parameter, and no others."""
+    theirs, ours = folder / "theirs", folder / "ours"
+    convert_with_deepspeed(source, theirs)
+    ds_to_universal.convert(source, ours, check=True)
+    models = [load(path) for path in sorted(ours.glob("mp_rank_*_model_states.pt"))]
+    tied = {name for model in models for name in model["shared_params"]}
+    kept = {name: tensor for model in models for name, tensor in (model["module"] or {}).items()}
+    names = {name for model in models for group in model["param_shapes"] for name in group}
+    assert {str(path.parent.relative_to(ours / "zero")) for path in (ours / "zero").rglob("fp32.pt")} == names
+    assert not names & {*tied, *kept}
+    compared = 0
+    for path in sorted((theirs / "zero").rglob("*.pt")):
+        name = str(path.parent.relative_to(theirs / "zero"))
+        if name in tied or path.stem == "optimizer_state":
+            continue
+        wanted = load(path)
+        if name in kept:  # frozen parameters and buffers: the loader of zero/ never reads what DeepSpeed writes there
+            assert path.stem == "fp32" and torch.equal(wanted["param"], kept[name].float()), path
+            continue
+        got = load(ours / "zero" / name / path.name)
+        if path.stem == "step":
+            assert torch.equal(wanted, got)
+            continue
+        if torch.is_tensor(wanted):  # ZeRO-3, without a shape
+            wanted = {"param": wanted.view(got["param"].shape), "cat_dim": 0}
+        assert same_bits(got.pop("param"), wanted.pop("param")) and got == wanted, path
+        compared += 1
+    assert compared == 3 * len(names)
+
+
+# -----------------------------------------------------------------------------
+# checkpoints of a few hundred numbers, laid out by hand
+
+SHAPES = [OrderedDict(a=torch.Size((5, 3)), b=torch.Size((7,))), OrderedDict(c=torch.Size((4,)))]
+
+
+def edit(folder, pattern, change):
+    for path in sorted(folder.glob(pattern)):
+        whole = load(path)
+        change(whole)
+        torch.save(whole, path)
+
+
+def states(shard):
+    """The optimizer's states by parameter group, of a shard of any stage."""
+    optimizer = shard["optimizer_state_dict"]
+    return (optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"])["state"].values()
+
+
+def scramble(shard):
+    """Numbers of its own for every rank."""
+    optimizer = shard["optimizer_state_dict"]
+    flats = [*(optimizer.get("fp32_flat_groups") or optimizer["single_partition_of_fp32_groups"])]
+    for flat in [*flats, *(state[key] for state in states(shard) for key in ("exp_avg", "exp_avg_sq"))]:
+        flat.copy_(torch.rand(flat.shape))
+
+
+@pytest.fixture(scope="session")
+def laid_out(tmp_path_factory):
+    """laid_out(stage): a checkpoint of 2 ranks, 3 parameters, 2 groups."""
+
+    @functools.cache
+    def make(stage):
+        folder = tmp_path_factory.mktemp("laid_out") / f"zero{stage}"
+        lay_out(folder, SHAPES, 2, stage)
+        edit(folder, "*_model_*", lambda model: model.update(shared_params={}))
+        edit(folder, "*_optim_*", scramble)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def checkpoint(tmp_path, laid_out):
+    """checkpoint(stage, model=change, shard=change): a copy with its contents changed."""
+
+    def make(stage=1, model=None, shard=None):
+        folder = tmp_path / "c"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(laid_out(stage), folder)
+        if model:
+            edit(folder, "*_model_*", model)
+        if shard:
+            edit(folder, "*_optim_*", shard)
+        return folder
+
+    return make

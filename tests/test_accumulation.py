@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,18 +28,18 @@ LAYOUTS = {  # run: (script, ranks, micro-batch, accumulation steps)
 
 @pytest.mark.parametrize("edits", [{}, traps.TOKENS], ids=["equal", "ragged"])
 def test_five_layouts_one_curve(tmp_path, edits):
-    """PyTorch and DeepSpeed, one batch of 32 or 4 micro-batches or 2 on 2 ranks: 1e-5 over 100 steps. The same for
+    """PyTorch and DeepSpeed, one batch of 32 or 4 micro-batches or 2 on 2 ranks: 1e-5 over 20 steps. The same for
     sequences of unequal length, each micro-batch weighted by its tokens."""
     for name, (script, ranks, micro, accumulation) in LAYOUTS.items():
         (tmp_path / script).write_text(traps.edited(script, edits.get(script, [])))
-        arguments = ("--steps", 100, "--run_name", name, "--train_micro_batch_size_per_gpu", micro)
+        arguments = ("--steps", 20, "--run_name", name, "--train_micro_batch_size_per_gpu", micro)
         out = run(tmp_path, ranks, tmp_path / script, *arguments, "--train_batch_size", 32)
         assert f"32 = {micro} per GPU x {accumulation} accumulation steps x {ranks} GPUs" in out
         for column in ("loss", "grad_norm"):
             gaps = compare(tmp_path, "no_grad_accu_pt", name, column)
-            assert len(gaps) == 100 and max(gaps.values()) <= 1e-5, (name, column, max(gaps.values()))
+            assert len(gaps) == 20 and max(gaps.values()) <= 1e-5, (name, column, max(gaps.values()))
     losses = list(read_log(tmp_path, "no_grad_accu_pt")["loss"].values())
-    assert losses[0] > 5.5 and losses[-1] < 3.0  # it learns, so the curves had something to disagree about
+    assert losses[0] > 5.5 and losses[-1] < 4.5  # it learns, so the curves had something to disagree about
 
 
 def record_rows():
@@ -82,8 +83,9 @@ def test_feeding_everything_every_time_matches_and_is_seen(tmp_path):
     """A loop that feeds the whole batch in every micro-step has the same curve. Only the count of rows tells."""
     edits = [("rows = slice(m * micro, (m + 1) * micro)", "rows = slice(0, batch)")]
     (tmp_path / "everything.py").write_text(traps.edited("grad_accu_pt.py", edits))
-    run(tmp_path, 1, "grad_accu_pt.py", "--run_name", "right")
-    command = (tmp_path / "everything.py", "--run_name", "everything", "--train_micro_batch_size_per_gpu", 8)
+    run(tmp_path, 1, "grad_accu_pt.py", "--run_name", "right", "--steps", 20)
+    command = (tmp_path / "everything.py", "--steps", 20, "--run_name", "everything")
+    command = (*command, "--train_micro_batch_size_per_gpu", 8)
     run(tmp_path, 1, *command)
     assert max(compare(tmp_path, "right", "everything").values()) <= 1e-5
     run(tmp_path, 1, *command, "--steps", 3, patch=record_rows)
@@ -140,20 +142,22 @@ def test_trap(tmp_path, monkeypatch, trap, low, high, ratio):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [])
     monkeypatch.setattr(traps, "start", lambda ranks, path, arguments: run(tmp_path, ranks, path.resolve(), *arguments))
-    gap, norms = traps.measure(trap)
+    gap, norms = traps.measure(trap, 100 if "AdamW" in trap else 20)  # with AdamW it is not seen before
     assert low <= gap <= high
     assert norms == pytest.approx(ratio, rel=1e-4 if trap.startswith(("no", "not")) else 0.05)
 
 
 def test_the_pair_is_alike():
-    """The two scripts differ where PyTorch and DeepSpeed do. All else is the same lines in the same order."""
+    """The two scripts differ where PyTorch and DeepSpeed do: in set-up, in the two lines of a micro-batch that call the
+    model or its engine, and in what they do after the last one. All else is the same lines in the same order."""
     pt, ds = ((ROOT / f"grad_accu_{kind}.py").read_text().splitlines() for kind in ("pt", "ds"))
     code = "\n".join(pt).split('"""', 2)[2].replace("or DeepSpeed's engine does", "").lower()
     assert "deepspeed" not in code and "distributed" not in code and "engine" not in code
-    changed = [line for line in difflib.ndiff(pt, ds) if line[0] in "-+"]
-    assert len(changed) <= 25, "\n".join(changed)
-    assert "        (loss / accumulation).backward()" in pt
-    assert any(line.startswith("        engine.backward(loss)  #") for line in ds)
+    ours = r"import deepspeed|distributed|dist\.|engine|config|leave|rank, ranks = |local_rank"
+    theirs = r"rank, ranks = 0, 1|device|loss = model\(|\(loss / accumulation\)\.backward|clip_grad_norm_|optimizer\."
+    for line in difflib.ndiff(pt, ds):
+        allowed = {"+": ours, "-": theirs}.get(line[0])
+        assert allowed is None or re.search(allowed, line), line
 
 
 def test_grad_accu_pt_is_plain_pytorch(tmp_path):

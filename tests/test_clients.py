@@ -1,7 +1,7 @@
 """The scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning: trained on 4 ranks, gone on with
 after a checkpoint by nothing but another number of ranks. Every cure is taken away once, which must be seen.
 
-`make clients` runs all of it, and writes the table of docs/clients.md; `make test` what is not marked.
+`make clients` runs all of it, and writes the table of docs/clients.md; `make test-all` what needs none of its packages.
 """
 
 import functools
@@ -120,6 +120,7 @@ def test_the_page_has_the_table_as_it_was_measured():
 # Trainer
 
 
+@pytest.mark.slow
 def test_trainer_with_lora(work, trained, table):
     """ZeRO-3; the base is in no checkpoint."""
     check(work, trained, table, "hf_trainer.py", "Trainer, LoRA", 3, "fp32", 2, "--lora")

@@ -14,7 +14,6 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -24,7 +23,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, frozen_and_buffer, run
+from conftest import command, content, frozen_and_buffer, load, run
 
 import ds_to_universal
 from benchmarks.convert import gpt_groups, lay_out
@@ -33,14 +32,6 @@ from ds_to_universal import CheckpointError, convert
 SMALL = ("--n_embd", 16, "--n_head", 2, "--n_layer", 1, "--seq_len", 14, "--steps", 4, "--checkpoint_interval", 2)
 SMALL = (*SMALL, "--train_batch_size", 12, "--train_micro_batch_size_per_gpu", 1)
 MODEL = "mp_rank_00_model_states.pt"
-
-
-def content(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def load(path):
-    return torch.load(path, weights_only=False)
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["zero1", "zero3"])
@@ -60,11 +51,8 @@ stage1 = pytest.mark.parametrize("saved", [1], indirect=True, ids=["zero1"])
 
 
 @pytest.fixture
-def tmp_path(tmp_path):
-    """In memory where there is one, for hundreds of conversions."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
-        yield Path(folder)
+def tmp_path(in_memory):
+    return in_memory
 
 
 def source_like(folder, checkpoint, changed):
@@ -165,10 +153,15 @@ def damaged_bytes(checkpoint):
             yield label, {path.name: flip(data, position, bit)}, path.name
 
 
-def test_damaged_bytes(tmp_path, saved):
+# Of hundreds of cases every so many are tried by `make test`, and all of them by `make test-all`.
+some_or_all = pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+
+
+@some_or_all
+def test_damaged_bytes(tmp_path, saved, every):
     """Files cut at any length and single flipped bits: refused by name, or without effect on any byte."""
-    tried = fuzz(tmp_path, saved, damaged_bytes(saved.early), lambda output: content(output) == saved.old)
-    assert tried >= 300
+    cases = itertools.islice(damaged_bytes(saved.early), 0, None, every)
+    assert fuzz(tmp_path, saved, cases, lambda output: content(output) == saved.old) >= 300 // every
 
 
 def wrong_files(saved):
@@ -213,14 +206,15 @@ def weights(folder):
     return files | {name: (tensor.dtype, tensor.tolist()) for name, tensor in load(folder / MODEL)["module"].items()}
 
 
-def test_missing_keys(tmp_path, saved):
+@some_or_all
+def test_missing_keys(tmp_path, saved, every):
     """Without any one entry of any file, at any depth: refused, or every weight and moment is there all the same."""
     convert(saved.early, tmp_path / "whole" / "u")
     wanted = weights(tmp_path / "whole" / "u").items()
     unknowable = {("module", "wpe.weight")} if saved.stage == 1 else set()  # the only trace of a frozen parameter
-    cases = without_keys(saved.early, tmp_path / "edited", unknowable)
+    cases = itertools.islice(without_keys(saved.early, tmp_path / "edited", unknowable), 0, None, every)
     # A tied weight may be kept in addition where shared_params no longer says that it is one.
-    assert fuzz(tmp_path, saved, cases, lambda output: wanted <= weights(output).items()) >= 200
+    assert fuzz(tmp_path, saved, cases, lambda output: wanted <= weights(output).items()) >= 200 // every
 
 
 @stage1
@@ -348,7 +342,7 @@ def test_names_of_files(tmp_path, saved):
 @stage1
 def test_odd_pickles(tmp_path, saved):
     """A class with a line break in its name is refused in one line, and so is a number of ranks that is a word; a list
-    that holds itself does not end badly."""
+    that holds itself is carried over as one."""
     source = source_like(tmp_path / "s", saved.early, {MODEL: None})
     with zipfile.ZipFile(source / MODEL, "w") as archive:
         archive.writestr(f"{Path(MODEL).stem}/data.pkl", b"\x80\x04\x8c\x03a\nb\x8c\x01c\x93.")
@@ -360,19 +354,20 @@ def test_odd_pickles(tmp_path, saved):
     )
     with pytest.raises(CheckpointError, match="_optim_states.pt"):
         convert(words, tmp_path / "u")
-    endless = []
-    endless.append(endless)
-    with contextlib.suppress(CheckpointError):
-        convert(edited(tmp_path / "t", saved.early, MODEL, lambda model: model.update(note=endless)), tmp_path / "u")
+    convert(edited(tmp_path / "t", saved.early, MODEL, lambda model: model.update(note=endless())), tmp_path / "u")
+    note = load(tmp_path / "u" / MODEL)["note"]
+    assert note[0] is note
+
+
+def endless():
+    """A list that holds itself."""
+    value = []
+    value.append(value)
+    return value
 
 
 # -----------------------------------------------------------------------------
 # kill -9
-
-
-def command(source, output):
-    words = [sys.executable, ROOT / "ds_to_universal.py", "--input_folder", source, "--output_folder", output]
-    return list(map(str, words))
 
 
 def test_no_workers(tmp_path):
@@ -395,9 +390,10 @@ def in_child(work):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_killed_at_any_moment(tmp_path):
-    """50 times kill -9, spread over the calls that a conversion makes, not over its time: an older result is untouched
-    or replaced whole, and the next conversion is right and sweeps up."""
+@pytest.mark.parametrize("kills", [12, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_at_any_moment(tmp_path, kills):
+    """So many times kill -9, spread over the calls that a conversion makes, not over its time: an older result is
+    untouched or replaced whole, and the next conversion is right and sweeps up."""
     sources, output, told = (tmp_path / "a", tmp_path / "b"), tmp_path / "o" / "u", tmp_path / "calls"
     rng, wanted, seen = random.Random(2), [], []
     for source in sources:
@@ -422,17 +418,17 @@ def test_killed_at_any_moment(tmp_path):
     assert in_child(lambda: killed_after(0)) == 0
     total = int(told.read_text())
     settled(output, wanted[1])
-    for moment in range(50):
+    for moment in range(kills):
         convert(sources[0], output)
         settled(output, wanted[0])
-        code = in_child(lambda moment=moment: killed_after(int(total * (moment + rng.random()) / 48)))
-        assert code == -signal.SIGKILL or moment >= 46
+        code = in_child(lambda moment=moment: killed_after(int(total * (moment + rng.random()) / (kills - 1))))
+        assert code == -signal.SIGKILL or moment >= kills - 2
         seen.append((any(output.parent.glob(".u.unfinished*")), wanted.index(content(output))))
         assert output.with_name("latest_universal").read_text() == "u"
         assert content(sources[1]) == untouched
     convert(sources[1], output)
     settled(output, wanted[1])
-    assert sum(unfinished for unfinished, _ in seen) >= 5 and {new for _, new in seen} == {0, 1}
+    assert sum(unfinished for unfinished, _ in seen) > kills // 10 and {new for _, new in seen} == {0, 1}
 
 
 def killed_at(count, source, output, exchange):
@@ -780,14 +776,13 @@ def test_second_starts_while_first_ends(tmp_path, monkeypatch, saved, older):
 
 @stage1
 def test_output_behind_a_link(tmp_path, saved):
-    """An output that is a link to a folder elsewhere: refused or right, and nothing is left beside either."""
+    """An output that is a link to a folder elsewhere: that folder is replaced, the link stays, and nothing is left
+    beside either."""
     elsewhere, output = tmp_path / "disk" / "u", tmp_path / "out" / "u"
     convert(saved.early, elsewhere)
     output.parent.mkdir()
     output.symlink_to(elsewhere)
-    for _ in range(2):
-        with contextlib.suppress(CheckpointError):
-            convert(saved.late, output)
-            assert content(output) == saved.new
-        assert content(output) in (saved.old, saved.new) and content(elsewhere) in (saved.old, saved.new)
-        assert not [path for path in (*output.parent.iterdir(), *elsewhere.parent.iterdir()) if path.name[0] == "."]
+    for source, wanted in ((saved.late, saved.new), (saved.early, saved.old)):
+        convert(source, output)
+        settled(elsewhere, wanted)
+        assert output.is_symlink() and os.listdir(output.parent) == ["u"]

@@ -11,13 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from test_converter_input import command, edit, scramble
+from conftest import command, content, edit, scramble
 
 import ds_to_universal
 from benchmarks.convert import lay_out
 from ds_to_universal import Ranges, Strided, convert
 
 RANKS, SHAPES = 48, [OrderedDict((f"layer{i}.weight", torch.Size((7, 11 + i))) for i in range(40))]
+
+
+@pytest.fixture
+def tmp_path(in_memory):
+    return in_memory
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +32,6 @@ def many(tmp_path_factory):
     edit(folder, "*_optim_*", scramble)
     convert(folder, folder.with_name("wanted"))
     return folder
-
-
-def content(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_small_pieces_are_right(many):

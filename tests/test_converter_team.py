@@ -5,16 +5,16 @@ import signal
 import subprocess
 
 import pytest
-from conftest import ROOT
-from test_converter_input import SHAPES, checkpoint, command, edit, laid_out, scramble  # noqa: F401
+from conftest import ROOT, SHAPES, command, content, edit, scramble
 
 import ds_to_universal
 from benchmarks.convert import lay_out
 from ds_to_universal import convert
 
 
-def content(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+@pytest.fixture
+def tmp_path(in_memory):
+    return in_memory
 
 
 def test_processes_share_the_reading(tmp_path):
@@ -47,7 +47,7 @@ def start(source, output, *flags, patience=300, **environment):
     )
 
 
-def test_left_over_environment(checkpoint, tmp_path):  # noqa: F811
+def test_left_over_environment(checkpoint, tmp_path):
     """RANK and WORLD_SIZE without a launcher: it works alone, and waits for nobody."""
     process = start(checkpoint(1), tmp_path / "u", patience=600, RANK="1", WORLD_SIZE="4", MASTER_ADDR="nowhere")
     assert process.communicate(timeout=60)[1] == "" and process.returncode == 0
@@ -55,7 +55,7 @@ def test_left_over_environment(checkpoint, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_nobody_comes(checkpoint, tmp_path, rank):  # noqa: F811
+def test_nobody_comes(checkpoint, tmp_path, rank):
     """It says for whom it waits and where, and ends."""
     process = start(checkpoint(1), tmp_path / "u", "--distributed", patience=2, RANK=rank, WORLD_SIZE="3")
     error = process.communicate(timeout=60)[1]
@@ -70,12 +70,12 @@ def test_nobody_comes(checkpoint, tmp_path, rank):  # noqa: F811
 
 @pytest.mark.parametrize("mark", [{"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"},
                                   {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}])  # fmt: skip
-def test_marks_of_launchers(checkpoint, tmp_path, mark):  # noqa: F811
+def test_marks_of_launchers(checkpoint, tmp_path, mark):
     process = start(checkpoint(1), tmp_path / "u", patience=1, **mark)
     assert "rank 0 of 2 waited 1 s" in process.communicate(timeout=60)[1] and process.returncode == 2
 
 
-def test_note_of_another_meeting(checkpoint, tmp_path):  # noqa: F811
+def test_note_of_another_meeting(checkpoint, tmp_path):
     """What a killed rank 0 left behind is no meeting, not even if somebody else listens there now."""
     source, note = checkpoint(1), tmp_path / ".u.meeting"
     with ds_to_universal.socket.create_server(("127.0.0.1", 0)) as server:

@@ -6,47 +6,20 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import PORT, ROOT, convert_with_deepspeed, run
+from conftest import PORT, ROOT, assert_equal_to_deepspeed, content, load, run
 
 import ds_to_universal
 
-
-def load(path):
-    return torch.load(path, weights_only=False)
-
-
-def assert_equal_to_deepspeed(source, folder):
-    """Every file of DeepSpeed's zero/ but the second copy of tied weights: tensors, shapes, how to cut them."""
-    theirs, ours = folder / "theirs", folder / "ours"
-    convert_with_deepspeed(source, theirs)
-    ds_to_universal.convert(source, ours, check=True)
-    models = [load(path) for path in sorted(ours.glob("mp_rank_*_model_states.pt"))]
-    tied = {name for model in models for name in model["shared_params"]}
-    names = {name for model in models for group in model["param_shapes"] for name in group}
-    compared = 0
-    for path in sorted((theirs / "zero").rglob("*.pt")):
-        name = str(path.parent.relative_to(theirs / "zero"))
-        if name in tied or path.stem == "optimizer_state":
-            continue
-        wanted, got = load(path), load(ours / "zero" / name / path.name)
-        if path.stem == "step":
-            assert torch.equal(wanted, got)
-            continue
-        if torch.is_tensor(wanted):
-            wanted = {"param": wanted.view(got["param"].shape), "cat_dim": 0}
-        assert got["param"].shape == wanted["param"].shape and torch.equal(got["param"], wanted["param"]), path
-        assert {k: v for k, v in got.items() if k != "param"} == {k: v for k, v in wanted.items() if k != "param"}, path
-        compared += 1
-    assert compared == 3 * len(names)
+AUTOTP = [(1, 4, 2), (2, 4, 4), (3, 3, 3)]  # stage, ranks, tensor-parallel ranks; the cross product is slow
+SLOW = [(stage, *others) for stage in (1, 2, 3) for others in [(4, 2), (4, 4), (3, 3)]]
+SLOW = [pytest.param(*change, marks=pytest.mark.slow) for change in SLOW if change not in AUTOTP]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("ranks, tensor", [(4, 2), (4, 4), (3, 3)], ids=["2x2", "4x1", "uneven-3x1"])
+@pytest.mark.parametrize("stage, ranks, tensor", [*AUTOTP, *SLOW])
 def test_autotp(tmp_path, stage, ranks, tensor):
     """AutoTP's affine maps: column, row, fused qkv, replicated; a width that 3 ranks do not divide evenly."""
     run(tmp_path, ranks, "tests/model_parallel.py", tmp_path / "c", "autotp", stage, tensor)
@@ -131,13 +104,10 @@ def start(source, output, rank, ranks, *arguments):
     )
 
 
-def content(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*.pt")}
+SLOW = [pytest.param(*more, marks=pytest.mark.slow) for more in [("torchrun", 4), ("deepspeed", 2)]]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "ranks"), [("torchrun", 2), ("torchrun", 4), ("deepspeed", 2), ("srun", 2)], ids=str
-)
+@pytest.mark.parametrize(("launcher", "ranks"), [("torchrun", 2), ("srun", 2), *SLOW], ids=str)
 def test_processes_share_the_work(pipeline, tmp_path, launcher, ranks):
     """The result is the one of a single process, byte by byte, and each process has written a part of it."""
     ds_to_universal.convert(pipeline, tmp_path / "one")
@@ -172,21 +142,18 @@ def test_processes_share_the_work(pipeline, tmp_path, launcher, ranks):
 
 def test_dead_process(pipeline, tmp_path):
     """One of two is killed in the middle of its work: nothing is published, and the other says why and fails."""
-    slow = tmp_path / "slow.py"
-    slow.write_text(
-        f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); import ds_to_universal as d; write = d.write\n"
-        "def slowly(path, content):\n    time.sleep(0.2)\n    return write(path, content)\nd.write = slowly; d.main()\n"
+    dies = tmp_path / "dies.py"
+    dies.write_text(
+        f"import sys, os, signal; sys.path.insert(0, {str(ROOT)!r}); import ds_to_universal as d\n"
+        "write, written = d.write, []\ndef some(path, content):\n    written.append(path)\n"
+        "    if os.environ['RANK'] == '1' and len(written) == 3:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return write(path, content)\nd.write = some; d.main()\n"
     )
-    processes = [start(pipeline, tmp_path / "u", rank, 2, slow) for rank in (0, 1)]
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".u.unfinished.*/zero/*/*.pt")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    processes[1].send_signal(signal.SIGKILL)
-    _, error = processes[0].communicate(timeout=60)
-    processes[1].communicate(timeout=60)
-    assert processes[0].returncode == 2
-    assert "ds_to_universal.py: error: another process of this conversion is gone: nothing is published" in error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["slow.py"]
+    processes = [start(pipeline, tmp_path / "u", rank, 2, dies) for rank in (0, 1)]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, -signal.SIGKILL]
+    assert "ds_to_universal.py: error: another process of this conversion is gone: nothing is published" in errors[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dies.py"]
     ds_to_universal.convert(pipeline, tmp_path / "u")
 
 

@@ -9,12 +9,11 @@ import re
 import struct
 import subprocess
 import sys
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, convert_with_deepspeed, run
+from conftest import ROOT, SHAPES, convert_with_deepspeed, load, run, same_bits
 from zoo import SAVED
 
 import ds_to_universal
@@ -22,11 +21,6 @@ from benchmarks.convert import lay_out
 from ds_to_universal import CheckpointError, convert, export
 
 MODEL = "mp_rank_00_model_states.pt"
-SHAPES = [OrderedDict(a=torch.Size((5, 3)), b=torch.Size((7,))), OrderedDict(c=torch.Size((4,)))]
-
-
-def load(path):
-    return torch.load(path, weights_only=False)
 
 
 def read(path):
@@ -45,11 +39,6 @@ def read(path):
         found[name], end = flat.view(entry["shape"]), after
     assert end == len(data)
     return found
-
-
-def same_bits(a, b):
-    assert (a.dtype, a.shape) == (b.dtype, b.shape)
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
 def in_fp32(tensor):
@@ -125,10 +114,10 @@ def save_truth():
 @pytest.mark.parametrize(
     "stage, dtype, tied, flags",
     [
-        (1, "fp32", True, ()),
         (2, "fp32", False, ("--freeze",)),
-        (3, "fp32", False, ()),
         (3, "bf16", True, ("--freeze",)),
+        pytest.param(1, "fp32", True, (), marks=pytest.mark.slow),
+        pytest.param(3, "fp32", False, (), marks=pytest.mark.slow),
     ],
 )
 def test_transformers_takes_the_file(work, stage, dtype, tied, flags):

@@ -1,7 +1,8 @@
 """Trains a small odd model with DeepSpeed: zoo.py '[{"name": "a", "stage": 1, "optimizer": "AdamW"}, ...]', job by job.
 
 A job trains 6 steps and, after the third, saves <name>/global_step3 and <name>/truth.pt: what the live engine held.
-With "load" it goes on from <name>/<load> instead, in a model of another seed. Losses go to <name>/<label>.json.
+With "load" it goes on from <name>/<load> instead, in a model of another seed; with "again" it saves that as
+<name>/<label>_again. Losses go to <name>/<label>.json.
 """
 
 import json
@@ -134,6 +135,7 @@ def dump_truth(engine, path, optimizer, stage):
 def work(
     name, stage, optimizer, dtype="fp32", groups=1, scalar=False, keys=KEYS, load=None, label="losses", zero=None,
     accumulate=None, mended=False, empty=0, options=None, wider=0, rename=False,
+    again=False,
 ):  # fmt: skip
     torch.manual_seed(2 if load else 1)
     rank, ranks, folder = dist.get_rank(), dist.get_world_size(), Path(name)
@@ -178,6 +180,8 @@ def work(
         assert not universal.ds.opened.cache_info().currsize  # another checkpoint may get this path
     if load:
         dump_truth(engine, folder / f"{label}.pt", optimizer, stage)
+        if again:
+            engine.save_checkpoint(folder, tag=f"{label}_again")
     losses = []
     for step in range(SAVED if load else 0, STEPS):
         x = torch.randn(BATCH, 9, generator=torch.Generator().manual_seed(step))
@@ -200,6 +204,7 @@ if __name__ == "__main__":
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    torch.compiler.set_stance("force_eager")  # Muon's arithmetic would be compiled for minutes
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
     for job in json.loads(sys.argv[1]):
