@@ -120,7 +120,6 @@ def test_the_page_has_the_table_as_it_was_measured():
 # Trainer
 
 
-@pytest.mark.slow
 def test_trainer_with_lora(work, trained, table):
     """ZeRO-3; the base is in no checkpoint."""
     check(work, trained, table, "hf_trainer.py", "Trainer, LoRA", 3, "fp32", 2, "--lora")
