@@ -190,15 +190,6 @@ def builder(build):
     return Fixed("builder", (), {"__new__": lambda cls, *args: build(*args)})
 
 
-class Attribute(metaclass=Fixed):
-    """getattr: how a pickle names a class inside another one."""
-
-    def __new__(cls, parent, name):
-        if is_opaque(parent):
-            return opaque(parent.__module__, f"{parent.__qualname__}.{name}")
-        return opaque("__builtin__", "getattr")(parent, name)
-
-
 PARAMETER = builder(lambda data, *rest: data)
 BUILT = {
     "collections.OrderedDict": collections.OrderedDict,
@@ -252,6 +243,10 @@ def in_memory(tensor):
     return whole(tensor.storage.kind, [(data, 0, nbytes)], tensor.size)
 
 
+ENUMS = {f"{module}.ModelType" for module in ("megatron.core.enums", "megatron.model.enums")}
+ENUMS |= {"deepspeed.runtime.zero.config.ZeroStageEnum"}
+
+
 class Unpickler(pickle.Unpickler):
     def __init__(self, data, record, trust):
         super().__init__(io.BytesIO(data))
@@ -261,9 +256,20 @@ class Unpickler(pickle.Unpickler):
         path = f"{module}.{name}"
         if path in BUILT:
             return BUILT[path]
+        if path in ("__builtin__.getattr", "builtins.getattr"):
+            return builder(self.attribute)
         if path not in KNOWN and path not in self.unknown:
             self.unknown.append(path)
-        return Attribute if path in ("__builtin__.getattr", "builtins.getattr") else opaque(module, name)
+        return opaque(module, name)
+
+    def attribute(self, parent, name):
+        """getattr: how a pickle names a class inside another one, and Python 3.11.0 to 3.11.3 the member of an enum."""
+        path = f"{parent.__module__}.{parent.__qualname__}" if is_opaque(parent) else "__builtin__.getattr"
+        if (path not in ENUMS or name.startswith("_")) and "__builtin__.getattr" not in self.unknown:
+            self.unknown.append("__builtin__.getattr")
+        if is_opaque(parent):
+            return opaque(parent.__module__, f"{parent.__qualname__}.{name}")
+        return opaque("__builtin__", "getattr")(parent, name)
 
     def persistent_load(self, pid):
         _, storage_class, key, _, numel = pid
