@@ -144,7 +144,9 @@ def test_trap(tmp_path, monkeypatch, trap, low, high, ratio):
     monkeypatch.setattr(traps, "start", lambda ranks, path, arguments: run(tmp_path, ranks, path.resolve(), *arguments))
     gap, norms = traps.measure(trap, 100 if "AdamW" in trap else 20)  # with AdamW it is not seen before
     assert low <= gap <= high
-    assert norms == pytest.approx(ratio, rel=1e-4 if trap.startswith(("no", "not")) else 0.05)
+    # A micro-batch's gradient is only about as long as the batch's, on whatever text Python's library has.
+    rel = 0.3 if trap.startswith("a step") else 0.05 if trap.startswith("mean") else 1e-4
+    assert norms == pytest.approx(ratio, rel=rel)
 
 
 def test_the_pair_is_alike():

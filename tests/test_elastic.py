@@ -117,13 +117,13 @@ def test_enlist(monkeypatch):
         (("--resume",), "leave out --resume"),
         (("--train_micro_batch_size_per_gpu", 7), "none of 1 to 2 ranks trains micro-batches of 7"),
         (("--tensor_parallel", 4), "none of 1 to 2 ranks trains micro-batches of 6, 4 ranks to each"),
-        (("--seed", 1), "seed is 1337 in refused/global_step12 and 1 here"),
+        (("--seed", 1), "seed is 1337 in of_another/global_step12 and 1 here"),
     ],
 )
 def test_refusals(work, uninterrupted, arguments, words):
-    if not (work / "refused").exists():
-        train(work, 2, "refused", launch=run)
-    result = train(work, 2, "refused", *arguments)
+    if not (work / "of_another").exists():
+        train(work, 2, "of_another", launch=run)
+    result = train(work, 2, "of_another", *arguments)
     assert result.code == 2 and words in result.errors
 
 
