@@ -62,6 +62,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 import zlib
 from array import array
 from concurrent.futures import ThreadPoolExecutor
@@ -257,7 +258,8 @@ class Unpickler(pickle.Unpickler):
         if path in BUILT:
             return BUILT[path]
         if path in ("__builtin__.getattr", "builtins.getattr"):
-            return builder(self.attribute)
+            me = weakref.ref(self)  # or this class, which is garbage in a circle, would keep the file open
+            return builder(lambda parent, name: me().attribute(parent, name))
         if path not in KNOWN and path not in self.unknown:
             self.unknown.append(path)
         return opaque(module, name)
