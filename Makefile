@@ -132,7 +132,6 @@ $(OUT)/elastic.txt: .venv/installed benchmarks/machines.py train.py exact.py $(S
 	$(PY) benchmarks/machines.py --output $(OUT)/elastic.png > $@
 	$(PY) benchmarks/machines.py --zero_stage 3 >> $@
 	$(PY) benchmarks/machines.py --rounding >> $@
-	$(PY) benchmarks/machines.py --warm >> $@
 	$(PY) benchmarks/machines.py --settings >> $@
 	@cat $@
 
