@@ -177,7 +177,7 @@ resume: $(OUT)/resume.txt
 
 $(OUT)/resume.txt: .venv/installed benchmarks/resume.py model.py universal.py ds_to_universal.py
 	@mkdir -p $(OUT)
-	$(PY) benchmarks/resume.py > $@
+	$(PY) benchmarks/resume.py | grep -v WARNING > $@
 	@cat $@
 
 # Training loops that are not ours
