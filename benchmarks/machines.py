@@ -72,9 +72,13 @@ class Node:
 
     def kill(self):
         """As if the machine had lost its power: an agent that is killed by itself would leave its workers running."""
-        for process in (self.agent, *self.processes()):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        # Python's resource tracker ends by itself, and removes the semaphores that the others leave in /dev/shm.
+        processes = self.processes()
+        self.agent.kill()
+        for process in processes:
+            with contextlib.suppress(psutil.Error):  # it can end before
+                if "resource_tracker" not in " ".join(process.cmdline()):
+                    process.kill()
         self.agent.wait()
 
 
