@@ -43,6 +43,7 @@ def remove_old(folder, keep):
     if keep is None or dist.get_rank() != 0:
         return
     folder = Path(folder)
+    sweep(folder)  # or a left-over of the same step would be in the way of the name below
     named = {path.read_text().strip() for path in (folder / "latest", folder / "latest_universal") if path.is_file()}
     tags = sorted({file.parent for file in folder.glob("global_step*/*model_states.pt")}, key=saved_at, reverse=True)
     ordinary = [tag for tag in tags if not (tag / "zero").is_dir() and not tag.suffix]
@@ -50,6 +51,10 @@ def remove_old(folder, keep):
     for tag in tags:
         if not tag.suffix and tag.name not in kept and tag.name.removesuffix("_universal") not in kept:
             tag.rename(f"{tag}.unfinished")  # which nobody takes for whole, however far the rest gets
+    sweep(folder)
+
+
+def sweep(folder):
     for pattern in ("global_step*.unfinished", "global_step*.replaced"):
         for path in folder.glob(pattern):
             shutil.rmtree(path)
