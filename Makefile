@@ -136,33 +136,12 @@ $(OUT)/elastic.txt: .venv/installed benchmarks/machines.py train.py exact.py $(S
 	@cat $@
 
 # --exact: every bit alike
-EXACT = train.py --exact --train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 200
-SCRATCH = $(foreach stage,1 2 3,$(foreach ranks,1 2 4 8,logs/exact_zero$(stage)_$(ranks)_ranks.csv))
-CHAINS = $(foreach stage,1 2 3,logs/exact_zero$(stage)_4_to_2_to_8_to_1.csv)
+exact: $(OUT)/exact.txt
 
-exact: $(OUT)/exact.png $(OUT)/exact.txt
-
-$(SCRATCH): .venv/installed train.py exact.py $(SHARED)
-	run=$(basename $(notdir $@)); stage=$${run#exact_zero}; ranks=$${run%_ranks}; \
-	$(RANKS) $${ranks##*_} $(EXACT) --zero_stage $${stage%%_*} --run_name $$run --checkpoint_interval 400
-
-$(CHAINS): logs/exact_zero%_4_to_2_to_8_to_1.csv: .venv/installed train.py exact.py $(SHARED)
-	rm -rf ckpt_exact/zero$*
-	run="$(EXACT) --zero_stage $* --run_name $(basename $(notdir $@)) --checkpoint_dir ckpt_exact/zero$* --checkpoint_interval 50"; \
-	$(RANKS) 4 $$run && for change in 50:2 100:8 150:1; do \
-		tag=ckpt_exact/zero$*/global_step$${change%:*}; \
-		$(PY) ds_to_universal.py --input_folder $$tag --output_folder $${tag}_universal && \
-		$(RANKS) $${change#*:} $$run --resume --universal_checkpoint || exit 1; \
-	done
-
-$(OUT)/exact.png: $(SCRATCH) $(CHAINS) plot.py
+$(OUT)/exact.txt: .venv/installed benchmarks/exact.py plot.py train.py exact.py $(SHARED)
 	@mkdir -p $(OUT)
-	$(PY) plot.py $(SCRATCH) $(CHAINS) --output $@ --tolerance 0 > $(OUT)/exact_runs.txt
-	@cat $(OUT)/exact_runs.txt
-
-$(OUT)/exact.txt: .venv/installed benchmarks/exact.py train.py exact.py $(SHARED)
-	$(PY) benchmarks/exact.py > $@
-	cat $@
+	$(PY) benchmarks/exact.py --output $(OUT)/exact.png > $@
+	@cat $@
 
 # Test 4: other layouts
 3d: $(OUT)/3d.txt

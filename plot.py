@@ -93,42 +93,64 @@ def in_words(names, runs):
     return [f"{w} ({name})" if words.count(w) > 1 else w for w, name in zip(words, names, strict=True)]
 
 
+def style(i):
+    """A colour, a marker and a line of its own for every run; the colours are Okabe's and Ito's, which the colour-blind
+    tell apart."""
+    own = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)], "markerfacecolor": "none"}
+    return own, {"lw": 1.3, "ls": STYLES[i % len(STYLES)], "ms": 6}
+
+
+def draw_strip(axis, label, baseline, gaps, look, top):
+    """One run's difference at every step, beside one unit in the last place of the baseline's loss."""
+    unit = {step: 2.0 ** (math.frexp(loss)[1] - 24) for step, loss in baseline["loss"].items() if math.isfinite(loss)}
+    axis.plot(*zip(*gaps.items(), strict=True), **look, ls="", ms=4, clip_on=False)
+    axis.plot(*zip(*unit.items(), strict=True), color="0.5", lw=1)
+    axis.set_yscale("symlog", linthresh=1e-8)  # zero has a place of its own, at the bottom
+    axis.set(ylim=(-2e-9, top), yticks=[0, *(10.0**n for n in range(-7, math.ceil(math.log10(top)) + 1, 2))])
+    axis.set_title(label, loc="left", fontsize=9, color=look["color"], pad=3)
+    axis.grid(color="0.92")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
 def draw(names, runs, path):
-    figure, (top, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[2, 1], layout="constrained")
-    baseline, labels, largest, resumed = runs[0], in_words(names, runs), 0.0, set()
+    """The loss of all runs, and below a strip for each with its difference from the first."""
+    baseline, labels, gaps = runs[0], in_words(names, runs), [differences(runs[0], run, "loss") for run in runs[1:]]
+    figure, (top, *strips) = plt.subplots(
+        len(runs), 1, figsize=(8, 3.6 + 0.85 * len(gaps)), sharex=True, height_ratios=[3.6] + [0.85] * len(gaps),
+        layout="constrained",
+    )  # fmt: skip
     top.plot(*zip(*baseline["loss"].items(), strict=True), color="0.8", linewidth=7, label=labels[0])
     if baseline["val_loss"]:
         points = zip(*baseline["val_loss"].items(), strict=True)
         top.plot(*points, "o", color="0.6", markersize=9, label="the same, validation")
-    for i, (label, run) in enumerate(zip(labels[1:], runs[1:], strict=True)):
-        # A marker and a color of its own; the colors are Okabe's and Ito's, which the colour-blind tell apart.
-        style = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)], "markerfacecolor": "none"}
-        line, gaps = {"lw": 1.3, "ls": STYLES[i % len(STYLES)], "ms": 6}, differences(baseline, run, "loss")
+    largest = max(max(gap.values()) for gap in gaps)
+    height = 10 * max(1e-6, largest if largest < 1e9 else 1)
+    for i, (axis, label, run, gap) in enumerate(zip(strips, labels[1:], runs[1:], gaps, strict=True)):
+        look, line = style(i)
         often = (2 * i % 10, max(1, len(run["loss"]) // 10))
-        top.plot(*zip(*run["loss"].items(), strict=True), **style, **line, markevery=often, label=label)
+        top.plot(*zip(*run["loss"].items(), strict=True), **look, **line, markevery=often, label=label)
         if run["val_loss"]:
-            top.plot(*zip(*run["val_loss"].items(), strict=True), ".", color=style["color"], markersize=5)
-        below.plot(*zip(*gaps.items(), strict=True), **style, ls="", markersize=4, clip_on=False)
-        resumed |= {max((step for step in baseline["loss"] if step < min(run["loss"])), default=0)} - {0}
-        largest = max(largest, *gaps.values())
-    unit = {step: 2.0 ** (math.frexp(loss)[1] - 24) for step, loss in baseline["loss"].items() if math.isfinite(loss)}
-    below.plot(
-        *zip(*unit.items(), strict=True), color="0.5", lw=1, label="one unit in the last place of a float32 loss"
-    )
-    below.legend(frameon=False, fontsize=8, loc="upper left")
+            top.plot(*zip(*run["val_loss"].items(), strict=True), ".", color=look["color"], markersize=5)
+        draw_strip(axis, label, baseline, gap, look, height)
+    first, last = min(baseline["loss"]), max(baseline["loss"])
+    resumed = {max((s for s in baseline["loss"] if s < min(run["loss"])), default=first) for run in runs} - {first}
     for step in resumed:
-        for axis in (top, below):
+        for axis in (top, *strips):
             axis.axvline(step + 0.5, color="0.4", linestyle="--", linewidth=1)
+    if resumed:  # not at the edge of the picture, nor at the end of a long one
+        begin = max(first, min(resumed) - 0.4 * (last - min(resumed)))
+        seen = [v for run in runs for c in ("loss", "val_loss") for s, v in run[c].items() if s >= begin]
+        seen = [value for value in seen if math.isfinite(value)] or [0, 1]
+        edge = 0.05 * (max(seen) - min(seen)) + 1e-9
+        top.set(xlim=(begin - 1, last + 1), ylim=(min(seen) - edge, max(seen) + edge))
     what = f"Resumed after step {', '.join(map(str, sorted(resumed)))}" if resumed else f"{len(runs)} runs"
     gap = f"the loss differs by {largest:.1e} at most" if largest else "every bit of the loss equal"
     top.set(title=f"{what}: {gap}", ylabel="loss (nats per byte)")
-    top.legend(frameon=False, **({"loc": "upper right", "ncols": 2, "fontsize": 8} if len(names) > 8 else {}))
-    below.set_yscale("symlog", linthresh=1e-8)  # zero has a place of its own, at the bottom
-    height = 10 * max(1e-6, largest if largest < 1e9 else 1)
-    below.set(ylim=(-2e-9, height), xlabel="step", ylabel="|difference|\n0: every bit equal")
-    for axis in (top, below):
-        axis.grid(color="0.92")
-        axis.spines[["top", "right"]].set_visible(False)
+    top.legend(frameon=False)
+    top.grid(color="0.92")
+    top.spines[["top", "right"]].set_visible(False)
+    strips[0].set_title("|difference| at every step; line: one unit in the loss's last place", loc="right", fontsize=8)
+    strips[-1].set(xlabel="step")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
 

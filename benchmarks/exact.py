@@ -1,51 +1,148 @@
-"""What --exact costs: validation loss after 200 steps with and without it, over seeds, and steps per second.
+"""What --exact does and costs: `make exact`.
 
-    python benchmarks/exact.py
+    python benchmarks/exact.py --output out/exact.png
 
-Both train on 2 ranks, in turn. Ends with an error when the losses differ by more than the seeds do.
+Trains 200 steps on 1, 2, 4 and 8 ranks, and on 4, 2, 8 and 1 in turn through universal checkpoints, with --exact at
+ZeRO 1, 2 and 3 and without it at ZeRO-1; compares all with one rank, and draws ZeRO-1. Then trains with and without it
+over seeds, on 2 ranks. The ranks are forked from this process. Ends with an error when a bit of a loss or gradient norm
+differs with --exact, or when it changes what is learned by more than the seeds do.
 """
 
 import argparse
-import csv
-import os
+import shutil
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
 ROOT = Path(__file__).resolve().parent.parent
-TRAIN = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 200 --checkpoint_interval 400"
+sys.path.insert(0, str(ROOT))
+
+import ds_to_universal  # noqa: E402
+import plot  # noqa: E402
+from benchmarks.ranks import compare, read_log, run  # noqa: E402
+
+TRAIN = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 200".split()
+FOLDER, RANKS, CHAIN, IN_TURN = Path("ckpt_exact"), (1, 2, 4, 8), (4, 2, 8, 1), "4, 2, 8, 1 in turn"
 
 
-def train(run_name, *arguments):
-    """(last validation loss, median steps per second)."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", ROOT / "train.py"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*command, *TRAIN.split(), "--run_name", run_name, *arguments],
-        check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=600, env=environment,
+def train(ranks, run_name, *arguments, interval=400, patch=None):
+    folder = ("--checkpoint_dir", FOLDER / run_name, "--checkpoint_interval", interval)
+    arguments = (*TRAIN, *arguments, *folder, "--run_name", run_name)
+    run(Path.cwd(), ranks, "train.py", *arguments, patch=patch, limit=1200)
+    return run_name
+
+
+def ends_after(last):
+    """A patch: the run ends when it asks for the data of the next step."""
+
+    def patch():
+        import data
+
+        batch = data.global_batch
+
+        def draw(text, seed, step, *sizes):
+            return batch(text, seed, step, *sizes) if step <= last else sys.exit(0)
+
+        data.global_batch = draw
+
+    return patch
+
+
+def train_along_the_chain(run_name, *arguments):
+    """50 steps on each number of ranks, and a universal checkpoint between them."""
+    resume = ()
+    for step, ranks in zip((50, 100, 150, 200), CHAIN, strict=True):
+        train(ranks, run_name, *arguments, *resume, interval=50, patch=ends_after(step))
+        tag = f"global_step{step}"
+        ds_to_universal.convert(FOLDER / run_name / tag, FOLDER / run_name / f"{tag}_universal")
+        resume = ("--resume", "--universal_checkpoint", "--checkpoint_tag", f"{tag}_universal")
+    return run_name
+
+
+def train_all(prefix, stage, *arguments):
+    """{what: run name} of the runs at this stage, one rank first."""
+    runs = {}
+    for ranks in RANKS:
+        what = f"{ranks} rank{'s' * (ranks > 1)}"
+        runs[what] = train(ranks, f"{prefix}_zero{stage}_{ranks}_ranks", "--zero_stage", stage, *arguments)
+    runs[IN_TURN] = train_along_the_chain(f"{prefix}_zero{stage}_in_turn", "--zero_stage", stage, *arguments)
+    return runs
+
+
+def draw(groups, path):
+    """groups: {title: {what: run name}}, the baseline first. A column for each group, a strip for each run."""
+    figure, axes = plt.subplots(
+        5, len(groups), figsize=(11, 6.5), sharex=True, sharey="row", height_ratios=[3, 1, 1, 1, 1],
+        layout="constrained",
     )  # fmt: skip
-    with open(Path("logs", f"{run_name}.csv"), newline="") as file:
-        rows = list(csv.DictReader(file))
-    return float(rows[-1]["val_loss"]), 1 / statistics.median(float(row["seconds"]) for row in rows)
+    for column, (title, names) in zip(axes.T, groups.items(), strict=True):
+        runs = {what: plot.read_log(f"logs/{name}.csv") for what, name in names.items()}
+        (alone, baseline), *others = runs.items()
+        column[0].plot(*zip(*baseline["loss"].items(), strict=True), color="0.8", lw=7, label=alone)
+        worst = 0.0
+        for i, (axis, (what, one)) in enumerate(zip(column[1:], others, strict=True)):
+            look, line = plot.style(i)
+            often = (2 * i % 10, 20)
+            column[0].plot(*zip(*one["loss"].items(), strict=True), **look, **line, markevery=often, label=what)
+            gaps = plot.differences(baseline, one, "loss")
+            plot.draw_strip(axis, what, baseline, gaps, look, 1e-3)
+            worst = max(worst, *gaps.values())
+        column[0].set_title(f"{title}: " + (f"differs by up to {worst:.0e}" if worst else "every bit equal"))
+        column[0].grid(color="0.92")
+        column[0].spines[["top", "right"]].set_visible(False)
+        column[1].set_title("line: one unit in the last place", loc="right", fontsize=8)
+        column[-1].set(xlabel="step")
+        for step in (50, 100, 150):
+            column[-1].axvline(step + 0.5, color="0.4", ls="--", lw=1)
+    axes[0, 0].set(ylabel="loss (nats per byte)")
+    axes[0, 0].legend(frameon=False)
+    figure.supylabel("|difference of the loss to one rank|", fontsize=9, y=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=200)
 
 
 def main():
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("out/exact.png"))
+    args = parser.parse_args()
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    print("largest difference of the loss from one rank's, in 200 steps")
+    print(f"{'':<22}" + "".join(f"{f'{n} ranks':>10}" for n in RANKS[1:]) + f"{IN_TURN:>22}")
+    pictured, equal = {}, True
+    for stage, arguments in ((1, ()), (1, ("--exact",)), (2, ("--exact",)), (3, ("--exact",))):
+        how = f"{'with' if arguments else 'without'} --exact"
+        runs = train_all("exact" if arguments else "rounding", stage, *arguments)
+        pictured.setdefault(how, runs)
+        baseline, *others = next(iter(pictured[how].values())), *list(runs.values())[stage == 1 :]
+        found = [max(compare(Path.cwd(), baseline, other).values()) for other in others]
+        row = "".join(f"{value:>{width}.1e}" for value, width in zip(found[-4:], (10, 10, 10, 22), strict=True))
+        print(f"{f'ZeRO-{stage} {how}':<22}{row}", flush=True)
+        for column in ("loss", "val_loss", "grad_norm") if arguments else ():
+            equal &= not any(max(compare(Path.cwd(), baseline, other, column).values()) for other in others)
+    print(f"with --exact: every bit of loss, validation loss and gradient norm equal: {'yes' if equal else 'NO'}\n")
+    draw(pictured, args.output)
+
     print(
         f"{'seed':>6}{'validation loss':>20}{'with --exact':>16}{'difference':>14}{'steps/s':>12}{'with --exact':>16}"
     )
     plain, exact, ratios = [], [], []
     for seed in ("1337", "1", "2"):
-        loss, speed = train(f"inexact_{seed}", "--seed", seed)
-        rounded, slower = train(f"exact_{seed}", "--seed", seed, "--exact")
+        logs = [read_log(Path.cwd(), train(2, f"{name}_seed_{seed}", "--seed", seed, *more), "val_loss", "seconds")
+                for name, *more in (("rounding",), ("exact", "--exact"))]  # fmt: skip
+        (loss, rounded) = (log["val_loss"][200] for log in logs)
+        speed, slower = (1 / statistics.median(log["seconds"].values()) for log in logs)
         print(f"{seed:>6}{loss:20.5f}{rounded:16.5f}{rounded - loss:14.1e}{speed:12.1f}{slower:16.1f}", flush=True)
         plain, exact, ratios = [*plain, loss], [*exact, rounded], [*ratios, speed / slower]
     means, noise = (statistics.mean(exact) - statistics.mean(plain)), statistics.stdev(plain)
     print(f"mean difference {means:.1e}, the seeds' standard deviation {noise:.1e}; a step takes "
           f"{statistics.median(ratios):.2f} times as long")  # fmt: skip
-    if abs(means) > noise:
-        sys.exit("--exact changes what is learned")
+    if not equal or abs(means) > noise:
+        sys.exit("--exact leaves a difference" if not equal else "--exact changes what is learned")
 
 
 if __name__ == "__main__":
