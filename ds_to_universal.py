@@ -432,11 +432,15 @@ def open_shard(path):
     return file
 
 
+OPENING = threading.Lock()
+
+
 @functools.lru_cache(None)
 def opened(path):
-    if opened.cache_info().currsize >= most_files():
-        opened.cache_clear()
-    return open_shard(path)
+    with OPENING:  # while one thread closes what was open, the others would open as many
+        if opened.cache_info().currsize >= most_files():
+            opened.cache_clear()
+        return open_shard(path)
 
 
 def read_into(buffer, record, start):
@@ -1945,13 +1949,15 @@ def meet(rank, ranks, output):
 
     def share(value):
         try:
+            data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
             if rank:
-                peers[0].send(value)
-                return peers[0].recv()
-            values = [value] + [peers[r].recv() for r in range(1, ranks)]
-            for peer in peers.values():
-                peer.send(values)
-            return values
+                peers[0].send_bytes(data)
+                data = [peers[0].recv_bytes() for _ in range(ranks)]
+            else:  # handed on as they are
+                data = [data] + [peers[r].recv_bytes() for r in range(1, ranks)]
+                for peer, one in itertools.product(peers.values(), data):
+                    peer.send_bytes(one)
+            return [value if r == rank else pickle.loads(one) for r, one in enumerate(data)]
         except (OSError, EOFError) as error:
             raise CheckpointError("another process of this conversion is gone: nothing is published") from error
 

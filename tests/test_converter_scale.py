@@ -6,6 +6,7 @@ import pickle
 import random
 import resource
 import subprocess
+import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
@@ -66,6 +67,28 @@ def test_opens(many, tmp_path, monkeypatch, room):
     convert(many, tmp_path / "u")
     assert next(count) <= RANKS * (3 if room > RANKS else 8) + 2
     assert content(tmp_path / "u") == content(many.with_name("wanted"))
+
+
+def test_open_files_are_counted(many, tmp_path, monkeypatch):
+    """Also while one thread closes them, and the others go on."""
+    now = most = 0
+
+    class Slow(ds_to_universal.Shard):
+        def __init__(self, *how, **options):
+            nonlocal now, most
+            super().__init__(*how, **options)
+            now, most = now + 1, max(most, now + 1)
+
+        def __del__(self):
+            nonlocal now
+            time.sleep(0.001)
+            super().__del__()
+            now -= 1
+
+    monkeypatch.setattr(ds_to_universal, "Shard", Slow)
+    monkeypatch.setattr(ds_to_universal, "most_files", lambda: 8)
+    convert(many, tmp_path / "u", num_extract_workers=2, num_merge_workers=2)
+    assert now == 0 and 8 <= most <= 8 + 4
 
 
 def test_description_is_small(many):
