@@ -62,6 +62,7 @@ def test_without_a_launcher(tmp_path):
     assert result.returncode == 2 and result.stderr.count("train.py: error: start it with a launcher: deepspeed") == 1
 
 
+@pytest.mark.slow
 def test_two_nodes(tmp_path):
     """A launcher on each of two nodes, without ssh, both nodes being this machine: they train, save into one folder and
     convert it together; one node goes on."""
