@@ -44,15 +44,18 @@ demo: $(OUT)/resume_no_uc.txt $(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/res
 	.venv/bin/pip install -q -r requirements-clients.txt
 	touch $@
 
+# a module's tests stay together, because they share what its fixtures have trained
+TEST = $(PY) -m pytest -q -n 2 --dist loadfile
+
 test: .venv/installed-dev
-	$(PY) -m pytest -q
+	$(TEST)
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
 test-all: test
-	$(PY) -m pytest -q -m slow
+	$(TEST) -m slow
 
 clean:
 	rm -rf .venv logs out runs ckpt_exact ckpt_3d ckpt_elastic $(CKPT)
