@@ -345,7 +345,7 @@ def test_lines_for_other_scripts(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "elastic.md").read_text().split("## Your script")[1]
     lines = re.search(r"```python\n(.*?)```", page, re.S)[1]
     assert lines.count("...  # deepspeed.initialize()") == 1
-    head = "batch, micro_batch, steps, every, folder, dataset = 12, 2, 9, 3, 'c', None\n"
+    head = "batch, micro, steps, every, folder, dataset = 12, 2, 9, 3, 'c', None\n"
     (tmp_path / "own.py").write_text(head + lines.replace("...  # deepspeed.initialize()", INITIALIZE))
 
     def weights():
