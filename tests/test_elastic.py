@@ -320,7 +320,7 @@ deepspeed.init_distributed()
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 8)
 config = {
-    "train_batch_size": batch, "train_micro_batch_size_per_gpu": micro_batch, "zero_optimization": {"stage": 2},
+    "train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "zero_optimization": {"stage": 2},
     "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-2}},
 }
 engine, *_ = deepspeed.initialize(model=model, config=config)
