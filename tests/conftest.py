@@ -34,7 +34,7 @@ def fp16_is(supported):
     return patch
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def work(tmp_path_factory):
     return tmp_path_factory.mktemp("work")
 
