@@ -52,7 +52,7 @@ def test_stores_no_shard(tmp_path):
     assert 3 * 4 * size < stored < 3 * 4 * size + 2500 * files
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def checkpoint(work):
     run(work, 2, "train.py", *COMMON, "--checkpoint_dir", "converter")
     return work / "converter" / "global_step3"
