@@ -23,7 +23,7 @@ UNIVERSAL = ("--resume", "--universal_checkpoint", "--checkpoint_tag", "global_s
 ORDINARY = ("--resume", "--checkpoint_tag", "global_step3")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def trained(work):
     folder = work / "refusals"
     folder.mkdir()

@@ -30,7 +30,7 @@ BASELINES = [(1, "fp32"), (2, "bf16"), (3, "fp32")]
 SLOW = [pytest.param(pair, marks=pytest.mark.slow) for pair in [(1, "bf16"), (2, "fp32"), (3, "bf16")]]
 
 
-@pytest.fixture(scope="session", params=[*BASELINES, *SLOW], ids=lambda p: f"zero{p[0]}-{p[1]}")
+@pytest.fixture(scope="module", params=[*BASELINES, *SLOW], ids=lambda p: f"zero{p[0]}-{p[1]}")
 def baseline(request, work):
     """20 steps on 4 ranks with a ZeRO checkpoint at 10, converted. Returns (name, options)."""
     stage, dtype = request.param
@@ -200,7 +200,7 @@ def test_data_differ_at_every_step():
 # negative controls: what the comparison above must catch, and does
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def short(work):
     common = options(1, "fp32", "short", steps=20)
     run(work, 4, "train.py", *common, "--run_name", "short", "--checkpoint_interval", 12)
