@@ -137,7 +137,7 @@ def draw(names, runs, path):
     for step in resumed:
         for axis in (top, *strips):
             axis.axvline(step + 0.5, color="0.4", linestyle="--", linewidth=1)
-    if resumed:  # not at the edge of the picture, nor at the end of a long one
+    if resumed:  # the picture begins not long before, or the first steps would press the rest flat
         begin = max(first, min(resumed) - 0.4 * (last - min(resumed)))
         seen = [v for run in runs for c in ("loss", "val_loss") for s, v in run[c].items() if s >= begin]
         seen = [value for value in seen if math.isfinite(value)] or [0, 1]

@@ -208,6 +208,7 @@ def test_machines(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_preempted(tmp_path, monkeypatch):
+    """SIGTERM to one agent: its ranks save and leave, and the other node goes on; under torchrun itself."""
     events = [
         (6, "node 2 is preempted", lambda job: job.preempt("node 2")),
         (9, "node 2 is back", lambda job: job.start("node 2")),
