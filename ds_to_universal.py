@@ -1701,7 +1701,7 @@ def convert(
     Several processes share the work as rank of ranks; share(value) returns the values of all of them.
     Raises CheckpointError when the input is not a whole ZeRO checkpoint, or the output is something else's folder;
     OSError when a disk fails. Nothing has then appeared at output_folder.
-    Returns {"parameters", "bytes", "files", "seconds"}.
+    Returns {"source", "parameters", "bytes", "files", "seconds"}; source is the folder of the tag.
     """
     began = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -1771,8 +1771,8 @@ def convert(
                     if check:
                         verify(folder, files)
                     publish(folder, output, plan)
-    seconds = time.perf_counter() - began
-    return {"parameters": len(parameters), "bytes": sum(sizes.values()), "files": len(plan), "seconds": seconds}
+    done = {"source": source, "parameters": len(parameters), "bytes": sum(sizes.values()), "files": len(plan)}
+    return done | {"seconds": time.perf_counter() - began}
 
 
 def records_of(files):
@@ -1875,7 +1875,8 @@ def export(input_folder, path, workers=4, *, strict=True, progress=False):
         sync(folder)
         (folder / output.name).rename(output)
         sync(output.parent)
-    return {"parameters": len(found), "bytes": end, "files": 1, "seconds": time.perf_counter() - began}
+    done = {"source": source, "parameters": len(found), "bytes": end, "files": 1}
+    return done | {"seconds": time.perf_counter() - began}
 
 
 # -----------------------------------------------------------------------------
@@ -2031,7 +2032,7 @@ def main():
         return
     rate, memory = done["bytes"] / done["seconds"] / 1e9, peak_memory()
     print(
-        f"{output}: {done['parameters']} parameters, {done['bytes']:,} bytes, {done['files']} "
+        f"{done['source']} -> {output}: {done['parameters']} parameters, {done['bytes']:,} bytes, {done['files']} "
         f"file{'s' * (done['files'] > 1)} in {done['seconds']:.2f} s, {rate:.2f} GB/s, {memory:.0f} MB of memory"
     )
 

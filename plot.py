@@ -167,7 +167,7 @@ def write_joined(names, runs, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+", help="logs/*.csv or folders of TensorBoard files, the baseline first")
-    parser.add_argument("--output", default="assets/loss.png", help="picture to write, with its .csv beside it")
+    parser.add_argument("--output", default="out/loss.png", help="picture to write, with its .csv beside it")
     parser.add_argument("--tolerance", type=float, help="exit 1 when a |difference| is above this")
     args = parser.parse_args()
     names, runs = [Path(log).stem for log in args.logs], [read_log(log) for log in args.logs]

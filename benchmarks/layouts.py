@@ -2,8 +2,8 @@
 
     python benchmarks/layouts.py
 
-Each layout trains 120 steps from scratch and is compared with one rank; its checkpoint of step 20 is converted and goes
-on, on other layouts, to step 120; those 100 steps are compared with the uninterrupted run. The ranks are forked from
+Each layout trains 160 steps from scratch and is compared with one rank; its checkpoint of step 60 is converted and goes
+on, on other layouts, to step 160; those 100 steps are compared with the uninterrupted run. The ranks are forked from
 this process, which has imported DeepSpeed already. Ends with an error when any loss differs by more than 1e-5, or
 the same layout by a bit.
 """
@@ -21,7 +21,7 @@ import plot  # noqa: E402
 from benchmarks.ranks import compare, run  # noqa: E402
 
 COMMON = (
-    "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 120 --checkpoint_interval 20 --lr 1e-3".split()
+    "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 160 --checkpoint_interval 60 --lr 1e-3".split()
 )
 AXES = {"train.py": ("tensor", "sequence"), "train_3d.py": ("tensor", "pipeline")}
 # script, ZeRO stage, layout that saves, layouts that go on: (first of the axes, second, data-parallel ranks)
@@ -65,8 +65,8 @@ def main():
         shutil.rmtree(folder, ignore_errors=True)
         train(script, stage, layout, name, folder)
         table.setdefault((script, "scratch", name_of(script, layout)), {})[stage] = largest(one, name)
-        tag = folder / "global_step20_universal"
-        ds_to_universal.convert(folder / "global_step20", tag)
+        tag = folder / "global_step60_universal"
+        ds_to_universal.convert(folder / "global_step60", tag)
         for other in others:
             resumed = f"{name} to {name_of(script, other)}"
             more = ("--resume", "--universal_checkpoint", "--checkpoint_tag", tag.name, "--checkpoint_interval", 400)

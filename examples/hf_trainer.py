@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/hf_trainer.py
     rm -r ckpt_trainer/checkpoint-20          # as if it had died after step 19
     torchrun --nproc-per-node 2 examples/hf_trainer.py
-    python plot.py logs/trainer_4_ranks.csv logs/trainer_2_ranks.csv --output runs/trainer.png --tolerance 1e-5
+    python plot.py logs/trainer_4_ranks.csv logs/trainer_2_ranks.csv --output out/trainer.png --tolerance 1e-5
 
 A tiny Llama and data made here, nothing to download; CPU or GPUs. Needs transformers, accelerate and, for --lora, peft;
 and universal.py and ds_to_universal.py where Python finds them: one folder up, or beside the script.

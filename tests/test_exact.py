@@ -10,7 +10,7 @@ from conftest import compare, launch, run
 import ds_to_universal
 import exact
 
-SHAPE = ("--n_layer", 2, "--n_head", 2, "--n_embd", 36, "--seq_len", 16)
+SHAPE = ("--n_layer", 1, "--n_head", 2, "--n_embd", 36, "--seq_len", 16)
 COMMON = (*SHAPE, "--train_batch_size", 24, "--train_micro_batch_size_per_gpu", 3, "--steps", 8, "--warmup_steps", 3)
 COMMON += ("--eval_interval", 2, "--checkpoint_interval", 2)
 COLUMNS = ("loss", "val_loss", "grad_norm")

@@ -11,10 +11,10 @@ from conftest import assert_equal_to_deepspeed, compare, fp16_is, launch, read_l
 import ds_to_universal
 import plot
 
-SHAPE = ("--n_layer", 2, "--n_head", 4, "--n_embd", 32, "--seq_len", 16, "--eval_interval", 3)
+SHAPE = ("--n_layer", 2, "--n_head", 4, "--n_embd", 32, "--seq_len", 16, "--eval_interval", 2)
 BATCH = ("--train_batch_size", 8, "--train_micro_batch_size_per_gpu", 2)
-COMMON = (*SHAPE, *BATCH, "--steps", 6, "--warmup_steps", 3, "--checkpoint_interval", 3)
-RESUME = ("--resume", "--universal_checkpoint", "--checkpoint_tag", "global_step3_universal")
+COMMON = (*SHAPE, *BATCH, "--steps", 4, "--warmup_steps", 2, "--checkpoint_interval", 2)
+RESUME = ("--resume", "--universal_checkpoint", "--checkpoint_tag", "global_step2_universal")
 
 
 def largest(work, baseline, run_name):
@@ -28,10 +28,10 @@ def train(work, stage, data, tensor, sequence, name, *arguments, **options):
 
 
 def start(work, name, script, *layout):
-    """A run that saves, and the universal checkpoint of its step 3. script: train or train_3d of this file. Returns its
+    """A run that saves, and the universal checkpoint of its step 2. script: train or train_3d of this file. Returns its
     output."""
     out = script(work, *layout, name, "--checkpoint_dir", name)
-    ds_to_universal.convert(work / name / "global_step3", work / name / "global_step3_universal", check=True)
+    ds_to_universal.convert(work / name / "global_step2", work / name / "global_step2_universal", check=True)
     return out
 
 
@@ -106,7 +106,7 @@ def test_load_checkpoint(work, stage):
     told = []
     for layout in ((2, 2, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
         resumed = f"{name}_on_{'x'.join(map(str, layout))}"
-        arguments = ("--checkpoint_dir", name, "--resume", "--checkpoint_tag", "global_step3")
+        arguments = ("--checkpoint_dir", name, "--resume", "--checkpoint_tag", "global_step2")
         told.append(train(work, stage, *layout, resumed, *arguments, patch=by_load_checkpoint))
         assert largest(work, name, resumed) <= (0.0 if layout == (2, 2, 1) else 1e-5)
     assert ["converting it into" in out for out in told] == [False, True, False, False]
@@ -144,10 +144,10 @@ def test_pipeline_goes_on(work, pipeline, layout):
 @pytest.mark.parametrize("layout", [SAME, ONE_RANK, slow((2, 2, 1))])
 def test_pipeline_load_checkpoint(work, pipeline, layout):
     folder, name = work / "three_alone", f"three_alone_to_{'x'.join(map(str, layout))}"
-    shutil.copytree(work / "three" / "global_step3", folder / "global_step3", dirs_exist_ok=True)
-    arguments = ("--checkpoint_dir", folder, "--resume", "--checkpoint_tag", "global_step3")
+    shutil.copytree(work / "three" / "global_step2", folder / "global_step2", dirs_exist_ok=True)
+    arguments = ("--checkpoint_dir", folder, "--resume", "--checkpoint_tag", "global_step2")
     train_3d(work, *layout, name, *arguments, patch=by_load_checkpoint)
-    assert (folder / "global_step3_universal").exists() or layout == (2, 2, 2)
+    assert (folder / "global_step2_universal").exists() or layout == (2, 2, 2)
     assert largest(work, "three", name) <= (0.0 if layout == (2, 2, 2) else 1e-5)
 
 
@@ -162,13 +162,13 @@ def test_more_stages(work):
     for name, layout, resume in (("stages", (1, 3, 1), ()), ("stages_to_1", (1, 1, 1), RESUME)):
         train_3d(work, *layout, name, "--n_layer", 3, "--checkpoint_dir", "stages", *resume)
         if not resume:
-            ds_to_universal.convert(work / "stages" / "global_step3", work / "stages" / "global_step3_universal")
+            ds_to_universal.convert(work / "stages" / "global_step2", work / "stages" / "global_step2_universal")
     assert largest(work, "stages", "stages_to_1") <= 1e-5
 
 
 def test_a_stage_without_a_parameter_group(work, pipeline, tmp_path):
     """DeepSpeed's loader would give the one group of such a stage's state to another: refused."""
-    shutil.copytree(work / "three" / "global_step3", tmp_path / "c")
+    shutil.copytree(work / "three" / "global_step2", tmp_path / "c")
     for mp in (2, 3):
         for path in (tmp_path / "c").glob(f"*mp_rank_{mp:02d}_*"):
             state = torch.load(path, weights_only=False)
@@ -190,25 +190,25 @@ def test_pipeline_dtype(work, dtype):
     for name, layout, resume in (("bf", (2, 2, 1), ()), ("bf_same", (2, 2, 1), RESUME), ("bf_1", (1, 1, 1), RESUME)):
         train_3d(work, *layout, name, "--dtype", dtype, "--checkpoint_dir", "bf", *resume)
         if not resume:
-            ds_to_universal.convert(work / "bf" / "global_step3", work / "bf" / "global_step3_universal")
+            ds_to_universal.convert(work / "bf" / "global_step2", work / "bf" / "global_step2_universal")
     assert largest(work, "bf", "bf_same") == 0.0
     assert 0 < max(compare(work, "bf", "bf_1").values()) <= 1e-2
 
 
 def test_bit_equal_to_deepspeed(work, pipeline, tmp_path):
     """DeepSpeed's converter, where it is right, writes the same for what these scripts save."""
-    assert_equal_to_deepspeed(work / "three" / "global_step3", tmp_path)
+    assert_equal_to_deepspeed(work / "three" / "global_step2", tmp_path)
 
 
 def test_weights_cut_in_another_way_are_seen(work, pipeline, tmp_path):
     """The control: the same checkpoint, with the shards of the row-parallel weights put together as columns are. It
     loads without an error."""
-    shutil.copytree(work / "three" / "global_step3", tmp_path / "c" / "global_step3")
-    for path in (tmp_path / "c" / "global_step3").glob("mp_rank_*"):
+    shutil.copytree(work / "three" / "global_step2", tmp_path / "c" / "global_step2")
+    for path in (tmp_path / "c" / "global_step2").glob("mp_rank_*"):
         state = torch.load(path, weights_only=False)
         state["universal_checkpoint_info"]["parameter_with_row_parallelism_patterns"] = []
         torch.save(state, path)
-    ds_to_universal.convert(tmp_path / "c" / "global_step3", tmp_path / "c" / "global_step3_universal")
+    ds_to_universal.convert(tmp_path / "c" / "global_step2", tmp_path / "c" / "global_step2_universal")
     options = ("--tensor_parallel", 1, "--pipeline_parallel", 1, "--run_name", "wrong", *RESUME)
     run(work, 1, "train_3d.py", *COMMON, *options, "--checkpoint_dir", tmp_path / "c")
     assert max(compare(work, "three", "wrong").values()) > 1e-2
@@ -222,10 +222,10 @@ def test_weights_cut_in_another_way_are_seen(work, pipeline, tmp_path):
         (
             "train_3d.py",
             4,
-            ("--checkpoint_dir", "three", "--resume", "--checkpoint_tag", "global_step3"),
+            ("--checkpoint_dir", "three", "--resume", "--checkpoint_tag", "global_step2"),
             "is cut for 8 ranks = 2",
         ),
-        ("train_3d.py", 4, ("--checkpoint_dir", "no", *RESUME), "no/global_step3_universal does not exist"),
+        ("train_3d.py", 4, ("--checkpoint_dir", "no", *RESUME), "no/global_step2_universal does not exist"),
         ("train_3d.py", 4, ("--pipeline_parallel", 3), "4 ranks do not divide by --pipeline_parallel 3"),
         (
             "train_3d.py",

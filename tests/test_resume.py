@@ -109,9 +109,9 @@ def test_other_stage(work, before, after):
 def test_offload(work, stage):
     """With the optimizer, at ZeRO-3 the parameters too, in CPU memory."""
     name = f"offload{stage}"
-    common = (*options(stage, "fp32", name, steps=20), "--offload")
-    run(work, 4, "train.py", *common, "--run_name", name, "--checkpoint_interval", 10)
-    ds_to_universal.convert(work / name / "global_step10", work / name / "global_step10_universal")
+    common = (*options(stage, "fp32", name, steps=8), "--offload")
+    run(work, 4, "train.py", *common, "--run_name", name, "--checkpoint_interval", 4)
+    ds_to_universal.convert(work / name / "global_step4", work / name / "global_step4_universal")
     for ranks, limit in ((4, 0.0), (2, 1e-5)):
         run(work, ranks, "train.py", *common, *UNIVERSAL, "--run_name", f"{name}_uc{ranks}")
         assert max(compare(work, name, f"{name}_uc{ranks}").values()) <= limit

@@ -139,7 +139,8 @@ def test_transformers_takes_the_file(work, stage, dtype, tied, flags):
     run(work, 2, str(work / "short_trainer.py"), *flags, patch=save_truth)
     folder = work / name / "checkpoint-2"
     done = command("--input_folder", folder, "--safetensors", folder / "model.safetensors")
-    assert done.returncode == 0 and re.match(rf"{folder}/model.safetensors: \d+ parameters, .* 1 file in", done.stdout)
+    said = rf"{folder}/global_step2 -> {folder}/model.safetensors: \d+ parameters, .* 1 file in"
+    assert done.returncode == 0 and re.match(said, done.stdout)
     model, truth = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), load(folder / "truth.pt")
     got = dict(model.named_parameters(remove_duplicate=False))
     assert got.keys() == truth.keys() and all(same_bits(got[n].detach(), truth[n]) for n in truth)
