@@ -26,52 +26,55 @@ def options(stage, dtype, folder, batch=24, micro=6, steps=20):
 UNIVERSAL = ("--resume", "--universal_checkpoint", "--checkpoint_interval", 1000)
 
 
-BASELINES = [(1, "fp32"), (2, "bf16"), (3, "fp32")]
-SLOW = [pytest.param(pair, marks=pytest.mark.slow) for pair in [(1, "bf16"), (2, "fp32"), (3, "bf16")]]
+SHORT = [(1, "fp32", 20), (2, "bf16", 20), (3, "fp32", 20)]
+LONG = [
+    pytest.param((stage, dtype, 200), marks=pytest.mark.slow) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")
+]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[*BASELINES, *SLOW], ids=lambda p: f"zero{p[0]}-{p[1]}")
+@pytest.fixture(scope="module", params=[*SHORT, *LONG], ids=lambda p: f"zero{p[0]}-{p[1]}-{p[2]}")
 def baseline(request, work):
-    """20 steps on 4 ranks with a ZeRO checkpoint at 10, converted. Returns (name, options)."""
-    stage, dtype = request.param
-    name = f"zero{stage}_{dtype}"
-    common = options(stage, dtype, name)
-    run(work, 4, "train.py", *common, "--run_name", name, "--checkpoint_interval", 10)
-    ds_to_universal.convert(work / name / "global_step10", work / name / "global_step10_universal")
-    return name, common
+    """20 or 200 steps on 4 ranks, with a ZeRO checkpoint in the middle, converted. Returns (name, options, steps)."""
+    stage, dtype, steps = request.param
+    name = f"zero{stage}_{dtype}_{steps}"
+    common = options(stage, dtype, name, steps=steps)
+    run(work, 4, "train.py", *common, "--run_name", name, "--checkpoint_interval", steps // 2)
+    tag = work / name / f"global_step{steps // 2}"
+    ds_to_universal.convert(tag, tag.with_name(f"{tag.name}_universal"))
+    return name, common, steps
 
 
-def assert_identical(work, name, resumed):
-    for column in ("loss", "val_loss", "lr", "grad_norm"):
+def assert_identical(work, name, resumed, steps):
+    for column, every in (("loss", 1), ("val_loss", 10), ("lr", 1), ("grad_norm", 1)):
         gaps = compare(work, name, resumed, column)
-        assert min(gaps) in (11, 20) and max(gaps) == 20
+        assert list(gaps) == list(range(steps // 2 + every, steps + 1, every))
         assert set(gaps.values()) == {0.0}, (column, {s: g for s, g in gaps.items() if g})
 
 
 def test_same_ranks_zero_checkpoint(work, baseline):
-    """A ZeRO checkpoint on the ranks that wrote it: every one of 10 steps is the same, every bit."""
-    name, common = baseline
-    resume = ("--resume", "--checkpoint_tag", "global_step10", "--checkpoint_interval", 1000)
+    """A ZeRO checkpoint on the ranks that wrote it: every step after it is the same, every bit."""
+    name, common, steps = baseline
+    resume = ("--resume", "--checkpoint_tag", f"global_step{steps // 2}", "--checkpoint_interval", 1000)
     run(work, 4, "train.py", *common, *resume, "--run_name", f"{name}_zero")
-    assert_identical(work, name, f"{name}_zero")
-    assert len(compare(work, name, f"{name}_zero")) == 10
+    assert_identical(work, name, f"{name}_zero", steps)
 
 
 def test_same_ranks_universal_checkpoint(work, baseline):
     """The same through a universal checkpoint."""
-    name, common = baseline
+    name, common, steps = baseline
     out = run(work, 4, "train.py", *common, *UNIVERSAL, "--run_name", f"{name}_uc4")
-    assert_identical(work, name, f"{name}_uc4")
-    assert "step 10, weight decay 0.1, 0, loss scale 1" in out
+    assert_identical(work, name, f"{name}_uc4", steps)
+    assert f"step {steps // 2}, weight decay 0.1, 0, loss scale 1" in out
 
 
 def test_half_the_ranks(work, baseline):
     """On 2 ranks, with twice the accumulation steps: 1e-5 in fp32, 1e-2 in bf16."""
-    name, common = baseline
+    name, common, steps = baseline
     out = run(work, 2, "train.py", *common, *UNIVERSAL, "--run_name", f"{name}_uc2")
     assert "24 = 6 per GPU x 2 accumulation steps x 2 GPUs" in out
     for column in ("loss", "val_loss"):
         gaps = compare(work, name, f"{name}_uc2", column)
+        assert max(gaps) == steps
         assert max(gaps.values()) <= (1e-5 if "fp32" in name else 1e-2), max(gaps.values())
 
 
