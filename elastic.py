@@ -14,7 +14,7 @@ torchrun's elastic agent:
     elastic.leave(finished=step == steps)
 
 torchrun starts all processes anew whenever a machine leaves or joins; the same command line then goes on from the disk.
-Needs torch alone.
+Needs Python 3.10 and torch.
 """
 
 import datetime
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed import run
 from torch.distributed.launcher.api import elastic_launch
 
+__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 GO_ON = 143  # the exit code of "stopped, not finished". To the agents 0 says that the job is done, and they end it.
 
 

@@ -16,7 +16,7 @@ any optimizer is restored. The four steps stand below: describe, read, make up t
 That is for data parallelism. Tensor and pipeline parallelism change what a parameter is: such a checkpoint is converted
 first, and DeepSpeed's universal loader reads it; mend() then restores what that loader leaves out.
 
-Needs ds_to_universal.py beside it, torch and DeepSpeed.
+Needs Python 3.10, torch, DeepSpeed, and ds_to_universal.py beside it.
 """
 
 import contextlib
@@ -44,6 +44,7 @@ from torch.utils.serialization import config as torch_files
 import ds_to_universal as ds
 from ds_to_universal import CheckpointError
 
+__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 TRIED = ("0.19.8", "0.19.7", "0.19.6", "0.19.5", "0.19.4")  # of DeepSpeed: they cut shards as it is written here
 OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
 KINDS = "Float:float32 Double:float64 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 Short:int16 Char:int8 "

@@ -135,6 +135,17 @@ def test_front_door():
     assert all(f"({page})" in PAGES["README.md"] for page in PAGES if page != "README.md")
 
 
+def test_files_to_copy_say_where_they_come_from():
+    """Licence, origin and one version: in somebody else's repository nothing else does."""
+    names = re.search(r"^\| (.*) \| to copy into your project", PAGES["README.md"], re.M)[1]
+    heads = [(ROOT / name).read_text() for name in re.findall("`(.*?)`", names)]
+    assert len(heads) == 4 and all(head.startswith("# SPDX-License-Identifier: MIT\n") for head in heads)
+    versions = {
+        re.search(r"^__version__ = (.*  # of the universal checkpoint tutorial.*)", head, re.M)[1] for head in heads
+    }
+    assert len(versions) == 1 and all("Python 3.10" in head for head in heads)
+
+
 # -----------------------------------------------------------------------------
 # the tables and numbers
 
