@@ -170,9 +170,11 @@ def main():
     parser.add_argument("--output", default="out/loss.png", help="picture to write, with its .csv beside it")
     parser.add_argument("--tolerance", type=float, help="exit 1 when a |difference| is above this")
     args = parser.parse_args()
+    if len(set(args.logs)) < max(2, len(args.logs)):
+        fail("name two different logs, or more: the first one is the baseline")
     names, runs = [Path(log).stem for log in args.logs], [read_log(log) for log in args.logs]
-    if len(set(names)) < len(names):
-        fail(f"two logs have the same name: {', '.join(names)}")
+    if len(set(names)) < len(names):  # a run's log and its TensorBoard files, say
+        names = args.logs
     for name, run in zip(names[1:], runs[1:], strict=True):
         if not differences(runs[0], run, "loss"):
             fail(f"{name} has no step in common with {names[0]}")

@@ -73,6 +73,19 @@ def test_nothing_in_common(logs):
     assert result.returncode == 2 and "later has no step in common with base" in result.stderr
 
 
+@pytest.mark.parametrize("names", [["base.csv"], ["base.csv", "same.csv", "base.csv"]])
+def test_nothing_to_compare(logs, names):
+    result = plot(logs, *names)
+    assert result.returncode == 2 and "name two different logs, or more" in result.stderr
+
+
+def test_one_name_in_two_folders(logs):
+    (logs / "again").mkdir()
+    (logs / "same.csv").rename(logs / "again" / "base.csv")
+    result = plot(logs, "base.csv", "again/base.csv", "--tolerance", 0)
+    assert result.returncode == 0 and "again/base.csv" in result.stdout
+
+
 def test_zero_is_drawn_at_zero():
     """A log axis has no place for zero; the axis of the differences has."""
     import matplotlib
