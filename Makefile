@@ -45,7 +45,7 @@ demo: $(OUT)/resume_no_uc.txt $(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/res
 	touch $@
 
 # a module's tests stay together, because they share what its fixtures have trained
-TEST = $(PY) -m pytest -q -n 2 --dist loadfile
+TEST = $(PY) -m pytest -q -n 3 --dist loadfile
 
 test: .venv/installed-dev
 	$(TEST)

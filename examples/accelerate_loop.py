@@ -1,8 +1,8 @@
 """A training loop of accelerate on any number of ranks: run it, let it die, run it on another number of ranks.
 
-    torchrun --nproc-per-node 4 examples/accelerate_loop.py
+    torchrun --standalone --nproc-per-node 4 examples/accelerate_loop.py
     rm -r ckpt_accelerate/step_14             # as if it had died after step 13
-    torchrun --nproc-per-node 2 examples/accelerate_loop.py
+    torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
 
 Saves step 7 and 14, goes on from the newest. The lines marked (1) to (3) are what a change of ranks asks of the loop.
 Needs accelerate; and universal.py and ds_to_universal.py where Python finds them: one folder up, or beside the script.

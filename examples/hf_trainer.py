@@ -1,8 +1,8 @@
 """Hugging Face's Trainer on any number of ranks: run it, let it die, run the same command on another number of ranks.
 
-    torchrun --nproc-per-node 4 examples/hf_trainer.py
+    torchrun --standalone --nproc-per-node 4 examples/hf_trainer.py
     rm -r ckpt_trainer/checkpoint-20          # as if it had died after step 19
-    torchrun --nproc-per-node 2 examples/hf_trainer.py
+    torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
     python plot.py logs/trainer_4_ranks.csv logs/trainer_2_ranks.csv --output out/trainer.png --tolerance 1e-5
 
 A tiny Llama and data made here, nothing to download; CPU or GPUs. Needs transformers, accelerate and, for --lora, peft;
@@ -107,3 +107,5 @@ with open(f"logs/{run_name}.csv" if RANK == 0 else os.devnull, "w", newline="", 
     log.writerow(["step", "loss", "lr"])
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
 trainer.evaluate()
+torch.distributed.barrier()  # a rank that leaves early can take the others down
+torch.distributed.destroy_process_group()  # without it gloo aborts in one of eight runs, after the last step

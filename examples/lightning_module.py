@@ -1,8 +1,8 @@
 """Lightning on any number of ranks: run it, let it die, run it on another number of ranks.
 
-    torchrun --nproc-per-node 4 examples/lightning_module.py
+    torchrun --standalone --nproc-per-node 4 examples/lightning_module.py
     rm -r ckpt_lightning/step=14.ckpt         # as if it had died after step 13
-    torchrun --nproc-per-node 2 examples/lightning_module.py
+    torchrun --standalone --nproc-per-node 2 examples/lightning_module.py
 
 Saves step 7 and 14, goes on from the newest. The lines marked (1) to (4) are what a
 change of ranks asks of the module. Needs lightning; and universal.py and ds_to_universal.py where Python finds them:

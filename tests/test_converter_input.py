@@ -101,7 +101,7 @@ def test_folder_above_at_the_command_line(checkpoint):
     """One flag is enough; several tags are one line and exit code 2."""
     source = checkpoint(1)
     done = subprocess.run(command(source.parent), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.startswith(f"{source}_universal: 3 parameters")
+    assert done.returncode == 0 and done.stdout.startswith(f"{source} -> {source}_universal: 3 parameters")
     shutil.copytree(source, source.with_name("d"))
     done = subprocess.run(command(source.parent), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.endswith(": c, d\n")
