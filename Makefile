@@ -44,7 +44,8 @@ demo: $(OUT)/resume_no_uc.txt $(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/res
 	.venv/bin/pip install -q -r requirements-clients.txt
 	touch $@
 
-# a module's tests stay together, because they share what its fixtures have trained
+# Three processes on two cores, because some tests wait. A module's tests stay together, because they share what its
+# fixtures have trained.
 TEST = $(PY) -m pytest -q -n 3 --dist loadfile
 
 test: .venv/installed-dev
