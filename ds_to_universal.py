@@ -655,11 +655,11 @@ def complain(check, strict, problem):
 
 
 def flat_states(optimizer, group, size):
-    """({state: flat tensor}, step or None, names without a place) of a parameter group, or ZeRO-3 sub-group, of one
-    shard. A state of the optimizer that belongs to every element is as long as the fp32 slice; torch keeps padding."""
+    """({state: flat tensor}, step or None, {what has no place: value}) of a parameter group, or ZeRO-3 sub-group, of
+    one shard. A state of the optimizer that belongs to every element is as long as the fp32 slice; torch keeps padding."""
     fp32 = flat_groups(optimizer)[group]
     base = base_optimizer(optimizer)["state"].get(group, {})
-    states, lost, step = {"fp32": fp32}, [], None
+    states, lost, step = {"fp32": fp32}, {}, None
     for key, value in base.items():
         if key == "step" and (not isinstance(value, Tensor) or math.prod(value.size) == 1):
             step = in_memory(value) if isinstance(value, Tensor) else value
@@ -668,7 +668,8 @@ def flat_states(optimizer, group, size):
         ):  # fmt: skip
             states[key] = value
         elif value is not None:
-            lost.append(key)
+            one = isinstance(value, Tensor) and math.prod(value.size) == 1
+            lost[key] = number(in_memory(value)) if one else value if not isinstance(value, Tensor) else None
     return states, step, lost
 
 
@@ -678,16 +679,22 @@ def flat_groups(optimizer):
 
 
 def base_optimizer(optimizer):
-    """The state of PyTorch's optimizer, in a shard of any stage."""
-    return optimizer["optimizer_state_dict" if "fp32_flat_groups" in optimizer else "base_optimizer_state"]
+    """The state of PyTorch's optimizer, in a shard of any stage. With elastic_checkpoint it is a list of the groups'
+    states, without padding, and the hyper-parameters are not saved."""
+    base = optimizer["optimizer_state_dict" if "fp32_flat_groups" in optimizer else "base_optimizer_state"]
+    if not isinstance(base, list):
+        return base
+    step = {"step": optimizer["base_optimizer_state_step"]} if "base_optimizer_state_step" in optimizer else {}
+    groups = [{"params": [i]} | step for i in range(len(base))]
+    return {"state": dict(enumerate(base)), "param_groups": groups}
 
 
 def number(step):
     """The value of a step count, a tensor in memory or a number."""
     if not isinstance(step, Tensor):
         return step
-    code = {"FloatStorage": "<f", "DoubleStorage": "<d", "IntStorage": "<i", "LongStorage": "<q"}[step.storage.kind]
-    return struct.unpack(code, step.storage.pieces[0][0])[0]
+    code = {"FloatStorage": "<f", "DoubleStorage": "<d", "IntStorage": "<i", "LongStorage": "<q"}.get(step.storage.kind)
+    return struct.unpack(code, step.storage.pieces[0][0])[0] if code else bytes(step.storage.pieces[0][0])
 
 
 @contextlib.contextmanager
@@ -849,15 +856,15 @@ def read_data_parallel(folder, mp_rank, shards, pool, trust, strict, rank=0, ran
                 optimizer = first if i == low else load(path, trust)["optimizer_state_dict"]
                 if len(flat_groups(optimizer)) != len(shapes):
                     raise CheckpointError(f"{path} has another number of parameter groups than {paths[0].name}")
-                groups, lost = [], set()
+                groups, lost = [], []
                 for group, layout in enumerate(layouts):
                     if not stage3 and slice_size(optimizer, group) != layout.size:
                         raise CheckpointError(f"{path}: group {group} has a slice of another size")
                     states, step, without = flat_states(optimizer, group, layout.size)
                     layout.check(i, optimizer, group, states, round_robin)
                     groups.append(({key: (t.storage.kind, *cut(t, 0, 0)[0][:2]) for key, t in states.items()}, step))
-                    lost |= set(map(str, without))
-                return groups, sorted(lost)
+                    lost.append(without)
+                return groups, lost
 
         def read_model(i):
             """The frozen fragments in the model states of a rank: {name: (kind, record, start, elements)}."""
@@ -890,7 +897,14 @@ def read_data_parallel(folder, mp_rank, shards, pool, trust, strict, rank=0, ran
         optimizers |= others
         models |= more
     every = [optimizers[r] for r in range(count)]
-    lost = sorted({name for _, lost in every for name in lost})
+    for i, (group, layout) in itertools.product(range(1, count), enumerate(layouts)):
+        ours, theirs = every[i][1][group], every[0][1][group]
+        for key in ours.keys() & theirs.keys():
+            if ours[key] != theirs[key]:  # a norm of its slice, say
+                apart = f"{shards[i]}: {key} of the optimizer is {ours[key]}, in {shards[low].name} it is {theirs[key]}"
+                for name in layout.places:
+                    parameters[name]["apart"] = apart
+    lost = sorted({str(name) for _, groups in every for group in groups for name in group})
     if lost:
         problem = f"{shards[low]}: {', '.join(lost)} of the optimizer: a universal checkpoint has no place for"
         complain("states", strict, f"{problem} what belongs to no single element")
@@ -971,8 +985,9 @@ def module_of(path, model, frozen, parameters, strict, mp_rank):
         names = (name for name in module if name.startswith(inside))
         accounted |= {name for name in names if name.removeprefix(inside).partition(".")[2] in routers}
     kept = {*model["buffer_names"], *(name for name in module if name not in accounted)}
-    if frozen:  # of what is not frozen, not trained and no buffer, ZeRO-3 saves the name alone
+    if frozen:  # of a parameter that is in no group ZeRO-3 saves the name alone; what has elements is something else
         lost = {name for name in kept - {*model["buffer_names"]} if isinstance(module[name], Tensor)}
+        lost = {name for name in lost if 0 in module[name].size and not name.endswith("_extra_state")}
         if lost and not mp_rank:  # the others have the same names, but only here shared_params says which are tied
             problem = f"{path}: no parameter group holds {', '.join(sorted(lost))}"
             complain("states", strict, f"{problem}, and DeepSpeed saved nothing of it")
@@ -1493,6 +1508,9 @@ def global_state(optimizer, parameters):
     # The loader of ZeRO-3 gives every group what the first one says. Where the groups differ it had better say nothing.
     shared = {key: value for key, value in groups[0].items() if all(group.get(key) == value for group in groups)}
     state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": [shared]}
+    kept = {"step", *(key for parameter in parameters.values() for key in parameter["states"])}
+    held = base_optimizer(optimizer)["state"].values()
+    state["left_out"] = sorted({str(key) for of_one in held for key in of_one if of_one[key] is not None} - kept)
     state.setdefault("ds_version", "0.19.8")  # ZeRO-1/2 asks for it, ZeRO-3 does not save it
     return state
 
