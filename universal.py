@@ -499,7 +499,7 @@ def keep(engine, checkpoint, reader, held, strict, share, own=False):
             if here != there and (len(there) != 1 or there[0] != math.prod(here)):
                 raise CheckpointError(f"{name} is {here} here, and {there} in the checkpoint")
     extra = checkpoint.extra | {name: reader.whole(saved[name], None if own else share) for name in added}
-    for name in [name for name in saved if name in tensors]:
+    for name in {id(tensors[name]): name for name in saved if name in tensors}.values():  # some have two names
         target = tensors[name]
         data = reader.whole(saved[name], None if own and name in buffers else share)
         cut = [target] if hasattr(target, "ds_id") else []
@@ -533,8 +533,8 @@ def choose(engine, checkpoint, options):
     zero, stage = checkpoint.ranks != 0, engine.zero_optimization_stage()
     states = options["load_optimizer_states"] and not options["load_module_only"]
     if zero != bool(stage):
-        saved, here = ("with", "out") if zero else ("without", "")
-        raise CheckpointError(f"the checkpoint was saved {saved} ZeRO, and the engine is with{here} it")
+        saved, stages = ("with", "1, 2 or 3") if zero else ("without", "0")
+        raise CheckpointError(f"the checkpoint was saved {saved} ZeRO: an engine at stage {stages} can load it")
     if not zero:
         return "own"
     simple = plain(engine) and (checkpoint.universal or checkpoint.model_parallel == 1)
@@ -738,7 +738,7 @@ def together(share):
         problem = f"rank {dist.get_rank()}: {type(error).__name__}: {error} ({place})"
     problem = next((told for told in share(problem) if told is not None), None)
     if problem is not None:
-        raise CheckpointError(problem)
+        raise CheckpointError(problem) from None
 
 
 def from_rank_0(value, share):

@@ -61,12 +61,12 @@ def rank_main(rank, ranks, script, arguments, patch):
     os._exit(code)
 
 
-def launch(folder, ranks, script, *arguments, patch=None, limit=300, started=None):
+def launch(folder, ranks, script, *arguments, patch=None, limit=300, started=None, grace=0):
     """Run `script` on `ranks` ranks in `folder`; like the launchers, end all ranks when one fails.
 
     patch() runs in every rank before the script. Returns code, out and err of the first rank that ended badly, or of
     rank 0, and err of all ranks as `errors`. started: only so many of the ranks, from rank 0 on; what meets the others
-    then waits for them until the time limit.
+    then waits for them until the time limit. grace: seconds that the others have when one fails.
     """
     children = {}
     started = started or ranks
@@ -84,7 +84,11 @@ def launch(folder, ranks, script, *arguments, patch=None, limit=300, started=Non
         if pid in children:
             codes[children.pop(pid)] = os.waitstatus_to_exitcode(status)
         failed = any(codes.values())
-        if failed or time.monotonic() > deadline:
+        if failed:
+            deadline = min(deadline, first_failure + grace)
+        else:
+            first_failure = time.monotonic()
+        if time.monotonic() > deadline:
             for other in children:
                 os.kill(other, signal.SIGKILL)
                 os.waitpid(other, 0)

@@ -3,9 +3,11 @@ benchmarks/ranks.py forks from this process; tests/test_launch.py starts the rea
 
 import functools
 import os
+import re
 import shutil
 import sys
 import tempfile
+import types
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +32,21 @@ def fp16_is(supported):
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator().is_fp16_supported = lambda: supported
+
+    return patch
+
+
+def edited(*edits):
+    """A patch for run(): universal.py with some of its code replaced, (pattern, replacement)."""
+
+    def patch():
+        source = (ROOT / "universal.py").read_text()
+        for pattern, replacement in edits:
+            source, count = re.subn(pattern, replacement, source)
+            assert count, f"{pattern} is not in universal.py"
+        module = types.ModuleType("universal")
+        sys.modules["universal"] = module
+        exec(compile(source, "edited universal.py", "exec"), module.__dict__)
 
     return patch
 

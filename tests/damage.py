@@ -30,27 +30,37 @@ class Net(nn.Module):
         self.register_buffer("calls", torch.zeros(3))
 
     def forward(self, x):
-        self.calls += self.training
-        return self.b(self.norm(self.a(x))).pow(2).mean() + self.frozen(x).mean() * 0.1 + self.calls.sum() * 1e-3
+        self.calls += self.training  # once for every micro-batch, so a step's losses depend on the rank: a little
+        return self.b(self.norm(self.a(x))).pow(2).mean() + self.frozen(x).mean() * 0.1
 
 
-def make(stage):
-    torch.manual_seed(1)
-    model = Net()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    config = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+def adam(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def make(stage, net=Net, optimizer=adam, seed=1, zero=None, batch=12, micro=1):
+    torch.manual_seed(seed)
+    model = net()
+    made = optimizer and optimizer([p for p in model.parameters() if p.requires_grad])
+    config = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro}
+    config |= {"zero_optimization": {"stage": stage} | (zero or {})}
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    return deepspeed.initialize(model=model, optimizer=made, config=config)[0]
 
 
-def train(engine, step):
-    for i in range(engine.gradient_accumulation_steps()):
-        x = torch.randn(1, 8, generator=torch.Generator().manual_seed(100 * step + i))
-        engine.backward(engine(x))
+def train(engine, step, micro_batches=None):
+    """An optimizer step; its loss, over all ranks."""
+    count, total = engine.gradient_accumulation_steps(), torch.zeros((), dtype=torch.float64)
+    for i in range(dist.get_rank() * count, dist.get_rank() * count + (micro_batches or count)):
+        loss = engine(torch.randn(1, 8, generator=torch.Generator().manual_seed(100 * step + i)))
+        engine.backward(loss)
         engine.step()
+        total += loss.detach()
+    dist.all_reduce(total)
+    return total.item() / 12
 
 
-def held(engine):
+def held(engine, states=True):
     """Everything that the engine holds, whole."""
     if engine.zero_optimization_stage() < 3:  # DeepSpeed looks for the states once, and not again after a load
         engine.optimizer._hp_optimizer_states_linked = False
@@ -61,9 +71,9 @@ def held(engine):
             found[name] = p.detach().clone()
         if p.requires_grad:
             found[f"{name} fp32"] = safe_get_full_fp32_param(p)
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in ("exp_avg", "exp_avg_sq") if states else ():
                 found[f"{name} {key}"] = safe_get_full_optimizer_state(p, key)
-    found["steps"] = torch.tensor([float(s["step"]) for s in engine.optimizer.optimizer.state.values()][:1])
+    found["steps"] = torch.tensor([float(s.get("step", 0)) for s in engine.optimizer.optimizer.state.values()][:1])
     found["global_steps"] = torch.tensor(engine.global_steps)
     return found
 

@@ -4,18 +4,21 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import struct
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import load, run
+from conftest import edited, launch, load, run, states
 
 import ds_to_universal
 import universal
 
 ZOO = "tests/zoo.py"
+LOADED = ("odd_module.scale", "odd_module.table")  # by torch, as the types are those of few
 TAG = "global_step3"
 
 
@@ -96,7 +99,11 @@ def test_every_byte_is_read_once(copy, stage, to):
     run(folder, 2, ZOO, json.dumps([job]), patch=patch)
     truth = load(folder / "truth.pt")
     held = [t for states in truth["states"].values() for t in states.values()]
-    held += [*truth["frozen"].values(), *(b for name, b in truth["buffers"].items() if name != "scratch")]
+    held += [
+        *truth["extra"].values(),
+        *truth["frozen"].values(),
+        *(b for name, b in truth["buffers"].items() if name not in ("scratch", *LOADED)),
+    ]
     needed = sum(t.numel() * t.element_size() for t in held)
     read = int((folder / "bytes").read_text())
     assert needed <= read < needed + 4 * 4 * 5  # a frozen weight is a view of a wider one
@@ -169,29 +176,32 @@ def test_what_is_not_there(copy):
 
 
 @pytest.fixture
-def find(tmp_path, monkeypatch):
+def find(tmp_path, checkpoint, monkeypatch):
     """find(broken) is the tag that is taken. A folder gets tags of (step, hour of writing)."""
 
     def find(latest, broken=(), **tags):
         said = []
-        for tag, (_, hour) in tags.items():
-            (path := tmp_path / tag / "mp_rank_00_model_states.pt").parent.mkdir()
-            path.touch()
-            os.utime(path, (3600 * hour, 3600 * hour))
         (tmp_path / "latest").write_text(latest)
-
-        def checkpoint(folder):
-            if folder.name in broken:
-                raise universal.CheckpointError("a shard is missing")
-
-        monkeypatch.setattr(universal, "Checkpoint", checkpoint)
+        for tag, (step, hour) in tags.items():
+            made = checkpoint(
+                1, model=lambda m, step=step: m.update(global_steps=step), shard=lambda s, t=step: at_step(s, t)
+            )
+            made.rename(folder := tmp_path / tag)
+            for path in folder.glob("*_model_states.pt"):
+                os.utime(path, (3600 * hour, 3600 * hour))
+            if tag in broken:
+                next(folder.glob("*_optim_states.pt")).unlink()
         monkeypatch.setattr(universal, "say", said.append)
-        monkeypatch.setattr(universal.ds, "load", lambda path, trust: {"global_steps": tags[path.parent.name][0]})
-        taken = universal.find(tmp_path, None)[0]
-        assert len(said) == len(broken)  # one line for each that is passed over
+        taken = universal.find(tmp_path, None, False)[0].name
+        assert len(said) == len(broken) + (latest not in tags)  # one line for each that is passed over
         return taken
 
     return find
+
+
+def at_step(shard, step):
+    for state in states(shard):
+        state["step"] = torch.tensor(float(step))
 
 
 @pytest.mark.parametrize(
@@ -228,13 +238,39 @@ def test_machines_without_a_shared_folder(copy):
     assert "must be shared" in refused(folder, 2, 1, patch=patch)
 
 
-def test_untried_version(copy):
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("ranks", [3, 2])
+def test_another_layout(copy, stage, ranks):
+    """A version of DeepSpeed that cuts shards otherwise: what the engine holds is compared on every load."""
+    at = {
+        1: (r"begin = rank \* flat\.numel\(\)", "begin = (1 - rank) * flat.numel()"),
+        3: (r"at \+= share\n", "at += share + 1\n"),
+    }
+    line = refused(copy(stage), ranks, stage, patch=edited(at[stage]))
+    assert "where this file expects it" in line and " in the model, " in line
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_vanishes(copy, by):
+    """The others end at once when it dies, and after the time that is set when it is stopped; rank 0 names it."""
     folder = copy(1)
 
     def patch():
-        universal.TRIED = ("0.1",)
+        fill = universal.Reader.fill
 
-    assert "was tried with DeepSpeed 0.1, not with" in refused(folder, 2, 1, patch=patch)
+        def vanish(*args):
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), by)
+            fill(*args)
+
+        universal.Reader.fill = vanish
+
+    job = {"name": ".", "stage": 1, "optimizer": "AdamW", "groups": 2, "load": TAG, "options": {"timeout": 4}}
+    began = time.monotonic()
+    launch(folder, 3, ZOO, json.dumps([job]), patch=patch, limit=20, grace=8)
+    lines = [(folder / f"losses.refused.{rank}").read_text() for rank in (0, 2)]
+    assert time.monotonic() - began < 25 and not any("\n" in line for line in lines), lines
+    assert "a rank does not answer" in lines[1] and "Rank 1 failed" in lines[0], lines
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -249,4 +285,5 @@ def test_the_description_holds_no_data(saved, stage, tag):
         return [tensor for part in parts for tensor in tensors(part)]
 
     checkpoint = universal.Checkpoint(saved / str(stage) / tag)
-    assert checkpoint.saved and all(tensor.numel() == 1 for tensor in tensors(vars(checkpoint)))
+    data = vars(checkpoint) | {"extra": None}  # what a module adds to its state, and may be of any type
+    assert checkpoint.saved and all(tensor.numel() == 1 for tensor in tensors(data))

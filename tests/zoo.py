@@ -68,6 +68,32 @@ def make_optimizer(name, groups):
     }[name]()
 
 
+class Odd(nn.Module):
+    """What a module's state has beside parameters and buffers: extra state, as TransformerEngine's modules have, and a
+    tensor that comes by a hook, as bitsandbytes'. And buffers of the types that few have."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra, self.scb = torch.randn(3), torch.randn(4)
+        self.register_buffer("angles", torch.polar(torch.ones(4), torch.randn(4)))
+        self.register_buffer("scale", torch.randn(4).to(torch.float8_e4m3fn))
+        self.register_buffer("table", torch.randint(0, 99, (4,)).to(torch.uint16))
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}SCB"] = self.scb
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        self.scb = state.pop(f"{prefix}SCB", self.scb)
+        super()._load_from_state_dict(state, prefix, *args)
+
+
 class Zoo(nn.Module):
     def __init__(self, scalar, keys):
         super().__init__()
@@ -75,7 +101,8 @@ class Zoo(nn.Module):
         self.tied.weight = self.first.weight
         self.frozen = nn.Linear(8, 5).requires_grad_(False)
         self.frozen.weight = nn.Parameter(torch.randn(5, 12)[:, :8], requires_grad=False)  # not contiguous
-        self.norm = nn.BatchNorm1d(7, affine=False)
+        self.norm = self.same_norm = nn.BatchNorm1d(7, affine=False)
+        self.odd_module = Odd()
         self.rows = nn.Parameter(torch.randn(9, 7))  # what is normalised belongs to no batch, hence to no rank
         self.single = nn.Parameter(torch.randn(1))
         self.unused = nn.Parameter(torch.randn(2, 3))
@@ -121,6 +148,9 @@ def dump_truth(engine, path, optimizer, stage):
             for key in states_of(p, optimizer, stage):
                 truth["states"][name][key] = safe_get_full_optimizer_state(p, key).cpu()
     truth["buffers"] = {name: b.cpu().clone() for name, b in engine.module.named_buffers()}
+    truth["extra"] = {
+        key: t.clone() for key, t in engine.module.state_dict().items() if "SCB" in key or "_extra" in key
+    }
     groups = engine.optimizer.optimizer.param_groups
     truth["groups"] = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     truth["steps"] = [state["step"] for state in engine.optimizer.optimizer.state.values() if "step" in state]
