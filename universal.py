@@ -613,6 +613,12 @@ def reshard(engine, checkpoint, folder, options, share):
         with together(share), mock.patch.multiple(engine, **patch, load_universal_checkpoint=lambda: False):
             more = options | {"load_optimizer_states": True}  # without, it would look for other files
             _, client_state = engine._load_checkpoint(str(folder.parent), folder.name, **more)
+            if held and "lr" not in checkpoint.groups[0]:
+                say("elastic_checkpoint saves no hyper-parameters: the engine's own are used, and the scheduler's rate")
+                steered = getattr(engine.lr_scheduler, "optimizer", None) is optimizer.optimizer
+                rates = getattr(engine.lr_scheduler, "_last_lr", []) if steered else []
+                for group, rate in zip(optimizer.param_groups, rates, strict=False):
+                    group["lr"] = rate
             shard = make_shard(engine, checkpoint, held, reader, states) if held else None
         reader.check(share)
         with together(share):
