@@ -41,8 +41,8 @@ import torch.distributed as dist
 from deepspeed.utils import bwc
 from torch.utils.serialization import config as torch_files
 
-import ds_to_universal as ds
-from ds_to_universal import CheckpointError
+import old_converter as ds
+from old_converter import CheckpointError
 
 __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 TRIED = ("0.19.8", "0.19.7", "0.19.6", "0.19.5", "0.19.4")  # of DeepSpeed: they cut shards as it is written here
