@@ -31,7 +31,6 @@ classes stay names. Each range is read once, checked against the archive's CRC-3
 
 import argparse
 import contextlib
-import copyreg
 import ctypes
 import datetime
 import errno
@@ -42,12 +41,9 @@ import io
 import itertools
 import math
 import os
-import pickle
-import pickletools
 import re
 import resource
 import shutil
-import stat
 import struct
 import sys
 import time
@@ -55,651 +51,51 @@ import warnings
 import zipfile
 import zlib
 from array import array
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
-__all__ = [
-    "CheckpointError", "Description", "Parameter", "Reader", "Scalar", "Slices", "Tensor", "check", "convert", "describe",
-    "find_tag", "load", "pickled", "stream", "together", "write_pt",
-]  # fmt: skip
 if sys.version_info < (3, 10):  # noqa: UP036
     sys.exit("ds_to_universal.py needs Python 3.10 or newer")
 
+from torch_file import (
+    CHUNK,
+    CheckpointError,
+    Named,
+    Part,
+    PtFile,
+    Reader,
+    Slices,
+    Stub,
+    Tensor,
+    about,
+    begin_of,
+    check,
+    compact,
+    keep_open,
+    load,
+    nbytes_of,
+    own_name,
+    pickled,
+    stub,
+    tensor_of,
+    whole,
+    width,
+    write_pt,
+)  # fmt: skip
 
-class CheckpointError(Exception):
-    """What is wrong with the checkpoint or the folders, in one line."""
-
-    def __init__(self, message):
-        super().__init__(" ".join(str(message).splitlines()))
-
-
-@contextlib.contextmanager
-def about(path, problem="does not hold what a ZeRO checkpoint does"):
-    """What is wrong with a file is said in one line with its name; what is wrong with the system is no damage."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(error if str(path) in str(error) else f"{path}: {error}") from None
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(error.filename or path)) from error
-    except MemoryError:
-        raise
-    except Exception as error:  # a damaged file can fail in any way
-        raise CheckpointError(f"{path} {problem}: {type(error).__name__}: {error}") from error
-
+__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
+__all__ = [
+    "CheckpointError", "Description", "Parameter", "Reader", "Scalar", "Slices", "Tensor", "check", "convert", "describe",
+    "find_tag", "load", "pickled", "together", "write_pt",
+]  # fmt: skip
 
 # -----------------------------------------------------------------------------
-# 1. a .pt file without torch
-
-STORAGES = "Double:float64 Float:float32 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 Short:int16 Char:int8"
-STORAGES += " Byte:uint8 Bool:bool ComplexDouble:complex128 ComplexFloat:complex64 QInt8:qint8 QUInt8:quint8"
-STORAGES += " QInt32:qint32 QUInt4x2:quint4x2 QUInt2x4:quint2x4 Untyped:byte"
-DTYPES = dict(pair.split(":") for pair in STORAGES.split())  # {kind of storage: dtype}
-KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
-CODES = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b"}
-CODES |= {"uint8": "B", "bool": "?"}
-PLAIN = {"torch", "deepspeed", "megatron", "numpy", "__builtin__", "copy_reg", "_codecs", *sys.stdlib_module_names}
-
-
-@functools.cache
-def width(dtype):
-    """Bytes of an element: float8_e4m3fn 1, complex64 8, bool 1."""
-    bits = re.search(r"\d+", dtype)
-    return max(1, int(bits[0]) // 8) if bits else 1
-
-
-class Record(NamedTuple):
-    """The bytes of one storage in an archive. kind: Float, for torch.FloatStorage."""
-
-    path: str
-    offset: int
-    nbytes: int
-    crc: int
-    kind: str = "Untyped"
-
-
-class Tensor(NamedTuple):
-    """A tensor in a pickle. storage: a Record, or Slices where the bytes are to be put together, or bytes."""
-
-    storage: object
-    offset: int
-    size: tuple
-    stride: tuple
-    requires_grad: bool
-    dtype: str
-
-
-class Size(tuple):
-    """torch.Size"""
-
-    __slots__ = ()
-
-
-def typed_tensor(storage, offset, size, stride, requires_grad, hooks, metadata=None):
-    """torch._utils._rebuild_tensor_v2; None for what is more than its elements, a conjugated view for one."""
-    if not hooks and not metadata:
-        return Tensor(storage, offset, size, stride, requires_grad, DTYPES[storage.kind])
-
-
-def untyped_tensor(storage, offset, size, stride, requires_grad, hooks, dtype, metadata=None):
-    """torch._utils._rebuild_tensor_v3, for the dtypes that have no storage class."""
-    if not hooks and not metadata:
-        return Tensor(storage, offset, size, stride, requires_grad, dtype.__name__)
-
-
-BUILT = {
-    "collections.OrderedDict": OrderedDict,
-    "torch.Size": Size,
-    "torch._utils._rebuild_tensor_v2": typed_tensor,
-    "torch._utils._rebuild_tensor_v3": untyped_tensor,
-}
-
-
-class Named(type):
-    """A class of which we know the name only. Every file has its own: no pickle reaches what another one has read."""
-
-
-class Stub(metaclass=Named):
-    """An instance of such a class. Goes back into a pickle as it came."""
-
-    def __new__(cls, *args):
-        build = BUILT.get(f"{cls.__module__}.{cls.__qualname__}")
-        built = build(*args) if build else None
-        if built is not None:
-            return built
-        self = object.__new__(cls)
-        self.args, self.called, self.state, self.items, self.entries = args, False, None, [], {}
-        return self
-
-    def __init__(self, *args):
-        self.called = True  # the pickle called the class; it did not only make an instance of it
-
-    def __setstate__(self, state):
-        self.state = state
-
-    def __setitem__(self, key, value):
-        self.entries[key] = value
-
-    def append(self, value):
-        self.items.append(value)
-
-    def __reduce__(self):
-        return revived, (type(self), self.args, self.called, self.state, self.items, self.entries)
-
-
-def named(module, name):
-    return Named(name, (Stub,), {"__module__": module, "__qualname__": name})
-
-
-def revived(cls, *values):
-    stub = object.__new__(cls)
-    stub.args, stub.called, stub.state, stub.items, stub.entries = values
-    return stub
-
-
-# Python's own pickle, too, takes a description from one process to another.
-copyreg.pickle(Named, lambda cls: (named, (cls.__module__, cls.__qualname__)))
-
-
-class Unpickler(pickle.Unpickler):
-    """Reads a pickle, and calls nothing that is not in this file."""
-
-    def __init__(self, data, record):
-        super().__init__(io.BytesIO(data))
-        self.record, self.found = record, {}
-
-    def find_class(self, module, name):
-        if (module, name) not in self.found:
-            self.found[module, name] = named(module, name)
-            if (module, name) in (("__builtin__", "getattr"), ("builtins", "getattr")):
-                self.found[module, name].__new__ = self.attribute
-        return self.found[module, name]
-
-    def attribute(self, cls, parent, name):
-        """How a pickle names a class inside another one, and Python 3.11.0 to 3.11.3 the member of an enum."""
-        if isinstance(parent, Named):
-            return self.find_class(parent.__module__, f"{parent.__qualname__}.{name}")
-        return Stub.__new__(cls, parent, name)
-
-    def persistent_load(self, pid):
-        _, storage, key, _, numel = pid
-        kind = storage.__name__.removesuffix("Storage")
-        record = self.record(f"data/{key}")
-        if record.nbytes != numel * width(DTYPES[kind]):
-            raise CheckpointError(f"record {key} has {record.nbytes} bytes, which is not {numel} elements")
-        return record._replace(kind=kind)
-
-
-@functools.lru_cache(2)  # shards are alike
-def check_memo(data):
-    """A pickle may number what it remembers as it likes, and Python makes room up to the largest number."""
-    for code, number, _ in pickletools.genops(data):
-        if code.name in ("PUT", "LONG_BINPUT") and number > len(data):
-            raise ValueError(f"a pickle of {len(data)} bytes that wants to remember {number} objects")
-
-
-class Archive:
-    """The open file of a zip archive. Its directory is read as far as it is asked for: zipfile takes 5 ms for the 730
-    records that a rank of ZeRO-3 writes for nothing but their names."""
-
-    def __init__(self, path, file):
-        self.path, self.file, self.records, self.at = str(path), file, {}, 0
-        size = os.fstat(file.fileno()).st_size
-        tail = self.get(max(0, size - 98), min(size, 98))
-        nbytes, start = struct.unpack("<II", tail[-10:-2])
-        ends = 22
-        if tail[:4] == b"PK\6\6":  # torch always writes the long form, too
-            nbytes, start = struct.unpack("<QQ", tail[40:56])
-            ends = 98
-        self.expect(tail[-22:-18] == b"PK\5\6" and start + nbytes == size - ends)
-        self.directory = self.get(start, nbytes)
-
-    def expect(self, condition):
-        if not condition:
-            raise CheckpointError(f"{self.path} is truncated or damaged")
-
-    def get(self, start, nbytes):
-        data = os.pread(self.file.fileno(), nbytes, start)
-        self.expect(len(data) == nbytes)
-        return data
-
-    def next(self):
-        """Read one more entry of the directory."""
-        self.expect(self.at < len(self.directory))
-        fields = struct.unpack_from("<4s6xH4xIIIHHH8xI", self.directory, self.at)
-        mark, packed, crc, _, size, name_size, extra_size, note, offset = fields
-        begin = self.at + 46 + name_size
-        self.at = begin + extra_size + note
-        self.expect(mark == b"PK\1\2" and not packed and self.at <= len(self.directory))
-        extra = self.directory[begin : begin + extra_size]
-        if 0xFFFFFFFF in (size, offset):  # 32 bits cannot hold it
-            long = list(struct.unpack(f"<{struct.unpack_from('<H', extra, 2)[0] // 8}Q", extra[4:]))
-            self.expect(extra[:2] == b"\1\0")
-            size, _ = (long.pop(0), long.pop(0)) if size == 0xFFFFFFFF else (size, None)
-            offset = long.pop(0) if offset == 0xFFFFFFFF else offset
-        prefix, _, key = self.directory[begin - name_size : begin].decode().partition("/")
-        if prefix not in (Path(self.path).stem, "archive"):  # torch.save writes the file's name into the archive
-            raise CheckpointError(f"it was written as {prefix}.pt, and renamed")
-        mark, packed, name_size, extra_size = struct.unpack("<4s4xH16xHH", self.get(offset, 30))
-        self.expect(mark == b"PK\3\4" and not packed)
-        self.records[key] = Record(self.path, offset + 30 + name_size + extra_size, size, crc)
-
-    def record(self, name):
-        while name not in self.records:
-            self.next()
-        return self.records[name]
-
-    def pickle(self):
-        record = self.record("data.pkl")
-        data = self.get(record.offset, record.nbytes)
-        self.expect(zlib.crc32(data) == record.crc)
-        return data
-
-    def content(self):
-        """(content, names outside what is known)."""
-        data = self.pickle()
-        if b"/byteorder" in self.directory:
-            record = self.record("byteorder")
-            if self.get(record.offset, record.nbytes) != b"little":
-                raise CheckpointError("it was written on a big-endian machine")
-        check_memo(data)
-        reader = Unpickler(data, self.record)
-        content = reader.load()
-        return content, {f"{m}.{name}" for m, name in reader.found if m.split(".")[0] not in PLAIN}
-
-
-def open_file(path):
-    try:  # without O_NONBLOCK it would wait for the writer of a FIFO
-        file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except IsADirectoryError:
-        raise CheckpointError(f"{path} is not a file") from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise CheckpointError(f"{path} is not a file")
-    return file
-
-
-def load(path):
-    """(content of a .pt file, names of classes outside torch, deepspeed, megatron, numpy and plain Python). Tensors are
-    Tensor, all other objects Stub. Raises CheckpointError, naming the file."""
-    with about(path, "is damaged"), open_file(path) as file:
-        return Archive(path, file).content()
-
-
-class Pickler:
-    """Writes a pickle of protocol 2, as torch.save does. It looks nothing up: the names in it are those that were read.
-    No call within a call, so that nothing is nested too deeply; `storages` collects what tensors refer to."""
-
-    def __init__(self):
-        self.data, self.memo, self.storages = bytearray(b"\x80\2"), {}, {}
-
-    def dump(self, content):
-        todo = [self.write(content)]
-        while todo:
-            inner = next(todo[-1], self)
-            if inner is self:
-                todo.pop()
-            else:
-                todo.append(self.write(inner))
-        return bytes(self.data + b".")
-
-    def remember(self, key):
-        self.memo[key] = len(self.memo)
-        self.data += b"r" + struct.pack("<I", self.memo[key])
-
-    def write(self, value):
-        """Append a value; what is inside it is yielded, and written before this goes on."""
-        key = value if type(value) is str else id(value)
-        kind = type(value)
-        if key in self.memo:
-            self.data += b"j" + struct.pack("<I", self.memo[key])
-        elif value is None or kind in (bool, int, float):
-            self.data += pickle.dumps(value, 2)[2:-1]
-        elif kind is str:
-            text = value.encode("utf-8", "surrogatepass")
-            self.data += b"X" + struct.pack("<I", len(text)) + text
-            self.remember(key)
-        elif kind in (bytes, bytearray):
-            self.data += b"B" + struct.pack("<I", len(value)) if kind is bytes else b"\x96" + struct.pack("<Q", len(value))
-            self.data += value
-        elif isinstance(value, Named):
-            yield from self.write_name(value.__module__, value.__qualname__, key)
-        elif kind is Record:
-            yield from self.write_storage(value, value.kind, value.nbytes)
-        elif kind is Tensor:
-            yield from self.write_tensor(value)
-        elif kind in (tuple, set, frozenset):
-            self.data += b"\x8f(" if kind is set else b"("
-            yield from value
-            if key in self.memo:  # it holds itself, by a list say, which has written it
-                self.data += b"1j" + struct.pack("<I", self.memo[key])
-            else:
-                self.data += {tuple: b"t", set: b"\x90", frozenset: b"\x91"}[kind]
-                self.remember(key)
-        elif kind is Size:
-            yield from self.write_name("torch", "Size")
-            self.data += b"("
-            yield from value
-            self.data += b"t\x85R"
-        elif kind in (list, dict, OrderedDict):
-            if kind is OrderedDict:
-                yield from self.write_name("collections", "OrderedDict")
-            self.data += {list: b"]", dict: b"}", OrderedDict: b")R"}[kind]
-            self.remember(key)
-            yield from self.write_inside(value if kind is list else [], {} if kind is list else value)
-        elif isinstance(value, Stub):
-            yield from self.write_stub(value)
-        else:
-            raise CheckpointError(f"{value!r} cannot be written: no pickle holds it")
-
-    def write_inside(self, items, entries):
-        if items:
-            self.data += b"("
-            yield from items
-            self.data += b"e"
-        if entries:
-            self.data += b"("
-            yield from itertools.chain.from_iterable(entries.items())
-            self.data += b"u"
-
-    def write_name(self, module, name, key=None):
-        outer, _, inner = name.rpartition(".")
-        if outer:  # protocol 2 has no name for a class in a class
-            self.data += b"c__builtin__\ngetattr\n("
-            yield from self.write_name(module, outer)
-            yield inner
-            self.data += b"tR"
-        else:
-            self.data += f"c{module}\n{name}\n".encode()
-        if key:
-            self.remember(key)
-
-    def write_stub(self, stub):
-        yield type(stub)
-        self.data += b"("
-        yield from stub.args
-        self.data += b"tR" if stub.called else b"t\x81"
-        self.remember(id(stub))
-        yield from self.write_inside(stub.items, stub.entries)
-        if stub.state is not None:
-            yield stub.state
-            self.data += b"b"
-
-    def write_tensor(self, tensor):
-        kind = KINDS.get(tensor.dtype, "Untyped")
-        yield from self.write_name("torch._utils", f"_rebuild_tensor_v{3 if kind == 'Untyped' else 2}")
-        self.data += b"("
-        if type(tensor.storage) is Record:
-            yield tensor.storage
-        else:
-            yield from self.write_storage(tensor.storage, kind, nbytes_of(tensor.storage))
-        yield tensor.offset
-        for numbers in (tensor.size, tensor.stride):
-            self.data += b"("
-            yield from numbers
-            self.data += b"t"
-        yield tensor.requires_grad
-        yield from self.write_name("collections", "OrderedDict")
-        self.data += b")R"
-        if kind == "Untyped":
-            yield from self.write_name("torch", tensor.dtype)
-        self.data += b"tR"
-        self.remember(id(tensor))
-
-    def write_storage(self, storage, kind, nbytes):
-        key = id(storage) if type(storage) is bytes else storage  # two views of one storage stay that
-        number = self.storages.setdefault(key, (len(self.storages), storage))[0]
-        self.data += b"("
-        yield "storage"
-        yield from self.write_name("torch.storage" if kind == "Untyped" else "torch", f"{kind}Storage")
-        yield str(number)
-        yield "cpu"
-        yield nbytes // width(DTYPES[kind])
-        self.data += b"tQ"
-
-
-def pickled(content):
-    """(pickle, [what the tensors' bytes are made of]): what write_pt() makes a file of."""
-    pickler = Pickler()
-    data = pickler.dump(content)
-    return data, [storage for _, storage in pickler.storages.values()]
-
-
-def write_pt(path, data, storages, reader):
-    """Write a .pt file around a pickle, with all sizes and positions in 64 bits. Returns its size in bytes."""
-    contents = {"data.pkl": data, "byteorder": b"little", "version": b"3\n"}
-    contents |= {f"data/{key}": storage for key, storage in enumerate(storages)}
-    directory = b""
-    with about(path), open(path, "xb", buffering=CHUNK) as file:
-        for name, content in contents.items():
-            name, nbytes, position = os.fsencode(path.stem) + f"/{name}".encode(), nbytes_of(content), file.tell()
-            padding = -(position + 54 + len(name)) % 64  # torch aligns records, to map them
-            file.write(bytes(54 + len(name) + padding))  # the header is known after its record
-            crc = 0
-            for chunk, own in stream(content, reader):
-                file.write(chunk)
-                crc = crc_join(crc, own, len(chunk))
-            end = file.tell()
-            fields = struct.pack("<HHHHHIII", 45, 0x800, 0, 0, 0x21, crc, FULL, FULL)
-            extra = struct.pack("<HHQQHH", 1, 16, nbytes, nbytes, 0x4246, padding) + bytes(padding)
-            file.seek(position)
-            file.write(b"PK\3\4" + fields + struct.pack("<HH", len(name), len(extra)) + name + extra)
-            file.seek(end)
-            extra = struct.pack("<HHQQQ", 1, 24, nbytes, nbytes, position)
-            directory += b"PK\1\2" + struct.pack("<H", 45) + fields
-            directory += struct.pack("<HHHHHII", len(name), len(extra), 0, 0, 0, 0, FULL) + name + extra
-        start, count = file.tell(), len(contents)
-        tail = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, len(directory), start)
-        tail += b"PK\6\7" + struct.pack("<IQI", 0, start + len(directory), 1)
-        tail += b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, 0xFFFF, 0xFFFF, FULL, FULL, 0)
-        file.write(directory + tail)
-        return file.tell()
-
-
-FULL = 0xFFFFFFFF  # the size or position stands in 64 bits elsewhere
-
-# -----------------------------------------------------------------------------
-# 2. bytes, read once
-
-CHUNK = 1 << 18
-SHORT = 1 << 14  # bytes below which it is quicker to sum twice than to join sums
-
-
-def keep_open():
-    """opened(path): an open file. As many stay open as half of what the system lets this process open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return functools.lru_cache(max(4, min(soft // 2, 1 << 14)))(open_file)
-
-
-def fill(opened, buffer, record, start):
-    """Read as many bytes of a record as the buffer has."""
-    file = opened(record.path)  # held while it is read: the cache may let go of it in another thread
-    done = 0
-    while done < len(buffer):
-        try:
-            got = os.preadv(file.fileno(), [buffer[done:] if done else buffer], record.offset + start + done)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, record.path) from error
-        if not got:
-            raise CheckpointError(f"{record.path} became shorter while it was read")
-        done += got
-
-
-class Reader:
-    """Reads records, and remembers what of them: spans is {record: [start, end, CRC-32, start, ...]}."""
-
-    def __init__(self, opened=None):
-        self.opened, self.spans = opened or keep_open(), {}
-
-    def read_into(self, buffer, record, start):
-        """Fill the buffer from a record. Returns the CRC-32 of these bytes."""
-        fill(self.opened, buffer, record, start)
-        nbytes, crc = len(buffer), zlib.crc32(buffer)
-        spans = self.spans.get(record)
-        if spans is None:
-            self.spans[record] = [start, start + nbytes, crc]
-        elif spans[-2] != start:
-            spans += (start, start + nbytes, crc)
-        else:
-            spans[-1] = zlib.crc32(buffer, spans[-1]) if nbytes < SHORT else crc_join(spans[-1], crc, nbytes)
-            spans[-2] += nbytes
-        return crc
-
-    def read(self, record, start, nbytes):
-        data = bytearray(nbytes)
-        self.read_into(memoryview(data), record, start)
-        return data
-
-
-class Slices(NamedTuple):
-    """Where a parameter lies in the flat tensors of its ranks: a formula, not a list of pieces.
-
-    ZeRO-1/2   origin: where it begins in the group laid end to end; share: elements of a rank; base: 0
-    ZeRO-3     origin: 0; share: ceil(numel / ranks); base: where it begins in the flat tensor of every rank
-    """
-
-    dtype: str
-    records: tuple  # of every rank
-    begins: tuple  # the byte in each record where the flat tensor begins
-    origin: int
-    share: int
-    base: int
-    numel: int
-
-    def cut(self, start=0, numel=None):
-        """(record, its first byte, bytes) of the elements from `start` on, in order."""
-        size, left = width(self.dtype), self.numel - start if numel is None else numel
-        rank, within = divmod(self.origin + start, self.share or 1)
-        while left:
-            run = min(self.share - within, left)
-            yield self.records[rank], self.begins[rank] + (self.base + within) * size, run * size
-            left -= run
-            rank += 1
-            within = 0
-
-
-def nbytes_of(content):
-    if isinstance(content, Record):
-        return content.nbytes
-    return len(content) if isinstance(content, bytes) else content.numel * width(content.dtype)
-
-
-def stream(content, reader):
-    """(bytes, their CRC-32) of bytes, of a Record, of Slices or of what is Joined, a chunk at a time: use it before the
-    next one is asked for."""
-    if isinstance(content, bytes):
-        yield content, zlib.crc32(content)
-        return
-    if isinstance(content, Joined):
-        yield from ((chunk, zlib.crc32(chunk)) for chunk in content.chunks(reader))
-        return
-    pieces = [(content, 0, content.nbytes)] if isinstance(content, Record) else content.cut()
-    buffer, filled, crc = memoryview(bytearray(min(CHUNK, nbytes_of(content)))), 0, 0
-    for record, start, nbytes in pieces:
-        end = start + nbytes
-        while start < end:
-            part = buffer[filled : filled + end - start]
-            own = reader.read_into(part, record, start)
-            crc = crc_join(crc, own, len(part)) if len(part) >= SHORT else zlib.crc32(part, crc)
-            start += len(part)
-            filled += len(part)
-            if filled == len(buffer):
-                yield buffer, crc
-                filled, crc = 0, 0
-    yield buffer[:filled], crc
-
-
-class Part(io.RawIOBase):
-    """The bytes of Slices as a file that is read from its start to its end, a row of a tensor at a time."""
-
-    def __init__(self, slices, reader):
-        self.pieces, self.reader, self.piece = slices.cut(), reader, (None, 0, 0)
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        record, start, nbytes = self.piece
-        if not nbytes:
-            record, start, nbytes = next(self.pieces, (None, 0, 0))
-        part = memoryview(buffer)[:nbytes]
-        if nbytes:
-            self.reader.read_into(part, record, start)
-        self.piece = record, start + len(part), nbytes - len(part)
-        return len(part)
-
-
-def crc_multiply(a, b):
-    """Two polynomials modulo that of CRC-32, bits reversed."""
-    product = 0
-    while a:
-        if a & 0x80000000:
-            product ^= b
-        a = (a << 1) & 0xFFFFFFFF
-        b = (b >> 1) ^ (0xEDB88320 if b & 1 else 0)
-    return product
-
-
-@functools.lru_cache(4096)
-def crc_table(nbytes):
-    """What nbytes more make of a CRC-32: times x^(8 nbytes), for all 16 values of each of its 8 half-bytes."""
-    table, column, power = [[0] for _ in range(8)], 0x80000000, 0x00800000
-    while nbytes:
-        if nbytes & 1:
-            column = crc_multiply(power, column)
-        power = crc_multiply(power, power)
-        nbytes >>= 1
-    for bit in range(31, -1, -1):
-        part = table[bit // 4]
-        part[:] = [value ^ column * b for value in part for b in (0, 1)]
-        column = (column >> 1) ^ (0xEDB88320 if column & 1 else 0)
-    return table
-
-
-def crc_join(first, second, nbytes):
-    """CRC-32 of A + B from those of A and of B, B being nbytes long: every byte is summed once for two files."""
-    if not first:
-        return second
-    a, b, c, d, e, f, g, h = crc_table(nbytes)
-    return (
-        a[first & 15] ^ b[first >> 4 & 15] ^ c[first >> 8 & 15] ^ d[first >> 12 & 15]
-        ^ e[first >> 16 & 15] ^ f[first >> 20 & 15] ^ g[first >> 24 & 15] ^ h[first >> 28] ^ second
-    )  # fmt: skip
-
-
-def checksum(opened, record, start, end, crc=0):
-    buffer = memoryview(bytearray(max(0, min(CHUNK, end - start))))
-    for at in range(start, end, CHUNK):
-        part = buffer[: end - at]
-        fill(opened, part, record, at)
-        crc = zlib.crc32(part, crc)
-    return crc
-
-
-def check(record, spans, opened):
-    """The record is what its archive's CRC-32 says. spans: what readers, in whichever process, have read of it, start,
-    end and CRC-32 one after the other. What nobody read, padding, is read here. Raises CheckpointError."""
-    at, crc, spans = 0, 0, sorted(set(zip(*[iter(spans)] * 3, strict=True)))
-    for start, end, own in [*spans, (record.nbytes, record.nbytes, 0)]:
-        if start < at:  # views that share elements: their sums do not add up to the record's
-            if any(checksum(opened, record, *span) != again for *span, again in spans):
-                raise CheckpointError(f"{record.path} is damaged, or was read wrong: a tensor is not the same twice")
-            crc = checksum(opened, record, 0, record.nbytes)
-            break
-        crc = crc_join(checksum(opened, record, at, start, crc), own, end - start)
-        at = end
-    if crc != record.crc:
-        raise CheckpointError(f"{record.path} is damaged: a tensor does not match the checksum saved with it")
-
-# -----------------------------------------------------------------------------
-# 3. one data-parallel checkpoint: what is where, no tensor is read
+# 1. one data-parallel checkpoint: what is where, no tensor is read
 
 MISSING = object()
+CODES = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b"}
+CODES |= {"uint8": "B", "bool": "?"}
 
 
 class Scalar(NamedTuple):
@@ -807,45 +203,6 @@ def find_shards(folder):
     if (folder / "offloaded_tensors").exists():
         raise CheckpointError(f"{folder} has NVMe-offloaded states, which are not converted")
     return shards
-
-
-def tensor_of(value):
-    """The Tensor, also of a parameter and of a tensor with attributes; None for what is no tensor."""
-    if not isinstance(value, Stub) or not value.args:
-        return value if isinstance(value, Tensor) else None
-    name = type(value).__qualname__
-    if name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
-        return tensor_of(value.args[0])
-    if name == "_rebuild_from_type_v2":
-        rebuild, _, arguments, _ = value.args
-        return tensor_of(rebuild(*arguments))
-
-
-def begin_of(tensor, needed):
-    """(record, byte in it) where a tensor without gaps begins, of which `needed` elements are there."""
-    record, size, follow = tensor.storage, width(tensor.dtype), 1
-    numel = math.prod(tensor.size)
-    if min(tensor.offset, *tensor.size, 0) < 0 or needed > numel or (tensor.offset + numel) * size > record.nbytes:
-        raise CheckpointError(f"{record.path} holds fewer elements than its description says")
-    for n, stride in zip(reversed(tensor.size), reversed(tensor.stride), strict=True):
-        if stride != follow and n != 1 and numel:
-            raise CheckpointError(f"{record.path} has gaps between the elements of a tensor that must have none")
-        follow *= n
-    return record, tensor.offset * size
-
-
-def compact(tensor):
-    """The tensor with the part of its storage that it spans: what stands behind a view does not follow it."""
-    last = sum((n - 1) * stride for n, stride in zip(tensor.size, tensor.stride, strict=True))
-    numel = last + 1 if all(tensor.size) else 0
-    record, begin = begin_of(tensor._replace(size=(numel,), stride=(1,)), numel)
-    return tensor._replace(storage=Slices(tensor.dtype, (record,), (begin,), 0, numel, 0, numel), offset=0)
-
-
-def whole(dtype, storage, shape):
-    """A contiguous tensor."""
-    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return Tensor(storage, 0, tuple(shape), stride, False, dtype)
 
 
 def is_stage_3(optimizer):
@@ -1060,33 +417,24 @@ def other_steps(path, model, parameters):
 
 def read_models(paths, shard, count, pool):
     """(rank 0's model states, [{frozen parameter: Tensor} of every rank] or None, names outside what is known)."""
-    with about(paths[0], "is damaged"), open_file(paths[0]) as file:
-        archive = Archive(paths[0], file)
-        like = archive.pickle()
-        model, strange = archive.content()
-        keys = {record.offset: key for key, record in archive.records.items()}
-
-    def read_model(path):
-        with about(path, "is damaged"), open_file(path) as file:
-            archive = Archive(path, file)
-            alike = archive.pickle() == like  # most are, and then only the records are others
-            state = model if alike else archive.content()[0]
-            with about(path):
-                for key in ("param_shapes", "buffer_names", "frozen_param_shapes", "global_steps"):
-                    if state.get(key) != model.get(key):
-                        raise CheckpointError(f"{path} has other {key} than {paths[0].name}")
-                names = state.get("frozen_param_shapes") or {}
-                found = {name: tensor_of(state["frozen_param_fragments"][name]) for name in names}
-                for name, part in found.items() if alike else ():
-                    record = archive.record(keys[part.storage.offset])
-                    archive.expect(record.nbytes == part.storage.nbytes)
-                    found[name] = part._replace(storage=record._replace(kind=part.storage.kind))
-        return found
-
+    like = PtFile(paths[0])
+    model, strange = like.content()
     with about(paths[0]):
         if model["dp_world_size"] != count:
             raise CheckpointError(f"{paths[0]} is of {model['dp_world_size']} ranks, {shard.name} of {count}")
-    # Where it is not cut, `module` has the frozen parameters as they are.
+
+    def read_model(path):
+        names = model.get("frozen_param_shapes") or {}
+        if not names and like.same_pickle(path):  # most are
+            return {}
+        state = load(path)[0]
+        with about(path):
+            for key in ("param_shapes", "buffer_names", "frozen_param_shapes", "global_steps"):
+                if state.get(key) != model.get(key):
+                    raise CheckpointError(f"{path} has other {key} than {paths[0].name}")
+            return {name: tensor_of(state["frozen_param_fragments"][name]) for name in names}
+
+    # At ZeRO-1 and 2 all ranks share one file, in which frozen parameters are whole.
     return model, list(pool.map(read_model, paths)) if "zero_pp_rank_" in paths[0].name else None, strange
 
 
@@ -1115,8 +463,9 @@ def module_of(model, frozen, parameters, count):
             kept[name] = compact(tensor) if tensor else module[name]
     return kept, lost
 
+
 # -----------------------------------------------------------------------------
-# 4. tensor and pipeline parallelism; describe()
+# 2. tensor and pipeline parallelism; describe()
 
 ROWS = 1 << 16  # elements that are read at a time where several ranks hold parts, or copies
 
@@ -1135,12 +484,13 @@ class Joined(NamedTuple):
         return self.parts[0].dtype
 
     def chunks(self, reader):
-        """The bytes of the whole, in order."""
+        """(bytes, their CRC-32) of the whole, in order."""
         files = [io.BufferedReader(Part(part, reader), CHUNK) for part in self.parts]
         left = self.numel * width(self.dtype)
         for chunk in self.mean(files) if self.blocks is None else self.in_order(files, reader):
-            yield chunk[:left]  # a vocabulary may be padded
-            left -= min(left, len(chunk))
+            chunk = chunk[:left]  # a vocabulary may be padded
+            yield chunk, zlib.crc32(chunk)
+            left -= len(chunk)
         if left:
             raise CheckpointError(f"the shards of {self.name} do not cover its elements exactly once")
 
@@ -1232,7 +582,9 @@ class TensorParallel:
             self.unused = {pattern for key in self.LISTS for pattern in self.info.get(key, [])}
             self.unused |= {pattern for sub in subs for pattern in sub["patterns"]}
         elif info and not (self.info.get(rows) or self.affine["params"]):
-            text = f"{folder}: universal_checkpoint_info names no row-parallel weights ({rows}): if the model has some, "
+            text = (
+                f"{folder}: universal_checkpoint_info names no row-parallel weights ({rows}): if the model has some, "
+            )
             self.problems = [Problem(False, text + "the result is wrong on more than one tensor-parallel rank")]
 
     def match(self, patterns, name):
@@ -1307,9 +659,9 @@ class TensorParallel:
             size[size.index(-1)] = total // -math.prod(size)
         if math.prod(size) != total:
             raise CheckpointError(f"{self.folder}: {name} has {total} elements, which do not make up {size}")
-        described = Stub.__new__(named("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"))
         shape = tuple(spec if d == dim else n for d, n in enumerate(sub["shape"]))
-        described.state = {"patterns": sub["patterns"], "shape": shape, "partition_dim": dim}
+        state = {"patterns": sub["patterns"], "shape": shape, "partition_dim": dim}
+        described = stub(own_name("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"), (), state=state)
         return tuple(size), cut_along(dim, size, widths), {"sub_param_shape": described}
 
     def join(self, name, parts):
@@ -1423,8 +775,7 @@ def describe_universal(folder, pool):
                     continue
                 how = {key: value for key, value in content.items() if key != "param"} if type(content) is dict else how
                 tensor = tensor_of(content["param"] if type(content) is dict else content)
-                (record, begin), numel = begin_of(tensor, 0), math.prod(tensor.size)
-                states[path.stem] = Slices(tensor.dtype, (record,), (begin,), 0, numel, 0, numel)
+                states[path.stem] = Slices.of(tensor)
                 shape = tensor.size if path.stem == "fp32" else shape
         return name, Parameter(tuple(shape), flat, group_of.get(flat), states, scalars, how)
 
@@ -1442,8 +793,9 @@ def describe_universal(folder, pool):
         pipeline=1, uneven={}, problems=[], strangers=dict.fromkeys(strange, file),
     )  # fmt: skip
 
+
 # -----------------------------------------------------------------------------
-# 5. what the result consists of
+# 3. what the result consists of
 
 
 def file_name(name):
@@ -1513,7 +865,7 @@ def jobs_of(files):
 
 
 # -----------------------------------------------------------------------------
-# 6. publishing: nothing has its final name before it is on the disk
+# 4. publishing: nothing has its final name before it is on the disk
 
 
 def beside(output, what):
@@ -1619,7 +971,7 @@ def verify(path):
 
 
 # -----------------------------------------------------------------------------
-# 7. convert(); several processes
+# 5. convert(); several processes
 
 
 def alone(value):
@@ -1769,7 +1121,7 @@ def bar(total, progress):
 
 
 # -----------------------------------------------------------------------------
-# 8. the command line
+# 6. the command line
 
 
 def launched(distributed, local_rank):
