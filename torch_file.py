@@ -46,7 +46,8 @@ def about(path, problem="does not hold what a ZeRO checkpoint does"):
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(error if str(path) in str(error) else f"{path}: {error}") from None
+        said = os.path.dirname(path) in str(error)
+        raise CheckpointError(error if said else f"{path}: {error}") from None
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(error.filename or path)) from error
     except MemoryError:
