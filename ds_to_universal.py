@@ -914,12 +914,13 @@ def locked(folder, made):
 def unfinished(output):
     """The empty folder beside the output to write into; gone in the end unless it was published. Sweeps away what a
     killed conversion has left."""
-    folder, prefix, made = beside(output, "unfinished"), beside(output, "replaced.").name, True
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        made = False
-    with locked(folder, made):
+    folder, prefix = beside(output, "unfinished"), beside(output, "replaced.").name
+    with contextlib.ExitStack() as stack:
+        if output.exists():  # one that has just given it this name still holds its lock
+            stack.enter_context(locked(output, True))
+        made = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=not made)
+        stack.enter_context(locked(folder, made))
         mine = os.stat(folder)
         found = [path for path in output.parent.iterdir() if path.name.startswith(prefix)]
         olds = sorted(path for path in found if path.name.removeprefix(prefix).isdecimal())
