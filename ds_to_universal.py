@@ -1202,30 +1202,21 @@ def parse_arguments():
     return args
 
 
-def main():
-    args, rank, code = parse_arguments(), 0, 0
-    for stream_ in (sys.stdout, sys.stderr):
-        stream_.reconfigure(errors="backslashreplace")
-    with contextlib.suppress(ValueError, OSError):  # every shard stays open, if the system permits it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+@contextlib.contextmanager
+def in_one_line(program, rank=0):
+    """What goes wrong, and every warning, is one line on standard error, of rank 0; then the process ends."""
 
     def say(kind, text):
         if not rank:
-            print(f"ds_to_universal.py: {kind}: {' '.join(str(text).splitlines())}", file=sys.stderr, flush=True)
+            print(f"{program}: {kind}: {' '.join(str(text).splitlines())}", file=sys.stderr, flush=True)
 
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
     warnings.showwarning = lambda message, *rest: say("warning", message)
     warnings.simplefilter("always", UserWarning)
     try:
-        if args.safetensors:
-            raise CheckpointError("--safetensors is a command of its own now: python ds_to_safetensors.py INPUT FILE")
-        rank, ranks = launched(args.distributed, args.local_rank)
-        output = args.output_folder or default_output(find_tag(args.input_folder))
-        gather = meet(rank, ranks, Path(os.path.realpath(output)), args.timeout) if ranks > 1 else alone
-        done = convert(
-            args.input_folder, output, args.num_extract_workers, args.num_merge_workers,
-            strict=args.strict, check=args.check, progress=not rank, rank=rank, ranks=ranks, gather=gather,
-        )  # fmt: skip
-        gather(None)
+        yield
+        return
     except CheckpointError as error:
         code = 2
         say("error", error)
@@ -1234,11 +1225,28 @@ def main():
         say("error", error if str(error) else "out of memory")
     except KeyboardInterrupt:
         code = 130
-    if code:
-        if rank:  # rank 0 says it, and the launcher must not end it before it has
-            time.sleep(5)
-        sys.stdout.flush()
-        os._exit(code) if rank else sys.exit(code)
+    if not rank:
+        sys.exit(code)
+    time.sleep(5)  # rank 0 says it, and the launcher must not end it before it has
+    os._exit(code)
+
+
+def main():
+    args, program = parse_arguments(), "ds_to_universal.py"
+    with in_one_line(program):
+        if args.safetensors:
+            raise CheckpointError("--safetensors is a command of its own now: python ds_to_safetensors.py INPUT FILE")
+        rank, ranks = launched(args.distributed, args.local_rank)
+    with contextlib.suppress(ValueError, OSError):  # every shard stays open, if the system permits it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    with in_one_line(program, rank):
+        output = args.output_folder or default_output(find_tag(args.input_folder))
+        gather = meet(rank, ranks, Path(os.path.realpath(output)), args.timeout) if ranks > 1 else alone
+        done = convert(
+            args.input_folder, output, args.num_extract_workers, args.num_merge_workers,
+            strict=args.strict, check=args.check, progress=not rank, rank=rank, ranks=ranks, gather=gather,
+        )  # fmt: skip
+        gather(None)
     if not rank:
         rate = done["bytes"] / done["seconds"] / 1e9
         print(
