@@ -688,16 +688,16 @@ def stage_of(optimizer):
     return 3 if is_stage_3(optimizer) else int(stage.args[0] if isinstance(stage, Stub) else stage)
 
 
-def describe(folder, workers=4):
+def describe(folder, workers=4, opened=None):
     """The Description of the ZeRO or universal checkpoint in a folder. Reads no tensor but the scalars of the optimizer,
     runs no code. Raises CheckpointError where files are missing, damaged, or not of one checkpoint."""
-    folder = Path(folder)
+    folder, opened = Path(folder), opened or keep_open()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist")
     with ThreadPoolExecutor(workers) as pool:
         if (folder / "zero").is_dir():
-            return describe_universal(folder, pool)
-        shards, opened = find_shards(folder), keep_open()
+            return describe_universal(folder, pool, opened)
+        shards = find_shards(folder)
         ranks = [describe_ranks(folder, mp, shards[mp], pool, opened) for mp in sorted(shards)]
     with about(folder):
         model, optimizer = ranks[0].model, ranks[0].optimizer
@@ -751,13 +751,13 @@ def join_ranks(folder, ranks, tensor, info):
     return joined, cuts.problems
 
 
-def describe_universal(folder, pool):
+def describe_universal(folder, pool, opened):
     """Of our converter or DeepSpeed's, which leaves weights in `module`, and at ZeRO-3 rank 0's part of frozen ones, its
     whole shard in optimizer_state.pt, and tensors without their shape."""
     paths = sorted(folder.glob("mp_rank_*_model_states.pt")) or sorted(folder.glob("*_model_states.pt"))
     if not paths:
         raise CheckpointError(f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")
-    models, opened, file = [load(path)[0] for path in paths], keep_open(), folder / "zero" / "optimizer_state.pt"
+    models, file = [load(path)[0] for path in paths], folder / "zero" / "optimizer_state.pt"
     with about(file):
         optimizer, strange = load(file)
         base = base_optimizer(optimizer) if is_stage_3(optimizer) else {"state": {}}
@@ -852,13 +852,14 @@ def files_of(description):
     return files | {f"mp_rank_{i:02d}_model_states.pt": pickled(model) for i, model in enumerate(description.models)}
 
 
-def jobs_of(files):
+def jobs_of(files, ranks):
     """The files in lists of some megabytes, side by side in the shards: what follows is read on, and summed on."""
-    job, size = [], 0
-    for name, (_, sources) in files.items():
+    sizes = {name: sum(map(nbytes_of, sources)) for name, (_, sources) in files.items()}
+    job, size, enough = [], 0, min(16 * CHUNK, sum(sizes.values()) // (4 * ranks))
+    for name in files:
         job.append(name)
-        size += sum(map(nbytes_of, sources))
-        if size > 16 * CHUNK:
+        size += sizes[name]
+        if size > enough:
             yield job
             job, size = [], 0
     yield job
@@ -1016,7 +1017,7 @@ def convert(
                 check_output(Path(os.path.realpath(source)), output)
             folder = beside(output, "unfinished")
             show(progress, f"describing {source}")
-            description = describe(source, num_extract_workers)
+            description = describe(source, num_extract_workers, opened)
             complain(description, strict)
             with about(source / "*_optim_states.pt"):
                 files = files_of(description)
@@ -1026,7 +1027,7 @@ def convert(
                     os.makedirs(folder / parent, exist_ok=True)
         show(progress, f"writing {len(files)} files")
         with together(gather):
-            mine = list(jobs_of(files))[rank::ranks]
+            mine = list(jobs_of(files, ranks))[rank::ranks]
             spans = write_files(folder, files, mine, opened, num_merge_workers, progress)
             if rank:
                 sync(folder)  # its machine's part; publish() does rank 0's
@@ -1147,17 +1148,19 @@ def meet(rank, ranks, output, seconds):
     names none, through a file beside the output, which all must see."""
     import torch.distributed as dist
 
-    where = "env://"
+    job = "_".join(os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    where, note = "env://", beside(output, f"meeting.{job}")
     if "MASTER_ADDR" not in os.environ:
+        where = f"file://{note}"
         output.parent.mkdir(parents=True, exist_ok=True)
-        job = "_".join(os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-        where = f"file://{beside(output, f'meeting.{job}')}"
     try:
-        store = next(dist.rendezvous(where, rank, ranks, timeout=datetime.timedelta(seconds=seconds)))[0]
+        patience = datetime.timedelta(seconds=seconds)
+        store = next(dist.rendezvous(where, rank, ranks, timeout=patience))[0]
         store.set(f"rank {rank}", "is here")
-        store.wait([f"rank {other}" for other in range(ranks)], datetime.timedelta(seconds=seconds))
+        store.wait([f"rank {other}" for other in range(ranks)], patience)
     except Exception as error:
-        problem = f"rank {rank} of {ranks}: not all processes came to {where} within {seconds} s"
+        note.unlink(missing_ok=True)
+        problem = f"rank {rank} of {ranks}: not all processes came to {where} within {seconds:g} s"
         raise CheckpointError(f"{problem}: {str(error).splitlines()[0]}") from None
     # From here on a process waits for as long as another one writes; one that ends is noticed at once.
     day = datetime.timedelta(days=1)

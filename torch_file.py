@@ -597,7 +597,7 @@ class Part(io.RawIOBase):
     """The bytes of Slices as a file that is read from its start to its end, a row of a tensor at a time."""
 
     def __init__(self, slices, reader):
-        self.pieces, self.reader, self.piece = slices.cut(), reader, (None, 0, 0)
+        self.pieces, self.reader, self.piece = iter(slices.cut()), reader, (None, 0, 0)
 
     def readable(self):
         return True
