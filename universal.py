@@ -43,8 +43,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import bwc
 
-import ds_to_universal as ds
-from ds_to_universal import CheckpointError
+import old_converter as ds
+from old_converter import CheckpointError
 
 __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 TIMEOUT = 1800  # seconds that a rank waits for another one, which may be reading

@@ -28,32 +28,32 @@ def checkpoint(request, tmp_path):
         archive.extractall(tmp_path)  # of this repository
     folder, ranks = tmp_path / "global_step2", []
     for rank in range(2):
-        held = ds.load(folder / files.format(rank))  # without Megatron, which torch.load() would import
+        held, _ = ds.load(folder / files.format(rank))  # without Megatron, which torch.load() would import
         for key in ("module", *inside) if inside else ():
             held = held[key]
-        data = {key.removeprefix(layer): (t.size, bytearray(ds.joined(ds.cut(t)))) for key, t in held.items()}
+        data = {key.removeprefix(layer): (t.size, bytes_of(t)) for key, t in held.items()}
         ranks.append({key: torch.frombuffer(d, dtype=torch.bfloat16).view(size) for key, (size, d) in data.items()})
-    ds.opened.cache_clear()
     return folder, ".".join((*inside, layer)), ranks
+
+
+def bytes_of(tensor):
+    return bytearray(b"".join(bytes(chunk) for chunk, _ in ds.Slices.of(tensor).chunks(ds.Reader())))
 
 
 def edit(folder, **changes):
     """Change the checkpoint's universal_checkpoint_info."""
     path = folder / "mp_rank_00_model_states.pt"
-    content = ds.load(path, trust=True)
+    content, _ = ds.load(path)
     content["universal_checkpoint_info"] |= changes
-    data = ds.pickled(content)
     (folder / "new").mkdir()
-    ds.write(folder / "new" / path.name, data)
+    ds.write_pt(folder / "new" / path.name, *ds.pickled(content), ds.Reader())
     os.replace(folder / "new" / path.name, path)
     (folder / "new").rmdir()
-    ds.opened.cache_clear()  # the converter keeps files open
 
 
 def add(folder):
     command = [sys.executable, str(ROOT / "examples" / "megatron_info.py"), str(folder)]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
-    ds.opened.cache_clear()
     return result.stdout
 
 
@@ -94,10 +94,10 @@ def test_rest_of_the_file_stays(checkpoint):
     path = folder / "mp_rank_00_model_states.pt"
 
     def content():
-        state = ds.load(path, trust=True)
+        state, _ = ds.load(path)
         info = state.pop("universal_checkpoint_info")
         data, tensors = ds.pickled(state)
-        return info, data, [ds.joined(tensor.pieces) for tensor in tensors]
+        return info, data, [ds.Reader().read(record, 0, record.nbytes) for record in tensors]
 
     (info, *before), others = content(), {p: p.read_bytes() for p in folder.iterdir() if p != path}
     add(folder)
@@ -123,7 +123,7 @@ def test_padding_of_the_vocabulary(checkpoint):
     """Rows beyond the vocabulary are trained, too; with the vocabulary taken for 250 of the 256, they are kept."""
     folder, _, _ = checkpoint
     edit(folder, original_vocab_size=250)
-    name = next(iter(ds.load(folder / "mp_rank_00_model_states.pt", True)["param_shapes"][0]))
+    name = next(iter(ds.load(folder / "mp_rank_00_model_states.pt")[0]["param_shapes"][0]))
     lost = convert(folder, "as_it_is")(name)["param"]
     assert "original_vocab_size: 256, was 250" in add(folder)
     kept = convert(folder, "completed")(name)["param"]

@@ -113,14 +113,18 @@ def test_processes_share_the_work(pipeline, tmp_path, launcher, ranks):
     ds_to_universal.convert(pipeline, tmp_path / "one")
     spy = tmp_path / "spy.py"  # the converter, and a line for every file that a rank writes
     spy.write_text(
-        f"import sys, os; sys.path.insert(0, {str(ROOT)!r}); import ds_to_universal as d; write = d.write\n"
-        "rank = os.environ.get('RANK') or os.environ['SLURM_PROCID']\n"
-        f"def told(path, content):\n    open({str(tmp_path)!r} + '/rank' + rank, 'a').write(path.name)\n"
-        "    return write(path, content)\nd.write = told; d.main()\n"
+        f"""import os, sys; sys.path.insert(0, {str(ROOT)!r}); import ds_to_universal
+rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
+def hook(event, arguments):
+    if event == "open" and ".many.unfinished/" in str(arguments[0]) and arguments[1] == "x":
+        open({str(tmp_path)!r} + "/rank" + rank, "a").write(".")
+sys.addaudithook(hook)
+ds_to_universal.main()"""
     )
     arguments = [spy, "--input_folder", pipeline, "--output_folder", tmp_path / "many"]
     environment = os.environ | {"MASTER_PORT": str(PORT), "LOCAL_SIZE": str(ranks)}
     if launcher == "srun":  # it starts the tasks itself and says only who each is
+        environment = {key: value for key, value in environment.items() if key != "MASTER_ADDR"}
         tasks = [{"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(ranks)} for rank in range(ranks)]
         commands = [([sys.executable], environment | t) for t in tasks]
     elif launcher == "torchrun":
@@ -144,10 +148,14 @@ def test_dead_process(pipeline, tmp_path):
     """One of two is killed in the middle of its work: nothing is published, and the other says why and fails."""
     dies = tmp_path / "dies.py"
     dies.write_text(
-        f"import sys, os, signal; sys.path.insert(0, {str(ROOT)!r}); import ds_to_universal as d\n"
-        "write, written = d.write, []\ndef some(path, content):\n    written.append(path)\n"
-        "    if os.environ['RANK'] == '1' and len(written) == 3:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return write(path, content)\nd.write = some; d.main()\n"
+        f"""import os, signal, sys; sys.path.insert(0, {str(ROOT)!r}); import ds_to_universal; written = []
+def hook(event, arguments):
+    if event == "open" and ".u.unfinished/" in str(arguments[0]) and arguments[1] == "x":
+        written.append(arguments[0])
+        if os.environ["RANK"] == "1" and len(written) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(hook)
+ds_to_universal.main()"""
     )
     processes = [start(pipeline, tmp_path / "u", rank, 2, dies) for rank in (0, 1)]
     errors = [process.communicate(timeout=60)[1] for process in processes]

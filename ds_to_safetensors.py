@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: MIT
+"""The weights of a DeepSpeed checkpoint, as one safetensors file that transformers and others read.
+
+    python ds_to_safetensors.py checkpoints/global_step100 model.safetensors
+
+The input is a ZeRO checkpoint, or the folder above it, or a universal checkpoint. The file holds all parameters, frozen
+ones too, and persistent buffers; tied weights once; bf16 and fp16 as fp32. Beside a config.json, from_pretrained()
+reads it. Like ds_to_universal.py, which has to lie beside it with torch_file.py, it needs nothing but Python.
+
+A safetensors file is a length in 8 bytes, a header in JSON that names dtype, shape and place of every tensor, and the
+tensors one after the other.
+"""
+
+import argparse
+import json
+import math
+import os
+import struct
+import time
+import warnings
+from array import array
+from pathlib import Path
+
+from ds_to_universal import Joined, bar, describe, find_tag, in_one_line, sync, unfinished
+from torch_file import CheckpointError, Reader, about, check, whole, width
+
+__all__ = ["export"]
+FORMATS = {"float64": "F64", "float32": "F32", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8"}
+FORMATS |= {"uint8": "U8", "bool": "BOOL"}
+HALVES = ("bfloat16", "float16")
+
+
+def widened(dtype, data):
+    """The bytes of one of the HALVES as those of fp32."""
+    if dtype == "float16":
+        return array("f", struct.unpack(f"<{len(data) // 2}e", data)).tobytes()
+    halves = array("H", bytes(2 * len(data)))  # bf16 is the upper half of fp32
+    halves[1::2] = array("H", bytes(data))
+    return halves.tobytes()
+
+
+def weights(folder, workers, strict):
+    """{name: (shape, what its bytes are made of)} of the parameters in fp32, and of what else the module keeps."""
+    description = describe(folder, workers)
+    if len(description.models) != 1 or description.models[0]["module"] is None:
+        count = len(description.models)
+        raise CheckpointError(f"{folder} has {count} model-parallel ranks or a pipeline: its weights are not exported")
+    found, lost = {n: (p.shape, p.states["fp32"]) for n, p in description.parameters.items()}, []
+    for name, tensor in description.kept.items():
+        if tensor.dtype not in FORMATS and tensor.dtype not in HALVES:
+            lost.append(name)
+            continue
+        stride = whole(tensor.dtype, b"", tensor.size).stride  # it may be a view
+        block = (0, tensor.size, tensor.stride, tensor.offset, stride, 0)
+        found[name] = tensor.size, Joined(name, (tensor.storage,), (block,), math.prod(tensor.size))
+    for problem in [f"{folder}: safetensors has no place for {name}" for name in (*lost, *description.extra)]:
+        if strict:
+            raise CheckpointError(f"{problem} (--no_strict leaves it out)")
+        warnings.warn(problem, stacklevel=3)
+    return found
+
+
+def header_of(found):
+    """(header, names in the order of the file): wide elements come first, so that all are aligned."""
+    kinds = {name: "float32" if source.dtype in HALVES else source.dtype for name, (_, source) in found.items()}
+    order = sorted(found, key=lambda name: -width(kinds[name]))
+    places, end = {"__metadata__": {"format": "pt"}}, 0
+    for name in order:
+        shape = found[name][0]
+        begin = end
+        end += math.prod(shape) * width(kinds[name])
+        places[name] = {"dtype": FORMATS[kinds[name]], "shape": shape, "data_offsets": (begin, end)}
+    header = json.dumps(places, ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    return struct.pack("<Q", len(header)) + header, order
+
+
+def export(input_folder, path, workers=4, *, strict=True, progress=False):
+    """Write the weights of a checkpoint to a safetensors file. strict=False leaves out what such a file cannot hold.
+    Raises CheckpointError, OSError; nothing has then appeared under that name. Returns {"source", "parameters",
+    "bytes", "seconds"}."""
+    began, output, source, reader = time.perf_counter(), Path(os.path.realpath(path)), find_tag(input_folder), Reader()
+    if output.suffix != ".safetensors" or output.is_dir():
+        raise CheckpointError(f"{output} is not the name of a .safetensors file")
+    found = weights(source, workers, strict)
+    header, order = header_of(found)
+    with unfinished(output) as folder, bar(sum(s.numel * width(s.dtype) for _, s in found.values()), progress) as shown:
+        with about(folder), open(folder / output.name, "xb", buffering=1 << 20) as file:
+            file.write(header)
+            for name in order:
+                dtype = found[name][1].dtype
+                for chunk, _ in found[name][1].chunks(reader):
+                    file.write(widened(dtype, chunk) if dtype in HALVES else chunk)
+                    shown(len(chunk))
+            nbytes = file.tell() - len(header)
+        for record, spans in reader.spans.items():
+            check(record, spans, reader.opened)
+        sync(folder)
+        (folder / output.name).rename(output)
+        sync(output.parent)
+    return {"source": source, "parameters": len(found), "bytes": nbytes, "seconds": time.perf_counter() - began}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("input", help="ZeRO or universal checkpoint")
+    parser.add_argument("output", help="the .safetensors file to write")
+    parser.add_argument("--no_strict", dest="strict", action="store_false", help="leave out what the file cannot hold")
+    args = parser.parse_args()
+    with in_one_line("ds_to_safetensors.py"):
+        done = export(args.input, args.output, strict=args.strict, progress=True)
+    rate = done["bytes"] / done["seconds"] / 1e9
+    text = f"{done['source']} -> {args.output}: {done['parameters']} parameters, {done['bytes']:,} bytes"
+    print(f"{text} in {done['seconds']:.2f} s, {rate:.2f} GB/s")
+
+
+if __name__ == "__main__":
+    main()
