@@ -81,13 +81,14 @@ from torch_file import (
     tensor_of,
     whole,
     width,
+    write_archive,
     write_pt,
 )  # fmt: skip
 
 __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 __all__ = [
     "CheckpointError", "Description", "Parameter", "Reader", "Scalar", "Slices", "Tensor", "check", "convert", "describe",
-    "find_tag", "load", "pickled", "together", "write_pt",
+    "find_tag", "load", "pickled", "together", "write_archive", "Scalar", "check_all", "compact", "merged", "tensor_of", "whole",
 ]  # fmt: skip
 
 # -----------------------------------------------------------------------------
@@ -359,7 +360,10 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
     ranks = list(pool.map(read_shard, range(count)))
     with about(shards[low]):
         parameters, uneven = put_together(shards, ranks, groups, model["param_shapes"], base_optimizer(first))
-    problems = lost_states(shards[low], uneven, parameters) + other_steps(paths[0], model, parameters)
+    problems = other_steps(paths[0], model, parameters)
+    if lost := ", ".join(lost_states(uneven, parameters)):
+        text = f"{shards[low]}: {lost} of the optimizer: a universal checkpoint has no place for"
+        problems.append(Problem(True, f"{text} what belongs to no single element"))
     with about(paths[0]):
         if model["module"] is not None:
             model["module"], lost = module_of(model, frozen, parameters, count)
@@ -399,12 +403,10 @@ def put_together(shards, ranks, groups, shapes, base):
     return parameters, uneven
 
 
-def lost_states(path, uneven, parameters):
+def lost_states(uneven, parameters):
     """What of the optimizer's states belongs to no single element."""
     keys = {key for p in parameters.values() for key, value in p.scalars.items() if value is not None and key != "step"}
-    lost = ", ".join(sorted({str(key) for key in keys} | {str(key) for _, key in uneven}))
-    text = f"{path}: {lost} of the optimizer: a universal checkpoint has no place for what belongs to no single element"
-    return [Problem(True, text)] if lost else []
+    return sorted({str(key) for key in keys} | {str(key) for _, key in uneven})
 
 
 def other_steps(path, model, parameters):
@@ -457,7 +459,8 @@ def module_of(model, frozen, parameters, count):
     for name in sorted({*model["buffer_names"], *module} - accounted):
         tensor = tensor_of(module[name])
         # Of what is neither trained nor frozen nor a buffer, a parameter in no group, ZeRO-3 saves the name alone.
-        if frozen and tensor and 0 in tensor.size and name not in model["buffer_names"]:
+        placeholder = frozen and tensor and 0 in tensor.size and not name.endswith("_extra_state")
+        if placeholder and name not in model["buffer_names"]:
             lost.append(name)
         else:
             kept[name] = compact(tensor) if tensor else module[name]
@@ -827,6 +830,7 @@ def global_state(description):
     state["param_groups"] = groups
     # The loader of ZeRO-3 gives every group what the first one says. Where the groups differ it had better say nothing.
     shared = {key: value for key, value in groups[0].items() if all(group.get(key) == value for group in groups)}
+    state["left_out"] = lost_states(description.uneven, description.parameters)
     state["optimizer_state_dict"] = {"state": {0: {"step": as_tensor(step)}}, "param_groups": [shared]}
     if version := description.models[0].get("ds_version"):  # ZeRO-1/2 asks for it, ZeRO-3 does not save it
         state.setdefault("ds_version", version)

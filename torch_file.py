@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 __all__ = [
     "CheckpointError", "Reader", "Record", "Slices", "Stub", "Tensor", "about", "begin_of", "check", "compact",
-    "keep_open", "load", "pickled", "tensor_of", "whole", "width", "write_pt",
+    "keep_open", "load", "pickled", "tensor_of", "whole", "width", "write_archive", "write_pt",
 ]  # fmt: skip
 
 
@@ -454,34 +454,39 @@ def pickled(content):
 
 
 def write_pt(path, data, storages, reader):
-    """Write a .pt file around a pickle. Its storages are bytes, or have chunks(reader). Sizes and positions stand in 64
-    bits, so that there is one way to write them. Raises CheckpointError, OSError."""
+    """Write a .pt file around a pickle. Its storages are bytes, or have chunks(reader). Raises CheckpointError, OSError."""
+    with about(path), open(path, "xb", buffering=CHUNK) as file:
+        write_archive(file, path.stem, data, storages, reader)
+
+
+def write_archive(file, stem, data, storages, reader):
+    """The same into a file that is open, on a disk or in memory. Sizes and positions stand in 64 bits, so that there is
+    one way to write them."""
     contents = {"data.pkl": data, "byteorder": b"little", "version": b"3\n"}
     contents |= {f"data/{key}": storage for key, storage in enumerate(storages)}
     directory = b""
-    with about(path), open(path, "xb", buffering=CHUNK) as file:
-        for name, content in contents.items():
-            name, nbytes, position = os.fsencode(path.stem) + f"/{name}".encode(), nbytes_of(content), file.tell()
-            padding = -(position + 54 + len(name)) % 64  # torch aligns records, to map them
-            file.write(bytes(54 + len(name) + padding))  # the header is known after its record
-            crc = 0
-            for chunk, own in [(content, zlib.crc32(content))] if type(content) is bytes else content.chunks(reader):
-                file.write(chunk)
-                crc = crc_join(crc, own, len(chunk))
-            end = file.tell()
-            fields = struct.pack("<HHHHHIII", 45, 0x800, 0, 0, 0x21, crc, FULL, FULL)
-            extra = struct.pack("<HHQQHH", 1, 16, nbytes, nbytes, 0x4246, padding) + bytes(padding)
-            file.seek(position)
-            file.write(b"PK\3\4" + fields + struct.pack("<HH", len(name), len(extra)) + name + extra)
-            file.seek(end)
-            extra = struct.pack("<HHQQQ", 1, 24, nbytes, nbytes, position)
-            directory += b"PK\1\2" + struct.pack("<H", 45) + fields
-            directory += struct.pack("<HHHHHII", len(name), len(extra), 0, 0, 0, 0, FULL) + name + extra
-        start, count = file.tell(), len(contents)
-        tail = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, len(directory), start)
-        tail += b"PK\6\7" + struct.pack("<IQI", 0, start + len(directory), 1)
-        tail += b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, 0xFFFF, 0xFFFF, FULL, FULL, 0)
-        file.write(directory + tail)
+    for name, content in contents.items():
+        name, nbytes, position = os.fsencode(stem) + f"/{name}".encode(), nbytes_of(content), file.tell()
+        padding = -(position + 54 + len(name)) % 64  # torch aligns records, to map them
+        file.write(bytes(54 + len(name) + padding))  # the header is known after its record
+        crc = 0
+        for chunk, own in [(content, zlib.crc32(content))] if type(content) is bytes else content.chunks(reader):
+            file.write(chunk)
+            crc = crc_join(crc, own, len(chunk))
+        end = file.tell()
+        fields = struct.pack("<HHHHHIII", 45, 0x800, 0, 0, 0x21, crc, FULL, FULL)
+        extra = struct.pack("<HHQQHH", 1, 16, nbytes, nbytes, 0x4246, padding) + bytes(padding)
+        file.seek(position)
+        file.write(b"PK\3\4" + fields + struct.pack("<HH", len(name), len(extra)) + name + extra)
+        file.seek(end)
+        extra = struct.pack("<HHQQQ", 1, 24, nbytes, nbytes, position)
+        directory += b"PK\1\2" + struct.pack("<H", 45) + fields
+        directory += struct.pack("<HHHHHII", len(name), len(extra), 0, 0, 0, 0, FULL) + name + extra
+    start, count = file.tell(), len(contents)
+    tail = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, len(directory), start)
+    tail += b"PK\6\7" + struct.pack("<IQI", 0, start + len(directory), 1)
+    tail += b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, 0xFFFF, 0xFFFF, FULL, FULL, 0)
+    file.write(directory + tail)
 
 
 # -----------------------------------------------------------------------------

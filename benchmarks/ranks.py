@@ -78,7 +78,7 @@ def launch(folder, ranks, script, *arguments, patch=None, limit=300, started=Non
             os.chdir(folder)
             rank_main(rank, ranks, script, arguments, patch)
         children[pid] = rank
-    codes, deadline = {}, time.monotonic() + limit
+    codes, deadline, first_failure = {}, time.monotonic() + limit, 0
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG) if children else (0, 0)
         if pid in children:
