@@ -18,6 +18,15 @@ def check(args):
         fail(f"--seq_len {args.seq_len} does not divide by --sequence_parallel {sequence}")
 
 
+def in_words(args):
+    """All ranks, and the data-parallel ones of them."""
+    ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
+    if args.data_parallel == args.ranks:
+        return ranks, f"{args.ranks} GPUs"
+    ranks += f" = {args.data_parallel} DP x {args.tensor_parallel} TP x {args.sequence_parallel} SP"
+    return ranks, f"{args.data_parallel} data-parallel ({ranks})"
+
+
 def lay_out(args, model):
     """Tensor-parallel ranks are neighbours, then come those that share a sequence, then the data-parallel ones. Gives
     the model the attention of its kind and its part of the sequences. Returns (data-parallel rank, mpu for DeepSpeed).

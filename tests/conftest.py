@@ -1,5 +1,5 @@
 """What several test modules share: fixtures, patches and the checkpoints they start from. The scripts run on ranks that
-benchmarks/ranks.py forks from this process; tests/test_launch.py starts the real launchers."""
+harness/ranks.py forks from this process; tests/test_launch.py starts the real launchers."""
 
 import functools
 import os
@@ -20,7 +20,6 @@ from deepspeed.checkpoint import ds_to_universal as deepspeed_converter
 
 import ds_to_universal
 from benchmarks.convert import lay_out
-from benchmarks.ranks import PORT, compare, launch, read_log, run  # noqa: F401
 
 
 def fp16_is(supported):

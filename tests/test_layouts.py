@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_equal_to_deepspeed, compare, fp16_is, launch, read_log, run
+from conftest import assert_equal_to_deepspeed, fp16_is
 
 import ds_to_universal
 import plot
+from harness.ranks import compare, launch, read_log, run
 
 SHAPE = ("--n_layer", 2, "--n_head", 4, "--n_embd", 32, "--seq_len", 16, "--eval_interval", 2)
 BATCH = ("--train_batch_size", 8, "--train_micro_batch_size_per_gpu", 2)
@@ -87,14 +88,14 @@ def test_both(work, one_rank, stage):
 
 def by_load_checkpoint():
     """A patch: the scripts load by universal.load_checkpoint(), and do not refuse another layout before."""
-    import common
+    import launch
     import universal
 
     def open_any(args, client_state):
         files = Path(args.checkpoint_dir, args.checkpoint_tag).glob("*mp_rank_00_model_states.pt")
         return torch.load(sorted(files)[0], mmap=True, weights_only=False)
 
-    common.open_checkpoint = open_any
+    launch.open_checkpoint = open_any
     universal.install()
 
 

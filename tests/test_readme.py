@@ -11,11 +11,12 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, compare, run
+from conftest import ROOT
 from deepspeed.launcher import runner
 from torch.distributed.run import get_args_parser
 
 import plot
+from harness.ranks import compare, run
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
 PROGRAMS = ("python", "deepspeed", "torchrun", "make", "srun")

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import compare, fp16_is, read_log, run
+from conftest import fp16_is
 
 import data
 import ds_to_universal
 import model
+from harness.ranks import compare, read_log, run
 
 MODEL = ("--n_embd", 32, "--seq_len", 16, "--warmup_steps", 20)
 

@@ -11,10 +11,11 @@ import types
 
 import pytest
 import torch
-from conftest import ROOT, assert_equal_to_deepspeed, content, convert_with_deepspeed, load, run, same_bits
+from conftest import ROOT, assert_equal_to_deepspeed, content, convert_with_deepspeed, load, same_bits
 from zoo import KEYS, SAVED, STATES
 
 import ds_to_universal
+from harness.ranks import run
 
 ZOO = "tests/zoo.py"
 PLAIN = [key for key in KEYS if not re.search(r"[\[+*\\]", key)]

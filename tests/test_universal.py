@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load, run
+from conftest import load
 
 import ds_to_universal
 import universal
+from harness.ranks import run
 
 ZOO = "tests/zoo.py"
 TAG = "global_step3"

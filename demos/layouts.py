@@ -1,6 +1,6 @@
 """Every change of the tensor, pipeline and sequence layout in one table, and the curves of the 3D ones.
 
-    python benchmarks/layouts.py
+    python demos/layouts.py
 
 Each layout trains 160 steps from scratch and is compared with one rank; its checkpoint of step 60 is converted and goes
 on, on other layouts, to step 160; those 100 steps are compared with the uninterrupted run. The ranks are forked from
@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 import ds_to_universal  # noqa: E402
 import plot  # noqa: E402
-from benchmarks.ranks import compare, run  # noqa: E402
+from harness.ranks import compare, run  # noqa: E402
 
 COMMON = (
     "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 160 --checkpoint_interval 60 --lr 1e-3".split()
@@ -90,7 +90,7 @@ def main():
     plot.write_joined(names, runs, args.output.with_suffix(".csv"))
     print(f"largest difference {worst:.1e}")
     if worst > 1e-5:
-        sys.exit("benchmarks/layouts.py: a loss differs by more than 1e-5")
+        sys.exit("demos/layouts.py: a loss differs by more than 1e-5")
 
 
 if __name__ == "__main__":

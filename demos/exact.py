@@ -1,6 +1,6 @@
 """What --exact does and costs: `make exact`.
 
-    python benchmarks/exact.py --output out/exact.png
+    python demos/exact.py --output out/exact.png
 
 Trains 200 steps on 1, 2, 4 and 8 ranks, and on 4, 2, 8 and 1 in turn through universal checkpoints, with --exact at
 ZeRO 1, 2 and 3 and without it at ZeRO-1; compares all with one rank, and draws ZeRO-1. Then trains with and without it
@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import ds_to_universal  # noqa: E402
 import plot  # noqa: E402
-from benchmarks.ranks import compare, read_log, run  # noqa: E402
+from harness.ranks import compare, read_log, run  # noqa: E402
 
 TRAIN = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 200".split()
 FOLDER, RANKS, CHAIN, IN_TURN = Path("ckpt_exact"), (1, 2, 4, 8), (4, 2, 8, 1), "4, 2, 8, 1 in turn"
