@@ -22,6 +22,7 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import curves  # noqa: E402
 import ds_to_universal  # noqa: E402
 import plot  # noqa: E402
 from harness.ranks import compare, read_log, run  # noqa: E402
@@ -83,18 +84,16 @@ def draw(groups, path):
     for column, (title, names) in zip(axes.T, groups.items(), strict=True):
         runs = {what: plot.read_log(f"logs/{name}.csv") for what, name in names.items()}
         (alone, baseline), *others = runs.items()
-        column[0].plot(*zip(*baseline["loss"].items(), strict=True), color="0.8", lw=7, label=alone)
+        curves.draw_line(column[0], baseline["loss"], color="0.8", lw=7, label=alone)
         worst = 0.0
         for i, (axis, (what, one)) in enumerate(zip(column[1:], others, strict=True)):
-            look, line = plot.style(i)
-            often = (2 * i % 10, 20)
-            column[0].plot(*zip(*one["loss"].items(), strict=True), **look, **line, markevery=often, label=what)
+            look = curves.style(i)
+            curves.draw_line(column[0], one["loss"], **look, markevery=(2 * i % 10, 20), label=what)
             gaps = plot.differences(baseline, one, "loss")
-            plot.draw_strip(axis, what, baseline, gaps, look, 1e-3)
+            curves.draw_strip(axis, what, baseline, gaps, look, 1e-3)
             worst = max(worst, *gaps.values())
         column[0].set_title(f"{title}: " + (f"differs by up to {worst:.0e}" if worst else "every bit equal"))
-        column[0].grid(color="0.92")
-        column[0].spines[["top", "right"]].set_visible(False)
+        curves.tidy(column[0])
         column[1].set_title("line: one unit in the last place", loc="right", fontsize=8)
         column[-1].set(xlabel="step")
         for step in (50, 100, 150):

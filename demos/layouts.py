@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import curves  # noqa: E402
 import ds_to_universal  # noqa: E402
 import plot  # noqa: E402
 from harness.ranks import compare, run  # noqa: E402
@@ -53,6 +54,15 @@ def largest(baseline, run_name):
     return max(max(compare(Path.cwd(), baseline, run_name, column).values()) for column in ("loss", "val_loss"))
 
 
+def draw(runs, path):
+    """The training losses of {name: run}, the first one of which is the baseline."""
+    baseline, *others = runs.values()
+    gaps = [plot.differences(baseline, run, "loss") for run in others]
+    figure = curves.draw({name: run | {"val_loss": {}} for name, run in runs.items()}, gaps)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=200)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/3d.png"), help="picture, with its .csv beside it")
@@ -83,11 +93,11 @@ def main():
     baseline = "train_3d ZeRO-1 TP 2, PP 2, DP 2"
     others = next(others for script, _, _, others in CHANGES if script == "train_3d.py")
     layouts = [name_of("train_3d.py", other) for other in others]
-    runs = [plot.read_log(f"logs/{baseline}.csv")]
-    runs += [plot.read_log(f"logs/{baseline} to {layout}.csv") for layout in layouts]
-    names = [layouts[0], *(f"then {layout}" for layout in layouts)]
-    plot.draw(names, [{"loss": run["loss"], "val_loss": {}} for run in runs], args.output)
-    plot.write_joined(names, runs, args.output.with_suffix(".csv"))
+    runs = {layouts[0]: plot.read_log(f"logs/{baseline}.csv")}
+    for layout in layouts:
+        runs[f"then {layout}"] = plot.read_log(f"logs/{baseline} to {layout}.csv")
+    draw(runs, args.output)
+    plot.write_joined(runs, args.output.with_suffix(".csv"))
     print(f"largest difference {worst:.1e}")
     if worst > 1e-5:
         sys.exit("demos/layouts.py: a loss differs by more than 1e-5")
