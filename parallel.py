@@ -20,11 +20,16 @@ def check(args):
 
 def in_words(args):
     """All ranks, and the data-parallel ones of them."""
-    ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
-    if args.data_parallel == args.ranks:
-        return ranks, f"{args.ranks} GPUs"
-    ranks += f" = {args.data_parallel} DP x {args.tensor_parallel} TP x {args.sequence_parallel} SP"
-    return ranks, f"{args.data_parallel} data-parallel ({ranks})"
+    ranks = f"{args.ranks} ranks"
+    if args.ranks == 1:
+        ranks = "1 rank"
+    data_parallel = f"{args.data_parallel} GPUs"
+    if args.data_parallel < args.ranks:
+        ranks += f" = {args.data_parallel} DP"
+        ranks += f" x {args.tensor_parallel} TP"
+        ranks += f" x {args.sequence_parallel} SP"
+        data_parallel = f"{args.data_parallel} data-parallel ({ranks})"
+    return ranks, data_parallel
 
 
 def lay_out(args, model):

@@ -224,7 +224,7 @@ def start_engine(args):
 
 
 def resume(engine, args, checkpoint, client_state):
-    """As train.py does. Returns the step that the checkpoint was saved after."""
+    """As train.py does. Returns the checkpoint's step."""
     if args.elastic:
         return go_on(engine, args, client_state)
     if not args.resume:
@@ -274,7 +274,8 @@ def main():
     for step in range(done + 1, args.steps + 1):
         start = time.perf_counter()
         row = {"step": step, "lr": engine.get_lr()[0]}
-        engine.train_batch(micro_batches(global_batch(train, args.seed, step, batch, args.seq_len), step))
+        sequences = global_batch(train, args.seed, step, batch, args.seq_len)
+        engine.train_batch(micro_batches(sequences, step))
         row["loss"] = mean_of_seen()
         row["grad_norm"] = float(engine.get_global_grad_norm())
         row["seconds"] = time.perf_counter() - start

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 import pytest
 import torch
