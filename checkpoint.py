@@ -37,10 +37,11 @@ def find_checkpoint(args):
     return folder
 
 
-def check_kind(folder, universal):
-    if (folder / "zero").is_dir() and not universal:
+def check_kind(folder, wanted):
+    universal_checkpoint = (folder / "zero").is_dir()
+    if universal_checkpoint and not wanted:
         fail(f"{folder} is a universal checkpoint: add --universal_checkpoint")
-    if universal and not (folder / "zero").is_dir():
+    if wanted and not universal_checkpoint:
         fail(f"{folder} is an ordinary ZeRO checkpoint: leave out --universal_checkpoint, or convert it")
 
 

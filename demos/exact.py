@@ -105,43 +105,72 @@ def draw(groups, path):
     figure.savefig(path, dpi=200)
 
 
+def play(stage, arguments):
+    """Train at this stage on every number of ranks. Returns ({what: run name}, one rank at ZeRO-1 first; the
+    difference of each other run's loss from that; whether there is none in any column)."""
+    how = "exact" if arguments else "rounding"
+    runs = train_all(how, stage, *arguments)
+    baseline = f"{how}_zero1_1_ranks"
+    differences, equal = [], True
+    for name in runs.values():
+        if name != baseline:
+            differences.append(max(compare(Path.cwd(), baseline, name).values()))
+            for column in ("loss", "val_loss", "grad_norm"):
+                equal &= not any(compare(Path.cwd(), baseline, name, column).values())
+    return runs, differences, equal
+
+
+def over_seeds():
+    """Train with and without --exact, by seed. Returns (mean difference of what is learned, standard deviation between
+    the seeds)."""
+    heads = f"{'seed':>6}{'validation loss':>20}{'with --exact':>16}{'difference':>14}"
+    print(f"{heads}{'steps/s':>12}{'with --exact':>16}")
+    plain, exact, ratios = [], [], []
+    for seed in ("1337", "1", "2"):
+        names = [train(2, f"rounding_seed_{seed}", "--seed", seed)]
+        names.append(train(2, f"exact_seed_{seed}", "--seed", seed, "--exact"))
+        logs = [read_log(Path.cwd(), name, "val_loss", "seconds") for name in names]
+        loss, rounded = (log["val_loss"][200] for log in logs)
+        speed, slower = (1 / statistics.median(log["seconds"].values()) for log in logs)
+        print(f"{seed:>6}{loss:20.5f}{rounded:16.5f}{rounded - loss:14.1e}{speed:12.1f}{slower:16.1f}", flush=True)
+        plain.append(loss)
+        exact.append(rounded)
+        ratios.append(speed / slower)
+    mean = statistics.mean(exact) - statistics.mean(plain)
+    noise = statistics.stdev(plain)
+    ratio = statistics.median(ratios)
+    print(
+        f"mean difference {mean:.1e}, the seeds' standard deviation {noise:.1e}; a step takes {ratio:.2f} times as long"
+    )
+    return mean, noise
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/exact.png"))
     args = parser.parse_args()
     shutil.rmtree(FOLDER, ignore_errors=True)
     print("largest difference of the loss from one rank's, in 200 steps")
-    print(f"{'':<22}" + "".join(f"{f'{n} ranks':>10}" for n in RANKS[1:]) + f"{IN_TURN:>22}")
-    pictured, equal = {}, True
+    heads = "".join(f"{f'{n} ranks':>10}" for n in RANKS[1:])
+    print(f"{'':<22}{heads}{IN_TURN:>22}")
+    pictured, every = {}, True
     for stage, arguments in ((1, ()), (1, ("--exact",)), (2, ("--exact",)), (3, ("--exact",))):
         how = f"{'with' if arguments else 'without'} --exact"
-        runs = train_all("exact" if arguments else "rounding", stage, *arguments)
+        runs, differences, equal = play(stage, arguments)
         pictured.setdefault(how, runs)
-        baseline, *others = next(iter(pictured[how].values())), *list(runs.values())[stage == 1 :]
-        found = [max(compare(Path.cwd(), baseline, other).values()) for other in others]
-        row = "".join(f"{value:>{width}.1e}" for value, width in zip(found[-4:], (10, 10, 10, 22), strict=True))
-        print(f"{f'ZeRO-{stage} {how}':<22}{row}", flush=True)
-        for column in ("loss", "val_loss", "grad_norm") if arguments else ():
-            equal &= not any(max(compare(Path.cwd(), baseline, other, column).values()) for other in others)
-    print(f"with --exact: every bit of loss, validation loss and gradient norm equal: {'yes' if equal else 'NO'}\n")
+        row = f"{f'ZeRO-{stage} {how}':<22}"
+        for difference, width in zip(differences[-4:], (10, 10, 10, 22), strict=True):
+            row += f"{difference:>{width}.1e}"
+        print(row, flush=True)
+        if arguments:
+            every &= equal
+    print(f"with --exact: every bit of loss, validation loss and gradient norm equal: {'yes' if every else 'NO'}\n")
     draw(pictured, args.output)
-
-    print(
-        f"{'seed':>6}{'validation loss':>20}{'with --exact':>16}{'difference':>14}{'steps/s':>12}{'with --exact':>16}"
-    )
-    plain, exact, ratios = [], [], []
-    for seed in ("1337", "1", "2"):
-        logs = [read_log(Path.cwd(), train(2, f"{name}_seed_{seed}", "--seed", seed, *more), "val_loss", "seconds")
-                for name, *more in (("rounding",), ("exact", "--exact"))]  # fmt: skip
-        (loss, rounded) = (log["val_loss"][200] for log in logs)
-        speed, slower = (1 / statistics.median(log["seconds"].values()) for log in logs)
-        print(f"{seed:>6}{loss:20.5f}{rounded:16.5f}{rounded - loss:14.1e}{speed:12.1f}{slower:16.1f}", flush=True)
-        plain, exact, ratios = [*plain, loss], [*exact, rounded], [*ratios, speed / slower]
-    means, noise = (statistics.mean(exact) - statistics.mean(plain)), statistics.stdev(plain)
-    print(f"mean difference {means:.1e}, the seeds' standard deviation {noise:.1e}; a step takes "
-          f"{statistics.median(ratios):.2f} times as long")  # fmt: skip
-    if not equal or abs(means) > noise:
-        sys.exit("--exact leaves a difference" if not equal else "--exact changes what is learned")
+    mean, noise = over_seeds()
+    if not every:
+        sys.exit("--exact leaves a difference")
+    if abs(mean) > noise:
+        sys.exit("--exact changes what is learned")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ the same layout by a bit.
 """
 
 import argparse
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -21,9 +22,9 @@ import ds_to_universal  # noqa: E402
 import plot  # noqa: E402
 from harness.ranks import compare, run  # noqa: E402
 
-COMMON = (
-    "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 160 --checkpoint_interval 60 --lr 1e-3".split()
-)
+COMMON = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 160 --checkpoint_interval 60".split()
+COMMON += ["--lr", "1e-3"]
+ONE = "one_rank"  # the run that all are compared with
 AXES = {"train.py": ("tensor", "sequence"), "train_3d.py": ("tensor", "pipeline")}
 # script, ZeRO stage, layout that saves, layouts that go on: (first of the axes, second, data-parallel ranks)
 CHANGES = [
@@ -37,21 +38,25 @@ CHANGES = [
 
 
 def name_of(script, layout):
-    first, second = ("TP", "SP") if script == "train.py" else ("TP", "PP")
-    return f"{first} {layout[0]}, {second} {layout[1]}, DP {layout[2]}"
+    tensor, other, data = layout
+    kind = "SP" if script == "train.py" else "PP"
+    return f"TP {tensor}, {kind} {other}, DP {data}"
 
 
 def train(script, stage, layout, run_name, folder, *arguments):
     degrees = [f"--{axis}_parallel={n}" for axis, n in zip(AXES[script], layout, strict=False)]
-    degrees += ["--zero_stage", stage] if script == "train.py" else []
-    ranks = layout[0] * layout[1] * layout[2]
-    run(Path.cwd(), ranks, script, *COMMON, *degrees, "--run_name", run_name, "--checkpoint_dir", folder, *arguments,
-        limit=1200)  # fmt: skip
+    if script == "train.py":
+        degrees += ["--zero_stage", stage]
+    names = ("--run_name", run_name, "--checkpoint_dir", folder)
+    run(Path.cwd(), math.prod(layout), script, *COMMON, *degrees, *names, *arguments, limit=1200)
 
 
 def largest(baseline, run_name):
     """Difference of any step's training or validation loss."""
-    return max(max(compare(Path.cwd(), baseline, run_name, column).values()) for column in ("loss", "val_loss"))
+    gaps = []
+    for column in ("loss", "val_loss"):
+        gaps += compare(Path.cwd(), baseline, run_name, column).values()
+    return max(gaps)
 
 
 def draw(runs, path):
@@ -63,33 +68,48 @@ def draw(runs, path):
     figure.savefig(path, dpi=200)
 
 
+def play(script, stage, layout, others):
+    """Train the layout, and go on with the others. Returns {(script, from, to): largest difference}."""
+    here = name_of(script, layout)
+    name = f"{script[:-3]} ZeRO-{stage} {here}"
+    folder = Path("ckpt_3d", name.replace(" ", "_").replace(",", ""))
+    shutil.rmtree(folder, ignore_errors=True)
+    train(script, stage, layout, name, folder)
+    found = {(script, "scratch", here): largest(ONE, name)}
+    tag = folder / "global_step60_universal"
+    ds_to_universal.convert(folder / "global_step60", tag)
+    for other in others:
+        there = name_of(script, other)
+        resumed = f"{name} to {there}"
+        resume = ("--resume", "--universal_checkpoint", "--checkpoint_tag", tag.name)
+        train(script, stage, other, resumed, folder, *resume, "--checkpoint_interval", 400)
+        found[script, here, there] = difference = largest(name, resumed)
+        assert other != layout or difference == 0.0, f"{resumed} is not the same, bit by bit"
+    return found
+
+
+def print_table(table):
+    """table: {(script, from, to): {stage: difference}}."""
+    heads = "".join(f"    ZeRO-{stage}" for stage in (1, 2, 3))
+    print(f"{'script':<12} {'from':<20} {'to':<20}{heads}")
+    for (script, before, after), found in table.items():
+        line = f"{script:<12} {before:<20} {after:<20}"
+        for stage in (1, 2, 3):
+            line += f"{found[stage]:>10.1e}" if stage in found else " " * 10
+        print(line.rstrip())
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/3d.png"), help="picture, with its .csv beside it")
     args = parser.parse_args()
-    table, one = {}, "one_rank"
-    train("train.py", 1, (1, 1, 1), one, "ckpt_3d/one")
+    train("train.py", 1, (1, 1, 1), ONE, "ckpt_3d/one")
+    table, differences = {}, []
     for script, stage, layout, others in CHANGES:
-        name = f"{script[:-3]} ZeRO-{stage} {name_of(script, layout)}"
-        folder = Path("ckpt_3d", name.replace(" ", "_").replace(",", ""))
-        shutil.rmtree(folder, ignore_errors=True)
-        train(script, stage, layout, name, folder)
-        table.setdefault((script, "scratch", name_of(script, layout)), {})[stage] = largest(one, name)
-        tag = folder / "global_step60_universal"
-        ds_to_universal.convert(folder / "global_step60", tag)
-        for other in others:
-            resumed = f"{name} to {name_of(script, other)}"
-            more = ("--resume", "--universal_checkpoint", "--checkpoint_tag", tag.name, "--checkpoint_interval", 400)
-            train(script, stage, other, resumed, folder, *more)
-            difference = largest(name, resumed)
-            assert other != layout or difference == 0.0, f"{resumed} is not the same, bit by bit"
-            change = (script, name_of(script, layout), name_of(script, other))
+        for change, difference in play(script, stage, layout, others).items():
             table.setdefault(change, {})[stage] = difference
-    print(f"{'script':<12} {'from':<20} {'to':<20}" + "".join(f"    ZeRO-{stage}" for stage in (1, 2, 3)))
-    for (script, before, after), found in table.items():
-        columns = (f"{found[stage]:>10.1e}" if stage in found else f"{'':>10}" for stage in (1, 2, 3))
-        print(f"{script:<12} {before:<20} {after:<20}{''.join(columns)}".rstrip())
-    worst = max(max(found.values()) for found in table.values())
+            differences.append(difference)
+    print_table(table)
     baseline = "train_3d ZeRO-1 TP 2, PP 2, DP 2"
     others = next(others for script, _, _, others in CHANGES if script == "train_3d.py")
     layouts = [name_of("train_3d.py", other) for other in others]
@@ -98,8 +118,8 @@ def main():
         runs[f"then {layout}"] = plot.read_log(f"logs/{baseline} to {layout}.csv")
     draw(runs, args.output)
     plot.write_joined(runs, args.output.with_suffix(".csv"))
-    print(f"largest difference {worst:.1e}")
-    if worst > 1e-5:
+    print(f"largest difference {max(differences):.1e}")
+    if max(differences) > 1e-5:
         sys.exit("demos/layouts.py: a loss differs by more than 1e-5")
 
 
