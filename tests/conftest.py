@@ -59,8 +59,8 @@ def frozen_and_buffer(seed):
         import model
 
         class Variant(model.GPT):
-            def __init__(self, **shape):
-                super().__init__(**shape)
+            def __init__(self, *shape):
+                super().__init__(*shape)
                 torch.nn.init.normal_(self.wpe.weight, generator=torch.Generator().manual_seed(seed))
                 self.wpe.weight.requires_grad_(False)
                 self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
