@@ -7,7 +7,8 @@
 # make assets  demo, elastic, exact, 3d and resume again, into assets/, where the pictures and tables of the README are
 # make test    the tests, in an environment of their own making; make test-all: every change of ranks and stage, too
 # make lint    ruff
-# make clean   all that the above made
+# make clean   remove all that the above made
+# make help    this list
 
 PYTHON ?= python3
 RANKS   = .venv/bin/deepspeed --num_gpus
@@ -17,7 +18,7 @@ export TORCH_EXTENSIONS_DIR = $(CURDIR)/.venv/torch_extensions
 
 TRAIN   = train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --steps 200 --checkpoint_dir $(CKPT)
 RESUME  = $(TRAIN) --resume --checkpoint_interval 400
-SHARED  = common.py checkpoint.py data.py model.py elastic.py universal.py ds_to_universal.py
+SHARED  = launch.py checkpoint.py saving.py data.py model.py elastic.py universal.py ds_to_universal.py
 OUT     = out
 
 # $(call run,command,name): show the command; what it prints goes to logs/name.txt
@@ -26,7 +27,7 @@ define run
 @mkdir -p logs; $(1) > logs/$(2).txt 2>&1 || { tail -n 20 logs/$(2).txt; exit 1; }
 endef
 
-.PHONY: demo elastic exact 3d resume clients assets test test-all lint clean
+.PHONY: help demo elastic exact 3d resume clients assets test test-all lint clean
 .DELETE_ON_ERROR:
 
 demo: $(OUT)/resume_no_uc.txt $(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/resume_uc.png $(OUT)/traps.txt
@@ -58,6 +59,9 @@ lint: .venv/installed-dev
 test-all: test
 	$(TEST) -m slow
 
+help:
+	@sed -n 's/^# make/make/p' $(firstword $(MAKEFILE_LIST))
+
 clean:
 	rm -rf .venv logs out runs ckpt_exact ckpt_3d ckpt_elastic $(CKPT)
 
@@ -71,7 +75,7 @@ logs/default.csv: .venv/installed train.py $(SHARED)
 logs/resume_no_uc.csv: logs/default.csv
 	$(call run,$(RANKS) 4 $(RESUME) --checkpoint_tag global_step100 --run_name resume_no_uc,resume_no_uc)
 
-$(OUT)/resume_no_uc.txt: logs/resume_no_uc.csv plot.py
+$(OUT)/resume_no_uc.txt: logs/resume_no_uc.csv plot.py curves.py
 	@echo "$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name refused"
 	@$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name refused > logs/refused.txt 2>&1; test $$? -eq 2
 	@grep "train.py: error" logs/refused.txt
@@ -79,8 +83,8 @@ $(OUT)/resume_no_uc.txt: logs/resume_no_uc.csv plot.py
 	$(PY) plot.py logs/default.csv logs/resume_no_uc.csv --output out/resume_no_uc.png --tolerance 0 > $@
 	@cat $@
 
-$(OUT)/folders.png: logs/default.csv benchmarks/folders.py
-	$(PY) benchmarks/folders.py $(CKPT)/global_step100 --output $@
+$(OUT)/folders.png: logs/default.csv demos/folders.py
+	$(PY) demos/folders.py $(CKPT)/global_step100 --output $@
 
 # Test 2: accumulation, in PyTorch and on DeepSpeed
 RUN2 = $(basename $(notdir $@))
@@ -101,14 +105,14 @@ logs/grad_accu_2_ds_ws2.csv: .venv/installed grad_accu_ds.py $(SHARED)
 	$(call run,$(RANKS) 2 grad_accu_ds.py $(ACCU) 8,$(RUN2))
 
 GRAD_ACCU = $(patsubst %,logs/%.csv,no_grad_accu_pt grad_accu_4_pt no_grad_accu_ds grad_accu_4_ds grad_accu_2_ds_ws2)
-$(OUT)/grad_accu.png: $(GRAD_ACCU) plot.py
+$(OUT)/grad_accu.png: $(GRAD_ACCU) plot.py curves.py
 	@mkdir -p $(OUT)
 	$(PY) plot.py $(GRAD_ACCU) --output $@ --tolerance 1e-5 > $(OUT)/grad_accu.txt
 	@cat $(OUT)/grad_accu.txt
 
-$(OUT)/traps.txt: .venv/installed benchmarks/traps.py grad_accu_pt.py grad_accu_ds.py $(SHARED)
+$(OUT)/traps.txt: .venv/installed demos/traps.py grad_accu_pt.py grad_accu_ds.py $(SHARED)
 	@mkdir -p $(OUT)
-	$(PY) benchmarks/traps.py > $@
+	$(PY) demos/traps.py > $@
 	@cat $@
 
 # Test 3: a universal checkpoint resumes on any
@@ -123,7 +127,7 @@ logs/resume_uc_4gpu.csv: $(CKPT)/latest_universal
 logs/resume_uc.csv: $(CKPT)/latest_universal
 	$(call run,$(RANKS) 2 $(RESUME) --run_name resume_uc,resume_uc)
 
-$(OUT)/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc.csv plot.py
+$(OUT)/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc.csv plot.py curves.py
 	@mkdir -p $(OUT)
 	$(PY) plot.py logs/default.csv logs/resume_uc_4gpu.csv logs/resume_uc.csv --output $@ --tolerance 1e-5 > $(OUT)/resume_uc.txt
 	@cat $(OUT)/resume_uc.txt
@@ -131,28 +135,28 @@ $(OUT)/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc.csv plot.py
 # Machines that die and come back
 elastic: $(OUT)/elastic.txt
 
-$(OUT)/elastic.txt: .venv/installed benchmarks/machines.py train.py exact.py $(SHARED)
+$(OUT)/elastic.txt: .venv/installed demos/machines.py train.py exact.py $(SHARED)
 	@mkdir -p $(OUT)
-	$(PY) benchmarks/machines.py --output $(OUT)/elastic.png > $@
-	$(PY) benchmarks/machines.py --zero_stage 3 >> $@
-	$(PY) benchmarks/machines.py --rounding >> $@
-	$(PY) benchmarks/machines.py --settings >> $@
+	$(PY) demos/machines.py --output $(OUT)/elastic.png > $@
+	$(PY) demos/machines.py --zero_stage 3 >> $@
+	$(PY) demos/machines.py --rounding >> $@
+	$(PY) demos/machines.py --settings >> $@
 	@cat $@
 
 # --exact: every bit alike
 exact: $(OUT)/exact.txt
 
-$(OUT)/exact.txt: .venv/installed benchmarks/exact.py plot.py train.py exact.py $(SHARED)
+$(OUT)/exact.txt: .venv/installed demos/exact.py harness/ranks.py plot.py curves.py train.py exact.py $(SHARED)
 	@mkdir -p $(OUT)
-	$(PY) benchmarks/exact.py --output $(OUT)/exact.png > $@
+	$(PY) demos/exact.py --output $(OUT)/exact.png > $@
 	@cat $@
 
 # Test 4: other layouts
 3d: $(OUT)/3d.txt
 
-$(OUT)/3d.txt: .venv/installed-dev benchmarks/layouts.py train.py train_3d.py parallel.py $(SHARED)
+$(OUT)/3d.txt: .venv/installed-dev demos/layouts.py harness/ranks.py plot.py curves.py train.py train_3d.py parallel.py $(SHARED)
 	@mkdir -p $(OUT)
-	$(PY) benchmarks/layouts.py --output $(OUT)/3d.png > $@
+	$(PY) demos/layouts.py --output $(OUT)/3d.png > $@
 	cat $@
 
 # What a resume costs, of a model of 86 million parameters

@@ -1,10 +1,9 @@
-"""Saving a checkpoint so that it is never half there, refusing to resume from one that would not go on as if nothing
-had happened, and checking what DeepSpeed has restored."""
+"""Refusing to resume from a checkpoint that would not go on as if nothing had happened, and checking what DeepSpeed
+has restored."""
 
 import contextlib
 import itertools
 import os
-import shutil
 import zipfile
 from pathlib import Path
 
@@ -14,66 +13,13 @@ import torch.distributed as dist
 import universal
 from data import fail
 
-
-def save(engine, folder, client_state):
-    """Write every rank's shard, then give the folder its name: a folder that has its name is complete."""
-    folder, tag = Path(folder), f"global_step{client_state['step']}"
-    unfinished, replaced = folder / f"{tag}.unfinished", folder / f"{tag}.replaced"
-    if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed while it saved, on other ranks perhaps
-    dist.barrier()
-    engine.save_checkpoint(folder, tag=unfinished.name, client_state={"run": client_state}, save_latest=False)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        os.sync()  # a machine that goes down must not leave a whole folder with empty files
-    dist.barrier()
-    if dist.get_rank() == 0:
-        if (folder / tag).exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            (folder / tag).rename(replaced)
-        unfinished.rename(folder / tag)
-        (folder / "latest.unfinished").write_text(tag)
-        (folder / "latest.unfinished").rename(folder / "latest")
-        shutil.rmtree(replaced, ignore_errors=True)
-    dist.barrier()
+# What a resumed run must have in common with the checkpoint's, or its loss could not go on as if nothing had happened.
+TRACKED = ("n_layer", "n_head", "n_embd", "seq_len", "dropout", "seed", "train_batch_size")
+TRACKED += ("train_micro_batch_size_per_gpu", "dtype", "lr", "warmup_steps", "steps", "exact")
 
 
-def remove_old(folder, keep):
-    """All but the `keep` newest checkpoints, with what was converted from them, and what killed jobs left half written
-    or half replaced. Called when a newer one is complete."""
-    if keep is None or dist.get_rank() != 0:
-        return
-    folder = Path(folder)
-    sweep(folder)  # or a left-over of the same step would be in the way of the name below
-    named = {path.read_text().strip() for path in (folder / "latest", folder / "latest_universal") if path.is_file()}
-    tags = sorted({file.parent for file in folder.glob("global_step*/*model_states.pt")}, key=saved_at, reverse=True)
-    ordinary = [tag for tag in tags if not (tag / "zero").is_dir() and not tag.suffix]
-    kept = {tag.name for tag in ordinary[:keep]} | named
-    for tag in tags:
-        if not tag.suffix and tag.name not in kept and tag.name.removesuffix("_universal") not in kept:
-            tag.rename(f"{tag}.unfinished")  # which nobody takes for whole, however far the rest gets
-    sweep(folder)
-
-
-def sweep(folder):
-    for pattern in ("global_step*.unfinished", "global_step*.replaced"):
-        for path in folder.glob(pattern):
-            shutil.rmtree(path)
-
-
-def saved_at(folder):
-    return max(file.stat().st_mtime for file in folder.glob("*model_states.pt"))
-
-
-def whole(file):
-    """The file, or a refusal where it is missing or truncated: a container's directory is its end."""
-    if not zipfile.is_zipfile(file):
-        fail(f"{file} is {'truncated' if file.exists() else 'missing'}: the checkpoint is not whole")
-    return file
-
-
-def open_checkpoint(args, client_state):
-    """The model states of the checkpoint to resume from, a dict. Refuses, before any work, one that is not there, not
-    whole, of the other kind, cut for another layout, or of another run than client_state describes."""
+def find_checkpoint(args):
+    """The folder of the tag, or of the one that `latest` names; sets args.checkpoint_tag."""
     folder = Path(args.checkpoint_dir)
     if args.checkpoint_tag is None:
         latest = folder / ("latest_universal" if args.universal_checkpoint else "latest")
@@ -88,38 +34,15 @@ def open_checkpoint(args, client_state):
         tags = {file.parent.name for file in folder.parent.glob("*/*model_states.pt")}
         tags = sorted(tag for tag in tags if not tag.endswith((".unfinished", ".replaced")))
         fail(f"{folder} does not exist; in {folder.parent} there is: {', '.join(tags) or 'no checkpoint'}")
-    if (folder / "zero").is_dir() != args.universal_checkpoint:
-        if args.universal_checkpoint:
-            fail(f"{folder} is an ordinary ZeRO checkpoint: leave out --universal_checkpoint, or convert it")
-        fail(f"{folder} is a universal checkpoint: add --universal_checkpoint")
+    return folder
 
-    prefix = "zero_pp_rank_{0}_" if (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists() else ""
-    states = str(folder / (prefix + "mp_rank_{1:02d}_model_states.pt"))
-    checkpoint = torch.load(whole(Path(states.format(0, 0))), mmap=True, weights_only=True)
-    saved = checkpoint.get("run") or {}
-    check_run(folder, saved, client_state)
-    if saved["layout"] != client_state["layout"] and not args.universal_checkpoint:
-        fail(
-            f"{folder} is cut for {saved['layout']}, and these are {client_state['layout']}. Convert it: python "
-            f"ds_to_universal.py --input_folder {folder} --output_folder {folder}_universal; then resume with "
-            f"--universal_checkpoint --checkpoint_tag {args.checkpoint_tag}_universal"
-        )
-    if os.environ["RANK"] == "0":
-        dimensions = checkpoint["checkpoint_parallel_dimensions"]
-        for mp in range(dimensions["tp_degree"] * dimensions["pp_degree"]):
-            shapes = torch.load(whole(Path(states.format(0, mp))), mmap=True, weights_only=True)["param_shapes"]
-            if args.universal_checkpoint:
-                needed = ("fp32", "exp_avg", "exp_avg_sq", "step")[: 3 if getattr(args, "zero_stage", 1) == 3 else 4]
-                for name, state in itertools.product((n for group in shapes for n in group), needed):
-                    whole(folder / "zero" / name / f"{state}.pt")
-            else:
-                for rank in range(checkpoint["dp_world_size"]):
-                    whole(Path(states.format(rank, mp)))
-                    kind = "bf16_" * (client_state["dtype"] == "bf16")
-                    whole(folder / f"{kind}zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt")
-        if args.universal_checkpoint:
-            whole(folder / "zero" / "optimizer_state.pt")
-    return checkpoint
+
+def check_kind(folder, wanted):
+    universal_checkpoint = (folder / "zero").is_dir()
+    if universal_checkpoint and not wanted:
+        fail(f"{folder} is a universal checkpoint: add --universal_checkpoint")
+    if wanted and not universal_checkpoint:
+        fail(f"{folder} is an ordinary ZeRO checkpoint: leave out --universal_checkpoint, or convert it")
 
 
 def check_run(folder, saved, client_state):
@@ -134,6 +57,61 @@ def check_run(folder, saved, client_state):
             continue
         if saved[name] != here:
             fail(f"{name} is {saved[name]} in {folder} and {here} here: the loss would not go on alike")
+
+
+def model_states(folder, rank, mp):
+    """The file of a rank's model states. ZeRO-3 writes one for each rank, the other stages one for all of them."""
+    name = f"mp_rank_{mp:02d}_model_states.pt"
+    of_each_rank = (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists()
+    return folder / (f"zero_pp_rank_{rank}_{name}" if of_each_rank else name)
+
+
+def whole(file):
+    """The file, or a refusal where it is missing or truncated: a container's directory is its end."""
+    if not zipfile.is_zipfile(file):
+        fail(f"{file} is {'truncated' if file.exists() else 'missing'}: the checkpoint is not whole")
+    return file
+
+
+def opened(file):
+    return torch.load(whole(file), mmap=True, weights_only=True)
+
+
+def check_files(folder, checkpoint, args):
+    """Every file that a resume reads is whole. checkpoint: the first model states."""
+    dimensions = checkpoint["checkpoint_parallel_dimensions"]
+    for mp in range(dimensions["tp_degree"] * dimensions["pp_degree"]):
+        shapes = opened(model_states(folder, 0, mp))["param_shapes"]
+        if args.universal_checkpoint:
+            needed = ("fp32", "exp_avg", "exp_avg_sq", "step")[: 3 if getattr(args, "zero_stage", 1) == 3 else 4]
+            for name, state in itertools.product((n for group in shapes for n in group), needed):
+                whole(folder / "zero" / name / f"{state}.pt")
+        else:
+            for rank in range(checkpoint["dp_world_size"]):
+                whole(model_states(folder, rank, mp))
+                kind = "bf16_" if args.dtype == "bf16" else ""
+                whole(folder / f"{kind}zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt")
+    if args.universal_checkpoint:
+        whole(folder / "zero" / "optimizer_state.pt")
+
+
+def open_checkpoint(args, client_state):
+    """The model states of the checkpoint to resume from, a dict. Refuses, before any work, one that is not there, not
+    whole, of the other kind, cut for another layout, or of another run than client_state describes."""
+    folder = find_checkpoint(args)
+    check_kind(folder, args.universal_checkpoint)
+    checkpoint = opened(model_states(folder, 0, 0))
+    saved = checkpoint.get("run") or {}
+    check_run(folder, saved, client_state)
+    if saved["layout"] != client_state["layout"] and not args.universal_checkpoint:
+        fail(
+            f"{folder} is cut for {saved['layout']}, and these are {client_state['layout']}. Convert it: python "
+            f"ds_to_universal.py --input_folder {folder} --output_folder {folder}_universal; then resume with "
+            f"--universal_checkpoint --checkpoint_tag {args.checkpoint_tag}_universal"
+        )
+    if os.environ["RANK"] == "0":
+        check_files(folder, checkpoint, args)
+    return checkpoint
 
 
 def go_on(engine, args, client_state):

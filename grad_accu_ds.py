@@ -14,8 +14,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from common import init_distributed, leave
 from data import Log, accumulation_steps, fail, global_batch, load_data, positive
+from launch import init_distributed
 from model import GPT, parameter_groups
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -61,4 +61,5 @@ for step in range(1, args.steps + 1):
     seconds = time.perf_counter() - start
     if rank == 0:
         log.write(**row, seconds=seconds, tokens_per_second=targets.numel() / seconds)
-leave()
+dist.barrier()  # a rank that leaves early can take the others down
+dist.destroy_process_group()

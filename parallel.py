@@ -18,6 +18,20 @@ def check(args):
         fail(f"--seq_len {args.seq_len} does not divide by --sequence_parallel {sequence}")
 
 
+def in_words(args):
+    """All ranks, and the data-parallel ones of them."""
+    ranks = f"{args.ranks} ranks"
+    if args.ranks == 1:
+        ranks = "1 rank"
+    data_parallel = f"{args.data_parallel} GPUs"
+    if args.data_parallel < args.ranks:
+        ranks += f" = {args.data_parallel} DP"
+        ranks += f" x {args.tensor_parallel} TP"
+        ranks += f" x {args.sequence_parallel} SP"
+        data_parallel = f"{args.data_parallel} data-parallel ({ranks})"
+    return ranks, data_parallel
+
+
 def lay_out(args, model):
     """Tensor-parallel ranks are neighbours, then come those that share a sequence, then the data-parallel ones. Gives
     the model the attention of its kind and its part of the sequences. Returns (data-parallel rank, mpu for DeepSpeed).

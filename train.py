@@ -24,9 +24,10 @@ import exact
 import parallel
 import universal
 from checkpoint import go_on, report
-from common import SHAPE, add_arguments, check_arguments, common_config, end_of_step, mean_loss, set_up
-from data import fail, global_batch, positive
+from data import Log, fail, global_batch, positive
+from launch import add_arguments, base_config, check_arguments, count_ranks, set_up
 from model import GPT, parameter_groups
+from saving import remove_old, save
 
 
 def parse_arguments():
@@ -38,7 +39,8 @@ def parse_arguments():
     arg("--sequence_parallel", type=positive, default=1, metavar="N", help="ranks that share each sequence")
     arg("--exact", action="store_true", help="every bit of the loss alike on any number of ranks; fp32")
     args = parser.parse_args()
-    check_arguments(args, tensor_parallel=args.tensor_parallel, sequence_parallel=args.sequence_parallel)
+    count_ranks(args, tensor_parallel=args.tensor_parallel, sequence_parallel=args.sequence_parallel)
+    check_arguments(args)
     parallel.check(args)
     if args.exact and args.data_parallel < args.ranks:
         fail("--exact is for data parallelism: other kinds cut the sums inside the model, too")
@@ -63,11 +65,26 @@ def deepspeed_config(args):
         "zero_optimization": zero,
         "checkpoint": {"load_universal": args.universal_checkpoint},
     }
-    return common_config(args) | config | parallel.config(args)
+    return base_config(args) | config | parallel.config(args)
+
+
+def build(args):
+    """Returns (engine, which of the data-parallel ranks this is, number of parameters)."""
+    model = GPT(args.n_layer, args.n_head, args.n_embd, args.seq_len, args.dropout)
+    size = sum(p.numel() for p in model.parameters())
+    data_rank, mpu = parallel.lay_out(args, model)  # without --tensor_parallel, --sequence_parallel: the rank, None
+    groups = parameter_groups(model, weight_decay=0.1)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=deepspeed_config(args), mpu=mpu)
+    engine.lr_scheduler.step()  # without it DeepSpeed's schedule gives the first step a learning rate of 0
+    return engine, data_rank, size
 
 
 def resume(engine, args, checkpoint, client_state):
     """Load the checkpoint, an ordinary one on the ranks that wrote it, a universal one on any. Returns its step."""
+    if args.elastic:
+        return go_on(engine, args, client_state)
+    if not args.resume:
+        return 0
     folder = Path(args.checkpoint_dir, args.checkpoint_tag)
     path, _ = engine.load_checkpoint(args.checkpoint_dir, tag=args.checkpoint_tag)
     assert path is not None, f"DeepSpeed did not load {args.checkpoint_tag}"  # it would start anew in silence
@@ -77,40 +94,33 @@ def resume(engine, args, checkpoint, client_state):
     return checkpoint["run"]["step"]
 
 
+def mean_loss(losses, copies):
+    """The mean over the micro-batches of all ranks; a rank has zeros where the others have losses, so no order matters.
+    copies: so many ranks have the same loss. Zeroes the losses."""
+    dist.all_reduce(losses)
+    mean = losses.mean().item() / copies
+    losses.zero_()
+    return mean
+
+
 def main():
     args = parse_arguments()
-    degrees = f"{args.data_parallel} DP x {args.tensor_parallel} TP x {args.sequence_parallel} SP"
-    layout = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
-    layout += f" = {degrees}" * (args.data_parallel < args.ranks) + f" at ZeRO-{args.zero_stage}"
+    ranks, data_parallel = parallel.in_words(args)
+    layout = f"{ranks} at ZeRO-{args.zero_stage}"
     train, validation, client_state, checkpoint = set_up(args, "train.py", layout)
-
-    model = GPT(**{name: getattr(args, name) for name in SHAPE})
-    size = sum(p.numel() for p in model.parameters())
-    data_rank, mpu = parallel.lay_out(args, model)  # without --tensor_parallel, --sequence_parallel: the rank, None
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=parameter_groups(model, weight_decay=0.1),
-        config=deepspeed_config(args),
-        mpu=mpu,
-    )
-    engine.lr_scheduler.step()  # without it DeepSpeed's schedule gives the first step a learning rate of 0
-
-    batch, micro, device = args.train_batch_size, args.train_micro_batch_size_per_gpu, engine.device
+    engine, data_rank, size = build(args)
+    batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
+    device = engine.device
     accumulation = engine.gradient_accumulation_steps()
     if dist.get_rank() == 0:
         print(f"{size:,} parameters, {args.dtype}, {layout}, on {device}, data {client_state['data']}")
-        ranks = f"{args.data_parallel} GPUs"
-        if args.data_parallel < args.ranks:
-            ranks = f"{args.data_parallel} data-parallel ({args.ranks} ranks = {degrees})"
-        print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {ranks}", flush=True)
-    done = 0
-    if args.resume:
-        done = resume(engine, args, checkpoint, client_state)
-    elif args.elastic:
-        done = go_on(engine, args, client_state)
+        print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {data_parallel}", flush=True)
+    done = resume(engine, args, checkpoint, client_state)
     if args.exact:
         exact.install(engine)
-    finish = end_of_step(engine, args, client_state, done)
+    stop = elastic.listen(device)  # for SIGTERM; on all ranks stop() says the same
+    if dist.get_rank() == 0:
+        log = Log(args.run_name, f"{micro} x {accumulation} x {args.data_parallel}", done)
 
     # The global batch is cut into micro-batches, numbered alike on every layout. This rank's are `mine`.
     mine = range(data_rank * accumulation, (data_rank + 1) * accumulation)
@@ -122,7 +132,8 @@ def main():
 
     step = done
     for step in range(done + 1, args.steps + 1):
-        start, lr = time.perf_counter(), engine.get_lr()[0]
+        start = time.perf_counter()
+        row = {"step": step, "lr": engine.get_lr()[0]}
         sequences = global_batch(train, args.seed, step, batch, args.seq_len)
         for m in mine:
             # Dropout belongs to the micro-batch, not to the rank.
@@ -130,8 +141,9 @@ def main():
             engine.backward(loss)  # divides by the accumulation steps
             engine.step()  # does nothing until the last of them
             losses[m] = loss.detach()
-        row = {"step": step, "loss": mean_loss(losses, copies), "lr": lr}
-        row |= {"grad_norm": float(engine.get_global_grad_norm()), "seconds": time.perf_counter() - start}
+        row["loss"] = mean_loss(losses, copies)
+        row["grad_norm"] = float(engine.get_global_grad_norm())
+        row["seconds"] = time.perf_counter() - start
         if step % args.eval_interval == 0 or step == args.steps:
             engine.eval()
             sequences = global_batch(validation, args.seed, 0, batch, args.seq_len)
@@ -140,7 +152,15 @@ def main():
                     losses[m] = engine(*micro_batch(sequences, m))
             engine.train()
             row["val_loss"] = mean_loss(losses, copies)
-        if finish(**row):
+        if dist.get_rank() == 0:
+            speed = batch * args.seq_len / row["seconds"]
+            log.write(**row, loss_scale=engine.optimizer.loss_scale, tokens_per_second=speed)
+            engine.monitor.write_events([(name, row[name], step) for name in ("loss", "val_loss") if name in row])
+        told = stop()
+        if told or step % args.checkpoint_interval == 0:
+            save(engine, args.checkpoint_dir, client_state | {"step": step})
+            remove_old(args.checkpoint_dir, args.keep)
+        if told:
             break
     elastic.leave(finished=step == args.steps)
 

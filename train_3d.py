@@ -28,9 +28,10 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 import elastic
 import universal
 from checkpoint import go_on, report
-from common import SHAPE, add_arguments, check_arguments, common_config, end_of_step, mean_loss, set_up
-from data import fail, global_batch, positive
+from data import Log, fail, global_batch, positive
+from launch import add_arguments, base_config, check_arguments, count_ranks, set_up
 from model import GPT, parameter_groups
+from saving import remove_old, save
 
 
 def parse_arguments():
@@ -40,7 +41,8 @@ def parse_arguments():
     arg = parser.add_argument
     arg("--pipeline_parallel", type=positive, default=1, metavar="N", help="stages that share the layers")
     args = parser.parse_args()
-    check_arguments(args, pipeline_parallel=args.pipeline_parallel, tensor_parallel=args.tensor_parallel)
+    count_ranks(args, pipeline_parallel=args.pipeline_parallel, tensor_parallel=args.tensor_parallel)
+    check_arguments(args)
     if args.n_head % args.tensor_parallel:
         fail(f"--n_head {args.n_head} does not divide by --tensor_parallel {args.tensor_parallel}")
     if args.pipeline_parallel > args.n_layer:
@@ -160,7 +162,7 @@ def build(args, loss_function):
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
             mine = group
-    gpt = GPT(**{name: getattr(args, name) for name in SHAPE})
+    gpt = GPT(args.n_layer, args.n_head, args.n_embd, args.seq_len, args.dropout)
     norm = Norm(args.n_embd)
     norm.load_state_dict(gpt.ln_f.state_dict())
     tied = functools.partial(TiedLayerSpec, "wte", Embedding, gpt.wte.weight, tied_weight_attr="weight")
@@ -191,7 +193,7 @@ def build(args, loss_function):
 
 
 def deepspeed_config(args):
-    return common_config(args) | {
+    return base_config(args) | {
         "zero_optimization": {"stage": 1},
         "train_batch_size": args.train_batch_size,
         "train_micro_batch_size_per_gpu": args.train_micro_batch_size_per_gpu,
@@ -203,11 +205,9 @@ def deepspeed_config(args):
 # training
 
 
-def main():
-    args = parse_arguments()
-    degrees = f"{args.ranks} ranks = {args.data_parallel} DP x {args.tensor_parallel} TP x {args.pipeline_parallel} PP"
-    train, validation, client_state, checkpoint = set_up(args, "train_3d.py", degrees)
-    seen = []  # on the last stage, the loss of each micro-batch in turn
+def start_engine(args):
+    """Returns (engine, a list that gets the loss of each micro-batch in turn on the last stage)."""
+    seen = []
 
     def loss_function(logits, targets):
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -220,23 +220,38 @@ def main():
     groups = parameter_groups(module, weight_decay=0.1)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=deepspeed_config(args))
     engine.lr_scheduler.step()  # without it DeepSpeed's schedule gives the first step a learning rate of 0
+    return engine, seen
 
-    batch, micro, done = args.train_batch_size, args.train_micro_batch_size_per_gpu, 0
+
+def resume(engine, args, checkpoint, client_state):
+    """As train.py does. Returns the checkpoint's step."""
+    if args.elastic:
+        return go_on(engine, args, client_state)
+    if not args.resume:
+        return 0
+    folder = Path(args.checkpoint_dir, args.checkpoint_tag)
+    path, _ = engine.load_checkpoint(args.checkpoint_dir, tag=args.checkpoint_tag)
+    assert path is not None, f"DeepSpeed did not load {folder}"
+    if args.universal_checkpoint:
+        universal.mend(engine, folder)
+    report(engine, folder, checkpoint["run"], client_state)
+    return checkpoint["run"]["step"]
+
+
+def main():
+    args = parse_arguments()
+    degrees = f"{args.ranks} ranks = {args.data_parallel} DP x {args.tensor_parallel} TP x {args.pipeline_parallel} PP"
+    train, validation, client_state, checkpoint = set_up(args, "train_3d.py", degrees)
+    engine, seen = start_engine(args)
+    batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
     accumulation = engine.gradient_accumulation_steps()
     if dist.get_rank() == 0:
         arithmetic = f"{batch} = {micro} per GPU x {accumulation} accumulation steps"
         print(f"{arithmetic} x {args.data_parallel} data-parallel ({degrees})", flush=True)
-    if args.resume:
-        folder = Path(args.checkpoint_dir, args.checkpoint_tag)
-        path, _ = engine.load_checkpoint(args.checkpoint_dir, tag=args.checkpoint_tag)
-        assert path is not None, f"DeepSpeed did not load {folder}"
-        if args.universal_checkpoint:
-            universal.mend(engine, folder)
-        report(engine, folder, checkpoint["run"], client_state)
-        done = checkpoint["run"]["step"]
-    elif args.elastic:
-        done = go_on(engine, args, client_state)
-    finish = end_of_step(engine, args, client_state, done)
+    done = resume(engine, args, checkpoint, client_state)
+    stop = elastic.listen(engine.device)
+    if dist.get_rank() == 0:
+        log = Log(args.run_name, f"{micro} x {accumulation} x {args.data_parallel}", done)
     data_rank = engine.grid.get_data_parallel_rank()
     mine = range(data_rank * accumulation, (data_rank + 1) * accumulation)
     losses = torch.zeros(batch // micro, dtype=torch.float64, device=engine.device)
@@ -248,22 +263,35 @@ def main():
             yield (inputs[rows], torch.tensor([args.seed, step, m])), targets[rows]
 
     def mean_of_seen():
+        losses.zero_()
         if engine.is_last_stage():
             losses[mine.start : mine.stop] = torch.stack(seen)
         seen.clear()
-        return mean_loss(losses, copies=args.tensor_parallel)
+        dist.all_reduce(losses)
+        return losses.mean().item() / args.tensor_parallel  # each loss was there so many times
 
     step = done
     for step in range(done + 1, args.steps + 1):
-        start, lr = time.perf_counter(), engine.get_lr()[0]
-        engine.train_batch(micro_batches(global_batch(train, args.seed, step, batch, args.seq_len), step))
-        row = {"step": step, "lr": lr, "loss": mean_of_seen(), "grad_norm": float(engine.get_global_grad_norm())}
+        start = time.perf_counter()
+        row = {"step": step, "lr": engine.get_lr()[0]}
+        sequences = global_batch(train, args.seed, step, batch, args.seq_len)
+        engine.train_batch(micro_batches(sequences, step))
+        row["loss"] = mean_of_seen()
+        row["grad_norm"] = float(engine.get_global_grad_norm())
         row["seconds"] = time.perf_counter() - start
         if step % args.eval_interval == 0 or step == args.steps:
             sequences = global_batch(validation, args.seed, 0, batch, args.seq_len)
             engine.eval_batch(micro_batches(sequences, 0), num_micro_batches=accumulation)
             row["val_loss"] = mean_of_seen()
-        if finish(**row):
+        if dist.get_rank() == 0:
+            speed = batch * args.seq_len / row["seconds"]
+            log.write(**row, loss_scale=engine.optimizer.loss_scale, tokens_per_second=speed)
+            engine.monitor.write_events([(name, row[name], step) for name in ("loss", "val_loss") if name in row])
+        told = stop()
+        if told or step % args.checkpoint_interval == 0:
+            save(engine, args.checkpoint_dir, client_state | {"step": step})
+            remove_old(args.checkpoint_dir, args.keep)
+        if told:
             break
     elastic.leave(finished=step == args.steps)
 

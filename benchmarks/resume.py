@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 SAVED, STEPS, BATCH, LENGTH = 2, 12, 4, 32
 CONVERTERS = {
     "ours": [str(ROOT / "ds_to_universal.py")],
@@ -140,9 +140,8 @@ def convert(way, folder):
 
 def describe_many(shards):
     """Seconds to describe a checkpoint of so many shards, GPT-2 small's parameters, and the bytes sent to each rank."""
-    from convert import GPT, gpt_groups, lay_out
-
     import universal
+    from benchmarks.convert import GPT, gpt_groups, lay_out
 
     folder = Path(f"/dev/shm/resume_benchmark_{os.getpid()}")
     try:

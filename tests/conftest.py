@@ -1,5 +1,5 @@
 """What several test modules share: fixtures, patches and the checkpoints they start from. The scripts run on ranks that
-benchmarks/ranks.py forks from this process; tests/test_launch.py starts the real launchers."""
+harness/ranks.py forks from this process; tests/test_launch.py starts the real launchers."""
 
 import functools
 import os
@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from deepspeed.checkpoint import ds_to_universal as deepspeed_converter
 
 import ds_to_universal
 from benchmarks.convert import lay_out
-from benchmarks.ranks import PORT, compare, launch, read_log, run  # noqa: F401
 
 
 def fp16_is(supported):
@@ -78,8 +76,8 @@ def frozen_and_buffer(seed):
         import model
 
         class Variant(model.GPT):
-            def __init__(self, **shape):
-                super().__init__(**shape)
+            def __init__(self, *shape):
+                super().__init__(*shape)
                 torch.nn.init.normal_(self.wpe.weight, generator=torch.Generator().manual_seed(seed))
                 self.wpe.weight.requires_grad_(False)
                 self.register_buffer("calls", torch.zeros((), dtype=torch.int64))

@@ -243,7 +243,7 @@ def load(job):
 
 def try_one(seed, folder):
     """(what came of it, in a word; more)"""
-    from benchmarks.ranks import launch
+    from harness.ranks import launch
 
     job = plan(seed)
     words = [json.dumps(job)]

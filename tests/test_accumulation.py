@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, compare, launch, read_log, run
+from conftest import ROOT
 
 import data
 import model
-
-sys.path.append(str(ROOT / "benchmarks"))
-import traps  # noqa: E402
+from demos import traps
+from harness.ranks import compare, launch, read_log, run
 
 LAYOUTS = {  # run: (script, ranks, micro-batch, accumulation steps)
     "no_grad_accu_pt": ("grad_accu_pt.py", 1, 32, 1),

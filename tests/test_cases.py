@@ -4,7 +4,9 @@ the ranks that saved and on others, at ZeRO 1 and 3."""
 import re
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT
+
+from harness.ranks import run
 
 SCRIPT = "tests/cases.py"
 CASES = re.findall(r"(?m)^@case\ndef (\w+)", (ROOT / SCRIPT).read_text())

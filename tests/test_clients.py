@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, compare, launch, run
+from conftest import ROOT
+
+from harness.ranks import compare, launch, run
 
 clients = pytest.mark.clients
 PACKAGES = {"hf_trainer.py": "transformers peft accelerate", "accelerate_loop.py": "accelerate"}

@@ -4,9 +4,10 @@ import math
 from pathlib import Path
 
 import pytest
-from conftest import assert_equal_to_deepspeed, frozen_and_buffer, load, run
+from conftest import assert_equal_to_deepspeed, frozen_and_buffer, load
 
 import ds_to_universal
+from harness.ranks import run
 
 MODEL = "mp_rank_00_model_states.pt"
 # Parameters that divide among no number of ranks, and some smaller than it.

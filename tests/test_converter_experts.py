@@ -70,9 +70,10 @@ if __name__ == "__main__":
     train(int(sys.argv[1]), json.loads(sys.argv[2]))
     sys.exit()
 
-from conftest import convert_with_deepspeed, run  # noqa: E402
+from conftest import convert_with_deepspeed  # noqa: E402
 
 from ds_to_universal import CheckpointError, convert  # noqa: E402
+from harness.ranks import run  # noqa: E402
 
 CASES = {"2-in-2": (2, 2, {}), "4-in-2": (4, 2, {}), "4-in-4": (4, 4, {}), "2-in-1": (2, 1, {})}
 CASES["4-in-2-neighbours"] = (4, 2, {"use_data_before_expert_parallelism": True})

@@ -25,12 +25,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import command, content, frozen_and_buffer, load, run
+from conftest import command, content, frozen_and_buffer, load
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 import ds_to_universal
 from benchmarks.convert import gpt_groups, lay_out
 from ds_to_universal import CheckpointError, convert
+from harness.ranks import run
 
 SMALL = ("--n_embd", 16, "--n_head", 2, "--n_layer", 1, "--seq_len", 14, "--steps", 4, "--checkpoint_interval", 2)
 SMALL = (*SMALL, "--train_batch_size", 12, "--train_micro_batch_size_per_gpu", 1)

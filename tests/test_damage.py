@@ -11,7 +11,9 @@ import zipfile
 
 import pytest
 import torch
-from conftest import load, run
+from conftest import load
+
+from harness.ranks import run
 
 SCRIPT = "tests/damage.py"
 DAMAGES = {}  # name: what to do to a folder that holds the checkpoints "t" and "later"

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT
 
 import ds_to_universal
+from harness.ranks import run
 
 # Two groups that do not divide by 4, parameters that do not, and some smaller than the number of ranks.
 OPTIONS = ("--n_embd", 33, "--n_head", 3, "--seq_len", 14, "--train_batch_size", 12, "--steps", 3)

@@ -12,14 +12,13 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, compare, launch, run
+from conftest import ROOT
 
-import checkpoint
 import data
 import elastic
-
-sys.path.append(str(ROOT / "benchmarks"))
-import machines  # noqa: E402
+import saving
+from demos import machines
+from harness.ranks import compare, launch, run
 
 COMMON = ("--n_embd", 32, "--seq_len", 16, "--train_batch_size", 24, "--train_micro_batch_size_per_gpu", 6, "--exact")
 COMMON = (*COMMON, "--steps", 12, "--warmup_steps", 4, "--checkpoint_interval", 4)
@@ -93,8 +92,9 @@ def test_stand_by(work, uninterrupted):
     result = train(work, 7, "seven")
     assert result.code == 0, result.errors
     assert set(compare(work, "uninterrupted", "seven").values()) == {0.0}
-    result = train(work, 3, "seven", "--steps", 12)  # done already: the one that stands by learns it
-    assert result.code == 0 and "12 steps" not in result.out
+    result = train(work, 3, "seven")  # done already: the one that stands by learns it
+    assert result.code == 0 and "resumed from seven/global_step12:" in result.out
+    assert not re.findall(r"^step +\d+ \|", result.out, re.M) and steps(work, "seven") == list(range(1, 13))
 
 
 def test_enlist(monkeypatch):
@@ -138,7 +138,7 @@ def test_nothing_whole_is_not_a_start(work, uninterrupted):
 
 def test_keep(tmp_path, monkeypatch):
     """The newest two, what was converted from them, and what `latest` names; nothing half removed has a final name."""
-    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
     names = ["global_step20", "global_step40", "global_step40_universal", "global_step60", "global_step80", "mine"]
     for age, name in enumerate(names):
         (tmp_path / name / ("zero" if name.endswith("universal") else ".")).mkdir(parents=True)
@@ -149,16 +149,16 @@ def test_keep(tmp_path, monkeypatch):
     (tmp_path / "global_step40.unfinished" / "zero").mkdir(parents=True)  # a save of it that was killed
     (tmp_path / "latest").write_text("global_step80")
     there = {path.name for path in tmp_path.iterdir()}
-    checkpoint.remove_old(tmp_path, None)
+    saving.remove_old(tmp_path, None)
     assert {path.name for path in tmp_path.iterdir()} == there
     with monkeypatch.context() as patched:  # killed in the middle
         patched.setattr(shutil, "rmtree", lambda path: None)
-        checkpoint.remove_old(tmp_path, 3)
+        saving.remove_old(tmp_path, 3)
     assert {path.name for path in tmp_path.iterdir()} == there - {"global_step20"} | {"global_step20.unfinished"}
-    checkpoint.remove_old(tmp_path, 2)
+    saving.remove_old(tmp_path, 2)
     assert {path.name for path in tmp_path.iterdir()} == {"global_step60", "global_step80", "mine", "latest"}
     (tmp_path / "latest").write_text("global_step60")
-    checkpoint.remove_old(tmp_path, 1)
+    saving.remove_old(tmp_path, 1)
     assert {path.name for path in tmp_path.iterdir()} == {"global_step60", "global_step80", "mine", "latest"}
 
 
@@ -178,7 +178,7 @@ def test_pipeline(work):
 
 
 def play(folder, monkeypatch, events, launcher, *where):
-    """Events of benchmarks/machines.py, on nodes of 1 rank. The loss must be that of one rank without them. Returns
+    """Events of demos/machines.py, on nodes of 1 rank. The loss must be that of one rank without them. Returns
     [(ranks before, after, standing by)] of every event."""
     monkeypatch.chdir(folder)
     agent = machines.AGENT.replace("-per-node 2", "-per-node 1")

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import compare, launch, run
 
 import ds_to_universal
 import exact
+from harness.ranks import compare, launch, run
 
 SHAPE = ("--n_layer", 1, "--n_head", 2, "--n_embd", 36, "--seq_len", 16)
 COMMON = (*SHAPE, "--train_batch_size", 24, "--train_micro_batch_size_per_gpu", 3, "--steps", 8, "--warmup_steps", 3)

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import PORT, ROOT, compare, run
+from conftest import ROOT
+
+from harness.ranks import PORT, compare, run
 
 BIN = Path(sys.executable).parent
 SMALL = ["--n_embd", "32", "--seq_len", "16", "--steps", "4", "--train_batch_size", "8"]

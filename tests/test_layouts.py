@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_equal_to_deepspeed, compare, fp16_is, launch, read_log, run
+from conftest import assert_equal_to_deepspeed, fp16_is
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ds_to_universal
-import plot
+from harness.ranks import compare, launch, read_log, run
 
 SHAPE = ("--n_layer", 2, "--n_head", 4, "--n_embd", 32, "--seq_len", 16, "--eval_interval", 2)
 BATCH = ("--train_batch_size", 8, "--train_micro_batch_size_per_gpu", 2)
@@ -87,14 +88,14 @@ def test_both(work, one_rank, stage):
 
 def by_load_checkpoint():
     """A patch: the scripts load by universal.load_checkpoint(), and do not refuse another layout before."""
-    import common
+    import launch
     import universal
 
     def open_any(args, client_state):
         files = Path(args.checkpoint_dir, args.checkpoint_tag).glob("*mp_rank_00_model_states.pt")
         return torch.load(sorted(files)[0], mmap=True, weights_only=False)
 
-    common.open_checkpoint = open_any
+    launch.open_checkpoint = open_any
     universal.install()
 
 
@@ -257,9 +258,11 @@ def test_fp16_where_the_device_has_it(tmp_path, script):
 
 @pytest.mark.parametrize("script", ["train.py", "train_3d.py"])
 def test_tensorboard(work, script):
-    """--tensorboard writes the same losses as the log, in float32, where plot.py reads them."""
+    """--tensorboard writes the same losses as the log, in float32."""
     name = f"board_{script[:-3]}"
     run(work, 1, script, *COMMON, "--steps", 4, "--tensorboard", "--run_name", name, "--checkpoint_dir", name)
-    log, board = plot.read_log(work / "logs" / f"{name}.csv"), plot.read_log(work / "runs" / name)
-    for column in ("loss", "val_loss"):
-        assert board[column] == pytest.approx(log[column], rel=1e-7, abs=0)
+    board = EventAccumulator(str(next((work / "runs" / name).rglob("*tfevents*"))), {"scalars": 0}).Reload()
+    for column, losses in read_log(work, name).items():
+        events = {event.step: event.value for event in board.Scalars(column)}
+        assert len(losses) == {"loss": 4, "val_loss": 2}[column]
+        assert events == pytest.approx(losses, rel=1e-7, abs=0)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PORT, ROOT, assert_equal_to_deepspeed, content, load, run
+from conftest import ROOT, assert_equal_to_deepspeed, content, load
 
 import ds_to_universal
+from harness.ranks import PORT, run
 
 AUTOTP = [(1, 4, 2), (2, 4, 4), (3, 3, 3)]  # stage, ranks, tensor-parallel ranks; the cross product is slow
 SLOW = [(stage, *others) for stage in (1, 2, 3) for others in [(4, 2), (4, 4), (3, 3)]]

@@ -7,6 +7,9 @@ import sys
 import pytest
 from conftest import ROOT
 
+import curves
+import plot as script
+
 
 def write(path, losses, val=None):
     with open(path, "w") as file:
@@ -88,17 +91,8 @@ def test_one_name_in_two_folders(logs):
 
 def test_zero_is_drawn_at_zero():
     """A log axis has no place for zero; the axis of the differences has."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    import plot as script
-
-    runs = [{"loss": {1: 2.0, 2: 1.0}, "val_loss": {}}, {"loss": {1: 2.0, 2: 1.001}, "val_loss": {}}]
-    plt.close("all")
-    script.draw(["a", "b"], runs, ROOT / ".pytest_cache" / "zero.png")
-    below = plt.gcf().axes[1]
+    runs = {"a": {"loss": {1: 2.0, 2: 1.0}, "val_loss": {}}, "b": {"loss": {1: 2.0, 2: 1.001}, "val_loss": {}}}
+    below = curves.draw(runs, [script.differences(*runs.values(), "loss")]).axes[1]
     assert list(below.lines[0].get_ydata()) == pytest.approx([0.0, 0.001])
     low, high = below.get_ylim()
     assert low < 0 < 0.001 < high and below.transData.transform((1, 0.0))[1] > below.bbox.y0
@@ -106,36 +100,12 @@ def test_zero_is_drawn_at_zero():
 
 def test_legend():
     """In words: what a run did, and its name only where two did the same."""
-    import plot as script
 
-    def run(first, layout):
-        return {"loss": {first: 1.0}, "layout": layout}
+    def legend(**layouts):
+        runs = {name: {"loss": {first: 1.0}, "layout": layout} for name, (first, layout) in layouts.items()}
+        return list(curves.in_words(runs))
 
-    runs = [run(1, "64 x 1 x 4"), run(101, "64 x 1 x 4"), run(101, "64 x 4 x 1")]
-    assert script.in_words(["a", "b", "c"], runs) == [
-        "4 ranks, uninterrupted",
-        "resumed on 4 ranks",
-        "resumed on 1 rank",
-    ]
-    runs = [run(1, "32 x 1 x 1"), run(1, "8 x 4 x 1"), run(1, "8 x 4 x 1"), run(1, "")]
-    words = ["1 rank, 1 micro-batch of 32", *(f"1 rank, 4 micro-batches of 8 ({name})" for name in "bc"), "DP 2, TP 1"]
-    assert script.in_words(["a", "b", "c", "DP 2, TP 1"], runs) == words
-
-
-@pytest.mark.parametrize(("tag", "unit"), [("lm-loss-training/lm loss", 1), ("Train/Samples/train_loss", 64)])
-def test_tensorboard_of_others(tmp_path, tag, unit):
-    """Megatron-DeepSpeed counts steps, DeepSpeed's monitor sequences; both are read as steps."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    import plot as script
-
-    with SummaryWriter(tmp_path / "runs") as writer:
-        for step in range(101, 106):
-            writer.add_scalar(tag, 1 / step, step * unit)
-    assert script.read_log(tmp_path / "runs")["loss"] == {step: pytest.approx(1 / step) for step in range(101, 106)}
-
-
-def test_a_folder_without_a_loss(logs):
-    (logs / "empty").mkdir()
-    result = plot(logs, "base.csv", "empty")
-    assert result.returncode == 2 and "empty has no loss in its TensorBoard files" in result.stderr
+    words = ["4 ranks, uninterrupted", "resumed on 4 ranks", "resumed on 1 rank"]
+    assert legend(a=(1, "64 x 1 x 4"), b=(101, "64 x 1 x 4"), c=(101, "64 x 4 x 1")) == words
+    words = ["1 rank, 1 micro-batch of 32", *(f"1 rank, 4 micro-batches of 8 ({name})" for name in "bc"), "no layout"]
+    assert legend(a=(1, "32 x 1 x 1"), b=(1, "8 x 4 x 1"), c=(1, "8 x 4 x 1"), no_layout=(1, "")) == words

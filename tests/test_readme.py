@@ -7,15 +7,17 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, compare, run
+from conftest import ROOT
 from deepspeed.launcher import runner
 from torch.distributed.run import get_args_parser
 
 import plot
+from harness.ranks import compare, run
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
 PROGRAMS = ("python", "deepspeed", "torchrun", "make", "srun")
@@ -83,6 +85,13 @@ def test_command(page, command, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(Parsed):
         runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+def test_make_help():
+    """It is the list at the top of the Makefile, and that has every target."""
+    out = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
+    assert set(re.findall(r"\bmake ([\w-]+)", out)) == set(targets)
 
 
 def test_there_are_commands():

@@ -3,9 +3,10 @@
 import shutil
 
 import pytest
-from conftest import fp16_is, launch, run
+from conftest import fp16_is
 
 import ds_to_universal
+from harness.ranks import launch, run
 
 COMMON = (
     "--n_embd",
@@ -120,10 +121,19 @@ def test_one_rank_speaks(trained, tmp_path, arguments, word):
 
 def test_modules_do_not_read_the_rank(trained):
     """The ranks are forked from here, where they are imported and there is no rank yet."""
-    import common  # noqa: F401
+    import launch  # noqa: F401
     import parallel  # noqa: F401
 
     assert "these are 4 ranks at ZeRO-1" in refused(trained, 4, *ORDINARY)
+
+
+@pytest.mark.parametrize("resume", [ORDINARY, UNIVERSAL], ids=["ordinary", "universal"])
+def test_any_name_of_a_folder(trained, tmp_path, resume):
+    """Braces are what str.format() fills in."""
+    name = "{a} {0}"
+    shutil.copytree(trained / "c", tmp_path / name)
+    out = run(tmp_path, 2, "train.py", *COMMON, "--checkpoint_dir", name, *resume)
+    assert f"resumed from {name}/{resume[-1]}: 2 ranks" in out
 
 
 @pytest.mark.parametrize("resume", [ORDINARY, UNIVERSAL], ids=["ordinary", "universal"])

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import compare, fp16_is, read_log, run
+from conftest import fp16_is
 
 import data
 import ds_to_universal
 import model
+from harness.ranks import compare, read_log, run
 
-MODEL = ("--n_embd", 32, "--seq_len", 16, "--warmup_steps", 20)
+SHAPE = ("--n_embd", 32, "--seq_len", 16, "--warmup_steps", 20)
 
 
 def options(stage, dtype, folder, batch=24, micro=6, steps=20):
     return (
-        *MODEL, "--zero_stage", stage, "--dtype", dtype, "--checkpoint_dir", folder, "--steps", steps,
+        *SHAPE, "--zero_stage", stage, "--dtype", dtype, "--checkpoint_dir", folder, "--steps", steps,
         "--train_batch_size", batch, "--train_micro_batch_size_per_gpu", micro,
     )  # fmt: skip
 

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SHAPES, convert_with_deepspeed, load, run, same_bits
+from conftest import ROOT, SHAPES, convert_with_deepspeed, load, same_bits
 from zoo import SAVED
 
 import ds_to_universal
 from benchmarks.convert import lay_out
 from ds_to_safetensors import export
 from ds_to_universal import CheckpointError, convert
+from harness.ranks import run
 
 MODEL = "mp_rank_00_model_states.pt"
 

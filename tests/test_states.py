@@ -9,10 +9,11 @@ import re
 
 import pytest
 import torch
-from conftest import assert_equal_to_deepspeed, content, convert_with_deepspeed, edited, load, run, same_bits
+from conftest import assert_equal_to_deepspeed, content, convert_with_deepspeed, edited, load, same_bits
 from zoo import KEYS, SAVED, STATES
 
 import ds_to_universal
+from harness.ranks import run
 
 ZOO = "tests/zoo.py"
 PLAIN = [key for key in KEYS if not re.search(r"[\[+*\\]", key)]

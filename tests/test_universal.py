@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import edited, launch, load, run, states
+from conftest import edited, load, states
 
 import ds_to_universal
 import universal
+from harness.ranks import launch, run
 
 ZOO = "tests/zoo.py"
 TAG = "global_step3"

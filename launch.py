@@ -1,5 +1,4 @@
-"""What train.py and train_3d.py share and what is not their lesson: flags, DeepSpeed's config, set-up, the end of a
-step."""
+"""How train.py and train_3d.py are started: their flags, DeepSpeed's config, the process group."""
 
 import argparse
 import datetime
@@ -18,16 +17,8 @@ import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
 
 import elastic
-from checkpoint import open_checkpoint, remove_old, save
-from data import Log, accumulation_steps, fail, load_data, positive
-
-SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "dropout")
-# What a resumed run must have in common with the checkpoint's, or its loss could not go on as if nothing had happened.
-TRACKED = (*SHAPE, "seed", "train_batch_size", "train_micro_batch_size_per_gpu", "dtype", "lr", "warmup_steps", "steps")
-
-
-# -----------------------------------------------------------------------------
-# arguments
+from checkpoint import TRACKED, open_checkpoint
+from data import accumulation_steps, fail, load_data, positive
 
 
 def add_arguments(parser):
@@ -61,25 +52,29 @@ def add_arguments(parser):
     arg("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
 
 
-def check_arguments(args, **degrees):
+def count_ranks(args, **degrees):
     """degrees: the parallel sizes besides data parallelism, by flag. Sets args.ranks and args.data_parallel, what those
-    sizes leave of them."""
+    sizes leave of them; the batch must divide among these."""
     if "RANK" not in os.environ:
         script = Path(sys.argv[0]).name
         fail(f"start it with a launcher: deepspeed --num_gpus 4 {script}, or torchrun --nproc-per-node 4 {script}")
-    if args.elastic and (args.resume or args.universal_checkpoint or args.checkpoint_tag):
-        fail("--elastic finds the checkpoint by itself: leave out --resume and what belongs to it")
+    model_parallel = math.prod(degrees.values())
     if args.elastic:
+        if args.resume or args.universal_checkpoint or args.checkpoint_tag:
+            fail("--elastic finds the checkpoint by itself: leave out --resume and what belongs to it")
         try:
-            elastic.enlist(args.train_batch_size, args.train_micro_batch_size_per_gpu, math.prod(degrees.values()))
+            elastic.enlist(args.train_batch_size, args.train_micro_batch_size_per_gpu, model_parallel)
         except ValueError as error:
             fail(error)
     args.ranks = int(os.environ["WORLD_SIZE"])
-    if args.ranks % math.prod(degrees.values()):
+    if args.ranks % model_parallel:
         product = " x ".join(f"--{name} {n}" for name, n in degrees.items())
         fail(f"{args.ranks} ranks do not divide by {product}")
-    args.data_parallel = args.ranks // math.prod(degrees.values())
+    args.data_parallel = args.ranks // model_parallel
     accumulation_steps(args.train_batch_size, args.train_micro_batch_size_per_gpu, args.data_parallel)
+
+
+def check_arguments(args):
     if args.n_embd % args.n_head:
         fail(f"--n_embd {args.n_embd} does not divide into --n_head {args.n_head} heads")
     if args.tensorboard and not importlib.util.find_spec("tensorboard"):
@@ -89,11 +84,7 @@ def check_arguments(args, **degrees):
         fail(f"--dtype {args.dtype} does not run on this {device.device_name()}: take another --dtype, or a GPU")
 
 
-# -----------------------------------------------------------------------------
-# set-up
-
-
-def common_config(args):
+def base_config(args):
     """DeepSpeed's config but for what is cut in which way."""
     return {
         # torch's AdamW, offloaded too: the same arithmetic everywhere, and nothing to compile
@@ -145,8 +136,7 @@ def set_up(args, script, layout):
         train, validation, fingerprint = load_data(args.data, args.seq_len)
     except (OSError, ValueError) as error:
         fail(f"--data: {error}")
-    client_state = {name: getattr(args, name) for name in TRACKED}
-    client_state |= {"exact": args.exact} if "exact" in args else {}
+    client_state = {name: getattr(args, name) for name in TRACKED if name in args}
     client_state |= {"data": fingerprint, "script": script, "layout": layout}
     checkpoint = open_checkpoint(args, client_state) if args.resume else None
 
@@ -158,42 +148,3 @@ def set_up(args, script, layout):
             fail(f"rank {rank} has other data, {other}, than rank 0, {fingerprints[0]}: give both the same --data")
     torch.manual_seed(args.seed)
     return train, validation, client_state, checkpoint
-
-
-# -----------------------------------------------------------------------------
-# the end of a step
-
-
-def mean_loss(losses, copies=1):
-    """The mean over the micro-batches of all ranks; a rank has zeros where the others have losses, so no order matters.
-    copies: so many ranks have the same loss. Zeroes the losses."""
-    dist.all_reduce(losses)
-    mean = losses.mean().item() / copies
-    losses.zero_()
-    return mean
-
-
-def end_of_step(engine, args, client_state, done):
-    """Returns finish(**row), which logs the step, saves when it is time, and says whether to stop."""
-    stop, batch = elastic.listen(engine.device), args.train_batch_size
-    steps = engine.gradient_accumulation_steps()
-    layout = f"{args.train_micro_batch_size_per_gpu} x {steps} x {args.data_parallel}"
-    log = Log(args.run_name, layout, done) if dist.get_rank() == 0 else None
-
-    def finish(**row):
-        step, speed = row["step"], batch * args.seq_len / row["seconds"]
-        if log:
-            log.write(**row, loss_scale=engine.optimizer.loss_scale, tokens_per_second=speed)
-            engine.monitor.write_events([(name, row[name], step) for name in ("loss", "val_loss") if name in row])
-        told = stop()
-        if told or step % args.checkpoint_interval == 0:
-            save(engine, args.checkpoint_dir, client_state | {"step": step})
-            remove_old(args.checkpoint_dir, args.keep)
-        return told or step == args.steps
-
-    return finish
-
-
-def leave():
-    dist.barrier()  # a rank that leaves early can take the others down
-    dist.destroy_process_group()

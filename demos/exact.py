@@ -1,6 +1,6 @@
 """What --exact does and costs: `make exact`.
 
-    python benchmarks/exact.py --output out/exact.png
+    python demos/exact.py --output out/exact.png
 
 Trains 200 steps on 1, 2, 4 and 8 ranks, and on 4, 2, 8 and 1 in turn through universal checkpoints, with --exact at
 ZeRO 1, 2 and 3 and without it at ZeRO-1; compares all with one rank, and draws ZeRO-1. Then trains with and without it
@@ -22,9 +22,10 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import curves  # noqa: E402
 import ds_to_universal  # noqa: E402
 import plot  # noqa: E402
-from benchmarks.ranks import compare, read_log, run  # noqa: E402
+from harness.ranks import compare, read_log, run  # noqa: E402
 
 TRAIN = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 200".split()
 FOLDER, RANKS, CHAIN, IN_TURN = Path("ckpt_exact"), (1, 2, 4, 8), (4, 2, 8, 1), "4, 2, 8, 1 in turn"
@@ -83,18 +84,16 @@ def draw(groups, path):
     for column, (title, names) in zip(axes.T, groups.items(), strict=True):
         runs = {what: plot.read_log(f"logs/{name}.csv") for what, name in names.items()}
         (alone, baseline), *others = runs.items()
-        column[0].plot(*zip(*baseline["loss"].items(), strict=True), color="0.8", lw=7, label=alone)
+        curves.draw_line(column[0], baseline["loss"], color="0.8", lw=7, label=alone)
         worst = 0.0
         for i, (axis, (what, one)) in enumerate(zip(column[1:], others, strict=True)):
-            look, line = plot.style(i)
-            often = (2 * i % 10, 20)
-            column[0].plot(*zip(*one["loss"].items(), strict=True), **look, **line, markevery=often, label=what)
+            look = curves.style(i)
+            curves.draw_line(column[0], one["loss"], **look, markevery=(2 * i % 10, 20), label=what)
             gaps = plot.differences(baseline, one, "loss")
-            plot.draw_strip(axis, what, baseline, gaps, look, 1e-3)
+            curves.draw_strip(axis, what, baseline, gaps, look, 1e-3)
             worst = max(worst, *gaps.values())
         column[0].set_title(f"{title}: " + (f"differs by up to {worst:.0e}" if worst else "every bit equal"))
-        column[0].grid(color="0.92")
-        column[0].spines[["top", "right"]].set_visible(False)
+        curves.tidy(column[0])
         column[1].set_title("line: one unit in the last place", loc="right", fontsize=8)
         column[-1].set(xlabel="step")
         for step in (50, 100, 150):
@@ -106,43 +105,72 @@ def draw(groups, path):
     figure.savefig(path, dpi=200)
 
 
+def play(stage, arguments):
+    """Train at this stage on every number of ranks. Returns ({what: run name}, one rank at ZeRO-1 first; the
+    difference of each other run's loss from that; whether there is none in any column)."""
+    how = "exact" if arguments else "rounding"
+    runs = train_all(how, stage, *arguments)
+    baseline = f"{how}_zero1_1_ranks"
+    differences, equal = [], True
+    for name in runs.values():
+        if name != baseline:
+            differences.append(max(compare(Path.cwd(), baseline, name).values()))
+            for column in ("loss", "val_loss", "grad_norm"):
+                equal &= not any(compare(Path.cwd(), baseline, name, column).values())
+    return runs, differences, equal
+
+
+def over_seeds():
+    """Train with and without --exact, by seed. Returns (mean difference of what is learned, standard deviation between
+    the seeds)."""
+    heads = f"{'seed':>6}{'validation loss':>20}{'with --exact':>16}{'difference':>14}"
+    print(f"{heads}{'steps/s':>12}{'with --exact':>16}")
+    plain, exact, ratios = [], [], []
+    for seed in ("1337", "1", "2"):
+        names = [train(2, f"rounding_seed_{seed}", "--seed", seed)]
+        names.append(train(2, f"exact_seed_{seed}", "--seed", seed, "--exact"))
+        logs = [read_log(Path.cwd(), name, "val_loss", "seconds") for name in names]
+        loss, rounded = (log["val_loss"][200] for log in logs)
+        speed, slower = (1 / statistics.median(log["seconds"].values()) for log in logs)
+        print(f"{seed:>6}{loss:20.5f}{rounded:16.5f}{rounded - loss:14.1e}{speed:12.1f}{slower:16.1f}", flush=True)
+        plain.append(loss)
+        exact.append(rounded)
+        ratios.append(speed / slower)
+    mean = statistics.mean(exact) - statistics.mean(plain)
+    noise = statistics.stdev(plain)
+    ratio = statistics.median(ratios)
+    print(
+        f"mean difference {mean:.1e}, the seeds' standard deviation {noise:.1e}; a step takes {ratio:.2f} times as long"
+    )
+    return mean, noise
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/exact.png"))
     args = parser.parse_args()
     shutil.rmtree(FOLDER, ignore_errors=True)
     print("largest difference of the loss from one rank's, in 200 steps")
-    print(f"{'':<22}" + "".join(f"{f'{n} ranks':>10}" for n in RANKS[1:]) + f"{IN_TURN:>22}")
-    pictured, equal = {}, True
+    heads = "".join(f"{f'{n} ranks':>10}" for n in RANKS[1:])
+    print(f"{'':<22}{heads}{IN_TURN:>22}")
+    pictured, every = {}, True
     for stage, arguments in ((1, ()), (1, ("--exact",)), (2, ("--exact",)), (3, ("--exact",))):
         how = f"{'with' if arguments else 'without'} --exact"
-        runs = train_all("exact" if arguments else "rounding", stage, *arguments)
+        runs, differences, equal = play(stage, arguments)
         pictured.setdefault(how, runs)
-        baseline, *others = next(iter(pictured[how].values())), *list(runs.values())[stage == 1 :]
-        found = [max(compare(Path.cwd(), baseline, other).values()) for other in others]
-        row = "".join(f"{value:>{width}.1e}" for value, width in zip(found[-4:], (10, 10, 10, 22), strict=True))
-        print(f"{f'ZeRO-{stage} {how}':<22}{row}", flush=True)
-        for column in ("loss", "val_loss", "grad_norm") if arguments else ():
-            equal &= not any(max(compare(Path.cwd(), baseline, other, column).values()) for other in others)
-    print(f"with --exact: every bit of loss, validation loss and gradient norm equal: {'yes' if equal else 'NO'}\n")
+        row = f"{f'ZeRO-{stage} {how}':<22}"
+        for difference, width in zip(differences[-4:], (10, 10, 10, 22), strict=True):
+            row += f"{difference:>{width}.1e}"
+        print(row, flush=True)
+        if arguments:
+            every &= equal
+    print(f"with --exact: every bit of loss, validation loss and gradient norm equal: {'yes' if every else 'NO'}\n")
     draw(pictured, args.output)
-
-    print(
-        f"{'seed':>6}{'validation loss':>20}{'with --exact':>16}{'difference':>14}{'steps/s':>12}{'with --exact':>16}"
-    )
-    plain, exact, ratios = [], [], []
-    for seed in ("1337", "1", "2"):
-        logs = [read_log(Path.cwd(), train(2, f"{name}_seed_{seed}", "--seed", seed, *more), "val_loss", "seconds")
-                for name, *more in (("rounding",), ("exact", "--exact"))]  # fmt: skip
-        (loss, rounded) = (log["val_loss"][200] for log in logs)
-        speed, slower = (1 / statistics.median(log["seconds"].values()) for log in logs)
-        print(f"{seed:>6}{loss:20.5f}{rounded:16.5f}{rounded - loss:14.1e}{speed:12.1f}{slower:16.1f}", flush=True)
-        plain, exact, ratios = [*plain, loss], [*exact, rounded], [*ratios, speed / slower]
-    means, noise = (statistics.mean(exact) - statistics.mean(plain)), statistics.stdev(plain)
-    print(f"mean difference {means:.1e}, the seeds' standard deviation {noise:.1e}; a step takes "
-          f"{statistics.median(ratios):.2f} times as long")  # fmt: skip
-    if not equal or abs(means) > noise:
-        sys.exit("--exact leaves a difference" if not equal else "--exact changes what is learned")
+    mean, noise = over_seeds()
+    if not every:
+        sys.exit("--exact leaves a difference")
+    if abs(mean) > noise:
+        sys.exit("--exact changes what is learned")
 
 
 if __name__ == "__main__":

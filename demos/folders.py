@@ -1,7 +1,7 @@
 """Draw where the elements of a ZeRO-1 checkpoint are: in shards cut across the parameters, then in a universal
 checkpoint cut along them, then on other ranks that read it. One parameter is followed through all three.
 
-    python benchmarks/folders.py ds_transformer_checkpoint/global_step100 --output out/folders.png
+    python demos/folders.py ds_transformer_checkpoint/global_step100 --output out/folders.png
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A job whose machines die and come back, on torchrun's elastic agents: `make elastic`.
 
-    python benchmarks/machines.py --zero_stage 1 --output out/elastic.png
+    python demos/machines.py --zero_stage 1 --output out/elastic.png
 
 It only starts torchrun agents and takes them down; the rest is `train.py --elastic`. Three "nodes", agents of this
 machine with 2 ranks each, train 200 steps while the events below happen to them. Then every step must be in the log
@@ -302,7 +302,7 @@ def main():
     if args.output:
         draw(log, wanted, events, gaps, args.output)
     if not args.rounding and any(worst.values()):
-        sys.exit("benchmarks/machines.py: the runs differ")
+        sys.exit("demos/machines.py: the runs differ")
 
 
 if __name__ == "__main__":

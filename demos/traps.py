@@ -1,7 +1,7 @@
 """The traps of gradient accumulation, each as the edit of grad_accu_pt.py or grad_accu_ds.py that makes it, and what it
 does to the loss.
 
-    python benchmarks/traps.py
+    python demos/traps.py
 
 Each runs 4 micro-batches of 8, and is compared with the right program in PyTorch on one batch of 32, under the same
 optimizer. "ragged" has sequences of unequal length, of which neither script knows: there the scripts as they are take
@@ -39,7 +39,7 @@ EVERY += [(f"    norm = torch.nn.utils.{CLIP}\n    row", "    row")]
 
 # The loss of a model is the mean over the tokens it is given, and micro-batches now have more or fewer of them.
 RAGGED = [
-    ("import torch\n", "import torch\nfrom traps import ragged, share_of_tokens\n"),
+    ("import torch\n", "import torch\nfrom demos.traps import ragged, share_of_tokens\n"),
     (LOOP, f"    targets = ragged(targets, 1337, step)\n{LOOP}"),
     (MEAN, MEAN.replace("/ (accumulation * ranks)", "* share_of_tokens(targets, rows)")),  # the log tells the truth
 ]
@@ -89,7 +89,7 @@ def edited(script, edits):
 
 def start(ranks, path, arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), path, *arguments]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment, timeout=600)
 
 

@@ -1,0 +1,127 @@
+"""Every change of the tensor, pipeline and sequence layout in one table, and the curves of the 3D ones.
+
+    python demos/layouts.py
+
+Each layout trains 160 steps from scratch and is compared with one rank; its checkpoint of step 60 is converted and goes
+on, on other layouts, to step 160; those 100 steps are compared with the uninterrupted run. The ranks are forked from
+this process, which has imported DeepSpeed already. Ends with an error when any loss differs by more than 1e-5, or
+the same layout by a bit.
+"""
+
+import argparse
+import math
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import curves  # noqa: E402
+import ds_to_universal  # noqa: E402
+import plot  # noqa: E402
+from harness.ranks import compare, run  # noqa: E402
+
+COMMON = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 160 --checkpoint_interval 60".split()
+COMMON += ["--lr", "1e-3"]
+ONE = "one_rank"  # the run that all are compared with
+AXES = {"train.py": ("tensor", "sequence"), "train_3d.py": ("tensor", "pipeline")}
+# script, ZeRO stage, layout that saves, layouts that go on: (first of the axes, second, data-parallel ranks)
+CHANGES = [
+    *(("train.py", s, (2, 1, 2), [(2, 1, 2), (2, 1, 1), (1, 1, 2), (4, 1, 1)]) for s in (1, 2, 3)),
+    *(("train.py", s, (1, 1, 1), [(2, 1, 1)]) for s in (1, 2, 3)),
+    *(("train.py", s, (1, 2, 2), [(1, 2, 2), (1, 2, 1), (1, 1, 2), (1, 4, 1)]) for s in (1, 3)),
+    *(("train.py", s, (2, 2, 1), [(2, 2, 1), (1, 1, 2)]) for s in (1, 3)),
+    ("train_3d.py", 1, (2, 2, 2), [(2, 2, 2), (2, 2, 1), (1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]),
+    *(("train_3d.py", 1, layout, []) for layout in [(2, 2, 1), (1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]),
+]
+
+
+def name_of(script, layout):
+    tensor, other, data = layout
+    kind = "SP" if script == "train.py" else "PP"
+    return f"TP {tensor}, {kind} {other}, DP {data}"
+
+
+def train(script, stage, layout, run_name, folder, *arguments):
+    degrees = [f"--{axis}_parallel={n}" for axis, n in zip(AXES[script], layout, strict=False)]
+    if script == "train.py":
+        degrees += ["--zero_stage", stage]
+    names = ("--run_name", run_name, "--checkpoint_dir", folder)
+    run(Path.cwd(), math.prod(layout), script, *COMMON, *degrees, *names, *arguments, limit=1200)
+
+
+def largest(baseline, run_name):
+    """Difference of any step's training or validation loss."""
+    gaps = []
+    for column in ("loss", "val_loss"):
+        gaps += compare(Path.cwd(), baseline, run_name, column).values()
+    return max(gaps)
+
+
+def draw(runs, path):
+    """The training losses of {name: run}, the first one of which is the baseline."""
+    baseline, *others = runs.values()
+    gaps = [plot.differences(baseline, run, "loss") for run in others]
+    figure = curves.draw({name: run | {"val_loss": {}} for name, run in runs.items()}, gaps)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=200)
+
+
+def play(script, stage, layout, others):
+    """Train the layout, and go on with the others. Returns {(script, from, to): largest difference}."""
+    here = name_of(script, layout)
+    name = f"{script[:-3]} ZeRO-{stage} {here}"
+    folder = Path("ckpt_3d", name.replace(" ", "_").replace(",", ""))
+    shutil.rmtree(folder, ignore_errors=True)
+    train(script, stage, layout, name, folder)
+    found = {(script, "scratch", here): largest(ONE, name)}
+    tag = folder / "global_step60_universal"
+    ds_to_universal.convert(folder / "global_step60", tag)
+    for other in others:
+        there = name_of(script, other)
+        resumed = f"{name} to {there}"
+        resume = ("--resume", "--universal_checkpoint", "--checkpoint_tag", tag.name)
+        train(script, stage, other, resumed, folder, *resume, "--checkpoint_interval", 400)
+        found[script, here, there] = difference = largest(name, resumed)
+        assert other != layout or difference == 0.0, f"{resumed} is not the same, bit by bit"
+    return found
+
+
+def print_table(table):
+    """table: {(script, from, to): {stage: difference}}."""
+    heads = "".join(f"    ZeRO-{stage}" for stage in (1, 2, 3))
+    print(f"{'script':<12} {'from':<20} {'to':<20}{heads}")
+    for (script, before, after), found in table.items():
+        line = f"{script:<12} {before:<20} {after:<20}"
+        for stage in (1, 2, 3):
+            line += f"{found[stage]:>10.1e}" if stage in found else " " * 10
+        print(line.rstrip())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("out/3d.png"), help="picture, with its .csv beside it")
+    args = parser.parse_args()
+    train("train.py", 1, (1, 1, 1), ONE, "ckpt_3d/one")
+    table, differences = {}, []
+    for script, stage, layout, others in CHANGES:
+        for change, difference in play(script, stage, layout, others).items():
+            table.setdefault(change, {})[stage] = difference
+            differences.append(difference)
+    print_table(table)
+    baseline = "train_3d ZeRO-1 TP 2, PP 2, DP 2"
+    others = next(others for script, _, _, others in CHANGES if script == "train_3d.py")
+    layouts = [name_of("train_3d.py", other) for other in others]
+    runs = {layouts[0]: plot.read_log(f"logs/{baseline}.csv")}
+    for layout in layouts:
+        runs[f"then {layout}"] = plot.read_log(f"logs/{baseline} to {layout}.csv")
+    draw(runs, args.output)
+    plot.write_joined(runs, args.output.with_suffix(".csv"))
+    print(f"largest difference {max(differences):.1e}")
+    if max(differences) > 1e-5:
+        sys.exit("demos/layouts.py: a loss differs by more than 1e-5")
+
+
+if __name__ == "__main__":
+    main()
