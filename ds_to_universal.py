@@ -76,19 +76,20 @@ from torch_file import (
     load,
     nbytes_of,
     own_name,
+    packed,
     pickled,
     stub,
     tensor_of,
     whole,
     width,
-    write_archive,
     write_pt,
 )  # fmt: skip
 
 __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 __all__ = [
-    "CheckpointError", "Description", "Parameter", "Reader", "Scalar", "Slices", "Tensor", "check", "convert", "describe",
-    "find_tag", "load", "pickled", "together", "write_archive", "Scalar", "check_all", "compact", "merged", "tensor_of", "whole",
+    "CheckpointError", "Description", "Parameter", "Reader", "Scalar", "Slices", "Tensor", "check", "convert",
+    "describe", "find_tag", "load", "pickled", "together", "check_all", "compact", "merged", "number",
+    "packed", "tensor_of", "whole",
 ]  # fmt: skip
 
 # -----------------------------------------------------------------------------
@@ -987,16 +988,17 @@ def alone(value):
 
 @contextlib.contextmanager
 def together(gather):
-    """Of several processes none goes on unless all do: each raises what one of them did."""
-    problem = None
+    """Of several processes none goes on unless all do: each raises what the first of them did."""
+    problem, own = None, None
     try:
         yield
     except Exception as error:
-        known = isinstance(error, (CheckpointError, OSError, MemoryError))
-        problem = error if known or gather is alone else CheckpointError(f"{type(error).__name__}: {error}")
+        problem = own = error
+        if gather is not alone and not isinstance(error, CheckpointError):
+            problem = CheckpointError(f"{type(error).__name__}: {error}")
     problem = next((p for p in gather(problem) if p is not None), None)
     if problem is not None:
-        raise problem
+        raise problem from own if own is not problem else None
 
 
 def convert(

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 __all__ = [
     "CheckpointError", "Reader", "Record", "Slices", "Stub", "Tensor", "about", "begin_of", "check", "compact",
-    "keep_open", "load", "pickled", "tensor_of", "whole", "width", "write_archive", "write_pt",
+    "keep_open", "load", "packed", "pickled", "tensor_of", "whole", "width", "write_pt",
 ]  # fmt: skip
 
 
@@ -454,7 +454,8 @@ def pickled(content):
 
 
 def write_pt(path, data, storages, reader):
-    """Write a .pt file around a pickle. Its storages are bytes, or have chunks(reader). Raises CheckpointError, OSError."""
+    """Write a .pt file around a pickle. Its storages are bytes, or have chunks(reader). Raises OSError and, where a
+    source cannot be read, CheckpointError."""
     with about(path), open(path, "xb", buffering=CHUNK) as file:
         write_archive(file, path.stem, data, storages, reader)
 
@@ -487,6 +488,15 @@ def write_archive(file, stem, data, storages, reader):
     tail += b"PK\6\7" + struct.pack("<IQI", 0, start + len(directory), 1)
     tail += b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, 0xFFFF, 0xFFFF, FULL, FULL, 0)
     file.write(directory + tail)
+
+
+def packed(content):
+    """The bytes of a .pt file with this content, whose tensors are read and checked."""
+    file, reader = io.BytesIO(), Reader()
+    write_archive(file, "packed", *pickled(content), reader)
+    for record, spans in reader.spans.items():
+        check(record, spans, reader.opened)
+    return file.getvalue()
 
 
 # -----------------------------------------------------------------------------

@@ -128,15 +128,11 @@ def another_optimizer(stage, saving):
     optim = torch.optim
     for other in (optim.SGD, optim.Adagrad, optim.Adamax, optim.RAdam, optim.RMSprop):
         engine = make(stage, optimizer=lambda ps, other=other: other(ps, lr=0.1))
-        before = held_weights(engine)
-        refused(engine, "another optimizer", "load_optimizer_states=False")
-        assert all(torch.equal(a, b) for a, b in zip(before, held_weights(engine), strict=True))
+        before = held(engine, states=False)
+        refused(engine, "of another optimizer: it has", "load_optimizer_states=False")
+        after = held(engine, states=False)
+        assert all(torch.equal(before[name], after[name]) for name in before)
     refused(make(stage), "another optimizer", tag="momentum")
-
-
-def held_weights(engine):
-    flats = [flat for group in engine.optimizer.optimizer.param_groups for flat in group["params"]]
-    return [t.detach().clone() for t in (*flats, *engine.module.parameters())]
 
 
 @case
@@ -255,7 +251,7 @@ def one_rank_fails(stage, saving):
             return good(*args, **options)
 
         setattr(universal, name, bad)
-        refused(engine, "rank 1: ValueError: something odd in ")
+        refused(engine, f"ValueError: something odd in {name}")
         setattr(universal, name, good)
     load(engine)
     assert not wrong(engine)
@@ -280,7 +276,7 @@ def new_parameters(stage, saving):
         keep_truth(trained(stage))
         return
     engine = make(stage, Bigger, seed=5)
-    refused(engine, "new.weight, new.bias", "frozen.weight", "trained here, and not in", "load_module_strict=False")
+    refused(engine, "frozen.bias, frozen.weight, new.bias, new.weight are trained here, and not in", "load_module_strict=False")
     initial, truth = make(stage, Bigger, seed=5), torch.load("truth.pt")
     load(engine, load_module_strict=False)
     now, first = held(engine), held_before(initial)
@@ -357,7 +353,7 @@ def frozen_ones_left_out(stage, saving):
         keep_truth(engine)
         return
     engine = make(stage, seed=5)
-    refused(engine, "frozen.weight, frozen.bias are frozen, or a buffer, here", "load_module_strict=False")
+    refused(engine, "frozen.bias, frozen.weight are frozen, or a buffer, here", "load_module_strict=False")
     load(engine, load_module_strict=False)
     assert set(wrong(engine)) == {"frozen.weight", "frozen.bias"}
 
