@@ -438,6 +438,12 @@ def read_models(paths, shard, count, pool):
     return model, list(pool.map(read_model, paths)) if "zero_pp_rank_" in paths[0].name else None, strange
 
 
+def place_of(value):
+    """What two names of one tensor have in common."""
+    tensor = tensor_of(value)
+    return (tensor.storage, tensor.offset, tensor.size) if tensor else id(value)
+
+
 def module_of(model, frozen, parameters, count):
     """({name: tensor}, names of what was not saved) of what no optimizer holds: buffers, frozen parameters, whole, and
     what get_extra_state() or a hook of state_dict() has added. frozen: of every rank at ZeRO-3."""
@@ -453,6 +459,14 @@ def module_of(model, frozen, parameters, count):
         records, begins = zip(*(begin_of(part, share) for part in parts), strict=True)
         slices = Slices(parts[0].dtype, records, begins, 0, share, 0, numel)
         kept[name] = whole(parts[0].dtype, slices, shape)
+    # DeepSpeed does not look into a module that has two names. It has two names for one storage then, or one placeholder.
+    trained = [name for name in (*parameters, *shapes) if name in module]
+    first_name = {place_of(module[name]): name for name in trained}
+    shared = {
+        name: first_name.get(place_of(module[name])) for name in module.keys() - {*trained, *model["buffer_names"]}
+    }
+    if aliases := {name: first for name, first in shared.items() if first is not None}:
+        model["shared_params"] = aliases | (model.get("shared_params") or {})
     accounted = {*parameters, *(model.get("shared_params") or {}), *kept}
     for name in sorted({*model["buffer_names"], *module} - accounted):
         tensor = tensor_of(module[name])

@@ -171,11 +171,10 @@ def test_joined_against_rows():
         joined = Joined("x", shards, cut_along(dim, size, widths), full.numel())
         wanted = full.flatten().numpy().tobytes()
         assert b"".join(bytes(chunk) for chunk, _ in joined.chunks(FromMemory())) == wanted
-        if wanted:
-            for wrong in (joined._replace(blocks=joined.blocks[:-1]), joined._replace(blocks=joined.blocks[:1] * 2)):
-                if sum(torch.Size(b[1]).numel() for b in wrong.blocks) != full.numel():
-                    with pytest.raises(CheckpointError, match="do not cover its elements exactly once"):
-                        b"".join(bytes(chunk) for chunk, _ in wrong.chunks(FromMemory()))
+        if torch.Size(joined.blocks[-1][1]).numel():
+            with pytest.raises(CheckpointError, match="do not cover its elements exactly once"):
+                wrong = joined._replace(blocks=joined.blocks[:-1])
+                b"".join(bytes(chunk) for chunk, _ in wrong.chunks(FromMemory()))
 
 
 def test_many_rows(tmp_path):
