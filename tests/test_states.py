@@ -3,7 +3,6 @@
 The model and the training are in tests/zoo.py. One launch trains all runs of a stage; each is converted as it is saved.
 """
 
-import functools
 import json
 import re
 import sys
@@ -333,9 +332,3 @@ def test_bit_equal_to_deepspeed(trained, tmp_path, stage, name):
     """Against DeepSpeed's own converter, over the same model without the names that it cannot convert: it takes a
     parameter's name for a pattern, so `plus+` stops it and `brackets[0]` silently loses its moments."""
     assert_equal_to_deepspeed(trained(stage) / name / f"global_step{SAVED}", tmp_path)
-
-
-def test_shard_is_open_while_it_is_read(trained, tmp_path, monkeypatch):
-    """Also when the cache of open files keeps none: another thread may have opened the shard too, or many others."""
-    monkeypatch.setattr(ds_to_universal, "opened", functools.lru_cache(0)(ds_to_universal.opened.__wrapped__))
-    ds_to_universal.convert(trained(1) / "AdamW" / f"global_step{SAVED}", tmp_path / "u", check=True)
