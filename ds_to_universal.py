@@ -610,8 +610,8 @@ def stage_of(optimizer):
 
 
 def describe(folder, workers=4, opened=None):
-    """The Description of the ZeRO or universal checkpoint in a folder. Reads no tensor but the optimizer's scalars, runs
-    no code. Raises CheckpointError where files are missing, damaged, or not of one checkpoint."""
+    """The Description of the ZeRO or universal checkpoint in a folder. Reads no tensor but the optimizer's scalars, and
+    runs no code. Raises CheckpointError where files are missing, damaged, or not of one checkpoint."""
     folder, opened = Path(folder), opened or keep_open()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist")
