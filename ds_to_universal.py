@@ -1074,9 +1074,10 @@ def launched(distributed, local_rank):
     return rank, ranks
 
 
+@contextlib.contextmanager
 def meet(rank, ranks, output, seconds):
-    """gather() for processes that a launcher has started: by torch.distributed, at MASTER_ADDR or, where the launcher
-    names none, through a file beside the output, which all must see."""
+    """Gives gather() for processes that a launcher has started: by torch.distributed, at MASTER_ADDR or, where the
+    launcher names none, through a file beside the output, which all must see."""
     import torch.distributed as dist
 
     job = "_".join(os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
@@ -1105,7 +1106,10 @@ def meet(rank, ranks, output, seconds):
             raise CheckpointError("another process of this conversion is gone: nothing is published") from None
         return values
 
-    return gather
+    try:
+        yield gather
+    finally:
+        dist.destroy_process_group()
 
 
 def parse_arguments():
@@ -1175,12 +1179,21 @@ def main():
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with in_one_line(program, rank):
         output = args.output_folder or default_output(find_tag(args.input_folder))
-        gather = meet(rank, ranks, Path(os.path.realpath(output)), args.timeout) if ranks > 1 else alone
-        done = convert(
-            args.input_folder, output, args.num_extract_workers, args.num_merge_workers,
-            strict=args.strict, check=args.check, progress=not rank, rank=rank, ranks=ranks, gather=gather,
-        )  # fmt: skip
-        gather(None)
+        met = meet(rank, ranks, Path(os.path.realpath(output)), args.timeout)
+        with met if ranks > 1 else contextlib.nullcontext(alone) as gather:
+            done = convert(
+                args.input_folder,
+                output,
+                args.num_extract_workers,
+                args.num_merge_workers,
+                strict=args.strict,
+                check=args.check,
+                progress=not rank,
+                rank=rank,
+                ranks=ranks,
+                gather=gather,
+            )
+            gather(None)
     if not rank:
         rate = done["bytes"] / done["seconds"] / 1e9
         print(

@@ -4,11 +4,12 @@
 Such a file is a zip archive of one pickle and one stored record per tensor. load() gives the content with every tensor
 as a place in the file, write_pt() makes a file of places in others, Reader reads each byte once and remembers its
 CRC-32, and check() compares that with the archive's. ds_to_universal.py stands on this file; it knows nothing of
-DeepSpeed, and needs nothing but Python.
+DeepSpeed, and needs nothing but Python 3.10.
 """
 
 import contextlib
 import copyreg
+import errno
 import functools
 import heapq
 import io
@@ -29,6 +30,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
+__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 __all__ = [
     "CheckpointError", "Joined", "PtFile", "Reader", "Record", "Slices", "Stub", "Tensor", "about", "begin_of", "check",
     "compact", "cut_along", "keep_open", "load", "pickled", "tensor_of", "whole", "width", "write_pt",
@@ -268,8 +270,12 @@ class PtFile:
 
     def __init__(self, path):
         self.records, path = {}, Path(path)
-        with about(path, "is damaged"), open_file(path) as file, zipfile.ZipFile(file) as archive:
-            for info in archive.infolist():
+        with about(path, "is damaged"), open_file(path) as file:
+            try:
+                found = zipfile.ZipFile(file).infolist()
+            except OSError as error:  # the end record names a place that no file has
+                raise ValueError(error) if error.errno == errno.EINVAL else error from None
+            for info in found:
                 prefix, _, name = info.filename.partition("/")
                 if prefix not in (path.stem, "archive"):  # torch.save writes the file's name into the archive
                     raise CheckpointError(f"it was written as {prefix}.pt, and renamed")
