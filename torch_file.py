@@ -53,6 +53,8 @@ def about(path, problem="does not hold what a ZeRO checkpoint does"):
         said = os.path.dirname(path) in str(error)
         raise CheckpointError(error if said else f"{path}: {error}") from None
     except OSError as error:
+        if error.errno == errno.EINVAL:  # a damaged directory names a place that no file has
+            raise CheckpointError(f"{path} {problem}: {error}") from error
         raise OSError(error.errno, error.strerror, str(error.filename or path)) from error
     except MemoryError:
         raise
@@ -271,11 +273,7 @@ class PtFile:
     def __init__(self, path):
         self.records, path = {}, Path(path)
         with about(path, "is damaged"), open_file(path) as file:
-            try:
-                found = zipfile.ZipFile(file).infolist()
-            except OSError as error:  # the end record names a place that no file has
-                raise ValueError(error) if error.errno == errno.EINVAL else error from None
-            for info in found:
+            for info in zipfile.ZipFile(file).infolist():
                 prefix, _, name = info.filename.partition("/")
                 if prefix not in (path.stem, "archive"):  # torch.save writes the file's name into the archive
                     raise CheckpointError(f"it was written as {prefix}.pt, and renamed")
