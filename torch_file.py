@@ -465,7 +465,7 @@ def write_pt(path, data, storages, reader):
     contents = {"data.pkl": data, "byteorder": b"little", "version": b"3\n"}
     contents |= {f"data/{key}": storage for key, storage in enumerate(storages)}
     directory = b""
-    with about(path), open(path, "xb", buffering=CHUNK) as file:
+    with about(path), open(path, "xb", buffering=SHORT) as file:
         for name, content in contents.items():
             name, nbytes, position = os.fsencode(path.stem) + f"/{name}".encode(), nbytes_of(content), file.tell()
             padding = -(position + 54 + len(name)) % 64  # torch aligns records, to map them
