@@ -5,7 +5,7 @@
 
 The input is a ZeRO checkpoint, or the folder above it, or a universal checkpoint. The file holds all parameters, frozen
 ones too, and persistent buffers; tied weights once; bf16 and fp16 as fp32. Beside a config.json, from_pretrained()
-reads it. Like ds_to_universal.py, which has to lie beside it with torch_file.py, it needs nothing but Python.
+reads it. Like ds_to_universal.py, which has to lie beside it with torch_file.py, it needs nothing but Python 3.10.
 
 A safetensors file is a length in 8 bytes, a header in JSON that names dtype, shape and place of every tensor, and the
 tensors one after the other.
@@ -24,6 +24,7 @@ from pathlib import Path
 from ds_to_universal import Joined, bar, describe, find_tag, in_one_line, sync, unfinished
 from torch_file import CheckpointError, Reader, about, check, whole, width
 
+__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 __all__ = ["export"]
 FORMATS = {"float64": "F64", "float32": "F32", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8"}
 FORMATS |= {"uint8": "U8", "bool": "BOOL"}

@@ -36,8 +36,6 @@ import datetime
 import errno
 import fcntl
 import functools
-import heapq
-import io
 import itertools
 import math
 import os
@@ -49,7 +47,6 @@ import sys
 import time
 import warnings
 import zipfile
-import zlib
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,8 +58,8 @@ if sys.version_info < (3, 10):  # noqa: UP036
 from torch_file import (
     CHUNK,
     CheckpointError,
+    Joined,
     Named,
-    Part,
     PtFile,
     Reader,
     Slices,
@@ -72,6 +69,7 @@ from torch_file import (
     begin_of,
     check,
     compact,
+    cut_along,
     keep_open,
     load,
     nbytes_of,
@@ -87,9 +85,9 @@ from torch_file import (
 
 __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 __all__ = [
-    "CheckpointError", "Description", "Parameter", "Reader", "Scalar", "Slices", "Tensor", "check", "convert",
-    "describe", "find_tag", "load", "pickled", "together", "check_all", "compact", "merged", "number",
-    "packed", "tensor_of", "whole",
+    "CheckpointError", "Description", "Joined", "Parameter", "PtFile", "Reader", "Scalar", "Slices", "Tensor", "check",
+    "check_all", "compact", "convert", "cut_along", "describe", "find_tag", "load", "merged", "number", "packed",
+    "pickled", "tensor_of", "together", "whole", "width", "write_pt",
 ]  # fmt: skip
 
 # -----------------------------------------------------------------------------
@@ -278,8 +276,8 @@ def check_slices(optimizer, group, rank, ranks, found, end, round_robin):
 
 
 def flat_states(optimizer, group, needed, opened):
-    """({state: (dtype, record, begin)}, {key: Scalar or value}, {key of what is not cut like the weights}) of a group, or
-    ZeRO-3 sub-group, of one shard. A state of every element is as long as the fp32 slice; torch keeps padding."""
+    """({state: (dtype, record, begin)}, {key: Scalar or value}, {key of what is not cut like the weights}) of a group,
+    or ZeRO-3 sub-group, of one shard. A state of every element is as long as the fp32 slice; torch keeps padding."""
     flat, size = flat_groups(optimizer)[group], flat_groups(optimizer)[group].size[0]
     longest = size if is_stage_3(optimizer) else slice_size(optimizer, group)
     states, scalars, odd = {"fp32": (flat.dtype, *begin_of(flat, needed))}, {}, set()
@@ -441,6 +439,12 @@ def read_models(paths, shard, count, pool):
     return model, list(pool.map(read_model, paths)) if "zero_pp_rank_" in paths[0].name else None, strange
 
 
+def place_of(value):
+    """What two names of one tensor have in common."""
+    tensor = tensor_of(value)
+    return (tensor.storage, tensor.offset, tensor.size) if tensor else id(value)
+
+
 def module_of(model, frozen, parameters, count):
     """({name: tensor}, names of what was not saved) of what no optimizer holds: buffers, frozen parameters, whole, and
     what get_extra_state() or a hook of state_dict() has added. frozen: of every rank at ZeRO-3."""
@@ -456,6 +460,14 @@ def module_of(model, frozen, parameters, count):
         records, begins = zip(*(begin_of(part, share) for part in parts), strict=True)
         slices = Slices(parts[0].dtype, records, begins, 0, share, 0, numel)
         kept[name] = whole(parts[0].dtype, slices, shape)
+    # DeepSpeed does not look at the second name of a module. Its tensors have one storage then, or one placeholder.
+    trained = [name for name in (*parameters, *shapes) if name in module]
+    first_name = {place_of(module[name]): name for name in trained}
+    shared = {
+        name: first_name.get(place_of(module[name])) for name in module.keys() - {*trained, *model["buffer_names"]}
+    }
+    if aliases := {name: first for name, first in shared.items() if first is not None}:
+        model["shared_params"] = aliases | (model.get("shared_params") or {})
     accounted = {*parameters, *(model.get("shared_params") or {}), *kept}
     for name in sorted({*model["buffer_names"], *module} - accounted):
         tensor = tensor_of(module[name])
@@ -470,97 +482,6 @@ def module_of(model, frozen, parameters, count):
 
 # -----------------------------------------------------------------------------
 # 2. tensor and pipeline parallelism; describe()
-
-ROWS = 1 << 16  # elements that are read at a time where several ranks hold parts, or copies
-
-
-class Joined(NamedTuple):
-    """A state of a parameter whose tensor-parallel ranks hold parts. blocks: (rank, shape, strides and first element in
-    its part, strides and first element in the whole); None where the whole is the mean of the parts."""
-
-    name: str
-    parts: tuple  # Slices
-    blocks: tuple
-    numel: int
-
-    @property
-    def dtype(self):
-        return self.parts[0].dtype
-
-    def chunks(self, reader):
-        """(bytes, their CRC-32) of the whole, in order."""
-        files = [io.BufferedReader(Part(part, reader), CHUNK) for part in self.parts]
-        left = self.numel * width(self.dtype)
-        for chunk in self.mean(files) if self.blocks is None else self.in_order(files, reader):
-            chunk = chunk[:left]  # a vocabulary may be padded
-            yield chunk, zlib.crc32(chunk)
-            left -= len(chunk)
-        if left:
-            raise CheckpointError(f"the shards of {self.name} do not cover its elements exactly once")
-
-    def mean(self, files):
-        """In the order and the precision of PyTorch's."""
-        code = {"float32": "f", "float64": "d"}[self.dtype]
-        for _ in range(0, self.numel, ROWS):
-            total, *others = (array(code, file.read(ROWS * width(self.dtype))) for file in files)
-            for other in others:
-                total = array(code, (a + b for a, b in zip(total, other, strict=True)))
-            yield array(code, (value / len(files) for value in total)).tobytes()
-
-    def in_order(self, files, reader):
-        """Every rank's part is read from its start to its end, too, unless a map permutes it."""
-        at, size, end, last, joined = [0] * len(files), width(self.dtype), 0, b"", bytearray()
-        for place, rank, here, numel in runs(self.blocks):
-            if here == at[rank]:
-                data = files[rank].read(numel * size)
-                at[rank] += numel
-            else:
-                data = b"".join(reader.read(*piece) for piece in self.parts[rank].cut(here, numel))
-            if place == end:
-                joined += data
-                last = data
-                end += numel
-            elif place + numel != end or len(data) != len(last):
-                raise CheckpointError(f"the shards of {self.name} do not cover its elements exactly once")
-            elif data != last:  # several ranks hold it
-                raise CheckpointError(f"{self.name} differs on tensor-parallel rank {rank}")
-            if len(joined) >= CHUNK:
-                yield joined
-                joined = bytearray()
-        yield joined
-
-
-def runs(blocks):
-    """(place in the whole, rank, place in its part, elements) of what follows each other in both, in the order of the
-    whole."""
-
-    def of(rank, shape, stride, here, full_stride, there):
-        dims, run = list(zip(shape, stride, full_stride, strict=True)), 1
-        while dims and (dims[-1][0] == 1 or dims[-1][1:] == (run, run)):
-            run *= dims.pop()[0]
-        for index in itertools.product(*(range(n) for n, _, _ in dims)) if 0 not in shape else ():
-            place = there + sum(i * full for i, (_, _, full) in zip(index, dims, strict=True))
-            mine = here + sum(i * own for i, (_, own, _) in zip(index, dims, strict=True))
-            for done in range(0, run, ROWS):
-                yield place + done, rank, mine + done, min(ROWS, run - done)
-
-    return heapq.merge(*(of(*block) for block in blocks))
-
-
-def cut_along(dim, size, widths):
-    """The blocks of a tensor that is one, or several side by side along dim, and each is cut by itself:
-    widths[sub][rank]."""
-    blocks, strides = [], whole("", b"", size).stride
-    at, in_part = 0, [0] * len(widths[0])
-    for sub in widths:
-        for rank, n in enumerate(sub):
-            mine = [sum(w[rank] for w in widths) if d == dim else m for d, m in enumerate(size)]
-            stride = whole("", b"", mine).stride
-            block = [n if d == dim else m for d, m in enumerate(size)]
-            blocks.append((rank, block, stride, in_part[rank] * stride[dim], strides, at * strides[dim]))
-            in_part[rank] += n
-            at += n
-    return tuple(blocks)
 
 
 class TensorParallel:
@@ -610,8 +531,8 @@ class TensorParallel:
         two = found["parameter_with_2_sub_params_cat_dim_0"]
         if self.match(self.info.get("autotp_unsupported_parameter_patterns") or {}, name):
             raise CheckpointError(f"{self.folder}: DeepSpeed did not record how {name} is cut")
-        # AutoTP publishes a map of every element for layers that no category describes: bigcode's, codegen's, shared QK.
-        # So the map comes first.
+        # AutoTP publishes a map of every element for layers that no category describes, bigcode's, codegen's and shared
+        # QK. So the map comes first.
         if affine:
             shape, blocks = self.affine_blocks(name, self.affine["params"][affine])
             return shape, blocks, {}
@@ -693,7 +614,7 @@ def stage_of(optimizer):
 
 
 def describe(folder, workers=4, opened=None):
-    """The Description of the ZeRO or universal checkpoint in a folder. Reads no tensor but the scalars of the optimizer,
+    """The Description of the ZeRO or universal checkpoint in a folder. Reads no tensor but the optimizer's scalars, and
     runs no code. Raises CheckpointError where files are missing, damaged, or not of one checkpoint."""
     folder, opened = Path(folder), opened or keep_open()
     if not folder.is_dir():
@@ -712,13 +633,23 @@ def describe(folder, workers=4, opened=None):
             names = ", ".join(f"mp_rank_{mp:02d}" for mp in sorted(shards))
             raise CheckpointError(f"{folder} should have {tensor} tensor x {pipeline} pipeline ranks, and has {names}")
         parameters, problems = join_ranks(folder, ranks, tensor, model.get("universal_checkpoint_info"))
+        models = [rank.model for rank in ranks]
         return described(
-            folder, [rank.model for rank in ranks], optimizer, parameters, base_optimizer(optimizer)["param_groups"],
-            universal=False, stage=stage_of(optimizer), bf16=shards[0][0].name.startswith("bf16_"), ranks=len(shards[0]),
-            tensor=tensor, pipeline=pipeline, uneven=dict(item for rank in ranks for item in rank.uneven.items()),
+            folder,
+            models,
+            optimizer,
+            parameters,
+            base_optimizer(optimizer)["param_groups"],
+            universal=False,
+            stage=stage_of(optimizer),
+            bf16=shards[0][0].name.startswith("bf16_"),
+            ranks=len(shards[0]),
+            tensor=tensor,
+            pipeline=pipeline,
+            uneven=dict(item for rank in ranks for item in rank.uneven.items()),
             problems=[problem for rank in ranks for problem in rank.problems] + problems,
-            strangers=dict(item for rank in reversed(ranks) for item in rank.strangers.items()),
-        )  # fmt: skip
+            strangers=dict(item for rank in ranks for item in rank.strangers.items()),
+        )
 
 
 def described(folder, models, optimizer, parameters, groups, **facts):
@@ -733,7 +664,7 @@ def described(folder, models, optimizer, parameters, groups, **facts):
 
 
 def join_ranks(folder, ranks, tensor, info):
-    """({name: Parameter}, problems) from every model-parallel rank, the tensor-parallel ones of a stage side by side."""
+    """({name: Parameter}, problems) from every model-parallel rank, those of a pipeline stage side by side."""
     for rank in ranks:
         if rank.model["global_steps"] != ranks[0].model["global_steps"]:
             raise CheckpointError(f"{folder}: its model-parallel ranks are of different steps")
@@ -756,8 +687,8 @@ def join_ranks(folder, ranks, tensor, info):
 
 
 def describe_universal(folder, pool, opened):
-    """Of our converter or DeepSpeed's, which leaves weights in `module`, and at ZeRO-3 rank 0's part of frozen ones, its
-    whole shard in optimizer_state.pt, and tensors without their shape."""
+    """Of our converter or DeepSpeed's, which leaves weights in `module`, and at ZeRO-3 rank 0's part of frozen ones,
+    its whole shard in optimizer_state.pt, and tensors without their shape."""
     paths = sorted(folder.glob("mp_rank_*_model_states.pt")) or sorted(folder.glob("*_model_states.pt"))
     if not paths:
         raise CheckpointError(f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")
@@ -1149,9 +1080,10 @@ def launched(distributed, local_rank):
     return rank, ranks
 
 
+@contextlib.contextmanager
 def meet(rank, ranks, output, seconds):
-    """gather() for processes that a launcher has started: by torch.distributed, at MASTER_ADDR or, where the launcher
-    names none, through a file beside the output, which all must see."""
+    """Gives gather() for processes that a launcher has started: by torch.distributed, at MASTER_ADDR or, where the
+    launcher names none, through a file beside the output, which all must see."""
     import torch.distributed as dist
 
     job = "_".join(os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
@@ -1180,7 +1112,10 @@ def meet(rank, ranks, output, seconds):
             raise CheckpointError("another process of this conversion is gone: nothing is published") from None
         return values
 
-    return gather
+    try:
+        yield gather
+    finally:
+        dist.destroy_process_group()
 
 
 def parse_arguments():
@@ -1250,12 +1185,21 @@ def main():
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with in_one_line(program, rank):
         output = args.output_folder or default_output(find_tag(args.input_folder))
-        gather = meet(rank, ranks, Path(os.path.realpath(output)), args.timeout) if ranks > 1 else alone
-        done = convert(
-            args.input_folder, output, args.num_extract_workers, args.num_merge_workers,
-            strict=args.strict, check=args.check, progress=not rank, rank=rank, ranks=ranks, gather=gather,
-        )  # fmt: skip
-        gather(None)
+        met = meet(rank, ranks, Path(os.path.realpath(output)), args.timeout)
+        with met if ranks > 1 else contextlib.nullcontext(alone) as gather:
+            done = convert(
+                args.input_folder,
+                output,
+                args.num_extract_workers,
+                args.num_merge_workers,
+                strict=args.strict,
+                check=args.check,
+                progress=not rank,
+                rank=rank,
+                ranks=ranks,
+                gather=gather,
+            )
+            gather(None)
     if not rank:
         rate = done["bytes"] / done["seconds"] / 1e9
         print(

@@ -4,12 +4,14 @@
 Such a file is a zip archive of one pickle and one stored record per tensor. load() gives the content with every tensor
 as a place in the file, write_pt() makes a file of places in others, Reader reads each byte once and remembers its
 CRC-32, and check() compares that with the archive's. ds_to_universal.py stands on this file; it knows nothing of
-DeepSpeed, and needs nothing but Python.
+DeepSpeed, and needs nothing but Python 3.10.
 """
 
 import contextlib
 import copyreg
+import errno
 import functools
+import heapq
 import io
 import itertools
 import math
@@ -23,13 +25,15 @@ import struct
 import sys
 import zipfile
 import zlib
+from array import array
 from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
+__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 __all__ = [
-    "CheckpointError", "Reader", "Record", "Slices", "Stub", "Tensor", "about", "begin_of", "check", "compact",
-    "keep_open", "load", "packed", "pickled", "tensor_of", "whole", "width", "write_pt",
+    "CheckpointError", "Joined", "PtFile", "Reader", "Record", "Slices", "Stub", "Tensor", "about", "begin_of", "check",
+    "compact", "cut_along", "keep_open", "load", "packed", "pickled", "tensor_of", "whole", "width", "write_pt",
 ]  # fmt: skip
 
 
@@ -49,6 +53,8 @@ def about(path, problem="does not hold what a ZeRO checkpoint does"):
         said = os.path.dirname(path) in str(error)
         raise CheckpointError(error if said else f"{path}: {error}") from None
     except OSError as error:
+        if error.errno == errno.EINVAL:  # a damaged directory names a place that no file has
+            raise CheckpointError(f"{path} {problem}: {error}") from error
         raise OSError(error.errno, error.strerror, str(error.filename or path)) from error
     except MemoryError:
         raise
@@ -88,7 +94,7 @@ class Record(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """storage: a Record; or bytes, or what has chunks() and is to be put together. dtype: "float32", "float8_e4m3fn"."""
+    """storage: a Record; or bytes, or what has chunks() and is to be put together. dtype: "float32", "uint16"."""
 
     storage: object
     offset: int
@@ -266,8 +272,8 @@ class PtFile:
 
     def __init__(self, path):
         self.records, path = {}, Path(path)
-        with about(path, "is damaged"), open_file(path) as file, zipfile.ZipFile(file) as archive:
-            for info in archive.infolist():
+        with about(path, "is damaged"), open_file(path) as file:
+            for info in zipfile.ZipFile(file).infolist():
                 prefix, _, name = info.filename.partition("/")
                 if prefix not in (path.stem, "archive"):  # torch.save writes the file's name into the archive
                     raise CheckpointError(f"it was written as {prefix}.pt, and renamed")
@@ -456,7 +462,7 @@ def pickled(content):
 def write_pt(path, data, storages, reader):
     """Write a .pt file around a pickle. Its storages are bytes, or have chunks(reader). Raises OSError and, where a
     source cannot be read, CheckpointError."""
-    with about(path), open(path, "xb", buffering=CHUNK) as file:
+    with about(path), open(path, "xb", buffering=SHORT) as file:
         write_archive(file, path.stem, data, storages, reader)
 
 
@@ -626,6 +632,98 @@ class Part(io.RawIOBase):
             self.reader.read_into(part, record, start)
         self.piece = record, start + len(part), nbytes - len(part)
         return len(part)
+
+
+ROWS = 1 << 16  # elements that are read at a time where several ranks hold parts, or copies
+
+
+class Joined(NamedTuple):
+    """A state of a parameter whose tensor-parallel ranks hold parts. blocks: (rank, shape, strides and first element in
+    its part, strides and first element in the whole); None where the whole is the mean of the parts."""
+
+    name: str
+    parts: tuple  # Slices
+    blocks: tuple
+    numel: int
+
+    @property
+    def dtype(self):
+        return self.parts[0].dtype
+
+    def chunks(self, reader):
+        """(bytes, their CRC-32) of the whole, in order."""
+        files = [io.BufferedReader(Part(part, reader), CHUNK) for part in self.parts]
+        left = self.numel * width(self.dtype)
+        for chunk in self.mean(files) if self.blocks is None else self.in_order(files, reader):
+            chunk = chunk[:left]  # a vocabulary may be padded
+            yield chunk, zlib.crc32(chunk)
+            left -= len(chunk)
+        if left:
+            raise CheckpointError(f"the shards of {self.name} do not cover its elements exactly once")
+
+    def mean(self, files):
+        """In the order and the precision of PyTorch's."""
+        code = {"float32": "f", "float64": "d"}[self.dtype]
+        for _ in range(0, self.numel, ROWS):
+            total, *others = (array(code, file.read(ROWS * width(self.dtype))) for file in files)
+            for other in others:
+                total = array(code, (a + b for a, b in zip(total, other, strict=True)))
+            yield array(code, (value / len(files) for value in total)).tobytes()
+
+    def in_order(self, files, reader):
+        """Every rank's part is read from its start to its end, too, unless a map permutes it."""
+        at, size, end, last, joined = [0] * len(files), width(self.dtype), 0, b"", bytearray()
+        for place, rank, here, numel in runs(self.blocks):
+            if here == at[rank]:
+                data = files[rank].read(numel * size)
+                at[rank] += numel
+            else:
+                data = b"".join(reader.read(*piece) for piece in self.parts[rank].cut(here, numel))
+            if place == end:
+                joined += data
+                last = data
+                end += numel
+            elif place + numel != end or len(data) != len(last):
+                raise CheckpointError(f"the shards of {self.name} do not cover its elements exactly once")
+            elif data != last:  # several ranks hold it
+                raise CheckpointError(f"{self.name} differs on tensor-parallel rank {rank}")
+            if len(joined) >= CHUNK:
+                yield joined
+                joined = bytearray()
+        yield joined
+
+
+def runs(blocks):
+    """(place in the whole, rank, place in its part, elements) of what follows each other in both, in the order of the
+    whole."""
+
+    def of(rank, shape, stride, here, full_stride, there):
+        dims, run = list(zip(shape, stride, full_stride, strict=True)), 1
+        while dims and (dims[-1][0] == 1 or dims[-1][1:] == (run, run)):
+            run *= dims.pop()[0]
+        for index in itertools.product(*(range(n) for n, _, _ in dims)) if 0 not in shape else ():
+            place = there + sum(i * full for i, (_, _, full) in zip(index, dims, strict=True))
+            mine = here + sum(i * own for i, (_, own, _) in zip(index, dims, strict=True))
+            for done in range(0, run, ROWS):
+                yield place + done, rank, mine + done, min(ROWS, run - done)
+
+    return heapq.merge(*(of(*block) for block in blocks))
+
+
+def cut_along(dim, size, widths):
+    """The blocks of a tensor that is one, or several side by side along dim, and each is cut by itself:
+    widths[sub][rank]."""
+    blocks, strides = [], whole("", b"", size).stride
+    at, in_part = 0, [0] * len(widths[0])
+    for sub in widths:
+        for rank, n in enumerate(sub):
+            mine = [sum(w[rank] for w in widths) if d == dim else m for d, m in enumerate(size)]
+            stride = whole("", b"", mine).stride
+            block = [n if d == dim else m for d, m in enumerate(size)]
+            blocks.append((rank, block, stride, in_part[rank] * stride[dim], strides, at * strides[dim]))
+            in_part[rank] += n
+            at += n
+    return tuple(blocks)
 
 
 def crc_multiply(a, b):

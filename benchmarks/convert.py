@@ -11,7 +11,8 @@ the median of --repeat rounds counts. Ours waits until the disk has it, so that 
 --names: ours alone on ZeRO-3 checkpoints of so many ranks, with the 723 parameters of a 70B Llama, of 1,024 elements
 each: what a piece of a parameter, of which there are ranks x 723 x 3, costs beside its bytes.
 
---safetensors: the weights alone, against DeepSpeed's zero_to_fp32.py; both files hold the same bits, or it says so.
+--safetensors: the weights alone, by ds_to_safetensors.py, against DeepSpeed's zero_to_fp32.py; both files hold the same
+bits, or it says so.
 """
 
 import argparse
@@ -141,9 +142,9 @@ def compare_weights(args, work):
     from safetensors.torch import load_file  # nothing else here needs it
 
     source, files = work / "source", {name: work / name / "model.safetensors" for name in ("ours", "DeepSpeed")}
-    ours = ["--input_folder", source, "--safetensors", files["ours"]]
+    ours = [source, files["ours"]]
     theirs = [work, files["DeepSpeed"].parent, "--tag", source.name, "--safe_serialization", "--max_shard_size", "1TB"]
-    commands = {"ours": [sys.executable, ROOT / "ds_to_universal.py", *ours]}
+    commands = {"ours": [sys.executable, ROOT / "ds_to_safetensors.py", *ours]}
     commands["DeepSpeed"] = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", *theirs]
     print(f"weights to safetensors, seconds of whole processes, medians of {args.repeat}, on {args.folder}")
     columns = "{:>5}{:>6}{:>7}{:>7} |{:>8}{:>11}{:>16} |{:>9}{:>14}"

@@ -276,7 +276,11 @@ def new_parameters(stage, saving):
         keep_truth(trained(stage))
         return
     engine = make(stage, Bigger, seed=5)
-    refused(engine, "frozen.bias, frozen.weight, new.bias, new.weight are trained here, and not in", "load_module_strict=False")
+    refused(
+        engine,
+        "frozen.bias, frozen.weight, new.bias, new.weight are trained here, and not in",
+        "load_module_strict=False",
+    )
     initial, truth = make(stage, Bigger, seed=5), torch.load("truth.pt")
     load(engine, load_module_strict=False)
     now, first = held(engine), held_before(initial)

@@ -280,8 +280,8 @@ def pickle_file(path, data, records=()):
 )  # fmt: skip
 @pytest.mark.parametrize("state", [b"}%ss\x86", b"N}%ss\x86", b"}%ss"])
 def test_no_file_reaches_another(checkpoint, monkeypatch, name, state):
-    """A pickle's BUILD gives an object attributes. Given to a class, they are refused, or are gone with the file; nor is
-    a module imported."""
+    """A pickle's BUILD gives an object attributes. Given to a class, they are refused, or gone with the file; nor is a
+    module imported."""
     source = checkpoint(3)
     wanted = converted(source)
     (source.parent / "planted.py").write_text(f"open({str(source.parent / 'ran')!r}, 'w')")
