@@ -27,7 +27,8 @@ from torch_file import CheckpointError, Reader, about, check, whole, width
 __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 __all__ = ["export"]
 FORMATS = {"float64": "F64", "float32": "F32", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8"}
-FORMATS |= {"uint8": "U8", "bool": "BOOL"}
+FORMATS |= {"uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL", "complex64": "C64"}
+FORMATS |= {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 HALVES = ("bfloat16", "float16")
 
 

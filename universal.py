@@ -476,8 +476,9 @@ def load(engine, folder, checkpoint, options, share):
             return folder, reshard(engine, checkpoint, folder, options, share)
         case "convert":
             output = folder.with_name(f"{folder.name}_universal")
-            say(f"{folder} is of another tensor or pipeline layout: converting it into {output}")
-            converter.convert(folder, output, rank=dist.get_rank(), ranks=dist.get_world_size(), gather=share)
+            if not on_rank_0(share, lambda: is_newer(output, folder)):
+                say(f"{folder} is of another tensor or pipeline layout: converting it into {output}")
+                converter.convert(folder, output, rank=dist.get_rank(), ranks=dist.get_world_size(), gather=share)
             return load(engine, output, on_rank_0(share, lambda: describe(output)), options, share)
     with together(share):
         check_files(folder)
@@ -486,6 +487,12 @@ def load(engine, folder, checkpoint, options, share):
     if how == "universal":
         mend(engine, folder)
     return folder, client_state
+
+
+def is_newer(universal, folder):
+    """Whether the folder has been converted already."""
+    made = universal / "zero" / "optimizer_state.pt"
+    return made.is_file() and made.stat().st_mtime >= max(path.stat().st_mtime for path in folder.glob("*.pt"))
 
 
 def reshard(engine, checkpoint, folder, options, share):

@@ -79,9 +79,10 @@ if __name__ == "__main__":
     train()
     sys.exit()
 
-from conftest import content, load, run, same_bits  # noqa: E402
+from conftest import content, load, same_bits  # noqa: E402
 
 from ds_to_universal import convert, describe  # noqa: E402
+from harness.ranks import run  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,9 @@ import os
 import subprocess
 
 import pytest
-from conftest import PORT, command
+from conftest import command
+
+from harness.ranks import PORT
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_PROCID")
 

@@ -33,7 +33,8 @@ def read(path):
     header, data = json.loads(data[8 : 8 + length]), data[8 + length :]
     assert length % 8 == 0 and header.pop("__metadata__") == {"format": "pt"}
     dtypes = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
-    dtypes |= {"I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"}
+    dtypes |= {"I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16", "C64": "complex64"}
+    dtypes |= {"F8_E4M3": "float8_e4m3fn"}
     found, end = {}, 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, (begin, after) = getattr(torch, dtypes[entry["dtype"]]), entry["data_offsets"]
@@ -78,7 +79,9 @@ def test_weights_of_the_live_engine(trained, tmp_path, stage, dtype):
     ZeRO checkpoint, and the same bytes but for their order from what it converts into."""
     source, truth = trained(stage) / dtype / f"global_step{SAVED}", load(trained(stage) / dtype / "truth.pt")
     wanted = {name: states["fp32"] for name, states in truth["states"].items()} | truth["frozen"] | truth["buffers"]
+    wanted |= truth["extra"]
     del wanted["scratch"]
+    wanted |= {name.replace("norm.", "same_norm."): t for name, t in wanted.items() if name.startswith("norm.")}
     wanted = {name: in_fp32(tensor) for name, tensor in wanted.items()}
     assert "first.weight" in wanted and "tied.weight" not in wanted
     convert(source, tmp_path / "u")
@@ -232,7 +235,7 @@ def test_what_is_no_tensor(checkpoint, tmp_path):
     """In the module: named, and left out only if that is permitted. Elsewhere it does not matter."""
 
     def add(model):
-        model["module"].update(extra={"x": 1}, complex=torch.ones(2) * 1j)
+        model["module"].update(extra={"x": 1}, complex=torch.ones(2, dtype=torch.complex128))
         model["note"] = Stranger()
 
     source = checkpoint(1, add)
