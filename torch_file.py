@@ -495,6 +495,7 @@ def write_pt(path, data, storages, reader):
 
 CHUNK = 1 << 18
 SHORT = 1 << 14  # bytes below which it is quicker to sum twice than to join sums
+AHEAD = 1 << 12  # bytes below which so many are read at once, for the next parameters lie behind
 
 
 def keep_open():
@@ -521,12 +522,21 @@ class Reader:
     """Reads records, and remembers what of them: spans is {record: [start, end, CRC-32, start, ...]}."""
 
     def __init__(self, opened=None):
-        self.opened, self.spans = opened or keep_open(), {}
+        self.opened, self.spans, self.ahead = opened or keep_open(), {}, {}
 
     def read_into(self, buffer, record, start):
         """Fill the buffer from a record. Returns the CRC-32 of these bytes."""
-        fill(self.opened, buffer, record, start)
-        nbytes, crc = len(buffer), zlib.crc32(buffer)
+        nbytes = len(buffer)
+        if nbytes < AHEAD:
+            ahead, first = self.ahead.get(record, (b"", 0))
+            if start < first or start + nbytes > first + len(ahead):
+                ahead, first = bytearray(min(AHEAD, record.nbytes - start)), start
+                fill(self.opened, memoryview(ahead), record, start)
+                self.ahead[record] = ahead, first
+            buffer[:] = ahead[start - first : start - first + nbytes]
+        else:
+            fill(self.opened, buffer, record, start)
+        crc = zlib.crc32(buffer)
         spans = self.spans.get(record)
         if spans is None:
             self.spans[record] = [start, start + nbytes, crc]
