@@ -23,10 +23,20 @@ Output, the same at every stage, so that it resumes on any number of ranks and a
     ../latest_universal                                the name of the output folder
 
 A .pt file is a zip archive of one pickle and one stored record per tensor. Conversion only regroups byte ranges of
-those records. So it is done without torch, needs nothing but Python, and runs no code of a checkpoint: the pickle's
+those records. So it is done without torch, needs nothing but Python 3.10, and runs no code of a checkpoint:
 classes stay names. Each range is read once, checked against the archive's CRC-32 on the way, and written once.
 
-@MAP@
+In this file, by line, each room with its entry:
+
+     102 to 488   1. one data-parallel checkpoint         describe_ranks()
+     490 to 737   2. tensor and pipeline parallelism      describe()
+     739 to 808   3. what the result consists of          files_of()
+     810 to 915   4. publishing                           unfinished(), publish()
+     917 to 1065  5. convert()                            convert()
+    1067 to 1216  6. the command line                     main()
+
+torch_file.py, which has to lie beside this file, reads and writes .pt files. universal.py uses describe() and the
+Description that it returns, Reader and check() to read what that describes, together(), convert() and CheckpointError.
 """
 
 import argparse

@@ -444,6 +444,20 @@ def test_no_row_parallel_pattern(checkpoint):
         converted(source)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_version_of_deepspeed(checkpoint, stage):
+    """The result says which version wrote the checkpoint, as the checkpoint does."""
+
+    def older(content):
+        content["ds_version"] = "0.18.4"
+        if "loss_scaler" in content.get("optimizer_state_dict", {}) and stage == 1:
+            content["optimizer_state_dict"]["ds_version"] = "0.18.4"
+
+    source = checkpoint(stage, older, older)
+    assert converted(source)["ds_version"] == "0.18.4"
+    assert load(source.parent / "u" / "zero" / "optimizer_state.pt")["ds_version"] == "0.18.4"
+
+
 # -----------------------------------------------------------------------------
 # one line, always
 
