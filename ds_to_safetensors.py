@@ -47,7 +47,8 @@ def weights(folder, workers, strict):
     if len(description.models) != 1 or description.models[0]["module"] is None:
         count = len(description.models)
         raise CheckpointError(f"{folder} has {count} model-parallel ranks or a pipeline: its weights are not exported")
-    found, lost = {n: (p.shape, p.states["fp32"]) for n, p in description.parameters.items()}, []
+    found = {n: (p.shape, p.states["fp32"]) for n, p in description.parameters.items()}
+    lost = []
     for name, tensor in description.kept.items():
         if tensor.dtype not in FORMATS and tensor.dtype not in HALVES:
             lost.append(name)
@@ -66,7 +67,8 @@ def header_of(found):
     """(header, names in the order of the file): wide elements come first, so that all are aligned."""
     kinds = {name: "float32" if source.dtype in HALVES else source.dtype for name, (_, source) in found.items()}
     order = sorted(found, key=lambda name: -width(kinds[name]))
-    places, end = {"__metadata__": {"format": "pt"}}, 0
+    places = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name in order:
         shape = found[name][0]
         begin = end
@@ -81,7 +83,10 @@ def export(input_folder, path, workers=4, *, strict=True, progress=False):
     """Write the weights of a checkpoint to a safetensors file. strict=False leaves out what such a file cannot hold.
     Raises CheckpointError, OSError; nothing has then appeared under that name. Returns {"source", "parameters",
     "bytes", "seconds"}."""
-    began, output, source, reader = time.perf_counter(), Path(os.path.realpath(path)), find_tag(input_folder), Reader()
+    began = time.perf_counter()
+    output = Path(os.path.realpath(path))
+    source = find_tag(input_folder)
+    reader = Reader()
     if output.suffix != ".safetensors" or output.is_dir():
         raise CheckpointError(f"{output} is not the name of a .safetensors file")
     found = weights(source, workers, strict)

@@ -23,10 +23,20 @@ Output, the same at every stage, so that it resumes on any number of ranks and a
     ../latest_universal                                the name of the output folder
 
 A .pt file is a zip archive of one pickle and one stored record per tensor. Conversion only regroups byte ranges of
-those records. So it is done without torch, needs nothing but Python, and runs no code of a checkpoint: the pickle's
+those records. So it is done without torch, needs nothing but Python 3.10, and runs no code of a checkpoint:
 classes stay names. Each range is read once, checked against the archive's CRC-32 on the way, and written once.
 
-@MAP@
+In this file, by line, each room with its entry:
+
+     102 to 513   1. one data-parallel checkpoint         describe_ranks()
+     515 to 779   2. tensor and pipeline parallelism      describe()
+     781 to 854   3. what the result consists of          files_of()
+     856 to 963   4. publishing                           unfinished(), publish()
+     965 to 1114  5. convert()                            convert()
+    1116 to 1268  6. the command line                     main()
+
+torch_file.py, which has to lie beside this file, reads and writes .pt files. universal.py uses describe() and the
+Description that it returns, Reader and check() to read what that describes, together(), convert() and CheckpointError.
 """
 
 import argparse
@@ -236,7 +246,9 @@ def places(optimizer, group, shapes, ranks):
     ZeRO-1/2: a group's parameters are laid end to end and cut into one slice per rank. The shard says so, too, but with
     round_robin_gradients it is wrong. ZeRO-3: every parameter is cut by itself, ceil(numel / ranks) elements per rank.
     """
-    counts, found, at = optimizer["partition_count"], {}, 0
+    counts = optimizer["partition_count"]
+    found = {}
+    at = 0
     if not isinstance(counts, int) and counts[group] != ranks:
         raise ValueError(f"group {group} is cut for {counts[group]} ranks and not for {ranks}")
     paddings = (optimizer.get("param_alignment_paddings") or {group: None})[group] or [0] * len(shapes)
@@ -263,7 +275,8 @@ def check_slices(optimizer, group, rank, ranks, found, end, round_robin):
         raise ValueError(f"group {group} has {end} elements, its slices have fewer")
     wanted = {}
     for name, (at, share, _, numel) in found.items():
-        first, last = max(at, begin), min(at + numel, begin + size)
+        first = max(at, begin)
+        last = min(at + numel, begin + size)
         if share != size:
             raise CheckpointError(f"group {group} has a slice of another size")
         if first < last:
@@ -275,12 +288,22 @@ def check_slices(optimizer, group, rank, ranks, found, end, round_robin):
     return max(0, min(end - begin, size))
 
 
+class Flat(NamedTuple):
+    """What one shard holds of a group, or ZeRO-3 sub-group."""
+
+    states: dict  # {state: (dtype, record, byte in it where the slice begins)}
+    scalars: dict  # {key: Scalar or plain value}
+    odd: set  # keys of tensors that are not cut like the weights
+
+
 def flat_states(optimizer, group, needed, opened):
-    """({state: (dtype, record, begin)}, {key: Scalar or value}, {key of what is not cut like the weights}) of a group,
-    or ZeRO-3 sub-group, of one shard. A state of every element is as long as the fp32 slice; torch keeps padding."""
-    flat, size = flat_groups(optimizer)[group], flat_groups(optimizer)[group].size[0]
+    """A Flat. A state of every element is as long as the fp32 slice; torch keeps padding."""
+    flat = flat_groups(optimizer)[group]
+    size = flat_groups(optimizer)[group].size[0]
     longest = size if is_stage_3(optimizer) else slice_size(optimizer, group)
-    states, scalars, odd = {"fp32": (flat.dtype, *begin_of(flat, needed))}, {}, set()
+    states = {"fp32": (flat.dtype, *begin_of(flat, needed))}
+    scalars = {}
+    odd = set()
     for key, value in base_optimizer(optimizer)["state"].get(group, {}).items():
         tensor = tensor_of(value)
         if tensor is None or math.prod(tensor.size) == 1 and (not tensor.size or key == "step" or size > 1):
@@ -289,12 +312,13 @@ def flat_states(optimizer, group, needed, opened):
             states[key] = tensor.dtype, *begin_of(tensor, needed)
         else:
             odd.add(key)
-    return states, scalars, odd
+    return Flat(states, scalars, odd)
 
 
 def scalar(value, opened):
     """A tensor of one element, read and checked; any other value as it is."""
-    tensor, reader = tensor_of(value), Reader(opened)
+    tensor = tensor_of(value)
+    reader = Reader(opened)
     if tensor is None:
         return value
     record, begin = begin_of(tensor, 1)
@@ -343,8 +367,9 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
         round_robin = (config.get("zero_optimization") or {}).get("round_robin_gradients")
 
     def read_shard(rank):
-        """[(states, scalars, odd) of every group] of a rank."""
-        path, optimizer = shards[rank], first
+        """[Flat] of a rank."""
+        path = shards[rank]
+        optimizer = first
         with about(path):
             if rank != low:
                 optimizer = load(path)[0]["optimizer_state_dict"]
@@ -374,31 +399,40 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
     return DataParallel(model, first, parameters, uneven, problems, strangers)
 
 
+def same_value(a, b):
+    return a == b or isinstance(a, Stub) and isinstance(b, Stub) and pickled(a) == pickled(b)
+
+
 def put_together(shards, ranks, groups, shapes, base):
     """({name: Parameter}, {(group, key): why it is uneven}) from what the shards of all ranks hold."""
-    parameters, uneven = {}, {}
+    parameters = {}
+    uneven = {}
     group_of = {flat: i for i, group in enumerate(base["param_groups"]) for flat in group["params"]}
     for i, (names, _) in enumerate(groups):
-        (states, scalars, odd), flats = ranks[0][i], {}
-        uneven |= {(i, key): "is not cut like the weights" for key in sorted(odd, key=str)}
+        first = ranks[0][i]
         for rank, found in enumerate(ranks):
-            if found[i][0].keys() != states.keys():
+            mine = found[i]
+            if mine.states.keys() != first.states.keys():
                 raise CheckpointError(f"{shards[rank]} has other optimizer states than {shards[0].name}")
-            mine, theirs = (number(held.get("step")) for held in (found[i][1], scalars))
-            if mine != theirs:
-                raise CheckpointError(f"{shards[rank]} is at optimizer step {mine}, {shards[0].name} at {theirs}")
-            for key in {**scalars, **found[i][1]}:
-                if found[i][1].get(key, MISSING) != scalars.get(key, MISSING):
+            step, wanted = (number(flat.scalars.get("step")) for flat in (mine, first))
+            if step != wanted:
+                raise CheckpointError(f"{shards[rank]} is at optimizer step {step}, {shards[0].name} at {wanted}")
+            for key in {**first.scalars, **mine.scalars}:
+                if not same_value(mine.scalars.get(key, MISSING), first.scalars.get(key, MISSING)):
                     uneven[i, key] = f"differs between ranks 0 and {rank}"
-            uneven |= {(i, key): "is not cut like the weights" for key in sorted(found[i][2] - odd, key=str)}
-        for key, (dtype, *_) in states.items():
-            dtypes, records, begins = zip(*(found[i][0][key] for found in ranks), strict=True)
-            if other := [rank for rank, kind in enumerate(dtypes) if kind != dtype]:
-                raise CheckpointError(f"{shards[other[0]]}: {key} of group {i} is not what it is in {shards[0].name}")
+            for key in mine.odd:
+                uneven[i, key] = "is not cut like the weights"
+        flats = {}
+        for key, (dtype, *_) in first.states.items():
+            dtypes, records, begins = zip(*(found[i].states[key] for found in ranks), strict=True)
+            for rank, other in enumerate(dtypes):
+                if other != dtype:
+                    raise CheckpointError(f"{shards[rank]}: {key} of group {i} is not what it is in {shards[0].name}")
             flats[key] = dtype, records, begins
         for name, place in names.items():
-            own = {key: Slices(*flat, *place) for key, flat in flats.items()}
-            parameters[name] = Parameter(tuple(shapes[i][name]), i, group_of.get(i), own, scalars, {"cat_dim": 0})
+            states = {key: Slices(*flat, *place) for key, flat in flats.items()}
+            shape = tuple(shapes[i][name])
+            parameters[name] = Parameter(shape, i, group_of.get(i), states, first.scalars, {"cat_dim": 0})
     return parameters, uneven
 
 
@@ -448,12 +482,15 @@ def place_of(value):
 def module_of(model, frozen, parameters, count):
     """({name: tensor}, names of what was not saved) of what no optimizer holds: buffers, frozen parameters, whole, and
     what get_extra_state() or a hook of state_dict() has added. frozen: of every rank at ZeRO-3."""
-    module, kept, lost = model["module"], {}, []
+    module = model["module"]
+    kept = {}
+    lost = []
     if not isinstance(module, dict):
         raise TypeError(f"module is {type(module).__name__}")
     shapes = (model.get("frozen_param_shapes") or {}) if frozen else {}
     for name, shape in shapes.items():
-        numel, parts = math.prod(shape), [held[name] for held in frozen]
+        numel = math.prod(shape)
+        parts = [held[name] for held in frozen]
         share = math.prod(parts[0].size)
         if share * count < numel or any(math.prod(part.size) != share for part in parts):
             raise CheckpointError(f"{numel - share * count} elements of the frozen {name} are missing")
@@ -461,12 +498,10 @@ def module_of(model, frozen, parameters, count):
         slices = Slices(parts[0].dtype, records, begins, 0, share, 0, numel)
         kept[name] = whole(parts[0].dtype, slices, shape)
     # DeepSpeed does not look at the second name of a module. Its tensors have one storage then, or one placeholder.
-    trained = [name for name in (*parameters, *shapes) if name in module]
-    first_name = {place_of(module[name]): name for name in trained}
-    shared = {
-        name: first_name.get(place_of(module[name])) for name in module.keys() - {*trained, *model["buffer_names"]}
-    }
-    if aliases := {name: first for name, first in shared.items() if first is not None}:
+    first_name = {place_of(module[name]): name for name in (*parameters, *shapes) if name in module}
+    others = module.keys() - {*first_name.values(), *model["buffer_names"]}
+    aliases = {name: first_name[place_of(module[name])] for name in others if place_of(module[name]) in first_name}
+    if aliases:
         model["shared_params"] = aliases | (model.get("shared_params") or {})
     accounted = {*parameters, *(model.get("shared_params") or {}), *kept}
     for name in sorted({*model["buffer_names"], *module} - accounted):
@@ -493,7 +528,11 @@ class TensorParallel:
              "parameter_with_row_parallelism_patterns", "parameter_with_2_sub_params_cat_dim_0")  # fmt: skip
 
     def __init__(self, info, degree, folder):
-        self.info, self.degree, self.folder, self.unused, self.problems = info or {}, degree, folder, set(), []
+        self.info = info or {}
+        self.degree = degree
+        self.folder = folder
+        self.unused = set()
+        self.problems = []
         if degree > 1 and not info:
             raise CheckpointError(
                 f"{folder} has {degree} tensor-parallel ranks and no universal_checkpoint_info, which says how they "
@@ -502,7 +541,8 @@ class TensorParallel:
         self.affine = self.info.get("affine_map") or {"params": {}}
         if self.affine.get("version", 1) > 1:
             raise CheckpointError(f"{folder}: affine map of version {self.affine['version']}, and only 1 is known")
-        rows, subs = "parameter_with_row_parallelism_patterns", self.info.get("parameter_with_sub_params", [])
+        rows = "parameter_with_row_parallelism_patterns"
+        subs = self.info.get("parameter_with_sub_params", [])
         if degree > 1:
             self.unused = {pattern for key in self.LISTS for pattern in self.info.get(key, [])}
             self.unused |= {pattern for sub in subs for pattern in sub["patterns"]}
@@ -564,12 +604,14 @@ class TensorParallel:
                     raise CheckpointError(
                         f"{self.folder}: {name} is stored scaled, its optimizer state cannot be converted"
                     )
-                (there, full_stride), (here, stride) = piece["source"], piece["dest"]
+                (there, full_stride) = piece["source"]
+                (here, stride) = piece["dest"]
                 blocks.append((int(rank), piece["shape"], stride, here, full_stride, there))
         return tuple(entry["logical_shape"]), tuple(blocks)
 
     def sub_parameters(self, name, shapes, sub):
-        dim, spec = sub["partition_dim"], sub["shape"][sub["partition_dim"]]
+        dim = sub["partition_dim"]
+        spec = sub["shape"][sub["partition_dim"]]
         total = sum(math.prod(shape) for shape in shapes)
         if isinstance(spec, int):  # before version 0.4: the number of sub-parameters of one size
             spec = (sum(shape[dim] for shape in shapes) // spec,) * spec
@@ -594,7 +636,8 @@ class TensorParallel:
         if self.degree == 1 and not self.info:
             return parts[0]
         shape, blocks, how = self.how_cut(name, [part.shape for part in parts])
-        states, numel = {}, math.prod(shape)
+        states = {}
+        numel = math.prod(shape)
         for key in parts[0].states:
             slices = tuple(part.states[key] for part in parts)
             if len({part.dtype for part in slices}) > 1 or numel > sum(part.numel for part in slices):
@@ -616,7 +659,8 @@ def stage_of(optimizer):
 def describe(folder, workers=4, opened=None):
     """The Description of the ZeRO or universal checkpoint in a folder. Reads no tensor but the optimizer's scalars, and
     runs no code. Raises CheckpointError where files are missing, damaged, or not of one checkpoint."""
-    folder, opened = Path(folder), opened or keep_open()
+    folder = Path(folder)
+    opened = opened or keep_open()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist")
     with ThreadPoolExecutor(workers) as pool:
@@ -625,7 +669,8 @@ def describe(folder, workers=4, opened=None):
         shards = find_shards(folder)
         ranks = [describe_ranks(folder, mp, shards[mp], pool, opened) for mp in sorted(shards)]
     with about(folder):
-        model, optimizer = ranks[0].model, ranks[0].optimizer
+        model = ranks[0].model
+        optimizer = ranks[0].optimizer
         degrees = model.get("checkpoint_parallel_dimensions") or {}
         pipeline = degrees.get("pp_degree") or (1 if model["module"] is not None else len(shards))
         tensor = degrees.get("tp_degree") or len(shards) // pipeline
@@ -670,7 +715,8 @@ def join_ranks(folder, ranks, tensor, info):
             raise CheckpointError(f"{folder}: its model-parallel ranks are of different steps")
         if len(rank.model["param_shapes"]) != len(ranks[0].model["param_shapes"]):  # the loader takes them by number
             raise CheckpointError(f"{folder}: a pipeline stage lacks a parameter group that others have")
-    joined, cuts = {}, TensorParallel(info, tensor, folder)
+    joined = {}
+    cuts = TensorParallel(info, tensor, folder)
     for stage in range(0, len(ranks), tensor):
         parts = [rank.parameters for rank in ranks[stage : stage + tensor]]
         if any(part.keys() != parts[0].keys() for part in parts):
@@ -692,7 +738,8 @@ def describe_universal(folder, pool, opened):
     paths = sorted(folder.glob("mp_rank_*_model_states.pt")) or sorted(folder.glob("*_model_states.pt"))
     if not paths:
         raise CheckpointError(f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")
-    models, file = [load(path)[0] for path in paths], folder / "zero" / "optimizer_state.pt"
+    models = [load(path)[0] for path in paths]
+    file = folder / "zero" / "optimizer_state.pt"
     with about(file):
         optimizer, strange = load(file)
         base = base_optimizer(optimizer) if is_stage_3(optimizer) else {"state": {}}
@@ -701,7 +748,11 @@ def describe_universal(folder, pool, opened):
         group_of = {flat: i for i, group in enumerate(groups) for flat in group["params"]}
 
     def read_parameter(name, flat):
-        place, states, scalars, how, shape = folder / "zero" / file_name(name), {}, common, {}, None
+        place = folder / "zero" / file_name(name)
+        states = {}
+        scalars = common
+        how = {}
+        shape = None
         for path in [place / "fp32.pt", *sorted(set(place.glob("*.pt")) - {place / "fp32.pt"})]:
             with about(path):
                 content = load(path)[0]
@@ -718,7 +769,8 @@ def describe_universal(folder, pool, opened):
         names = {name: flat for model in models for flat, names in enumerate(model["param_shapes"]) for name in names}
         parameters = dict(pool.map(read_parameter, names, names.values()))
         for model in models:
-            frozen, module = model.get("frozen_param_shapes") or {}, model["module"] or {}
+            frozen = model.get("frozen_param_shapes") or {}
+            module = model["module"] or {}
             gone = {*parameters, *(model.get("shared_params") or {})}
             gone |= {n for n in frozen.keys() & module.keys() if tuple(module[n].size) != tuple(frozen[n])}
             pairs = ((name, tensor_of(module[name]) or module[name]) for name in module if name not in gone)
@@ -772,7 +824,8 @@ def global_state(description):
 
 def files_of(description):
     """{path below the output folder: (pickle, what its tensors are made of)}."""
-    files, steps = {}, {}
+    files = {}
+    steps = {}
     for name, parameter in description.parameters.items():
         folder = f"zero/{file_name(name)}"
         for key, source in parameter.states.items():
@@ -792,13 +845,16 @@ def files_of(description):
 def jobs_of(files, ranks):
     """The files in lists of some megabytes, side by side in the shards: what follows is read on, and summed on."""
     sizes = {name: sum(map(nbytes_of, sources)) for name, (_, sources) in files.items()}
-    job, size, enough = [], 0, min(16 * CHUNK, sum(sizes.values()) // (4 * ranks))
+    job = []
+    size = 0
+    enough = min(16 * CHUNK, sum(sizes.values()) // (4 * ranks))
     for name in files:
         job.append(name)
         size += sizes[name]
         if size > enough:
             yield job
-            job, size = [], 0
+            job = []
+            size = 0
     yield job
 
 
@@ -852,7 +908,8 @@ def locked(folder, made):
 def unfinished(output):
     """The empty folder beside the output to write into; gone in the end unless it was published. Sweeps away what a
     killed conversion has left."""
-    folder, prefix = beside(output, "unfinished"), beside(output, "replaced.").name
+    folder = beside(output, "unfinished")
+    prefix = beside(output, "replaced.").name
     with contextlib.ExitStack() as stack:
         if output.exists():  # one that has just given it this name still holds its lock
             stack.enter_context(locked(output, True))
@@ -878,7 +935,8 @@ def publish(folder, output):
     """Write everything to the disk, give the finished folder its final name, and let `latest_universal` point to it.
     Whenever this is interrupted, the output is the old one or the new one, and whole; or, for a moment, the old one
     stands beside its place, and the next conversion brings it back."""
-    old, pointer = beside(output, f"replaced.{time.time_ns()}"), beside(output, "pointer")
+    old = beside(output, f"replaced.{time.time_ns()}")
+    pointer = beside(output, "pointer")
     pointer.write_bytes(os.fsencode(output.name))
     sync(folder)
     if output.exists():
@@ -946,7 +1004,8 @@ def convert(
     something else's folder; OSError when a disk fails. Nothing has then appeared at output_folder.
     Returns {"source", "parameters", "bytes", "files", "seconds"}; source is the folder of the tag.
     """
-    began, opened = time.perf_counter(), keep_open()
+    began = time.perf_counter()
+    opened = keep_open()
     with contextlib.ExitStack() as stack:
         with together(gather):
             source = find_tag(input_folder)
@@ -1088,7 +1147,8 @@ def meet(rank, ranks, output, seconds):
     import torch.distributed as dist
 
     job = "_".join(os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    where, note = "env://", beside(output, f"meeting.{job}")
+    where = "env://"
+    note = beside(output, f"meeting.{job}")
     if "MASTER_ADDR" not in os.environ:
         where = f"file://{note}"
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -1121,7 +1181,8 @@ def meet(rank, ranks, output, seconds):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arg, hidden = parser.add_argument, argparse.SUPPRESS
+    arg = parser.add_argument
+    hidden = argparse.SUPPRESS
     arg("--version", action="version", version=__version__)
     arg("--input_folder", required=True, help="ZeRO checkpoint, the folder with the *_states.pt files; or the one "
         "above it, where `latest` says which, or there is no other")  # fmt: skip
@@ -1177,7 +1238,8 @@ def in_one_line(program, rank=0):
 
 
 def main():
-    args, program = parse_arguments(), "ds_to_universal.py"
+    args = parse_arguments()
+    program = "ds_to_universal.py"
     with in_one_line(program):
         if args.safetensors:
             raise CheckpointError("--safetensors is a command of its own now: python ds_to_safetensors.py INPUT FILE")

@@ -50,7 +50,7 @@ def about(path, problem="does not hold what a ZeRO checkpoint does"):
     try:
         yield
     except CheckpointError as error:
-        said = os.path.dirname(path) in str(error)
+        said = (os.path.dirname(path) or str(path)) in str(error)
         raise CheckpointError(error if said else f"{path}: {error}") from None
     except OSError as error:
         if error.errno == errno.EINVAL:  # a damaged directory names a place that no file has
@@ -164,7 +164,9 @@ def named(module, name):
 
 def stub(cls, args, called=False, state=None, items=(), entries=()):
     made = object.__new__(cls)
-    made.args, made.called, made.state = args, called, state
+    made.args = args
+    made.called = called
+    made.state = state
     made.items = list(items)
     made.entries = dict(entries)
     return made
@@ -188,7 +190,9 @@ def tensor_of(value):
 
 def begin_of(tensor, needed):
     """(record, byte in it) where a tensor without gaps begins, of which `needed` elements are there."""
-    record, size, follow = tensor.storage, width(tensor.dtype), 1
+    record = tensor.storage
+    size = width(tensor.dtype)
+    follow = 1
     numel = math.prod(tensor.size)
     if min(tensor.offset, *tensor.size, 0) < 0 or needed > numel or (tensor.offset + numel) * size > record.nbytes:
         raise CheckpointError(f"{record.path} holds fewer elements than its description says")
@@ -222,7 +226,8 @@ class Unpickler(pickle.Unpickler):
 
     def __init__(self, data, records):
         super().__init__(io.BytesIO(data))
-        self.records, self.found = records, {}
+        self.records = records
+        self.found = {}
 
     def find_class(self, module, name):
         if (module, name) not in self.found:
@@ -271,7 +276,8 @@ class PtFile:
     """records: {name in the archive: Record}; data: the pickle."""
 
     def __init__(self, path):
-        self.records, path = {}, Path(path)
+        self.records = {}
+        path = Path(path)
         with about(path, "is damaged"), open_file(path) as file:
             for info in zipfile.ZipFile(file).infolist():
                 prefix, _, name = info.filename.partition("/")
@@ -333,7 +339,10 @@ class Pickler:
     No call within a call, so that nothing is nested too deeply; `storages` collects what tensors refer to."""
 
     def __init__(self):
-        self.data, self.memo, self.storages, self.made = bytearray(b"\x80\2"), {}, {}, []
+        self.data = bytearray(b"\x80\2")
+        self.memo = {}
+        self.storages = {}
+        self.made = []
 
     def dump(self, content):
         todo = [self.write(content)]
@@ -394,9 +403,11 @@ class Pickler:
         if isinstance(value, Tensor):
             kind = KINDS.get(value.dtype, "Untyped")
             storage = value.storage if isinstance(value.storage, Record) else Storage(value.storage, kind)
-            arguments, version = (storage, *value[1:5], OrderedDict()), 2
+            arguments = (storage, *value[1:5], OrderedDict())
+            version = 2
             if kind == "Untyped":
-                arguments, version = (*arguments, own_name("torch", value.dtype)), 3
+                arguments = (*arguments, own_name("torch", value.dtype))
+                version = 3
             return stub(own_name("torch._utils", f"_rebuild_tensor_v{version}"), arguments, True)
 
     def write_inside(self, items, entries):
@@ -473,7 +484,9 @@ def write_archive(file, stem, data, storages, reader):
     contents |= {f"data/{key}": storage for key, storage in enumerate(storages)}
     directory = b""
     for name, content in contents.items():
-        name, nbytes, position = os.fsencode(stem) + f"/{name}".encode(), nbytes_of(content), file.tell()
+        name = os.fsencode(stem) + f"/{name}".encode()
+        nbytes = nbytes_of(content)
+        position = file.tell()
         padding = -(position + 54 + len(name)) % 64  # torch aligns records, to map them
         file.write(bytes(54 + len(name) + padding))  # the header is known after its record
         crc = 0
@@ -489,7 +502,8 @@ def write_archive(file, stem, data, storages, reader):
         extra = struct.pack("<HHQQQ", 1, 24, nbytes, nbytes, position)
         directory += b"PK\1\2" + struct.pack("<H", 45) + fields
         directory += struct.pack("<HHHHHII", len(name), len(extra), 0, 0, 0, 0, FULL) + name + extra
-    start, count = file.tell(), len(contents)
+    start = file.tell()
+    count = len(contents)
     tail = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, len(directory), start)
     tail += b"PK\6\7" + struct.pack("<IQI", 0, start + len(directory), 1)
     tail += b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, 0xFFFF, 0xFFFF, FULL, FULL, 0)
@@ -510,6 +524,7 @@ def packed(content):
 
 CHUNK = 1 << 18
 SHORT = 1 << 14  # bytes below which it is quicker to sum twice than to join sums
+AHEAD = 1 << 12  # bytes below which so many are read at once, for the next parameters lie behind
 
 
 def keep_open():
@@ -536,12 +551,24 @@ class Reader:
     """Reads records, and remembers what of them: spans is {record: [start, end, CRC-32, start, ...]}."""
 
     def __init__(self, opened=None):
-        self.opened, self.spans = opened or keep_open(), {}
+        self.opened = opened or keep_open()
+        self.spans = {}
+        self.ahead = {}
 
     def read_into(self, buffer, record, start):
         """Fill the buffer from a record. Returns the CRC-32 of these bytes."""
-        fill(self.opened, buffer, record, start)
-        nbytes, crc = len(buffer), zlib.crc32(buffer)
+        nbytes = len(buffer)
+        if nbytes < AHEAD:
+            ahead, first = self.ahead.get(record, (b"", 0))
+            if start < first or start + nbytes > first + len(ahead):
+                ahead = bytearray(min(AHEAD, record.nbytes - start))
+                first = start
+                fill(self.opened, memoryview(ahead), record, start)
+                self.ahead[record] = ahead, first
+            buffer[:] = ahead[start - first : start - first + nbytes]
+        else:
+            fill(self.opened, buffer, record, start)
+        crc = zlib.crc32(buffer)
         spans = self.spans.get(record)
         if spans is None:
             self.spans[record] = [start, start + nbytes, crc]
@@ -575,7 +602,8 @@ class Slices(NamedTuple):
 
     def cut(self, start=0, numel=None):
         """(record, its first byte, bytes) of the elements from `start` on, in order."""
-        size, left = width(self.dtype), self.numel - start if numel is None else numel
+        size = width(self.dtype)
+        left = self.numel - start if numel is None else numel
         rank, within = divmod(self.origin + start, self.share or 1)
         while left:
             run = min(self.share - within, left)
@@ -586,7 +614,9 @@ class Slices(NamedTuple):
 
     def chunks(self, reader):
         """(bytes, their CRC-32), a chunk at a time: use it before the next one is asked for."""
-        buffer, filled, crc = memoryview(bytearray(min(CHUNK, nbytes_of(self)))), 0, 0
+        buffer = memoryview(bytearray(min(CHUNK, nbytes_of(self))))
+        filled = 0
+        crc = 0
         for record, start, nbytes in self.cut():
             end = start + nbytes
             while start < end:
@@ -597,7 +627,8 @@ class Slices(NamedTuple):
                 filled += len(part)
                 if filled == len(buffer):
                     yield buffer, crc
-                    filled, crc = 0, 0
+                    filled = 0
+                    crc = 0
         yield buffer[:filled], crc
 
     @classmethod
@@ -618,7 +649,9 @@ class Part(io.RawIOBase):
     """The bytes of Slices as a file that is read from its start to its end, a row of a tensor at a time."""
 
     def __init__(self, slices, reader):
-        self.pieces, self.reader, self.piece = iter(slices.cut()), reader, (None, 0, 0)
+        self.pieces = iter(slices.cut())
+        self.reader = reader
+        self.piece = (None, 0, 0)
 
     def readable(self):
         return True
@@ -672,7 +705,11 @@ class Joined(NamedTuple):
 
     def in_order(self, files, reader):
         """Every rank's part is read from its start to its end, too, unless a map permutes it."""
-        at, size, end, last, joined = [0] * len(files), width(self.dtype), 0, b"", bytearray()
+        at = [0] * len(files)
+        size = width(self.dtype)
+        end = 0
+        last = b""
+        joined = bytearray()
         for place, rank, here, numel in runs(self.blocks):
             if here == at[rank]:
                 data = files[rank].read(numel * size)
@@ -698,7 +735,8 @@ def runs(blocks):
     whole."""
 
     def of(rank, shape, stride, here, full_stride, there):
-        dims, run = list(zip(shape, stride, full_stride, strict=True)), 1
+        dims = list(zip(shape, stride, full_stride, strict=True))
+        run = 1
         while dims and (dims[-1][0] == 1 or dims[-1][1:] == (run, run)):
             run *= dims.pop()[0]
         for index in itertools.product(*(range(n) for n, _, _ in dims)) if 0 not in shape else ():
@@ -713,8 +751,10 @@ def runs(blocks):
 def cut_along(dim, size, widths):
     """The blocks of a tensor that is one, or several side by side along dim, and each is cut by itself:
     widths[sub][rank]."""
-    blocks, strides = [], whole("", b"", size).stride
-    at, in_part = 0, [0] * len(widths[0])
+    blocks = []
+    strides = whole("", b"", size).stride
+    at = 0
+    in_part = [0] * len(widths[0])
     for sub in widths:
         for rank, n in enumerate(sub):
             mine = [sum(w[rank] for w in widths) if d == dim else m for d, m in enumerate(size)]
@@ -740,7 +780,9 @@ def crc_multiply(a, b):
 @functools.lru_cache(4096)
 def crc_table(nbytes):
     """What nbytes more make of a CRC-32: times x^(8 nbytes), for all 16 values of each of its 8 half-bytes."""
-    table, column, power = [[0] for _ in range(8)], 0x80000000, 0x00800000
+    table = [[0] for _ in range(8)]
+    column = 0x80000000
+    power = 0x00800000
     while nbytes:
         if nbytes & 1:
             column = crc_multiply(power, column)
@@ -776,7 +818,9 @@ def checksum(opened, record, start, end, crc=0):
 def check(record, spans, opened):
     """The record is what its archive's CRC-32 says. spans: what readers, in whichever process, have read of it, start,
     end and CRC-32 one after the other. What nobody read, padding, is read here. Raises CheckpointError."""
-    at, crc, spans = 0, 0, sorted(set(zip(*[iter(spans)] * 3, strict=True)))
+    at = 0
+    crc = 0
+    spans = sorted(set(zip(*[iter(spans)] * 3, strict=True)))
     for start, end, own in [*spans, (record.nbytes, record.nbytes, 0)]:
         if start < at:  # views that share elements: their sums do not add up to the record's
             if any(checksum(opened, record, *span) != again for *span, again in spans):

@@ -1,6 +1,7 @@
 """ds_to_universal.py against DeepSpeed's own converter, on real checkpoints: every tensor, every bit."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,16 @@ def test_command_line(tmp_path, checkpoint, capfd, monkeypatch):
         ds_to_universal.main()
     assert stop.value.code == 2
     assert capfd.readouterr().err == f"ds_to_universal.py: error: {Path(tmp_path / 'no')} does not exist\n"
+
+
+def test_map():
+    """The rooms stand where the map at the top of the file says, and their entries are in them."""
+    text = Path(ds_to_universal.__file__).read_text()
+    lines, rooms = text.splitlines(), re.findall(r"^ +(\d+) to (\d+) +(\d)\. .*? {2,}(\S.*)$", text, re.M)
+    starts = [number for number, line in enumerate(lines, 1) if re.match(r"# \d\. ", line)]
+    assert [int(first) for first, *_ in rooms] == starts
+    assert [int(last) for _, last, *_ in rooms] == [start - 2 for start in starts[1:]] + [len(lines)]
+    for first, last, number, entries in rooms:
+        room = lines[int(first) - 1 : int(last)]
+        assert room[0].startswith(f"# {number}. ")
+        assert all(any(line.startswith(f"def {name}(") for line in room) for name in re.findall(r"\w+", entries))

@@ -234,6 +234,19 @@ def test_flags_that_permit_it(checkpoint, flags):
     assert done.returncode == 0 and "warning: " in done.stderr and "extra" in done.stderr
 
 
+def test_another_layout(checkpoint):
+    """The shards say where they hold what. If that is not where it should be, and nothing explains it, nobody knows."""
+
+    def move(shard):
+        mapping = shard["optimizer_state_dict"]["param_slice_mappings"][0]
+        for name in list(mapping)[:1]:
+            mapping[name].start += 1
+
+    refused(checkpoint(1, shard=move), "is not where param_slice_mappings says")
+    round_robin = {"ds_config": {"zero_optimization": {"round_robin_gradients": True}}}  # then DeepSpeed writes others
+    converted(checkpoint(1, lambda model: model.update(round_robin), move))
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_scalars_that_differ_by_rank(checkpoint, stage):
     """A norm of the slice, as LAMB keeps it, is named while the checkpoint is described; the step must not differ."""
@@ -241,12 +254,13 @@ def test_scalars_that_differ_by_rank(checkpoint, stage):
     def add(shard):
         for state in states(shard):
             state |= {"scale": torch.rand(()), "same": torch.ones(()), "best": random.random()}
+            state |= {"date": datetime.date(2026, 1, 2), "seconds": datetime.timedelta(random.random())}
 
     source = checkpoint(stage, shard=add)
     uneven = ds_to_universal.describe(source).uneven
-    assert uneven.keys() == {(group, key) for group in (0, 1) for key in ("scale", "best")}
+    assert uneven.keys() == {(group, key) for group in (0, 1) for key in ("scale", "best", "seconds")}
     assert set(uneven.values()) == {"differs between ranks 0 and 1"}
-    refused(source, "best, same, scale", "--no_strict")
+    refused(source, "best, date, same, scale, seconds", "--no_strict")
     last = max(source.glob("*_optim_*"))
     edit(source, last.name, lambda shard: [state["step"].add_(1) for state in states(shard)])
     refused(source, last.name, "is at optimizer step", strict=False)
@@ -444,6 +458,20 @@ def test_no_row_parallel_pattern(checkpoint):
         converted(source)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_version_of_deepspeed(checkpoint, stage):
+    """The result says which version wrote the checkpoint, as the checkpoint does."""
+
+    def older(content):
+        content["ds_version"] = "0.18.4"
+        if "loss_scaler" in content.get("optimizer_state_dict", {}) and stage == 1:
+            content["optimizer_state_dict"]["ds_version"] = "0.18.4"
+
+    source = checkpoint(stage, older, older)
+    assert converted(source)["ds_version"] == "0.18.4"
+    assert load(source.parent / "u" / "zero" / "optimizer_state.pt")["ds_version"] == "0.18.4"
+
+
 # -----------------------------------------------------------------------------
 # one line, always
 
@@ -558,6 +586,18 @@ def test_errors_of_the_system_are_not_damage(checkpoint, monkeypatch, capsys, er
     told = capsys.readouterr().err
     assert stop.value.code == 1 and told.count("\n") == 1 and "damaged" not in told
     assert "memory" in told if isinstance(error, MemoryError) else "_states.pt" in told and error.strerror in told
+
+
+def test_relative_path(checkpoint, monkeypatch):
+    """Also a path without a folder is named."""
+    source = checkpoint(1)
+    monkeypatch.chdir(source)
+    Path(MODEL).write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=f"^{MODEL} is damaged"):
+        ds_to_universal.load(MODEL)
+    os.rename(min(source.glob("*_optim_*")), "other.pt")
+    with pytest.raises(CheckpointError, match=r"^other\.pt: it was written as bf16_.*, and renamed"):
+        ds_to_universal.load("other.pt")
 
 
 def test_what_is_no_file(checkpoint):
