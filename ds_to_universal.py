@@ -95,9 +95,10 @@ from torch_file import (
 
 __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 __all__ = [
-    "CheckpointError", "Description", "Joined", "Parameter", "PtFile", "Reader", "Scalar", "Slices", "Tensor", "check",
-    "check_all", "compact", "convert", "cut_along", "describe", "find_tag", "load", "merged", "number", "packed",
-    "pickled", "tensor_of", "together", "whole", "width", "write_pt",
+    "check", "check_all", "CheckpointError", "compact", "convert", "cut_along", "describe", "Description", "find_tag",
+    "Joined", "load", "merged", "named_by_latest", "newest_first", "number", "packed", "Parameter", "pickled",
+    "PtFile", "Reader", "Scalar", "Slices", "tags", "Tensor", "tensor_of", "together", "verify", "whole", "width",
+    "write_pt",
 ]  # fmt: skip
 
 # -----------------------------------------------------------------------------
@@ -188,12 +189,57 @@ def find_tag(folder):
     if any(folder.glob("*_optim_states.pt")):
         return folder
     if (folder / "latest").is_file():
-        return folder / os.fsdecode((folder / "latest").read_bytes().strip())
+        return folder / named_by_latest(folder)
     tags = {path.parent for path in folder.glob("*/*_optim_states.pt")}
     if len(tags) > 1:
         names = ", ".join(sorted(tag.name for tag in tags))
         raise CheckpointError(f"{folder} holds several checkpoints, and no `latest` that names one: {names}")
     return tags.pop() if tags else folder
+
+
+def is_newer(universal, folder):
+    """Whether the folder has been converted already."""
+    made = universal / "zero" / "optimizer_state.pt"
+    return made.is_file() and made.stat().st_mtime >= max(path.stat().st_mtime for path in folder.glob("*.pt"))
+
+
+def named_by_latest(folder):
+    """The tag that `latest` names, or else `latest_universal`; "" without."""
+    for path in (folder / "latest", folder / "latest_universal"):
+        if path.is_file():
+            return os.fsdecode(path.read_bytes()).strip().replace("\0", "?")
+    return ""
+
+
+def tags(folder):
+    """{tag: file of model states} of the checkpoints in a folder, whole or not. A tag like epoch1/step5 is a folder in
+    a folder: those beside the one that `latest` names are found."""
+    found = {}
+    for place in {folder, (folder / named_by_latest(folder)).parent}:
+        for path in sorted(place.glob("[!.]*/*mp_rank_00_model_states.pt")):
+            if not path.parent.name.endswith((".unfinished", ".replaced")):
+                found[os.path.relpath(path.parent, folder)] = path
+    return found
+
+
+def newest_first(folder, say):
+    """The tags in a folder, in the order in which one would go on from them: the one that `latest` names, unless there
+    is a later one. say(text) is told what is passed over."""
+    named, steps, written = named_by_latest(folder), {}, {}
+    for name, path in tags(folder).items():
+        try:
+            steps[name] = int(load(path)[0]["global_steps"])
+            written[name] = path.stat().st_mtime
+        except Exception as error:
+            say(f"{name} is passed over: {type(error).__name__}: {error}")
+    order = sorted(steps, key=lambda name: (steps[name], not (folder / name / "zero").is_dir()), reverse=True)
+    if named not in steps:
+        if named:
+            say(f"`latest` names {named}, which is not there")
+        return order
+    # A job killed before it wrote `latest` leaves a later one. What an earlier run left is older on the disk.
+    first = [name for name in order if steps[name] > steps[named] and written[name] > written[named]]
+    return [*first, named, *(name for name in order if name != named and name not in first)]
 
 
 def find_shards(folder):
@@ -961,10 +1007,10 @@ def sync(folder):
 
 
 def verify(path):
-    """Read a finished file back: its bytes have the checksums of what was to be written."""
-    with about(path, "was not written as it should be: nothing is published"), zipfile.ZipFile(path) as archive:
+    """Read a file: every record has the checksum that was saved with it."""
+    with about(path, "is damaged"), zipfile.ZipFile(path) as archive:
         if record := archive.testzip():
-            raise CheckpointError(f"{path} is not what the checkpoint holds ({record}): nothing is published")
+            raise CheckpointError(f"{path} is damaged: {record} does not match its checksum")
 
 
 # -----------------------------------------------------------------------------

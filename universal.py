@@ -8,27 +8,26 @@ or, where a framework calls engine.load_checkpoint() itself, one line at the top
 
     universal.install()
 
-DeepSpeed's loader restores everything, but wants the very shard that this rank has saved. So every rank makes up, in
-memory, the shard that it would have saved itself: from the byte ranges of the shards that are there, or of a universal
-checkpoint. DeepSpeed takes it for the content of a file. Nothing is converted or written, no config flag is needed, and
-any optimizer is restored. On the ranks that saved it is the same: there is one way to load, and it looks at what it
-loads. The steps stand below: find, describe, read, make up the shard, load.
+DeepSpeed's loader wants the very shard that this rank has saved. So every rank makes up, in memory, the shard that it
+would have saved itself, from the byte ranges of the shards that are there, and DeepSpeed takes it for the content of a
+file: nothing is converted or written, any optimizer is restored. On the ranks that saved it is the same: there is one
+way to load, and it looks at what it loads. The steps stand below: find, describe, read, make up the shard, load.
 
-That is for data parallelism. Tensor and pipeline parallelism change what a parameter is: such a checkpoint is converted
-first, and DeepSpeed's universal loader reads it; mend() then restores what that loader leaves out.
+Tensor and pipeline parallelism change what a parameter is: such a checkpoint is converted first, and DeepSpeed's
+universal loader reads it; mend() then restores what that loader leaves out.
 
 Needs Python 3.10, torch, DeepSpeed, and ds_to_universal.py and torch_file.py beside it.
 """
 
 import contextlib
 import datetime
+import functools
 import io
 import itertools
 import math
 import os
 import socket
 import types
-import zipfile
 from pathlib import Path
 from unittest import mock
 
@@ -116,68 +115,29 @@ def mend(engine, folder):
 def install():
     """Let whatever calls engine.load_checkpoint(), Hugging Face's Trainer say, call load_checkpoint() of this file.
     As with DeepSpeed's, a first start finds nothing and goes on: an absent or empty folder, and no tag."""
-
-    def load_or_start(*args, **options):
-        return load_checkpoint(*args, **({"missing_ok": True} | options))
-
-    deepspeed.DeepSpeedEngine.load_checkpoint = load_or_start
+    deepspeed.DeepSpeedEngine.load_checkpoint = functools.partialmethod(load_checkpoint, missing_ok=True)
 
 
 # -----------------------------------------------------------------------------
 # 2. find: which checkpoint
 
 
-def named_by_latest(folder):
-    """The tag that `latest` names, or else `latest_universal`; "" without."""
-    for path in (folder / "latest", folder / "latest_universal"):
-        if path.is_file():
-            return os.fsdecode(path.read_bytes()).strip().replace("\0", "?")
-    return ""
-
-
-def tags(folder):
-    """{tag: file of model states} of the checkpoints in a folder, whole or not. A tag like epoch1/step5 is a folder in
-    a folder: those beside the one that `latest` names are found."""
-    found = {}
-    for place in {folder, (folder / named_by_latest(folder)).parent}:
-        for path in sorted(place.glob("[!.]*/*mp_rank_00_model_states.pt")):
-            if not path.parent.name.endswith((".unfinished", ".replaced")):
-                found[os.path.relpath(path.parent, folder)] = path
-    return found
-
-
 def find(folder, tag, missing_ok):
     """(folder, description) of that tag, or of the newest that is whole. None where there is nothing and may be."""
-    known, named, steps, written = tags(folder), named_by_latest(folder), {}, {}
+    known = converter.tags(folder)
     if tag is not None:
         path = folder / str(tag)
         if path.is_dir():
             return path, describe(path)
         raise CheckpointError(f"{path} does not exist; in {folder} there is: {', '.join(sorted(known))}")
-    if missing_ok and not known and not named:
+    if missing_ok and not known and not converter.named_by_latest(folder):
         return say(f"nothing was loaded: {folder} holds no checkpoint")
-    for name, path in known.items():
-        with passed_over(name):
-            steps[name] = int(converter.load(path)[0]["global_steps"])
-            written[name] = path.stat().st_mtime
-    order = sorted(steps, key=lambda name: (steps[name], not (folder / name / "zero").is_dir()), reverse=True)
-    if named in steps:
-        # A job killed before it wrote `latest` leaves a later one. What an earlier run left is older on the disk.
-        order.sort(key=lambda name: name != named and (steps[name] <= steps[named] or written[name] <= written[named]))
-    elif named:
-        say(f"`latest` names {named}, which is not there")
-    for name in order:
-        with passed_over(name):
+    for name in converter.newest_first(folder, say):
+        try:
             return folder / name, describe(folder / name)
+        except Exception as error:
+            say(f"{name} is not whole, and is passed over: {error}")
     raise CheckpointError(f"{folder} holds no checkpoint that is whole")
-
-
-@contextlib.contextmanager
-def passed_over(name):
-    try:
-        yield
-    except Exception as error:
-        say(f"{name} is not whole, and is passed over: {type(error).__name__}: {error}")
 
 
 # -----------------------------------------------------------------------------
@@ -185,13 +145,12 @@ def passed_over(name):
 
 
 def describe(folder):
-    """The converter's Description of what is in a folder, without data; None where it was saved without ZeRO. What has
-    to be an object again is packed: `models` is rank 0's model states, with what of the module is no tensor;
-    `optimizer` is rank 0's optimizer state without slices."""
+    """The converter's Description of a folder; None where it was saved without ZeRO. What has to be an object again is
+    packed: `models` is rank 0's model states, with what of the module is no tensor; `optimizer` its optimizer state."""
     first = min(folder.glob("*mp_rank_00_model_states.pt"), default=None)
-    if first and not (folder / "zero").is_dir() and not any(folder.glob("*_optim_states.pt")):
-        if converter.load(first)[0].get("optimizer"):
-            return None
+    sharded = (folder / "zero").is_dir() or any(folder.glob("*_optim_states.pt"))
+    if first and not sharded and converter.load(first)[0].get("optimizer"):
+        return None
     found = converter.describe(folder)
     model, optimizer = found.models[0], {key: value for key, value in found.optimizer.items() if key not in SHARDS}
     steps = model["global_steps"] - model["skipped_steps"]
@@ -220,7 +179,7 @@ def pack_model(found, model):
 
 
 def unpack(data):
-    """No pickle of a checkpoint is run but this one, by torch; its tensors were checked, and are those it needs."""
+    """No pickle of a checkpoint is run but this one; its tensors were checked, and are those it needs."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
@@ -319,22 +278,18 @@ def compare(engine, checkpoint, held, strict):
     if held:
         agree(group_of.keys(), checkpoint.parameters.keys(), "trained", strict)
     for name in checkpoint.parameters.keys() & parameters.keys():
-        saved, here = checkpoint.parameters[name], tuple(shape_of(parameters[name]))
+        saved, here = checkpoint.parameters[name], tuple(getattr(parameters[name], "ds_shape", parameters[name].shape))
         if here != saved.shape and saved.shape != (math.prod(here),):  # DeepSpeed's converter may flatten it
             raise CheckpointError(f"{name} is {here} here, and {saved.shape} in the checkpoint")
         if group_of.get(name, saved.group) != saved.group:
-            raise CheckpointError(
-                f"{name} is in parameter group {group_of[name]} here, {saved.group} in the checkpoint"
-            )
+            raise CheckpointError(f"{name} is in parameter group {group_of[name]}, and was in {saved.group}")
     for flat, _, _, parts in held:
         for name, start, at, numel in parts:
             here = weights(parameters[name], start, numel)
             there = flat[at : at + numel].to(here)
             if there.numel() != numel or not same(here, there):
-                raise CheckpointError(
-                    f"DeepSpeed {deepspeed.__version__} does not hold {name} where this file expects it: from element "
-                    f"{start} on it is {here[:3].tolist()} in the model, {there[:3].tolist()} there"
-                )
+                both = f"{here[:3].tolist()} in the model, {there[:3].tolist()} there"
+                raise CheckpointError(f"DeepSpeed {deepspeed.__version__} does not hold {name} as expected: {both}")
 
 
 def compare_optimizer(engine, checkpoint, model, saved):
@@ -349,14 +304,9 @@ def compare_optimizer(engine, checkpoint, model, saved):
     if left_out := saved.get("left_out"):
         raise CheckpointError(f"converted without {', '.join(left_out)} of the optimizer{ALONE}")
     stateful = any("betas" in group or group.get("momentum") for group in groups)
-    for name, parameter in checkpoint.parameters.items():
-        if (
-            stateful
-            and len(parameter.states) < 2
-            and 0 not in parameter.shape
-            and model["global_steps"] > model["skipped_steps"]
-        ):
-            raise CheckpointError(f"there is no optimizer state of {name}{ALONE}")
+    lost = [name for name, saved in checkpoint.parameters.items() if len(saved.states) < 2 and 0 not in saved.shape]
+    if stateful and lost and model["global_steps"] > model["skipped_steps"]:
+        raise CheckpointError(f"there is no optimizer state of {lost[0]}{ALONE}")
 
 
 def make_shard(engine, checkpoint, saved, held, reader, states):
@@ -403,10 +353,10 @@ def keep(engine, checkpoint, objects, reader, held, strict, share, own=False):
         masters = checkpoint.parameters[name].states["fp32"]
         saved[name] = converter.whole(masters.dtype, masters, checkpoint.parameters[name].shape)
     restored = {id(tensors[name]) for name in (*trained, *saved) if name in tensors}
-    lost = [name for name in module.state_dict().keys() - saved.keys() if id(tensors.get(name)) not in restored]
+    restored |= {id(tensor) for tensor in tensors.values() if 0 in getattr(tensor, "ds_shape", tensor.shape)}
     gone = set()
     with together(share):
-        lost = {name for name in lost if name not in tensors or math.prod(shape_of(tensors[name]))}
+        lost = {name for name in module.state_dict().keys() - saved.keys() if id(tensors.get(name)) not in restored}
         agree(lost, checkpoint.frozen.keys() - tensors.keys(), "frozen, or a buffer,", strict)
     for name in sorted({id(tensors.get(name, name)): name for name in saved}.values()):  # some have two names
         value, target = saved[name], tensors.get(name)
@@ -476,23 +426,18 @@ def load(engine, folder, checkpoint, options, share):
             return folder, reshard(engine, checkpoint, folder, options, share)
         case "convert":
             output = folder.with_name(f"{folder.name}_universal")
-            if not on_rank_0(share, lambda: is_newer(output, folder)):
+            if not on_rank_0(share, lambda: converter.is_newer(output, folder)):
                 say(f"{folder} is of another tensor or pipeline layout: converting it into {output}")
                 converter.convert(folder, output, rank=dist.get_rank(), ranks=dist.get_world_size(), gather=share)
             return load(engine, output, on_rank_0(share, lambda: describe(output)), options, share)
-    with together(share):
-        check_files(folder)
+    with together(share):  # DeepSpeed does not look at the checksums of the files that it is going to read
+        for path in sorted(folder.rglob("*.pt"))[dist.get_rank() :: dist.get_world_size()]:
+            converter.verify(path)
     with mock.patch.multiple(engine, load_universal_checkpoint=lambda: how == "universal"):
         _, client_state = deepspeed_load(engine, str(folder.parent), folder.name, **options)
     if how == "universal":
         mend(engine, folder)
     return folder, client_state
-
-
-def is_newer(universal, folder):
-    """Whether the folder has been converted already."""
-    made = universal / "zero" / "optimizer_state.pt"
-    return made.is_file() and made.stat().st_mtime >= max(path.stat().st_mtime for path in folder.glob("*.pt"))
 
 
 def reshard(engine, checkpoint, folder, options, share):
@@ -552,7 +497,7 @@ def of_rank(checkpoint, path):
 
 
 def take_rates(engine):
-    """elastic_checkpoint saves no hyper-parameters: the scheduler, if it has any, knows what the rates are."""
+    """elastic_checkpoint saves no hyper-parameters; the scheduler knows what the rates are."""
     say("elastic_checkpoint saves no hyper-parameters: the engine's own are used, and the scheduler's rates")
     optimizer, scheduler = engine.optimizer.optimizer, engine.lr_scheduler
     if getattr(scheduler, "optimizer", None) is optimizer:
@@ -583,21 +528,6 @@ def compare_batch(engine, model):
         steps, rest = divmod(was, now // engine.gradient_accumulation_steps())
         cure = f"gradient_accumulation_steps {steps} keeps it" if not rest else f"no accumulation gives {was} here"
         say(f"WARNING: the global batch was {was}, and is {now} now: {cure}")
-
-
-def check_files(folder):
-    """Compare the files that DeepSpeed is going to read with their checksums, which it does not look at: each rank
-    some of them."""
-    for path in sorted(folder.rglob("*.pt"))[dist.get_rank() :: dist.get_world_size()]:
-        damaged = ""
-        try:
-            torch._C.PyTorchFileReader(str(path))  # it wants more of a directory than zipfile does
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()
-        except Exception as error:
-            damaged = error
-        if damaged:
-            raise CheckpointError(f"{path} is damaged: {damaged}")
 
 
 # -----------------------------------------------------------------------------
@@ -644,10 +574,8 @@ def on_rank_0(share, work):
 
 def agree(here, there, what, strict):
     """Raise CheckpointError, or say, which names are on one side only."""
-    for names, side in (
-        (here - there, "here, and not in the checkpoint"),
-        (there - here, "in the checkpoint, and not here"),
-    ):
+    sides = {"here, and not in the checkpoint": here - there, "in the checkpoint, and not here": there - here}
+    for side, names in sides.items():
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         text = f"{', '.join(sorted(names)[:5])}{more} {'are' if len(names) > 1 else 'is'} {what} {side}"
         if names and strict:
@@ -661,17 +589,12 @@ def check_same_folder(folder, share):
     with together(share):
         here = {entry.name: entry.stat().st_size for entry in os.scandir(folder)} if folder.is_dir() else None
     seen = share((socket.gethostname(), here))
-    if other := {host for host, entries in seen if entries != seen[0][1]}:
-        hosts = f"{seen[0][0]} and on {', '.join(sorted(other))}"
-        raise CheckpointError(f"{folder} is not the same on {hosts}: it must be shared")
+    if other := sorted({host for host, entries in seen if entries != seen[0][1]}):
+        raise CheckpointError(f"{folder} is not the same on {seen[0][0]} and on {', '.join(other)}: it must be shared")
 
 
 def parameters_of(engine):
     return {engine.param_names[p]: p for p in engine.module.parameters() if p in engine.param_names}
-
-
-def shape_of(parameter):
-    return getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves nothing in the parameter itself
 
 
 def weights(parameter, start, numel):
