@@ -28,12 +28,12 @@ classes stay names. Each range is read once, checked against the archive's CRC-3
 
 In this file, by line, each room with its entry:
 
-     102 to 513   1. one data-parallel checkpoint         describe_ranks()
-     515 to 779   2. tensor and pipeline parallelism      describe()
-     781 to 854   3. what the result consists of          files_of()
-     856 to 963   4. publishing                           unfinished(), publish()
-     965 to 1114  5. convert()                            convert()
-    1116 to 1268  6. the command line                     main()
+     104 to 563   1. one data-parallel checkpoint         describe_ranks()
+     565 to 825   2. tensor and pipeline parallelism      describe()
+     827 to 902   3. what the result consists of          files_of()
+     904 to 1011  4. publishing                           unfinished(), publish()
+    1013 to 1163  5. convert()                            convert()
+    1165 to 1317  6. the command line                     main()
 
 torch_file.py, which has to lie beside this file, reads and writes .pt files. universal.py uses describe() and the
 Description that it returns, Reader and check() to read what that describes, together(), convert() and CheckpointError.
@@ -84,7 +84,6 @@ from torch_file import (
     load,
     nbytes_of,
     own_name,
-    packed,
     pickled,
     stub,
     tensor_of,
@@ -96,7 +95,7 @@ from torch_file import (
 __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 __all__ = [
     "check", "check_all", "CheckpointError", "compact", "convert", "cut_along", "describe", "Description", "find_tag",
-    "Joined", "load", "merged", "named_by_latest", "newest_first", "number", "packed", "Parameter", "pickled",
+    "Joined", "load", "merged", "named_by_latest", "newest_first", "number", "Parameter", "pickled",
     "PtFile", "Reader", "Scalar", "Slices", "tags", "Tensor", "tensor_of", "together", "verify", "whole", "width",
     "write_pt",
 ]  # fmt: skip
@@ -233,13 +232,14 @@ def newest_first(folder, say):
         except Exception as error:
             say(f"{name} is passed over: {type(error).__name__}: {error}")
     order = sorted(steps, key=lambda name: (steps[name], not (folder / name / "zero").is_dir()), reverse=True)
-    if named not in steps:
-        if named:
-            say(f"`latest` names {named}, which is not there")
-        return order
-    # A job killed before it wrote `latest` leaves a later one. What an earlier run left is older on the disk.
-    first = [name for name in order if steps[name] > steps[named] and written[name] > written[named]]
-    return [*first, named, *(name for name in order if name != named and name not in first)]
+    if (
+        named in steps
+    ):  # a job killed before it wrote `latest` leaves a later one; an earlier run's is older on the disk
+        later = [name for name in order if steps[name] > steps[named] and written[name] > written[named]]
+        return list(dict.fromkeys([*later, named, *order]))
+    if named:
+        say(f"`latest` names {named}, which is not there")
+    return order
 
 
 def find_shards(folder):
@@ -593,9 +593,7 @@ class TensorParallel:
             self.unused = {pattern for key in self.LISTS for pattern in self.info.get(key, [])}
             self.unused |= {pattern for sub in subs for pattern in sub["patterns"]}
         elif info and not (self.info.get(rows) or self.affine["params"]):
-            text = (
-                f"{folder}: universal_checkpoint_info names no row-parallel weights ({rows}): if the model has some, "
-            )
+            text = f"{folder}: universal_checkpoint_info names no row-parallel weights ({rows}): if there are some, "
             self.problems = [Problem(False, text + "the result is wrong on more than one tensor-parallel rank")]
 
     def match(self, patterns, name):
@@ -647,9 +645,7 @@ class TensorParallel:
         for rank, shard in entry["ranks"].items():
             for piece in shard["pieces"]:
                 if piece.get("scale", 1.0) != 1.0:
-                    raise CheckpointError(
-                        f"{self.folder}: {name} is stored scaled, its optimizer state cannot be converted"
-                    )
+                    raise CheckpointError(f"{self.folder}: {name} is stored scaled, its states cannot be converted")
                 (there, full_stride) = piece["source"]
                 (here, stride) = piece["dest"]
                 blocks.append((int(rank), piece["shape"], stride, here, full_stride, there))

@@ -23,7 +23,6 @@ import contextlib
 import datetime
 import functools
 import io
-import itertools
 import math
 import os
 import socket
@@ -38,13 +37,14 @@ from deepspeed.utils import bwc
 
 import ds_to_universal as converter
 from ds_to_universal import CheckpointError, together
+from torch_file import packed
 
 __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 TIMEOUT = 1800  # seconds that a rank waits for another one, which may be reading
 OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "DeepSpeedZeRoOffload")
 # What a parameter group says of how a step is computed, and not of what it computes.
-FLAGS = {"params", "step", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize"}
-FLAGS |= {"decoupled_weight_decay"}
+FLAGS = {"params", "step", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize",
+         "decoupled_weight_decay"}  # fmt: skip
 SHARDS = {"base_optimizer_state", "single_partition_of_fp32_groups", "optimizer_state_dict", "fp32_flat_groups"}
 ALONE = "; load_optimizer_states=False goes on with a fresh optimizer"
 deepspeed_load = deepspeed.DeepSpeedEngine.load_checkpoint
@@ -158,8 +158,8 @@ def describe(folder):
     if found.ranks and counted - {None, steps}:  # an optimizer may have been started anew in mid-run
         check_weights(found, converter.load(first)[0]["module"] or {})
         say(f"{folder} is of step {steps}, its optimizer has counted {sorted(counted)}")
-    packed = converter.packed(optimizer | {"param_slice_mappings": None, "param_groups": found.param_groups})
-    return found._replace(models=pack_model(found, model), optimizer=packed)
+    optimizer |= {"param_slice_mappings": None, "param_groups": found.param_groups}
+    return found._replace(models=pack_model(found, model), optimizer=packed(optimizer))
 
 
 def check_weights(found, module):
@@ -175,7 +175,7 @@ def check_weights(found, module):
 
 def pack_model(found, model):
     data = {"optimizer": None, "frozen_param_fragments": None}
-    return converter.packed(model | data | {"module": {name: model["module"][name] for name in found.extra}})
+    return packed(model | data | {"module": {name: model["module"][name] for name in found.extra}})
 
 
 def unpack(data):
@@ -313,11 +313,11 @@ def make_shard(engine, checkpoint, saved, held, reader, states):
     """What this rank would have saved, had these ranks at this stage written the checkpoint. states: with those of the
     optimizer, not only fp32."""
     optimizer, fp32, state, parameters = engine.optimizer, [], {}, parameters_of(engine)
-    own = optimizer.param_groups
     if "lr" not in saved["param_groups"][0]:
         take_rates(engine)
-    groups = itertools.zip_longest(own, saved["param_groups"][: len(own)], fillvalue={})
-    groups = [here | there | {"params": []} for here, there in groups]
+    groups = [group | {"params": []} for group in optimizer.param_groups]
+    for group, there in zip(groups, saved["param_groups"], strict=False):
+        group |= there | {"params": []}
     for i, (flat, group, names, parts) in enumerate(held):
         for name, start, at, numel in parts:
             if name in checkpoint.kept:  # it was frozen
@@ -331,14 +331,17 @@ def make_shard(engine, checkpoint, saved, held, reader, states):
         fp32.append(state[i].pop("fp32", flat))
         groups[group]["params"].append(i)
     base = {"state": {i: own for i, own in state.items() if own}, "param_groups": groups}
-    shard = {"optimizer_state_dict": base, "fp32_flat_groups": fp32}  # ZeRO-3's names, then those of the others
-    shard |= {"base_optimizer_state": base, "single_partition_of_fp32_groups": fp32}
-    shard |= {"param_alignment_paddings": getattr(optimizer, "round_robin_bit16_padding", None)}
+    shard = {
+        "optimizer_state_dict": base, "fp32_flat_groups": fp32,  # ZeRO-3's names, then those of the others
+        "base_optimizer_state": base, "single_partition_of_fp32_groups": fp32,
+        "param_alignment_paddings": getattr(optimizer, "round_robin_bit16_padding", None),
+        "ds_version": deepspeed.__version__,
+    }  # fmt: skip
     for key in ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"):
         here = getattr(optimizer, key, None)
         there = saved.get(key, here)  # the scaler of another precision is of no use
         shard[key] = there if type(there) is type(here) else here
-    return shard | {"ds_version": deepspeed.__version__}
+    return shard
 
 
 def keep(engine, checkpoint, objects, reader, held, strict, share, own=False):
@@ -479,10 +482,11 @@ def reshard(engine, checkpoint, folder, options, share):
 
 def load_rest(engine, folder, model, options):
     """DeepSpeed's loader for all but the module and the optimizer: counters, scheduler. Returns the client state."""
-    patch = dict(checkpoint_engine=types.SimpleNamespace(load=lambda *_, **__: model))
-    patch |= dict(_get_all_ckpt_names=lambda *_: [str(folder)], load_module_state_dict=lambda *_, **__: None)
-    model |= {"mp_world_size": engine.mp_world_size}
-    with mock.patch.multiple(engine, **patch, load_universal_checkpoint=lambda: False):
+    model["mp_world_size"] = engine.mp_world_size
+    with mock.patch.multiple(
+        engine, _get_all_ckpt_names=lambda *_: [str(folder)], load_module_state_dict=lambda *_, **__: None,
+        checkpoint_engine=types.SimpleNamespace(load=lambda *_, **__: model), load_universal_checkpoint=lambda: False,
+    ):  # fmt: skip
         more = options | {"load_optimizer_states": True}  # without, it would look for other files
         return engine._load_checkpoint(str(folder.parent), folder.name, **more)[1]
 

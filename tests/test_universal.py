@@ -248,7 +248,7 @@ def test_another_layout(copy, stage, ranks):
         3: (r"at \+= share\n", "at += share + 1\n"),
     }
     line = refused(copy(stage), ranks, stage, patch=edited(at[stage]))
-    assert "where this file expects it" in line and " in the model, " in line
+    assert " as expected: " in line and " in the model, " in line
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
