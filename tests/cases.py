@@ -223,13 +223,16 @@ def numbers_of_a_slice(stage, saving):
 
 @case
 def half_a_step(stage, saving):
-    """Back to a checkpoint from the middle of an accumulation: those gradients are not added to the next step's."""
+    """Back to a checkpoint, when all weights are NaN, and from the middle of an accumulation: those gradients are not
+    added to the next step's."""
     if saving:
         engine = trained(stage)
         losses = [train(engine, step) for step in (2, 3)]
         (HERE / "losses").write_text(json.dumps(losses))
         return
     engine = make(stage, seed=5)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = float("nan")
     train(engine, 7)
     train(engine, 8, micro_batches=1)
     load(engine)

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import random_engines
 import torch
 from conftest import edited, load, states
 
@@ -290,3 +291,9 @@ def test_the_description_holds_no_data(saved, stage, tag):
     assert model["global_steps"] == 3 and optimizer["param_groups"]
     assert all(tensor.numel() == 1 for tensor in tensors([model, optimizer]))
     assert len(pickle.dumps(description)) < 64000
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(8, 80, 8))])
+def test_random_engines(first):
+    """python tests/random_engines.py 0 300 tries as many as one likes."""
+    assert random_engines.main(first, first + 8) == 0
