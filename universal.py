@@ -180,7 +180,7 @@ def pack_model(found, model):
 
 def unpack(data):
     """No pickle of a checkpoint is run but this one; its tensors were checked, and are those it needs."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    return torch.load(io.BytesIO(data), weights_only=False)
 
 
 def scalars(parameter):
