@@ -33,7 +33,7 @@ In this file, by line, each room with its entry:
      827 to 902   3. what the result consists of          files_of()
      904 to 1011  4. publishing                           unfinished(), publish()
     1013 to 1163  5. convert()                            convert()
-    1165 to 1317  6. the command line                     main()
+    1165 to 1309  6. the command line                     main()
 
 torch_file.py, which has to lie beside this file, reads and writes .pt files. universal.py uses describe() and the
 Description that it returns, Reader and check() to read what that describes, together(), convert() and CheckpointError.
@@ -1293,17 +1293,9 @@ def main():
         met = meet(rank, ranks, Path(os.path.realpath(output)), args.timeout)
         with met if ranks > 1 else contextlib.nullcontext(alone) as gather:
             done = convert(
-                args.input_folder,
-                output,
-                args.num_extract_workers,
-                args.num_merge_workers,
-                strict=args.strict,
-                check=args.check,
-                progress=not rank,
-                rank=rank,
-                ranks=ranks,
-                gather=gather,
-            )
+                args.input_folder, output, args.num_extract_workers, args.num_merge_workers, strict=args.strict,
+                check=args.check, progress=not rank, rank=rank, ranks=ranks, gather=gather,
+            )  # fmt: skip
             gather(None)
     if not rank:
         rate = done["bytes"] / done["seconds"] / 1e9
