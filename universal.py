@@ -165,7 +165,8 @@ def describe(folder):
 def check_weights(found, module):
     """The model states (at ZeRO-1 and 2 they hold the weights) and the shards are of one step."""
     for name, parameter in found.parameters.items():
-        if weight := converter.tensor_of(module.get(name)):
+        weight = converter.tensor_of(module.get(name))
+        if weight and weight.stride == converter.whole("", b"", weight.size).stride:
             slices = converter.Slices.of(weight)
             masters, weights = (Reader().fill(torch.empty(min(1024, slices.numel), dtype=getattr(torch, s.dtype)), s)
                                 for s in (parameter.states["fp32"], slices))  # fmt: skip
@@ -450,7 +451,7 @@ def reshard(engine, checkpoint, folder, options, share):
     own = checkpoint.stage == 3 and checkpoint.ranks == ranks  # each rank had a file of model states for itself
     with together(share):
         if stage == 3:
-            getattr(optimizer, "_partition_all_parameters", getattr(optimizer, "partition_all_parameters", None))()
+            getattr(optimizer, "parameter_offload", optimizer).partition_all_parameters()
         if own:
             checkpoint = of_rank(checkpoint, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         model, saved, held = unpack(checkpoint.models), unpack(checkpoint.optimizer), layout(engine)
