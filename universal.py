@@ -104,8 +104,7 @@ def mend(engine, folder):
                 for key in first.states.keys() - state.keys() - {"fp32"}:
                     if engine.mp_world_size > 1:
                         raise CheckpointError(f"DeepSpeed's universal loader does not restore {key} of {names[0]}")
-                    dtype = first.states[key].dtype
-                    state[key] = reader.fill_flat(flat, key, dtype, parts, checkpoint.parameters).to(flat.device)
+                    state[key] = reader.fill_flat(flat, key, first.states, parts, checkpoint.parameters).to(flat.device)
         # Frozen parameters and buffers are in no optimizer, and the loader looks nowhere else.
         keep(engine, checkpoint, unpack(checkpoint.models)["module"], reader, held, False, share)
         reader.check_together(share)
@@ -208,9 +207,9 @@ class Reader(converter.Reader):
             done += nbytes
         return tensor
 
-    def fill_flat(self, flat, key, dtype, parts, parameters):
+    def fill_flat(self, flat, key, states, parts, parameters):
         """A state, as flat as the masters are; of the masters themselves, where they are if that is on the CPU."""
-        dtype = getattr(torch, dtype)
+        dtype = getattr(torch, states[key].dtype)
         state = flat.detach().to("cpu", dtype) if key == "fp32" else torch.zeros(flat.numel(), dtype=dtype)
         for name, start, at, numel in parts:
             if name in parameters:
@@ -246,7 +245,7 @@ def layout(engine):
     parameter, start in the tensor, numel)."""
     optimizer, name_of, found = engine.optimizer, engine.param_names, []
     rank = dist.get_rank(optimizer.dp_process_group)
-    if type(optimizer).__name__ == "DeepSpeedZeRoOffload":  # ZeRO-3 without an optimizer
+    if not hasattr(optimizer, "param_groups"):  # ZeRO-3 without an optimizer
         return []
     if engine.zero_optimization_stage() == 3:  # every parameter is cut by itself
         flats, groups = optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups
@@ -326,8 +325,7 @@ def make_shard(engine, checkpoint, saved, held, reader, states):
         state[i], known = {}, [checkpoint.parameters[name] for name in names if name in checkpoint.parameters]
         if known:
             for key in known[0].states if states else ["fp32"]:
-                dtype = known[0].states[key].dtype
-                state[i][key] = reader.fill_flat(flat, key, dtype, parts, checkpoint.parameters)
+                state[i][key] = reader.fill_flat(flat, key, known[0].states, parts, checkpoint.parameters)
             state[i] |= scalars(known[0])
         fp32.append(state[i].pop("fp32", flat))
         groups[group]["params"].append(i)
