@@ -242,32 +242,28 @@ class Reader(converter.Reader):
 
 def layout(engine):
     """What this rank holds: [(flat fp32 tensor, its parameter group, names, parts)]. A part is (name, start in the
-    parameter, start in the tensor, numel)."""
-    optimizer, name_of, found = engine.optimizer, engine.param_names, []
-    rank = dist.get_rank(optimizer.dp_process_group)
+    parameter, start in the tensor, numel). The formula is that of the converter's Slices: at ZeRO-3 every parameter is
+    cut by itself, before that a group's parameters lie end to end, and the whole is cut."""
+    optimizer, found = engine.optimizer, []
     if not hasattr(optimizer, "param_groups"):  # ZeRO-3 without an optimizer
         return []
-    if engine.zero_optimization_stage() == 3:  # every parameter is cut by itself
+    rank, alone = dist.get_rank(optimizer.dp_process_group), engine.zero_optimization_stage() == 3
+    if alone:
         flats, groups = optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups
-        for i, (flat, params) in enumerate(zip(flats, groups, strict=True)):
-            parts, at = [], 0
-            for p in params:
-                share = p.partition_numel()
-                parts.append((name_of[p], rank * share, at, max(0, min(share, p.ds_numel - rank * share))))
-                at += share
-            found.append((flat, optimizer.sub_group_to_group_id[i], [name_of[p] for p in params], parts))
-    else:  # a group's parameters lie end to end, and the whole is cut
+    else:
+        flats = [group["params"][0] for group in optimizer.optimizer.param_groups]
         groups = getattr(optimizer, "round_robin_bit16_groups", None) or optimizer.bf16_groups
-        paddings = getattr(optimizer, "round_robin_bit16_padding", None) or [[0] * len(params) for params in groups]
-        for i, params in enumerate(groups):
-            (flat,), parts, at = optimizer.optimizer.param_groups[i]["params"], [], 0
-            begin = rank * flat.numel()
-            for p, padding in zip(params, paddings[i], strict=True):
-                first, last = max(at, begin), min(at + p.numel(), begin + flat.numel())
-                if first < last:
-                    parts.append((name_of[p], first - at, first - begin, last - first))
-                at += p.numel() + padding
-            found.append((flat, i, [name_of[p] for p in params], parts))
+    paddings = getattr(optimizer, "round_robin_bit16_padding", None) or [[0] * len(params) for params in groups]
+    for i, (flat, params) in enumerate(zip(flats, groups, strict=True)):
+        parts, at = [], 0
+        for p, padding in zip(params, paddings[i], strict=True):
+            numel, share, origin = (p.ds_numel, p.partition_numel(), 0) if alone else (p.numel(), flat.numel(), at)
+            first, last = max(0, rank * share - origin), min(numel, (rank + 1) * share - origin)
+            if first < last:
+                parts.append((engine.param_names[p], first, first + at - rank * share, last - first))
+            at += share if alone else numel + padding
+        group = optimizer.sub_group_to_group_id[i] if alone else i
+        found.append((flat, group, [engine.param_names[p] for p in params], parts))
     return found
 
 
