@@ -32,8 +32,8 @@ In this file, by line, each room with its entry:
      565 to 829    2. tensor and pipeline parallelism      describe()
      831 to 906    3. what the result consists of          files_of()
      908 to 1015   4. publishing                           unfinished(), publish()
-    1017 to 1173   5. convert()                            convert()
-    1175 to 1330   6. the command line                     main()
+    1017 to 1174   5. convert()                            convert()
+    1176 to 1331   6. the command line                     main()
 
 torch_file.py, which has to lie beside this file, reads and writes .pt files. universal.py uses describe() and the
 Description that it returns, Reader and check() to read what that describes, together(), convert() and CheckpointError.
@@ -1046,9 +1046,10 @@ def convert(
 
     check reads the finished files back before they are published. strict=False goes on without what a universal
     checkpoint cannot hold, with a warning. zero3_before_0_19_3 is for the universal loader of those DeepSpeeds at
-    ZeRO-3, which wants a tensor where all others want {"param": the tensor}. Several processes share the work as rank of ranks; gather(value) returns the
-    values of all of them. Raises CheckpointError when the input is not a whole ZeRO checkpoint, or the output is
-    something else's folder; OSError when a disk fails. Nothing has then appeared at output_folder.
+    ZeRO-3, which wants a tensor where all others want {"param": the tensor}. Several processes share the work as rank
+    of ranks; gather(value) returns the values of all of them. Raises CheckpointError when the input is not a whole ZeRO
+    checkpoint, or the output is something else's folder; OSError when a disk fails. Nothing has then appeared at
+    output_folder.
     Returns {"source", "parameters", "bytes", "files", "seconds"}; source is the folder of the tag.
     """
     began = time.perf_counter()
@@ -1243,7 +1244,7 @@ def parse_arguments():
     arg("--num_merge_workers", type=int, default=2, help="threads that write parameters")
     arg("--no_strict", dest="strict", action="store_false", help="go on without what the result cannot hold")
     arg("--zero3_before_0_19_3", action="store_true", help="write for the universal loader of DeepSpeed before 0.19.3 "
-        "at ZeRO-3, which fails on others (\"'dict' object has no attribute 'view'\"), as others fail on these")  # fmt: skip
+        "at ZeRO-3: it fails on what others want (\"'dict' object has no attribute 'view'\")")  # fmt: skip
     arg("--verify", dest="check", action="store_true", help="read the result back before it is published")
     arg("--distributed", action="store_true", help="share the work with the other processes that RANK and WORLD_SIZE "
         "tell of; torchrun, deepspeed and srun need no flag")  # fmt: skip
