@@ -51,9 +51,14 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.out(hidden) * (1 + 0.01 * self.calls), targets)
 
 
-def make_engine(ranks, stage, seed, universal):
+def make_engine(ranks, stage, seed, universal, one_group):
+    torch.manual_seed(1)
+    frozen = Net().frozen
     torch.manual_seed(seed)
     model = Net()
+    if universal:  # DeepSpeed's universal loader leaves both out: here they come from elsewhere
+        model.frozen = frozen
+        model.calls += SAVED * ACCUMULATION
     decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
     config = {
@@ -66,7 +71,8 @@ def make_engine(ranks, stage, seed, universal):
         "zero_force_ds_cpu_optimizer": False,
         "checkpoint": {"load_universal": universal},
     }
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 2e-2}], lr=1e-2)
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 2e-2}]
+    optimizer = torch.optim.AdamW([{"params": decayed + others}] if one_group else groups, lr=1e-2)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config,
         lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1, (step + 1) / STEPS)),
@@ -74,14 +80,14 @@ def make_engine(ranks, stage, seed, universal):
     return engine
 
 
-def work(name, ranks, stage, folder=None, save=None, load=None, how=None, seed=1):
+def work(name, ranks, stage, folder=None, save=None, load=None, how=None, seed=1, one_group=False):
     """Train to the last step; save: a tag, after step 3; load: a tag, by `how`, in a model of another seed."""
     if how == "convert":
         options = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
         options |= dict(input_folder=f"{folder}/{load}", output_folder=f"{folder}/{save}", inject_missing_state=True)
         deepspeed.checkpoint.ds_to_universal.main(SimpleNamespace(**options))
         return []
-    engine = make_engine(ranks, stage, seed=seed + bool(load), universal=how == "universal")
+    engine = make_engine(ranks, stage, seed=seed + bool(load), universal=how == "universal", one_group=one_group)
     if load and how == "ours":
         sys.path.append(str(ROOT))
         import universal
