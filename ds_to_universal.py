@@ -32,8 +32,8 @@ In this file, by line, each room with its entry:
      565 to 825   2. tensor and pipeline parallelism      describe()
      827 to 902   3. what the result consists of          files_of()
      904 to 1011  4. publishing                           unfinished(), publish()
-    1013 to 1163  5. convert()                            convert()
-    1165 to 1309  6. the command line                     main()
+    1013 to 1170  5. convert()                            convert()
+    1172 to 1319  6. the command line                     main()
 
 torch_file.py, which has to lie beside this file, reads and writes .pt files. universal.py uses describe() and the
 Description that it returns, Reader and check() to read what that describes, together(), convert() and CheckpointError.
@@ -836,10 +836,10 @@ def file_name(name):
 
 
 @functools.lru_cache(4096)
-def state_pickle(dtype, shape, *how):
+def state_pickle(dtype, shape, bare, *how):
     """The pickle of a state file. Layers are alike, and so are the states of each: few have to be made."""
-    blank = Slices(dtype, (), (), 0, 0, 0, math.prod(shape))
-    return pickled({"param": whole(dtype, blank, shape)} | dict(how))[0]
+    tensor = whole(dtype, Slices(dtype, (), (), 0, 0, 0, math.prod(shape)), shape)
+    return pickled(tensor if bare else {"param": tensor} | dict(how))[0]
 
 
 def as_tensor(value):
@@ -864,8 +864,8 @@ def global_state(description):
     return state
 
 
-def files_of(description):
-    """{path below the output folder: (pickle, what its tensors are made of)}."""
+def files_of(description, bare=False):
+    """{path below the output folder: (pickle, what its tensors are made of)}. bare: tensors without a dict around."""
     files = {}
     steps = {}
     for name, parameter in description.parameters.items():
@@ -873,7 +873,7 @@ def files_of(description):
         for key, source in parameter.states.items():
             if "/" in file_name(key):
                 raise CheckpointError(f"{key!r} is a state's name that leads to another folder")
-            data = state_pickle(source.dtype, parameter.shape, *parameter.how.items())
+            data = state_pickle(source.dtype, parameter.shape, bare, *parameter.how.items())
             files[f"{folder}/{file_name(key)}.pt"] = data, [source]
         step = parameter.scalars.get("step")
         if step is not None:
@@ -1035,15 +1035,17 @@ def together(gather):
 
 def convert(
     input_folder, output_folder=None, num_extract_workers=4, num_merge_workers=2, *,
-    strict=True, check=False, progress=False, rank=0, ranks=1, gather=alone,
+    strict=True, check=False, progress=False, rank=0, ranks=1, gather=alone, zero3_before_0_19_3=False,
 ):  # fmt: skip
     """Convert the ZeRO checkpoint in input_folder, or in the folder below it that find_tag() finds, into a universal
     checkpoint at output_folder: without a name, the input's with _universal behind it.
 
     check reads the finished files back before they are published. strict=False goes on without what a universal
-    checkpoint cannot hold, with a warning. Several processes share the work as rank of ranks; gather(value) returns the
-    values of all of them. Raises CheckpointError when the input is not a whole ZeRO checkpoint, or the output is
-    something else's folder; OSError when a disk fails. Nothing has then appeared at output_folder.
+    checkpoint cannot hold, with a warning. zero3_before_0_19_3 is for the universal loader of those DeepSpeeds at
+    ZeRO-3, which wants a tensor where all others want {"param": the tensor}. Several processes share the work as rank
+    of ranks; gather(value) returns the values of all of them. Raises CheckpointError when the input is not a whole ZeRO
+    checkpoint, or the output is something else's folder; OSError when a disk fails. Nothing has then appeared at
+    output_folder.
     Returns {"source", "parameters", "bytes", "files", "seconds"}; source is the folder of the tag.
     """
     began = time.perf_counter()
@@ -1057,9 +1059,9 @@ def convert(
             folder = beside(output, "unfinished")
             show(progress, f"describing {source}")
             description = describe(source, num_extract_workers, opened)
-            complain(description, strict)
+            complain(description, strict, zero3_before_0_19_3)
             with about(source / "*_optim_states.pt"):
-                files = files_of(description)
+                files = files_of(description, zero3_before_0_19_3)
             if rank == 0:
                 stack.enter_context(unfinished(output))
                 for parent in {os.path.dirname(name) for name in files}:
@@ -1089,13 +1091,18 @@ def default_output(source):
     return f"{os.path.abspath(source)}_universal"
 
 
-def complain(description, strict):
+def complain(description, strict, zero3_before_0_19_3):
     """What a conversion would lose is refused, or named in a warning; so is what is only odd."""
     if description.universal:
         raise CheckpointError(f"{description.folder} is a universal checkpoint already")
     if strangers := description.strangers:
         text = f"{next(iter(strangers.values()))}: it names {', '.join(sorted(strangers))}, which is none of torch's, "
         warnings.warn(f"{text}DeepSpeed's, Megatron's, numpy's or Python's. It is handed on, not run", stacklevel=3)
+    version = str(description.models[0].get("ds_version"))
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    if description.stage == 3 and numbers and numbers < (0, 19, 3) and not zero3_before_0_19_3:
+        text = f"saved at ZeRO-3 by DeepSpeed {version}, whose own universal loader cannot read the result: it wants "
+        warnings.warn(f"{text}--zero3_before_0_19_3. universal.py, and DeepSpeed 0.19.3 and later, can", stacklevel=3)
     for problem in description.problems:
         if problem.fatal and strict:
             raise CheckpointError(f"{problem.text} (--no_strict goes on without it)")
@@ -1232,6 +1239,8 @@ def parse_arguments():
     arg("--num_extract_workers", type=int, default=4, help="threads that open shards")
     arg("--num_merge_workers", type=int, default=2, help="threads that write parameters")
     arg("--no_strict", dest="strict", action="store_false", help="go on without what the result cannot hold")
+    arg("--zero3_before_0_19_3", action="store_true", help="write for the universal loader of DeepSpeed before 0.19.3 "
+        "at ZeRO-3: it fails on what others want (\"'dict' object has no attribute 'view'\")")  # fmt: skip
     arg("--verify", dest="check", action="store_true", help="read the result back before it is published")
     arg("--distributed", action="store_true", help="share the work with the other processes that RANK and WORLD_SIZE "
         "tell of; torchrun, deepspeed and srun need no flag")  # fmt: skip
@@ -1294,7 +1303,8 @@ def main():
         with met if ranks > 1 else contextlib.nullcontext(alone) as gather:
             done = convert(
                 args.input_folder, output, args.num_extract_workers, args.num_merge_workers, strict=args.strict,
-                check=args.check, progress=not rank, rank=rank, ranks=ranks, gather=gather,
+                check=args.check, progress=not rank, zero3_before_0_19_3=args.zero3_before_0_19_3, rank=rank,
+                ranks=ranks, gather=gather,
             )  # fmt: skip
             gather(None)
     if not rank:

@@ -2,10 +2,14 @@
 
 import math
 import re
+import shutil
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
-from conftest import assert_equal_to_deepspeed, frozen_and_buffer, load
+from conftest import ROOT, assert_equal_to_deepspeed, edit, frozen_and_buffer, load, same_bits
 
 import ds_to_universal
 from harness.ranks import run
@@ -138,3 +142,57 @@ def test_map():
         room = lines[int(first) - 1 : int(last)]
         assert room[0].startswith(f"# {number}. ")
         assert all(any(line.startswith(f"def {name}(") for line in room) for name in re.findall(r"\w+", entries))
+
+
+class TestZero3Before0193:
+    """The universal loader of ZeRO-3 takes torch.load(path).view(-1), and since 0.19.3 the "param" of a dict, too."""
+
+    @staticmethod
+    def files(folder):
+        return {path.relative_to(folder): load(path) for path in (folder / "zero").rglob("*.pt")}
+
+    @pytest.mark.parametrize("stage", [1, 3])
+    def test_writes_the_tensors_themselves(self, stage, tmp_path, laid_out):
+        ds_to_universal.convert(laid_out(stage), tmp_path / "u")
+        command = [sys.executable, ROOT / "ds_to_universal.py", "--input_folder", laid_out(stage)]
+        command += ["--output_folder", tmp_path / "bare", "--zero3_before_0_19_3", "--verify"]
+        subprocess.run(command, check=True, timeout=60)
+        usual, bare = self.files(tmp_path / "u"), self.files(tmp_path / "bare")
+        assert usual.keys() == bare.keys()
+        states = [path for path, content in usual.items() if isinstance(content, dict) and "param" in content]
+        assert len(states) == 3 * 3
+        for path in states:
+            assert same_bits(bare[path], usual[path]["param"])
+        described = ds_to_universal.describe(tmp_path / "bare")
+        assert {name: p.shape for name, p in described.parameters.items()} == {"a": (5, 3), "b": (7,), "c": (4,)}
+
+    @pytest.mark.parametrize(
+        "stage, version, named, warns",
+        [
+            (3, "0.16.9", False, True),
+            (3, "0.19.2+git1a2b3c", False, True),
+            (3, "0.19.3", False, False),
+            (3, "0.20.0", False, False),
+            (3, "0.16.9", True, False),
+            (2, "0.16.9", False, False),  # those loaders take a dict
+        ],
+    )
+    def test_warns_where_the_loader_cannot_read_it(self, stage, version, named, warns, tmp_path, checkpoint_with):
+        source = checkpoint_with(stage, version)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ds_to_universal.convert(source, tmp_path / "u", zero3_before_0_19_3=named)
+        texts = [str(one.message) for one in caught if "--zero3_before_0_19_3" in str(one.message)]
+        assert len(texts) == warns and all(f"DeepSpeed {version}," in text for text in texts)
+
+
+@pytest.fixture
+def checkpoint_with(tmp_path, laid_out):
+    """checkpoint_with(stage, version): a copy that says it was saved by that version of DeepSpeed."""
+
+    def make(stage, version):
+        shutil.copytree(laid_out(stage), tmp_path / "c")
+        edit(tmp_path / "c", "*_model_*", lambda model: model.update(ds_version=version))
+        return tmp_path / "c"
+
+    return make

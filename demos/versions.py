@@ -1,0 +1,248 @@
+"""The DeepSpeeds that people have: `make versions`.
+
+    python demos/versions.py --output assets/versions.txt
+
+Installs each below .venv-versions/, without its requirements and without a compiler, beside the torch of this Python.
+There harness/any_version.py trains a model with two parameter groups, tied weights, a frozen layer and a buffer for 9
+steps, and saves after the third on 4 ranks. A number is the largest difference of the 6 losses after that from those of
+the run that saved and went on. Beside what is ours stands what DeepSpeed does there by itself, and what differs without
+any checkpoint. A letter is an error, told below the table. Ends with an error where universal.py fails or is further
+away than rounding, and the control beside it is not.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import venv
+import warnings
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import ds_to_universal  # noqa: E402
+
+HERE, NEW = ROOT / ".venv-versions", version_of("deepspeed")
+OLD = ("0.16.4", "0.16.9", "0.17.6", "0.18.4", "0.18.9", "0.19.0", "0.19.3")
+STAGES, ROUNDING = (1, 2, 3), 1e-5
+ANOTHER = {1: 2, 2: 3, 3: 1}
+# row: the row of its control; those that have one are universal.py's and are checked
+ROWS = {
+    "3 ranks, no checkpoint": None,
+    "2 ranks, no checkpoint": None,
+    "universal.py, 4 to 3": "3 ranks, no checkpoint",
+    "universal.py, 4 to 2": "2 ranks, no checkpoint",
+    "universal.py, 4 to 3, at another stage": "3 ranks, no checkpoint",
+    "DeepSpeed's loader, 4 to 3": None,
+    f"{NEW} loads it: DeepSpeed's, on the same 4": None,
+    f"{NEW} loads it: universal.py, 4 to 3": f"{NEW} loads it: DeepSpeed's, on the same 4",
+    f"it loads {NEW}'s: DeepSpeed's, on the same 4": None,
+    f"it loads {NEW}'s: universal.py, 4 to 3": f"it loads {NEW}'s: DeepSpeed's, on the same 4",
+    "our converter, DeepSpeed's universal loader (*)": None,
+    "the same without --zero3_before_0_19_3": None,
+    "DeepSpeed's converter and universal loader (*)": None,
+}
+NOTHING = "nothing loaded"
+
+
+def install(version):
+    """The folder to put on PYTHONPATH: deepspeed alone. All else, torch too, is that of this Python."""
+    folder, builder = HERE / version, HERE / "build"
+    if folder.exists():
+        return folder
+    python = builder / "bin" / "python"
+    pip = [python, "-m", "pip", "install", "-q"]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    if not (builder / "ready").exists():
+        venv.create(builder, with_pip=True, clear=True)
+        subprocess.run([*pip, "wheel", "setuptools<80", "ninja", "packaging"], check=True, timeout=300)
+        (packages,) = builder.glob("lib/python*/site-packages")
+        (packages / "beside.pth").write_text(sysconfig.get_path("purelib"))  # its setup.py imports torch
+        (builder / "ready").touch()
+    unfinished = HERE / f"{version}.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    pip += ["--no-deps", "--no-build-isolation", "--target", unfinished, f"deepspeed=={version}"]
+    subprocess.run(pip, check=True, timeout=300, env=environment)
+    unfinished.rename(folder)
+    return folder
+
+
+def run(version, jobs, log):
+    """{name: result} of harness/any_version.py under that version."""
+    environment = os.environ | {"PYTHONPATH": "" if version == NEW else str(install(version))}
+    command = [sys.executable, ROOT / "harness" / "any_version.py", json.dumps(jobs)]
+    with open(log, "a") as errors:
+        options = dict(stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, start_new_session=True)
+        with subprocess.Popen(command, **options) as process:
+            try:
+                out = process.communicate(timeout=600)[0]
+            finally:  # its ranks, too
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+    results = [json.loads(line) for line in out.splitlines() if line.startswith('{"name"')]
+    assert len(results) == len(jobs), f"{version}: {len(results)} of {len(jobs)} jobs have ended: {log}"
+    assert {result["version"] for result in results} == {version}
+    return {result["name"]: result for result in results}
+
+
+def job(row, stage, ranks, folder=None, **more):
+    return dict(name=f"{row}/{stage}", stage=stage, ranks=ranks, folder=folder and str(folder), **more)
+
+
+def convert(source, output, old):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the flag, which is left out on purpose
+        ds_to_universal.convert(source, output, zero3_before_0_19_3=old)
+
+
+def measure(version, work):
+    """({name: result}, {name: (version, job)}) of all that is done with this version."""
+    rows, folder, log = list(ROWS), work / version, work / f"{version}.log"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    jobs = []
+    for stage in STAGES:
+        tag, whole = f"zero{stage}", ANOTHER[stage]
+        jobs.append(job("saved", stage, 4, folder, save=tag))
+        jobs.append(job("one group", stage, 4, folder, save=f"one{stage}", one_group=True))
+        jobs.append(job(rows[0], stage, 3))
+        jobs.append(job(rows[1], stage, 2))
+        jobs.append(job(rows[2], stage, 3, folder, load=tag, how="ours"))
+        jobs.append(job(rows[3], stage, 2, folder, load=tag, how="ours"))
+        jobs.append(job(rows[4], stage, 3, folder, load=tag, how="ours") | {"stage": whole})
+        jobs.append(job(rows[5], stage, 3, folder, load=tag, how="stock"))
+        jobs.append(job("theirs", stage, 1, folder, load=f"one{stage}", save=f"theirs{stage}", how="convert"))
+    jobs.append(job(NOTHING, 1, 3, seed=2))
+    # A job is independent of the order but for what it loads: that has to be there.
+    jobs.sort(key=lambda one: (one.get("how") is not None, not one.get("load")))
+    done = [(version, one) for one in jobs]
+    results = run(version, jobs, log)
+    known = tuple(map(int, version.split(".")))
+    jobs = []
+    for stage in STAGES:
+        old = stage == 3 and known < (0, 19, 3)
+        convert(folder / f"one{stage}", folder / f"ours{stage}", old)
+        jobs.append(job(rows[10], stage, 3, folder, load=f"ours{stage}", how="universal", one_group=True))
+        if old:
+            convert(folder / f"one{stage}", folder / f"dict{stage}", False)
+            jobs.append(job(rows[11], stage, 3, folder, load=f"dict{stage}", how="universal", one_group=True))
+        if "losses" in results[f"theirs/{stage}"]:
+            jobs.append(job(rows[12], stage, 3, folder, load=f"theirs{stage}", how="universal", one_group=True))
+        if version != NEW:
+            jobs.append(job(rows[8], stage, 4, work / NEW, load=f"zero{stage}", how="stock"))
+            jobs.append(job(rows[9], stage, 3, work / NEW, load=f"zero{stage}", how="ours"))
+    done += [(version, one) for one in jobs]
+    results |= run(version, jobs, log)
+    if version != NEW:
+        jobs = [job(rows[6], stage, 4, folder, load=f"zero{stage}", how="stock") for stage in STAGES]
+        jobs += [job(rows[7], stage, 3, folder, load=f"zero{stage}", how="ours") for stage in STAGES]
+        done += [(NEW, one) for one in jobs]
+        results |= run(NEW, jobs, log)
+    return results, {one["name"]: (who, one) for who, one in done}
+
+
+def differences(results, new, only=None):
+    """{(row, stage): difference or error}. new: the results of NEW, which saved some of what was loaded."""
+    found = {}
+    for name, result in results.items():
+        row, stage = name.rsplit("/", 1)
+        reference = "one group" if row in list(ROWS)[10:] else "saved"
+        saved = (new if f"loads {NEW}" in row else results)[f"{reference}/{stage}"]
+        if row not in (*ROWS, NOTHING) or only not in (None, name):
+            continue
+        for one in (saved, result):
+            if "error" in one:
+                found[row, int(stage)] = one["error"]
+                break
+        else:
+            pairs = zip(saved["losses"], result["losses"], strict=True)
+            found[row, int(stage)] = max(abs(a - b) for a, b in pairs)
+    return found
+
+
+def look_again(found, done, results, new, log):
+    """Measure once more what is no rounding: on CPUs DeepSpeed now and then loses gradients. Returns what was seen the
+    first time, for the table."""
+    notes = []
+    for row in list(ROWS)[:10]:
+        for stage in STAGES:
+            first = found.get((row, stage))
+            if isinstance(first, float) and first > ROUNDING:
+                who, one = done[f"{row}/{stage}"]
+                found |= differences(results | run(who, [one], log), new, only=one["name"])
+                notes.append(f"{row}, ZeRO-{stage}: {first:.1e} the first time, then {found[row, stage]:.1e}")
+    return notes
+
+
+def wrong(found):
+    """What universal.py has to answer for: its row is not rounding though its control is."""
+    problems = []
+    for row, control in ROWS.items():
+        for stage in STAGES if control else ():
+            value, beside = found.get((row, stage)), found.get((control, stage))
+            if value is None or (isinstance(beside, float) and beside > ROUNDING):
+                continue
+            if not isinstance(value, float) or value > ROUNDING:
+                problems.append(f"{row}, ZeRO-{stage}: {value}")
+    return problems
+
+
+def table(everything, legend):
+    """The lines of the table. legend: {error: letter}, filled."""
+    lines = []
+    for version, found in everything.items():
+        lines.append(f"{'DeepSpeed ' + version:<52}" + "".join(f"{f'ZeRO-{stage}':>10}" for stage in STAGES))
+        for row in ROWS:
+            cells = ""
+            for stage in STAGES:
+                value = found.get((row, stage), "")
+                if isinstance(value, float):
+                    value = f"{value:.1e}"
+                elif value:
+                    value = re.sub(r"/\S*/", "", value)[:150]
+                    value = legend.setdefault(value, chr(ord("a") + len(legend)))
+                cells += f"{value:>10}"
+            if cells.strip():
+                lines.append(f"  {row:<50}{cells}")
+        lines.append("")
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("out/versions.txt"))
+    parser.add_argument("--work", type=Path, default=Path("runs/versions"), help="checkpoints and logs")
+    parser.add_argument("versions", nargs="*", default=OLD)
+    args = parser.parse_args()
+    everything, legend, problems, notes, new = {}, {}, [], [], None
+    for version in (NEW, *args.versions):
+        results, done = measure(version, args.work.resolve())
+        new = new or results
+        everything[version] = found = differences(results, new)
+        again = look_again(found, done, results, new, args.work.resolve() / f"{version}.log")
+        notes += [f"DeepSpeed {version}, {note}" for note in again]
+        problems += [f"DeepSpeed {version}: {problem}" for problem in wrong(found)]
+        print("\n".join(table({version: found}, legend)), *again, sep="\n", flush=True)
+    legend.clear()
+    lines = table(dict(sorted(everything.items())), legend)
+    lines.append(f"{'A model of another seed that loads nothing:':<52}{everything[NEW][NOTHING, 1]:>10.1e}")
+    lines += [
+        "(*) one parameter group; the frozen layer and the buffer come from elsewhere: that loader leaves them out"
+    ]
+    lines += [f"{letter}: {error}" for error, letter in legend.items()]
+    lines += ["", "What was no rounding was measured a second time, and the table has that:", *notes] if notes else []
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text("\n".join(line.rstrip() for line in lines) + "\n")
+    if problems:
+        sys.exit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()
