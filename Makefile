@@ -4,6 +4,7 @@
 # make 3d      change the tensor, pipeline and sequence layout
 # make resume  what it costs to resume a model of 86 million parameters, in three ways
 # make clients the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
+# make versions the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one
 # make assets  demo, elastic, exact, 3d and resume again, into assets/, where the pictures and tables of the README are
 # make test    the tests, in an environment of their own making; make test-all: every change of ranks and stage, too
 # make lint    ruff
@@ -27,7 +28,7 @@ define run
 @mkdir -p logs; $(1) > logs/$(2).txt 2>&1 || { tail -n 20 logs/$(2).txt; exit 1; }
 endef
 
-.PHONY: help demo elastic exact 3d resume clients assets test test-all lint clean
+.PHONY: help demo elastic exact 3d resume clients versions assets test test-all lint clean
 .DELETE_ON_ERROR:
 
 demo: $(OUT)/resume_no_uc.txt $(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/resume_uc.png $(OUT)/traps.txt
@@ -63,7 +64,7 @@ help:
 	@sed -n 's/^# make/make/p' $(firstword $(MAKEFILE_LIST))
 
 clean:
-	rm -rf .venv logs out runs ckpt_exact ckpt_3d ckpt_elastic $(CKPT)
+	rm -rf .venv .venv-versions logs out runs ckpt_exact ckpt_3d ckpt_elastic $(CKPT)
 
 assets: .venv/installed
 	$(MAKE) OUT=assets demo elastic exact 3d resume
@@ -171,3 +172,7 @@ $(OUT)/resume.txt: .venv/installed benchmarks/resume.py model.py universal.py ds
 clients: .venv/installed-clients
 	CLIENTS_TABLE=assets/clients.txt $(PY) -m pytest -q -m "clients or not clients" tests/test_clients.py
 	cat assets/clients.txt
+
+# The DeepSpeeds that people have
+versions: .venv/installed
+	$(PY) demos/versions.py --output assets/versions.txt

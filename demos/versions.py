@@ -37,9 +37,10 @@ ANOTHER = {1: 2, 2: 3, 3: 1}
 ROWS = {
     "3 ranks, no checkpoint": None,
     "2 ranks, no checkpoint": None,
+    "4 ranks at another stage, no checkpoint": None,
     "universal.py, 4 to 3": "3 ranks, no checkpoint",
     "universal.py, 4 to 2": "2 ranks, no checkpoint",
-    "universal.py, 4 to 3, at another stage": "3 ranks, no checkpoint",
+    "universal.py, 4 to 3, at another stage": "4 ranks at another stage, no checkpoint",
     "DeepSpeed's loader, 4 to 3": None,
     f"{NEW} loads it: DeepSpeed's, on the same 4": None,
     f"{NEW} loads it: universal.py, 4 to 3": f"{NEW} loads it: DeepSpeed's, on the same 4",
@@ -114,10 +115,10 @@ def measure(version, work):
         jobs.append(job("one group", stage, 4, folder, save=f"one{stage}", one_group=True))
         jobs.append(job(rows[0], stage, 3))
         jobs.append(job(rows[1], stage, 2))
-        jobs.append(job(rows[2], stage, 3, folder, load=tag, how="ours"))
-        jobs.append(job(rows[3], stage, 2, folder, load=tag, how="ours"))
-        jobs.append(job(rows[4], stage, 3, folder, load=tag, how="ours") | {"stage": whole})
-        jobs.append(job(rows[5], stage, 3, folder, load=tag, how="stock"))
+        jobs.append(job(rows[3], stage, 3, folder, load=tag, how="ours"))
+        jobs.append(job(rows[4], stage, 2, folder, load=tag, how="ours"))
+        jobs.append(job(rows[5], stage, 3, folder, load=tag, how="ours") | {"stage": whole})
+        jobs.append(job(rows[6], stage, 3, folder, load=tag, how="stock"))
         jobs.append(job("theirs", stage, 1, folder, load=f"one{stage}", save=f"theirs{stage}", how="convert"))
     jobs.append(job(NOTHING, 1, 3, seed=2))
     # A job is independent of the order but for what it loads: that has to be there.
@@ -129,22 +130,23 @@ def measure(version, work):
     for stage in STAGES:
         old = stage == 3 and known < (0, 19, 3)
         convert(folder / f"one{stage}", folder / f"ours{stage}", old)
-        jobs.append(job(rows[10], stage, 3, folder, load=f"ours{stage}", how="universal", one_group=True))
+        jobs.append(job(rows[11], stage, 3, folder, load=f"ours{stage}", how="universal", one_group=True))
         if old:
             convert(folder / f"one{stage}", folder / f"dict{stage}", False)
-            jobs.append(job(rows[11], stage, 3, folder, load=f"dict{stage}", how="universal", one_group=True))
+            jobs.append(job(rows[12], stage, 3, folder, load=f"dict{stage}", how="universal", one_group=True))
         if "losses" in results[f"theirs/{stage}"]:
-            jobs.append(job(rows[12], stage, 3, folder, load=f"theirs{stage}", how="universal", one_group=True))
+            jobs.append(job(rows[13], stage, 3, folder, load=f"theirs{stage}", how="universal", one_group=True))
         if version != NEW:
-            jobs.append(job(rows[8], stage, 4, work / NEW, load=f"zero{stage}", how="stock"))
-            jobs.append(job(rows[9], stage, 3, work / NEW, load=f"zero{stage}", how="ours"))
+            jobs.append(job(rows[9], stage, 4, work / NEW, load=f"zero{stage}", how="stock"))
+            jobs.append(job(rows[10], stage, 3, work / NEW, load=f"zero{stage}", how="ours"))
     done += [(version, one) for one in jobs]
     results |= run(version, jobs, log)
     if version != NEW:
-        jobs = [job(rows[6], stage, 4, folder, load=f"zero{stage}", how="stock") for stage in STAGES]
-        jobs += [job(rows[7], stage, 3, folder, load=f"zero{stage}", how="ours") for stage in STAGES]
+        jobs = [job(rows[7], stage, 4, folder, load=f"zero{stage}", how="stock") for stage in STAGES]
+        jobs += [job(rows[8], stage, 3, folder, load=f"zero{stage}", how="ours") for stage in STAGES]
         done += [(NEW, one) for one in jobs]
         results |= run(NEW, jobs, log)
+    results |= {f"{rows[2]}/{stage}": results[f"saved/{ANOTHER[stage]}"] for stage in STAGES}
     return results, {one["name"]: (who, one) for who, one in done}
 
 
@@ -153,7 +155,7 @@ def differences(results, new, only=None):
     found = {}
     for name, result in results.items():
         row, stage = name.rsplit("/", 1)
-        reference = "one group" if row in list(ROWS)[10:] else "saved"
+        reference = "one group" if row in list(ROWS)[11:] else "saved"
         saved = (new if f"loads {NEW}" in row else results)[f"{reference}/{stage}"]
         if row not in (*ROWS, NOTHING) or only not in (None, name):
             continue
@@ -163,18 +165,23 @@ def differences(results, new, only=None):
                 break
         else:
             pairs = zip(saved["losses"], result["losses"], strict=True)
-            found[row, int(stage)] = max(abs(a - b) for a, b in pairs)
+            found[row, int(stage)] = largest(abs(a - b) for a, b in pairs)
     return found
+
+
+def largest(numbers):
+    """NaN is more than any number."""
+    return max(numbers, key=lambda number: (number != number, number))
 
 
 def look_again(found, done, results, new, log):
     """Measure once more what is no rounding: on CPUs DeepSpeed now and then loses gradients. Returns what was seen the
     first time, for the table."""
     notes = []
-    for row in list(ROWS)[:10]:
+    for row in ROWS:
         for stage in STAGES:
             first = found.get((row, stage))
-            if isinstance(first, float) and first > ROUNDING:
+            if f"{row}/{stage}" in done and isinstance(first, float) and not first <= ROUNDING:
                 who, one = done[f"{row}/{stage}"]
                 found |= differences(results | run(who, [one], log), new, only=one["name"])
                 notes.append(f"{row}, ZeRO-{stage}: {first:.1e} the first time, then {found[row, stage]:.1e}")
@@ -187,9 +194,9 @@ def wrong(found):
     for row, control in ROWS.items():
         for stage in STAGES if control else ():
             value, beside = found.get((row, stage)), found.get((control, stage))
-            if value is None or (isinstance(beside, float) and beside > ROUNDING):
+            if value is None or (isinstance(beside, float) and not beside <= ROUNDING):
                 continue
-            if not isinstance(value, float) or value > ROUNDING:
+            if not isinstance(value, float) or not value <= ROUNDING:
                 problems.append(f"{row}, ZeRO-{stage}: {value}")
     return problems
 
@@ -206,13 +213,50 @@ def table(everything, legend):
                 if isinstance(value, float):
                     value = f"{value:.1e}"
                 elif value:
-                    value = re.sub(r"/\S*/", "", value)[:150]
-                    value = legend.setdefault(value, chr(ord("a") + len(legend)))
+                    value = letter_of(value, legend)
                 cells += f"{value:>10}"
             if cells.strip():
                 lines.append(f"  {row:<50}{cells}")
         lines.append("")
     return lines
+
+
+def short(everything, legend):
+    """The lines of a table with one line a version: the largest number of some rows, and the errors among them."""
+    rows = list(ROWS)
+    columns = {
+        "no checkpoint": rows[:2], "universal.py": rows[3:6], f"{NEW} loads": rows[8:9], f"loads {NEW}'s": rows[10:11],
+        "DeepSpeed's": rows[6:7], "converter": rows[11:12], "DeepSpeed's ": rows[13:14],
+    }  # fmt: skip
+    lines = [f"{'DeepSpeed':<11}" + "".join(f"{name.strip():>15}" for name in columns)]
+    for version, found in everything.items():
+        line = f"{version:<11}"
+        for names in columns.values():
+            values = [found[row, stage] for row in names for stage in STAGES if (row, stage) in found]
+            numbers = [value for value in values if isinstance(value, float)]
+            most = [largest(numbers)] if numbers else []
+            errors = sorted({letter_of(value, legend) for value in values if isinstance(value, str)})
+            line += f"{' '.join([*(f'{one:.1e}' for one in most), *errors]):>15}"
+        lines.append(line)
+    return [*lines, ""]
+
+
+def letter_of(error, legend):
+    error = re.sub(r"/\S*/", "", error)[:150]
+    return legend.setdefault(error, chr(ord("a") + len(legend)))
+
+
+def write(output, everything, notes):
+    legend = {}
+    lines = short(everything, legend) + table(everything, legend)
+    lines.append(f"{'A model of another seed that loads nothing:':<52}{everything[NEW][NOTHING, 1]:>10.1e}")
+    lines += [
+        "(*) one parameter group; the frozen layer and the buffer come from elsewhere: that loader leaves them out"
+    ]
+    lines += [f"{letter}: {error}" for error, letter in legend.items()]
+    lines += ["", "What was no rounding was measured a second time, and the table has that:", *notes] if notes else []
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text("\n".join(line.rstrip() for line in lines) + "\n")
 
 
 def main():
@@ -230,16 +274,7 @@ def main():
         notes += [f"DeepSpeed {version}, {note}" for note in again]
         problems += [f"DeepSpeed {version}: {problem}" for problem in wrong(found)]
         print("\n".join(table({version: found}, legend)), *again, sep="\n", flush=True)
-    legend.clear()
-    lines = table(dict(sorted(everything.items())), legend)
-    lines.append(f"{'A model of another seed that loads nothing:':<52}{everything[NEW][NOTHING, 1]:>10.1e}")
-    lines += [
-        "(*) one parameter group; the frozen layer and the buffer come from elsewhere: that loader leaves them out"
-    ]
-    lines += [f"{letter}: {error}" for error, letter in legend.items()]
-    lines += ["", "What was no rounding was measured a second time, and the table has that:", *notes] if notes else []
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text("\n".join(line.rstrip() for line in lines) + "\n")
+        write(args.output, dict(sorted(everything.items())), notes)  # what is measured is kept
     if problems:
         sys.exit("\n".join(problems))
 
