@@ -182,10 +182,10 @@ def play(folder, monkeypatch, events, launcher, *where):
     [(ranks before, after, standing by)] of every event."""
     monkeypatch.chdir(folder)
     agent = machines.AGENT.replace("-per-node 2", "-per-node 1")
-    for name, value in {"FOLDER": folder / "c", "STEPS": 60, "AGENT": agent, "EVENTS": events, "PER_NODE": 1}.items():
+    for name, value in {"FOLDER": folder / "c", "STEPS": 160, "AGENT": agent, "EVENTS": events, "PER_NODE": 1}.items():
         monkeypatch.setattr(machines, name, value)
     train = "--n_embd 32 --seq_len 16 --n_layer 1 --train_batch_size 64 --train_micro_batch_size_per_gpu 1".split()
-    train += ["--exact", "--steps", "60", "--checkpoint_interval", "5", "--checkpoint_dir", str(folder / "c")]
+    train += ["--exact", "--steps", "160", "--checkpoint_interval", "5", "--checkpoint_dir", str(folder / "c")]
     run(folder, 1, "train.py", *train, "--run_name", "alone", "--checkpoint_dir", "alone")
     job = machines.Job(launcher, [*train, "--elastic", "--run_name", "machines"], "machines", *where)
     try:
