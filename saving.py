@@ -1,10 +1,13 @@
-"""Saving a checkpoint so that it is never half there, and removing old ones."""
+"""Saving a checkpoint so that it is never half there, and removing old ones; copies in memory."""
 
 import os
 import shutil
 from pathlib import Path
 
 import torch.distributed as dist
+
+from data import fail
+from mirror import Mirror
 
 
 def save(engine, folder, client_state):
@@ -54,3 +57,17 @@ def sweep(folder):
 
 def saved_at(folder):
     return max(file.stat().st_mtime for file in folder.glob("*model_states.pt"))
+
+
+def in_memory(engine, args):
+    """The mirror that train.py --mirror asks for, or None. Its folder is named after that of the checkpoints;
+    MIRROR_ROOT is for several "machines" on one."""
+    if not args.mirror:
+        return None
+    if not args.elastic:
+        fail("--mirror is for --elastic: without it nothing looks into the memory at the next start")
+    job = str(Path(args.checkpoint_dir).resolve()).strip("/").replace("/", "_")
+    try:
+        return Mirror(engine, Path(os.environ.get("MIRROR_ROOT", "/dev/shm"), job), args.mirror)
+    except ValueError as error:
+        fail(f"--mirror: {error}")
