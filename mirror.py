@@ -65,8 +65,13 @@ class Mirror:
     def lack_of_room(self):
         """Counts what save() would write. Returns the problem."""
         sizes = []
-        counting = SimpleNamespace(write=lambda data: sizes.append(len(data)), flush=lambda: None)
-        save = lambda state_dict, path: torch.save(state_dict, counting)  # noqa: E731
+
+        def save(state_dict, path):
+            # An optimizer has no states before its first step. Those of Adam are twice as large as its weights.
+            times = 3 if "optim_states" in path and not self.engine.optimizer.optimizer.state else 1
+            counting = SimpleNamespace(write=lambda data: sizes.append(times * len(data)), flush=lambda: None)
+            torch.save(state_dict, counting)
+
         with mock.patch.object(self.engine.checkpoint_engine, "save", save):
             self.save({})
         sizes = share(sum(sizes), self.group)
@@ -75,7 +80,7 @@ class Mirror:
         free = shutil.disk_usage(self.folder).free
         free += sum(path.stat().st_size for path in self.folder.rglob("*.pt"))  # of the ranks before these
         if free < needed:
-            return f"{self.folder} has room for {free / 1e6:,.1f} MB, and the mirror needs {needed / 1e6:,.1f} MB"
+            return f"{self.folder} has room for {free / 1e6:,.2f} MB, and the mirror needs {needed / 1e6:,.2f} MB"
 
     def save(self, client_state):
         self.engine.save_checkpoint(str(self.own), tag="own", client_state=client_state, save_latest=False)
@@ -140,13 +145,18 @@ def step_of(folder):
 
 
 def gather(folder):
-    """Give each machine the files of the checkpoints in its `folder` that only others have."""
+    """Give each machine the files of the checkpoints in its `folder` that only others have. Raises ValueError where no
+    machine has any model states: a loader would find nothing there, and begin anew."""
     folder, group = Path(folder), dist.new_group(backend="gloo")
     leaders = [ranks[0] for ranks in machines(folder, group)]
     paths = [path for path in folder.glob("[!.]*/*.pt") if path.parent.suffix not in (".unfinished", ".replaced")]
     held = share({str(p.relative_to(folder)): p.stat().st_size for p in [*paths, *folder.glob("latest")]}, group)
-    moves = []
-    for name, size in sorted({file: size for leader in leaders for file, size in held[leader].items()}.items()):
+    files, moves = {file: size for leader in leaders for file, size in held[leader].items()}, []
+    if files and not any("mp_rank_00_model_states.pt" in file for file in files):
+        raise ValueError(
+            f"{folder}: mp_rank_00_model_states.pt is on no machine, and there is {', '.join(sorted(files))}"
+        )
+    for name, size in sorted(files.items()):
         holders = [leader for leader in leaders if name in held[leader]]
         moves += [(name, size, holders[len(moves) % len(holders)], to) for to in leaders if to not in holders]
     exchange(folder, moves, group)

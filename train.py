@@ -129,8 +129,8 @@ def main():
     def micro_batch(sequences, m):
         return (rows[m * micro : (m + 1) * micro].to(device) for rows in sequences)
 
-    step = run["step"]
-    for step in range(step + 1, args.steps + 1):
+    step = done = run["step"]
+    for step in range(done + 1, args.steps + 1):
         start = time.perf_counter()
         row = {"step": step, "lr": engine.get_lr()[0], "layout": cut}
         sequences = global_batch(train, args.seed, step, batch, args.seq_len)

@@ -739,4 +739,5 @@ def check_same_folder(folder, share):
     seen = share((socket.gethostname(), here))
     other = sorted({host for host, entries in seen if entries != seen[0][1]})
     if other:
-        raise CheckpointError(f"{folder} is not the same on {seen[0][0]} and on {', '.join(other)}: it must be shared")
+        hosts = f"{seen[0][0]} and on {', '.join(other)}"
+        raise CheckpointError(f"{folder} is not the same on {hosts}: it must be shared, or mirror.gather() before")

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER, STEPS, PER_NODE = Path("ckpt_elastic"), 200, 2
 TRAIN = "--train_batch_size 256 --train_micro_batch_size_per_gpu 8 --checkpoint_interval 20 --keep 2".split()
 TRAIN += ["--steps", str(STEPS), "--checkpoint_dir", str(FOLDER), "--timeout", "10"]
+MIRRORED_TRAIN = "--train_batch_size 192 --train_micro_batch_size_per_gpu 4".split()  # 2, 4 and 6 ranks divide it
 AGENT = "--nnodes 1:3 --nproc-per-node 2 --max-restarts 100 --rdzv-id job --rdzv-backend c10d --local-addr "
 AGENT += "127.0.0.1"
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"
@@ -42,9 +43,12 @@ WARM = [sys.executable, str(ROOT / "elastic.py")]  # torchrun with workers that 
 class Node:
     """An agent of torchrun and its workers. Every line that they print is kept with its time."""
 
-    def __init__(self, command, lines):
+    def __init__(self, command, lines, memory=None):
+        """memory: the folder that stands for this machine's memory."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-        self.agent = subprocess.Popen(command, env=os.environ | QUIET, start_new_session=True, **pipes)
+        self.memory, environment = memory, {"MIRROR_ROOT": str(memory)} if memory else {}
+        environment |= os.environ | QUIET
+        self.agent = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         self.reader = threading.Thread(target=self.read, args=[lines])
         self.reader.start()
 
@@ -80,11 +84,16 @@ class Node:
                 if "resource_tracker" not in " ".join(process.cmdline()):
                     process.kill()
         self.agent.wait()
+        if self.memory:
+            psutil.wait_procs(processes)  # or one that is not gone yet could write into it
+            shutil.rmtree(self.memory, ignore_errors=True)
 
 
 class Job:
-    def __init__(self, launcher, train, name, endpoint="127.0.0.1:29400", rendezvous=None):
-        """rendezvous: settings of --rdzv-conf when it is not the agent of node 1 that holds it."""
+    def __init__(self, launcher, train, name, endpoint="127.0.0.1:29400", rendezvous=None, memory=None):
+        """rendezvous: settings of --rdzv-conf when it is not the agent of node 1 that holds it. memory: the folder with
+        one for each node, of a job that mirrors its shards."""
+        self.memory = memory
         self.launcher, self.train, self.log = launcher, train, Path("logs", f"{name}.csv")
         self.endpoint, self.rendezvous, self.lines, self.nodes = endpoint, rendezvous, [], {}
 
@@ -92,10 +101,21 @@ class Job:
         for name in names:
             where = self.rendezvous or ("is_host=1" if name == "node 1" else "is_host=0")
             agent = [*AGENT.split(), "--rdzv-endpoint", self.endpoint, "--rdzv-conf", f"{RENDEZVOUS},{where}"]
-            self.nodes[name] = Node([*self.launcher, *agent, str(ROOT / "train.py"), *self.train], self.lines)
+            command = [*self.launcher, *agent, str(ROOT / "train.py"), *self.train]
+            self.nodes[name] = Node(command, self.lines, self.memory and self.memory / name.replace(" ", "_"))
 
-    def kill(self, name):
-        self.nodes.pop(name).kill()
+    def kill(self, *names):
+        for name in names:
+            self.nodes.pop(name).kill()
+
+    def kill_a_rank(self, name):
+        self.nodes[name].workers()[-1][1].kill()
+
+    def kill_while_it_sends(self, name):
+        memory = self.nodes[name].memory
+        while len(list(memory.glob("*/step*"))) < 2 or not list(memory.glob("*/*/.part*")):
+            assert self.nodes[name].agent.poll() is None, "the job ended by itself"
+        self.kill(name)
 
     def preempt(self, name):
         self.nodes.pop(name).agent.terminate()
@@ -134,6 +154,8 @@ class Job:
     def close(self):
         for node in self.nodes.values():
             node.kill()
+        if self.memory:
+            shutil.rmtree(self.memory, ignore_errors=True)
 
 
 def while_it_saves():
@@ -154,14 +176,33 @@ EVENTS = [
     (182, "the first node dies", lambda job: job.kill_the_first()),
 ]
 
+# of a job that mirrors its shards; no step is done twice, unless two neighbours die at once
+MIRRORED = [
+    (27, "node 2 dies", lambda job: job.kill("node 2")),
+    (32, "node 2 is back", lambda job: job.start("node 2")),
+    (52, "node 2 dies as it sends", lambda job: job.kill_while_it_sends("node 2")),
+    (55, "node 2 is back", lambda job: job.start("node 2")),
+    (70, "node 2 dies in a save", lambda job: job.kill("node 2")),
+    (82, "node 2 is back", lambda job: job.start("node 2")),
+    (105, "a rank is killed", lambda job: job.kill_a_rank("node 2")),
+    (110, "node 2 dies", lambda job: job.kill("node 2")),
+    (112, "node 2 is back", lambda job: job.start("node 2")),
+    (130, "node 3 joins", lambda job: job.start("node 3")),
+    (150, "nodes 2 and 3 die", lambda job: job.kill("node 2", "node 3")),
+    (155, "node 2 is back", lambda job: job.start("node 2")),
+    (182, "the first node dies", lambda job: job.kill_the_first()),
+]
+
 
 def play(job):
     """Train, with the events. Returns one row per event, as printed."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     job.log.unlink(missing_ok=True)
-    rows, ranks = [], 0
-    print("step  event                   ranks        goes on     again   seconds = torchrun  Python  load  first step")
-    for at, name, event in [(0, "start", lambda job: job.start("node 1", "node 2")), *EVENTS]:
+    rows, ranks, events = [], 0, MIRRORED if job.memory else EVENTS
+    print(
+        "step  event                    ranks        goes on     again   seconds = torchrun  Python  load  first step"
+    )
+    for at, name, event in [(0, "start", lambda job: job.start("node 1", "node 2")), *events]:
         while job.step() < at:
             assert any(node.agent.poll() is None for node in job.nodes.values()), "the job ended by itself"
             time.sleep(0.02)
@@ -178,8 +219,9 @@ def play(job):
         spare = PER_NODE * len(job.nodes) - ranks
         seconds = [created - since, began - created, loaded - began, stepped - loaded]
         rows.append({"step": reached, "event": name, "from": saved, "before": before, "ranks": ranks, "spare": spare})
+        assert not job.memory or reached <= saved or name == "nodes 2 and 3 die", f"{name}: steps are done again"
         print(
-            f"{reached:4}  {name:<22}{before:>3} -> {ranks}{f' + {spare}' if spare else '':<6}"
+            f"{reached:4}  {name:<23}{before:>3} -> {ranks}{f' + {spare}' if spare else '':<6}"
             f"{f'after {saved}' if at else '':>11}{max(reached - saved, 0):>8}{sum(seconds):>10.1f}"
             + "".join(f"{part:>{width}.1f}" for part, width in zip(seconds, (11, 8, 6, 6), strict=True)),
             flush=True,
@@ -188,6 +230,9 @@ def play(job):
     assert sum("stands by" in line for _, line in job.lines) == spare, "a rank that is not needed did not stand by"
     codes = [node.agent.wait(timeout=300) for node in job.nodes.values()]
     assert codes == [0] * len(codes), f"the agents ended with {codes}"
+    if job.memory:
+        assert not list(job.memory.glob("*/*")), "something is left in memory"
+        assert any("back to the disk" in line for _, line in job.lines), "no line says that it went back to the disk"
     return rows
 
 
@@ -277,20 +322,26 @@ def main():
     parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=1)
     parser.add_argument("--rounding", action="store_true", help="without --exact: the last digits may differ")
     parser.add_argument("--warm", action="store_true", help="start the workers by elastic.py instead of torchrun")
+    parser.add_argument("--mirror", type=int, metavar="K", help="mirror every K-th step; other events")
     parser.add_argument("--settings", action="store_true", help="time torchrun's settings instead, by one event")
     parser.add_argument("--output", type=Path, help="the picture")
     args = parser.parse_args()
     exact = [] if args.rounding else ["--exact"]
-    name, alone = (f"elastic_{kind}{'_rounding' * args.rounding}" for kind in (f"zero{args.zero_stage}", "one_rank"))
-    train = ["--elastic", *TRAIN, *exact, "--zero_stage", str(args.zero_stage), "--run_name"]
+    kind = "_mirrored" * bool(args.mirror) + "_rounding" * args.rounding
+    name, alone = f"elastic_zero{args.zero_stage}{kind}", f"elastic_one_rank{kind}"
+    common = [*TRAIN, *MIRRORED_TRAIN] if args.mirror else TRAIN
+    mirror = ["--mirror", str(args.mirror)] if args.mirror else []
+    train = ["--elastic", *common, *exact, *mirror, "--zero_stage", str(args.zero_stage), "--run_name"]
     if args.settings:
         return try_settings([*train, "settings"])
     if not Path("logs", f"{alone}.csv").exists():
-        command = [*TORCHRUN, "--nproc-per-node", "1", str(ROOT / "train.py"), *TRAIN, *exact, "--run_name", alone]
+        command = [*TORCHRUN, "--nproc-per-node", "1", str(ROOT / "train.py"), *common, *exact, "--run_name", alone]
         subprocess.run(command, env=os.environ | QUIET, check=True, capture_output=True, timeout=600)
-    how = f"{'elastic.py' if args.warm else 'torchrun'}, {'without' if args.rounding else 'with'} --exact"
+    how = f"--mirror {args.mirror}, " if args.mirror else ""
+    how += f"{'elastic.py' if args.warm else 'torchrun'}, {'without' if args.rounding else 'with'} --exact"
     print(f"ZeRO-{args.zero_stage}, {how}")
-    job = Job(WARM if args.warm else TORCHRUN, [*train, name], name)
+    memory = Path(f"/dev/shm/machines_{os.getpid()}") if args.mirror else None
+    job = Job(WARM if args.warm else TORCHRUN, [*train, name], name, memory=memory)
     try:
         events = play(job)
     finally:

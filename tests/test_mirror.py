@@ -1,11 +1,15 @@
-"""Shards in memory, twice: whatever dies, the next start goes on from the very step, on the ranks that are left, without
-a bit of difference. Machines are played: those of a run differ in MIRROR_ROOT, and what a dead one had is removed."""
+"""Shards in memory, twice: whatever dies, the next start goes on from the very step, on the ranks that are left, and no
+bit differs. Machines are played: those of a run differ in MIRROR_ROOT, and what a dead one had is removed."""
 
 import csv
+import fcntl
 import os
+import re
 import shutil
 import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -195,3 +199,121 @@ def test_a_rank_hangs_while_it_sends(work):
     result = train(work, "hangs", "ab", "--timeout", 5, then=hang, limit=60)
     assert result.code == 1 and "Timed out waiting 5000ms" in result.errors
     goes_on(work, "hangs", "ab", 8)
+
+
+# -----------------------------------------------------------------------------
+# checkpoints on the disk of each machine
+
+
+def on_disks(name, *names, then=None):
+    """A patch: each machine, names[rank], has a folder of its own in the place of --checkpoint_dir."""
+
+    def patch():
+        rank = int(os.environ["RANK"])
+        os.environ["LOCAL_RANK"] = str(names[:rank].count(names[rank]))
+        sys.argv += ["--checkpoint_dir", str(Path(f"{name}_{names[rank]}").resolve())]
+        if then:
+            then()
+
+    return patch
+
+
+def train_on_disks(work, name, machines, *arguments, launch=run, **options):
+    common = ("--exact", "--elastic", "--run_name", name, "--checkpoint_interval", 4, *arguments)
+    return launch(work, len(machines), "train.py", *COMMON, *common, patch=on_disks(name, *machines, **options))
+
+
+def saved_on_disks(work, name, stage):
+    """By 4 ranks on machines a and b; each has the shards of its own ranks, of two steps."""
+    then = stops(0, 10)
+    train_on_disks(work, name, "aabb", "--zero_stage", stage, "--keep", 2, launch=launch, then=then)
+    for machine in "ab":
+        assert sorted(path.name for path in (work / f"{name}_{machine}").iterdir() if path.is_dir()) == TAGS
+        shards = sorted(path.name for path in (work / f"{name}_{machine}" / TAGS[1]).glob("*optim_states.pt"))
+        assert [shard.split("_")[3] for shard in shards] == [str(2 * "ab".index(machine) + i) for i in range(2)]
+
+
+TAGS = ["global_step4", "global_step8"]
+
+
+@pytest.mark.parametrize("machines", ["ab", "aabb", "bbaa"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_disks_of_their_own(work, stage, machines):
+    name = f"disks{stage}{machines}"
+    saved_on_disks(work, name, stage)
+    out = train_on_disks(work, name, machines, "--zero_stage", stage)
+    assert "at step 8," in out and steps(work, name) == list(range(1, 13))
+    assert set(compare(work, "uninterrupted", name).values()) == {0.0}
+
+
+@pytest.mark.parametrize("machines, lost", [("b", "a"), ("ca", "b"), ("cb", "a")])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_empty_disk(work, stage, machines, lost):
+    """A machine is replaced by an empty one: no start from scratch, and what is missing is named."""
+    name = f"empty{stage}{machines}"
+    saved_on_disks(work, name, stage)
+    shutil.rmtree(work / f"{name}_{lost}")
+    (work / f"{name}_b" / "latest").unlink(missing_ok=True)  # rank 0 alone writes it, unless train.py saves
+    said = {"then": lambda: os.dup2(2, 1)}  # launch() returns what all ranks say to stderr, and of one what it prints
+    result = train_on_disks(work, name, machines, "--zero_stage", stage, launch=launch, **said)
+    assert result.code != 0 and steps(work, name) == list(range(1, 10))
+    missing = "zero_pp_rank_0_mp_rank_00" if stage == 3 else "mp_rank_00_model_states.pt is on no machine"
+    assert (missing if lost == "a" else "zero_pp_rank_2_mp_rank_00") in result.errors
+
+
+# -----------------------------------------------------------------------------
+# refusals
+
+
+def test_refusals(work):
+    """Each one line, said before the first step."""
+
+    def refused(words, machines, *arguments, then=None, code=2, name="refused"):
+        result = train(work, name, machines, *arguments, then=then)
+        assert result.code == code and words in result.errors and "step    1" not in result.out, result.errors
+
+    def small():
+        shutil.disk_usage = lambda path: SimpleNamespace(free=40_000)
+
+    refused("has room for 0.04 MB, and the mirror needs ", "ab", then=small)
+    train(work, "refused", "ab", then=stops(1, 3))
+    refused("seed is 1337 in ", "ab", "--seed", 1)
+
+
+def test_another_job(work):
+    """The lock of one that lives is waited for, and is gone with it."""
+    train(work, "lock", "ab", then=stops(1, 3))
+    with (memory(work, "lock", "b") / ".lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+
+        def impatient():
+            import mirror
+
+            mirror.PATIENCE = 1
+
+        result = train(work, "lock", "ab", then=impatient)
+        assert result.code == 2 and "lock_b" in result.errors and "is in use by another job" in result.errors
+    goes_on(work, "lock", "ab", 2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("machines", ["aabb", "aaa", "abc"])
+def test_room(work, stage, machines):
+    """What is counted before the first step: a slot, and beside it another one, or all of a step after a loss."""
+
+    def room():
+        shutil.disk_usage = lambda path: SimpleNamespace(free=0)
+
+    name = f"room{stage}{machines}"
+    result = train(work, name, machines, "--zero_stage", stage, then=room)
+    needed = float(re.search(r"needs ([0-9.]+) MB", result.errors)[1]) * 1e6
+    shutil.rmtree(work / f"{name}_a")
+    train(work, name, machines, "--zero_stage", stage, then=stops(0, 5, "Mirror.keep"))
+    slots, everything = {}, {}
+    for machine in machines:
+        slot = max(memory(work, name, machine).glob("step*"))
+        assert int(slot.name.split(".")[0][4:]) == 5
+        slots[machine] = {path.name: path.stat().st_size for path in slot.iterdir()}
+        everything |= slots[machine]
+    whole, step = sum(everything.values()), max(sum(slot.values()) for slot in slots.values())
+    assert step + max(step, whole) <= needed <= 1.1 * (step + max(step, whole))
