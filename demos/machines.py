@@ -113,7 +113,7 @@ class Job:
 
     def kill_while_it_sends(self, name):
         memory = self.nodes[name].memory
-        while len(list(memory.glob("*/step*"))) < 2 or not list(memory.glob("*/*/.part*")):
+        while len(list(memory.glob("*/step*"))) < 2 or not list(memory.glob("*/.part*")):
             assert self.nodes[name].agent.poll() is None, "the job ended by itself"
         self.kill(name)
 

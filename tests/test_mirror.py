@@ -115,8 +115,25 @@ def test_killed_while_it_sends(work, stage, rank):
     assert len(list(memory(work, name, "a").glob("step*"))) == 2
     lose(work, name, "ab"[rank // 2])
     left = "ba"[rank // 2]
-    out = goes_on(work, name, 2 * left, 7, "--zero_stage", stage)
-    assert "files are left in memory of step000000008." in out
+    goes_on(work, name, 2 * left, 7, "--zero_stage", stage)
+
+
+def test_killed_while_it_receives(work):
+    """Half a file is no file. Each machine has its own, so that step 8 is whole."""
+
+    def then():
+        rename = Path.rename
+
+        def renaming(self, target):
+            if self.name == ".part0" and "/step000000008" in str(target):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return rename(self, target)
+
+        Path.rename = renaming
+
+    train(work, "half", "aabb", then=then)
+    assert (memory(work, "half", "a") / ".part0").is_file() and max(steps(work, "half")) == 7
+    goes_on(work, "half", "aabb", 8)
 
 
 def test_killed_in_the_first_copy(work):
@@ -159,7 +176,6 @@ def test_two_neighbours(work, saved):
     lose(work, name, "b", "c")
     out = goes_on(work, name, "ab", saved, *interval)
     assert f"back to the disk, {name}, at step {saved}" in out
-    assert "2 files are left in memory of step000000007.4." in out or "3 files are left" in out
 
 
 def test_an_old_machine_comes_back(work):
@@ -219,7 +235,7 @@ def on_disks(name, *names, then=None):
 
 
 def train_on_disks(work, name, machines, *arguments, launch=run, **options):
-    common = ("--exact", "--elastic", "--run_name", name, "--checkpoint_interval", 4, *arguments)
+    common = ("--exact", "--elastic", "--run_name", name, "--checkpoint_interval", 2, *arguments)
     return launch(work, len(machines), "train.py", *COMMON, *common, patch=on_disks(name, *machines, **options))
 
 
@@ -233,7 +249,7 @@ def saved_on_disks(work, name, stage):
         assert [shard.split("_")[3] for shard in shards] == [str(2 * "ab".index(machine) + i) for i in range(2)]
 
 
-TAGS = ["global_step4", "global_step8"]
+TAGS = ["global_step6", "global_step8"]  # of every second one the last two
 
 
 @pytest.mark.parametrize("machines", ["ab", "aabb", "bbaa"])
@@ -273,26 +289,21 @@ def test_refusals(work):
         assert result.code == code and words in result.errors and "step    1" not in result.out, result.errors
 
     def small():
-        shutil.disk_usage = lambda path: SimpleNamespace(free=40_000)
+        shutil.disk_usage = lambda path: SimpleNamespace(free=400_000)
 
-    refused("has room for 0.04 MB, and the mirror needs ", "ab", then=small)
+    refused("has room for 0.4 MB, and needs ", "ab", then=small)
     train(work, "refused", "ab", then=stops(1, 3))
     refused("seed is 1337 in ", "ab", "--seed", 1)
 
 
 def test_another_job(work):
-    """The lock of one that lives is waited for, and is gone with it."""
+    """It holds the folder for as long as it lives."""
     train(work, "lock", "ab", then=stops(1, 3))
-    with (memory(work, "lock", "b") / ".lock").open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-
-        def impatient():
-            import mirror
-
-            mirror.PATIENCE = 1
-
-        result = train(work, "lock", "ab", then=impatient)
-        assert result.code == 2 and "lock_b" in result.errors and "is in use by another job" in result.errors
+    held = os.open(memory(work, "lock", "b"), os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    result = train(work, "lock", "ab")
+    os.close(held)
+    assert result.code == 2 and "lock_b" in result.errors and "is in use by another job" in result.errors
     goes_on(work, "lock", "ab", 2)
 
 
@@ -312,8 +323,9 @@ def test_room(work, stage, machines):
     slots, everything = {}, {}
     for machine in machines:
         slot = max(memory(work, name, machine).glob("step*"))
-        assert int(slot.name.split(".")[0][4:]) == 5
+        assert int(slot.name[4:13]) == 5
         slots[machine] = {path.name: path.stat().st_size for path in slot.iterdir()}
         everything |= slots[machine]
     whole, step = sum(everything.values()), max(sum(slot.values()) for slot in slots.values())
-    assert step + max(step, whole) <= needed <= 1.1 * (step + max(step, whole))
+    # It counts Adam's states and weights in fp32, as if one machine had all model states.
+    assert step + max(step, whole) <= needed <= 1.5 * (step + max(step, whole))
