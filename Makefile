@@ -4,8 +4,10 @@
 # make 3d      change the tensor, pipeline and sequence layout
 # make resume  what it costs to resume a model of 86 million parameters, in three ways
 # make clients the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
+# make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks
 # make versions the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one
 # make assets  demo, elastic, exact, 3d and resume again, into assets/, where the pictures and tables of the README are
+# make gpu     all of this on NVIDIA cards: precisions, optimizers, from GPUs to CPU ranks and back, time, memory
 # make test    the tests, in an environment of their own making; make test-all: every change of ranks and stage, too
 # make lint    ruff
 # make clean   remove all that the above made
@@ -28,7 +30,7 @@ define run
 @mkdir -p logs; $(1) > logs/$(2).txt 2>&1 || { tail -n 20 logs/$(2).txt; exit 1; }
 endef
 
-.PHONY: help demo elastic exact 3d resume clients versions assets test test-all lint clean
+.PHONY: help demo elastic exact 3d resume clients clients-cli versions gpu assets test test-all lint clean
 .DELETE_ON_ERROR:
 
 demo: $(OUT)/resume_no_uc.txt $(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/resume_uc.png $(OUT)/traps.txt
@@ -64,7 +66,7 @@ help:
 	@sed -n 's/^# make/make/p' $(firstword $(MAKEFILE_LIST))
 
 clean:
-	rm -rf .venv .venv-versions logs out runs ckpt_exact ckpt_3d ckpt_elastic $(CKPT)
+	rm -rf .venv .venv-versions .venv-clients-cli logs out runs ckpt_exact ckpt_3d ckpt_elastic $(CKPT)
 
 assets: .venv/installed
 	$(MAKE) OUT=assets demo elastic exact 3d resume
@@ -172,6 +174,15 @@ $(OUT)/resume.txt: .venv/installed benchmarks/resume.py model.py universal.py ds
 clients: .venv/installed-clients
 	CLIENTS_TABLE=assets/clients.txt $(PY) -m pytest -q -m "clients or not clients" tests/test_clients.py
 	cat assets/clients.txt
+
+# Commands that have no script
+clients-cli: .venv/installed-dev
+	rm -rf runs/clients_cli
+	$(PY) demos/clients_cli.py --output assets/clients_cli.txt
+
+# What a GPU does. Without a network: whatever Python has torch and DeepSpeed
+gpu:
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) demos/gpu.py --output $(OUT)/gpu.txt
 
 # The DeepSpeeds that people have
 versions: .venv/installed
