@@ -40,7 +40,7 @@ MORE += ["--dtype fp32 --zero_stage 1 FusedAdam"]
 ROUNDING = {"fp32": (1e-5, 1e-3), "bf16": (1e-3, 2e-2), "fp16": (1e-3, 2e-2)}  # on one kind of device, between two
 COLUMNS = ("Test 1", "Test 3", "to CPU", "from CPU", "no checkpoint")
 # for time and memory: layers, heads, width, length, batch, micro-batch
-LARGE = {"cuda": (12, 12, 768, 512, 32, 8), "cpu": (2, 4, 64, 32, 256, 64)}
+LARGE = {"cuda": (12, 12, 768, 512, 32, 8), "cpu": (2, 4, 64, 32, 64, 16)}
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "train_batch_size", "train_micro_batch_size_per_gpu")
 
 
@@ -182,11 +182,12 @@ def costs(lab):
 
 def look(device):
     """(number of cards, what there is), by a process of its own: CPU ranks are forked from this one, without CUDA."""
-    code = "import torch, deepspeed; n = torch.cuda.device_count(); print(n, n and torch.cuda.get_device_name(), "
-    code += "torch.__version__, deepspeed.__version__, sep='|')"
+    code = "import torch as t, deepspeed as d; n = t.cuda.device_count(); name = n and t.cuda.get_device_name();"
+    code += "print(n, name, t.__version__, d.__version__, sep='|')"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout
     count, name, *versions = out.splitlines()[-1].split("|")
-    return int(count) * (device == "cuda"), f"{count} GPUs {name}, torch {versions[0]}, DeepSpeed {versions[1]}"
+    there = f"{count} x {name}" if count != "0" else "no GPU"
+    return int(count) * (device == "cuda"), f"{there}, torch {versions[0]}, DeepSpeed {versions[1]}"
 
 
 def main():

@@ -15,8 +15,8 @@ AS_IT_IS = {"": (RIGHT, None), "without": (STOPS, None), "left": (dict.fromkeys(
     "changed, found, problems",
     [
         ("", (RIGHT, None), 0),
-        ("to-3", ({**RIGHT, 15: 4.1}, None), 10),
-        ("to-6", (STOPS, None), 10),
+        ("to-3", ({**RIGHT, 15: 4.1}, None), 8),
+        ("to-6", (STOPS, None), 8),
         ("without", (RIGHT, None), 2),  # and of the elastic mode
         ("left", (RIGHT, "WARNING"), 2),
         ("left", AS_IT_IS["left"][:1] + (None,), 2),
