@@ -10,11 +10,9 @@ or, where a framework calls engine.load_checkpoint() itself, one line at the top
 
 DeepSpeed's loader wants the very shard that this rank has saved. So every rank makes up, in memory, the shard that it
 would have saved itself, from the byte ranges of the shards that are there, and DeepSpeed takes it for the content of a
-file: nothing is converted or written, any optimizer is restored. On the ranks that saved it is the same: there is one
-way to load, and it looks at what it loads. The steps stand below: find, describe, read, make up the shard, load.
-
-Tensor and pipeline parallelism change what a parameter is: such a checkpoint is converted first, and DeepSpeed's
-universal loader reads it; mend() then restores what that loader leaves out.
+file: nothing is converted or written, any optimizer is restored. The steps stand below. There is one way to load, on
+the ranks that saved it, too; but tensor and pipeline parallelism change what a parameter is: such a checkpoint is
+converted first, DeepSpeed's universal loader reads it, and mend() restores what that loader leaves out.
 
 Needs Python 3.10, torch, DeepSpeed, and collective.py, ds_to_universal.py and torch_file.py beside it.
 """
@@ -82,9 +80,8 @@ def load_checkpoint(
 
 
 def mend(engine, folder):
-    """Restore what DeepSpeed's universal loader leaves out of the universal checkpoint `folder`, after it has loaded
-    it: hyper-parameters and step counts of the parameter groups, optimizer states other than Adam's, frozen
-    parameters, buffers, the count of micro-batches. Raises CheckpointError."""
+    """Restore what DeepSpeed's universal loader leaves out of the universal checkpoint `folder`: hyper-parameters, step
+    counts, frozen parameters, buffers, the count of micro-batches. Raises CheckpointError where it cannot."""
     with conversation(TIMEOUT) as talk:
         checkpoint, optimizer = talk.on_rank_0(lambda: describe(Path(folder))), engine.optimizer
         with together(talk):
@@ -248,7 +245,7 @@ def layout(engine):
 
 
 def compare(engine, checkpoint, held, strict):
-    """Raise CheckpointError where the engine's parameters are not the checkpoint's, or not where layout() says."""
+    """Raise CheckpointError where the engine's parameters are not the checkpoint's."""
     group_of = {name: group for _, group, names, _ in held for name in names}
     parameters = {name: parameter for parameter, name in engine.param_names.items()}
     if held:
@@ -361,13 +358,6 @@ def keep(engine, checkpoint, objects, reader, held, strict, talk, own=False):
 
 # -----------------------------------------------------------------------------
 # 5. load
-def plain(engine):
-    """Whether layout() describes this engine: data parallelism alone, and an optimizer of DeepSpeed that it knows."""
-    odd = isinstance(engine.module, deepspeed.pipe.PipelineModule) or engine.has_moe_layers
-    odd = odd or engine.mp_world_size > 1 or engine.zero_nvme_offload_optimizer()
-    return not odd and type(engine.optimizer).__name__ in OPTIMIZERS
-
-
 def choose(engine, checkpoint, options):
     """How to load: "reshard"; "convert" another layout before; "universal", by DeepSpeed's universal loader; "own", by
     DeepSpeed's ordinary one, what layout() does not describe and was saved by just these ranks."""
@@ -377,14 +367,16 @@ def choose(engine, checkpoint, options):
         raise CheckpointError(f"the checkpoint was saved {saved} ZeRO, and the engine is at stage {stage}")
     if checkpoint is None:
         return "own"
-    simple = plain(engine) and checkpoint.tensor * checkpoint.pipeline == 1
-    if simple and not (states and checkpoint.uneven):
+    odd = isinstance(engine.module, deepspeed.pipe.PipelineModule) or engine.has_moe_layers
+    odd = odd or engine.mp_world_size > 1 or checkpoint.tensor * checkpoint.pipeline > 1
+    odd = odd or engine.zero_nvme_offload_optimizer() or type(engine.optimizer).__name__ not in OPTIMIZERS
+    if not odd and not (states and checkpoint.uneven):
         return "reshard"
     degrees = [bwc.bwc_tensor_model_parallel_world_size(engine.mpu), bwc.bwc_pipeline_parallel_world_size(engine.mpu)]
     written = 0 if type(engine.optimizer).__name__ == "BF16_Optimizer" else stage
     here = [written, engine.seq_dp_world_size, engine.bfloat16_enabled(), *degrees]
     there = [checkpoint.stage, checkpoint.ranks, checkpoint.bf16, checkpoint.tensor, checkpoint.pipeline]
-    if simple:
+    if not odd:
         held = layout(engine)
         compare(engine, checkpoint, held, True)
         here.append([names for _, _, names, _ in held])
