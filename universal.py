@@ -28,6 +28,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import bwc
+from packaging.version import Version
 
 import ds_to_universal as converter
 from collective import check_same_folder, conversation, say
@@ -65,6 +66,8 @@ def load_checkpoint(
         load_module_strict=load_module_strict, load_optimizer_states=load_optimizer_states and not load_module_only,
         load_lr_scheduler_states=load_lr_scheduler_states, load_module_only=load_module_only,
     )  # fmt: skip
+    if Version(version := deepspeed.__version__) < Version("0.16.4"):
+        raise CheckpointError(f"universal.py needs DeepSpeed 0.16.4 or newer, and finds {version}")
     if custom_load_fn:
         raise CheckpointError("custom_load_fn would get no weights: they are read from the shards of the optimizer")
     with conversation(timeout) as talk:
@@ -105,7 +108,11 @@ def mend(engine, folder):
 
 def install():
     """Let whatever calls engine.load_checkpoint(), Hugging Face's Trainer say, call load_checkpoint() of this file.
-    As with DeepSpeed's, a first start finds nothing and goes on: an absent or empty folder, and no tag."""
+    As with DeepSpeed's, a first start finds nothing and goes on: an absent or empty folder, and no tag. A command that
+    has no script starts with the folder start/ on its PYTHONPATH."""
+    if (other := getattr(deepspeed.DeepSpeedEngine, "universal", __file__)) != __file__:
+        raise CheckpointError(f"two copies of universal.py: {other} is installed, {__file__} cannot be")
+    deepspeed.DeepSpeedEngine.universal = __file__
     deepspeed.DeepSpeedEngine.load_checkpoint = functools.partialmethod(load_checkpoint, missing_ok=True)
 
 
@@ -262,8 +269,7 @@ def agree(here, there, what, strict):
     """Raise CheckpointError, or say, which names are on one side only."""
     sides = {"here, and not in the checkpoint": here - there, "in the checkpoint, and not here": there - here}
     for side, names in sides.items():
-        more = [f"{len(names) - 5} more"] * (len(names) > 5)
-        text = f"{what} {side}: {', '.join([*sorted(names)[:5], *more])}"
+        text = f"{what} {side} ({len(names)}): {', '.join(sorted(names)[:5])}"
         if names and strict:
             raise CheckpointError(f"{text}; load_module_strict=False goes on without")
         if names:
@@ -325,8 +331,8 @@ def check_place(parameter, flat, name, start, at, numel):
     here = parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter.flatten()[start:]
     here, there = here[:numel].nan_to_num(), flat[at : at + numel].to(here).nan_to_num()
     if not torch.equal(here, there):
-        both = f"{here[:3].tolist()} in the model, {there[:3].tolist()} there"
-        raise CheckpointError(f"DeepSpeed {deepspeed.__version__} does not hold {name} as expected: {both}")
+        text = f"DeepSpeed {deepspeed.__version__} does not hold {name} as expected: "
+        raise CheckpointError(f"{text}{here[:3].tolist()} in the model, {there[:3].tolist()} there")
 
 
 def keep(engine, checkpoint, objects, reader, held, strict, talk, own=False):
@@ -473,7 +479,6 @@ def discard_gradients(engine):
     optimizer = engine.optimizer
     if engine.micro_steps % engine.gradient_accumulation_steps():
         say("the gradients of half a step are discarded")
-    engine.zero_grad()
     if hasattr(optimizer, "zero_grad"):
         optimizer.zero_grad()
     if hasattr(optimizer, "all_grad_tensors"):  # ZeRO-1 and 2 have sums of their own, and count from -1
