@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: MIT
+"""Ranks that read a checkpoint together, and go on together or not at all.
+
+    with conversation(timeout=1800) as talk:
+        values = talk(value)                 # the values of all ranks, in their order
+        value = talk.on_rank_0(work)         # what work() gives there, on all ranks
+        with together(talk):                 # no rank comes out of it unless all do
+            ...
+
+Whatever goes wrong on one rank is one CheckpointError, the same on all of them, and no rank waits forever. universal.py
+stands on this file, which knows nothing of DeepSpeed's engine; together() is the converter's. Needs Python 3.10, torch,
+and ds_to_universal.py and torch_file.py beside it.
+"""
+
+import contextlib
+import datetime
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+import ds_to_universal as converter
+from ds_to_universal import CheckpointError, together
+
+__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
+
+
+@contextlib.contextmanager
+def conversation(timeout):
+    """timeout: seconds that a rank waits for another one, which may be reading."""
+    talk = Conversation(datetime.timedelta(seconds=timeout))
+    try:
+        yield talk
+    finally:
+        dist.destroy_process_group(talk.group)
+
+
+@contextlib.contextmanager
+def answers():
+    """What gloo says of a rank that does not answer, in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(f"rank {dist.get_rank()}: a rank does not answer: {error}") from None
+
+
+class Conversation:
+    def __init__(self, wait):
+        self.wait = wait
+        self.group = dist.new_group(backend="gloo", timeout=wait)
+
+    @answers()
+    def __call__(self, value):
+        """[the value of every rank]"""
+        values = [None] * dist.get_world_size()
+        dist.monitored_barrier(self.group, self.wait)  # it knows which rank does not come
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    @answers()
+    def on_rank_0(self, work):
+        """What the work of rank 0 gives, on all ranks."""
+        with together(self):
+            values = [work() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(values, 0, group=self.group, device=torch.device("cpu"))
+        return values[0]
+
+    @answers()
+    def broadcast(self, tensor):
+        """From rank 0 into that of the others. The tensor is on the CPU, and of any dtype."""
+        if tensor.numel():
+            dist.broadcast(tensor.view(torch.uint8), 0, group=self.group)
+
+
+class Reader(converter.Reader):
+    """Every rank reads bytes of its own, once; all together compare them with the checksums of the files."""
+
+    def fill(self, tensor, slices, start=0):
+        """Read elements from `start` on, as many as the flat tensor on the CPU has, into its memory. Returns it."""
+        self.read_slices(memoryview(tensor.view(torch.uint8).numpy()), slices, start)
+        return tensor
+
+    def fill_flat(self, flat, key, dtype, parts, parameters):
+        """A state, as flat as the masters are; of the masters themselves, where they are if that is on the CPU."""
+        dtype = getattr(torch, dtype)
+        state = flat.detach().to("cpu", dtype) if key == "fp32" else torch.zeros(flat.numel(), dtype=dtype)
+        for name, start, at, numel in parts:
+            if name in parameters:
+                self.fill(state[at : at + numel], parameters[name].states[key], start)
+        return state
+
+    def whole(self, tensor, talk, own=False):
+        """A tensor in its shape and strides, that rank 0 reads and sends to all. own: every rank reads its own."""
+        data = torch.empty(tensor.storage.numel, dtype=getattr(torch, tensor.dtype))
+        with together(talk):
+            if own or dist.get_rank() == 0:
+                self.fill(data, tensor.storage)
+        if not own:
+            talk.broadcast(data)
+        return data.as_strided(tensor.size, tensor.stride, tensor.offset)
+
+    def check_together(self, talk):
+        """Raise CheckpointError, on all ranks, where the ranks together have read what no checksum confirms."""
+        spans = converter.merged(talk(self.spans))
+        with together(talk):
+            converter.check_all(sorted(spans)[dist.get_rank() :: dist.get_world_size()], spans, self.opened)
+
+
+def check_same_folder(folder, talk):
+    """Every machine must see the same checkpoint: where no folder is shared, each has the shards of its own ranks."""
+    with together(talk):
+        here = {entry.name: entry.stat().st_size for entry in os.scandir(folder)} if folder.is_dir() else None
+    seen = talk((socket.gethostname(), here))
+    if other := sorted({host for host, entries in seen if entries != seen[0][1]}):
+        raise CheckpointError(f"{folder} is not the same on {seen[0][0]} and on {', '.join(other)}: it must be shared")
+
+
+def say(message):
+    if dist.get_rank() == 0:
+        print(f"universal.py: {message}", flush=True)
