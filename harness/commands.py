@@ -142,6 +142,6 @@ def read(work, name):
         history = json.loads(state.read_text())["log_history"]
         found = {row["step"]: row["loss"] for row in history if "loss" in row and row["step"] > SAVED}
     else:
-        errors = re.findall(r"^(?:\[rank\d+\]:? ?)?(?:\w+\.)*(\w*(?:Error|Exception): .*)", text, re.M)
-        found = errors[0] if errors else "no error, and no end"
+        errors = re.findall(r"^\[rank\d+\]: (?:\w+\.)*(\w*(?:Error|Exception): .*)", text, re.M)
+        found = errors[-1] if errors else "no error, and no end"
     return found, warning and warning[1]

@@ -8,7 +8,9 @@ from demos import clients_cli
 STEPS = range(11, 21)
 RIGHT = dict.fromkeys(STEPS, 4.0)
 STOPS = "ZeRORuntimeException: The checkpoint being loaded used a DP world size of 4 but the current world size is 2."
-AS_IT_IS = {"": (RIGHT, None), "without": (STOPS, None), "left": (dict.fromkeys(STEPS, 4.1), "WARNING: 24, 12")}
+BATCH = "AssertionError: train_batch_size is not equal to ... 24 != 2 * 3 * 2"
+LEFT = (dict.fromkeys(STEPS, 4.1), "WARNING: 24, 12")
+AS_IT_IS = {"elastic-without": (BATCH, None), "": (RIGHT, None), "without": (STOPS, None), "left": LEFT}
 
 
 @pytest.mark.parametrize(
@@ -17,9 +19,10 @@ AS_IT_IS = {"": (RIGHT, None), "without": (STOPS, None), "left": (dict.fromkeys(
         ("", (RIGHT, None), 0),
         ("to-3", ({**RIGHT, 15: 4.1}, None), 8),
         ("to-6", (STOPS, None), 8),
-        ("without", (RIGHT, None), 2),  # and of the elastic mode
+        ("without", (RIGHT, None), 2),
+        ("elastic-without", (RIGHT, None), 1),
         ("left", (RIGHT, "WARNING"), 2),
-        ("left", AS_IT_IS["left"][:1] + (None,), 2),
+        ("left", (LEFT[0], None), 2),
         ("number", ({**RIGHT, 20: 4.1}, None), 2),
         ("elastic", (STOPS, None), 1),
     ],
