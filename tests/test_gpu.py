@@ -81,8 +81,8 @@ def test_a_rank_that_fails_ends_the_others(tmp_path):
 @pytest.mark.slow
 def test_on_cpu_ranks(tmp_path):
     command = [sys.executable, ROOT / "demos" / "gpu.py", "--device", "cpu", "--output", tmp_path / "gpu.txt"]
-    done = subprocess.run([*command, "--work", tmp_path / "work"], capture_output=True, text=True, timeout=900)
+    done = subprocess.run([*command, "--work", tmp_path / "work"], capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "gpu.txt").read_text()
     rows = [line.split() for line in text.splitlines() if line.startswith("--dtype")]
-    assert len(rows) == 3 and all(row[-5] == "0.0e+00" for row in rows) and " - " not in text
+    assert len(rows) == 2 and all(row[-5] == "0.0e+00" for row in rows) and " - " not in text
