@@ -124,7 +124,7 @@ def draw(runs, gaps):
         draw_line(top, run["loss"], **look, markevery=(2 * i % 10, every), label=label)
         draw_line(top, run["val_loss"], ls="", marker=".", color="black", ms=5)
         if run["val_loss"] and i == len(others) - 1:
-            top.lines[-1].set_label("their validation loss")
+            top.lines[-1].set_label("their validation loss" if i else "its validation loss")
         draw_strip(strips[i], label, baseline, gaps[i], look, height)
         start = min(run["loss"])
         if start > first:
