@@ -74,7 +74,7 @@ def train_all(prefix, stage, *arguments):
 
 def draw(groups, path):
     """groups: {title: {what: run}}, one rank first. A panel for each group: how far its runs are from one rank, each
-    run at every eighth step, and not at the same ones."""
+    run at every twelfth step, and not at the same ones."""
     figure = Figure(figsize=(6, 4.5), layout="constrained")
     panels = figure.subplots(len(groups), sharex=True)
     for axis, (title, runs) in zip(panels, groups.items(), strict=True):
@@ -83,7 +83,7 @@ def draw(groups, path):
         for i, (what, other) in enumerate(others):
             gaps = plot.differences(baseline, other, "loss")
             look = curves.style(i) | {"ls": "", "ms": 5}
-            names[what] = curves.draw_line(axis, gaps, **look, markevery=(2 * i, 8), clip_on=False)
+            names[what] = curves.draw_line(axis, gaps, **look, markevery=(3 * i, 12), clip_on=False)
             worst = max(worst, *gaps.values())
         names["float32 rounding step"] = curves.scale(axis, baseline, 1e-3)
         for step in (50, 100, 150):
@@ -91,7 +91,7 @@ def draw(groups, path):
         how = f"the loss differs by up to {worst:.0e}" if worst else "every bit of the loss is equal"
         axis.set_title(f"{title}: {how}")
         axis.set_ylabel("|difference|\n(nats per byte)")
-    axis.set_xlabel("step (each run at every eighth)")
+    axis.set_xlabel("step (each run at every twelfth)")
     where = {"loc": "outside upper center", "ncols": 2, "frameon": False, "labelspacing": 0.2}
     figure.legend(names.values(), names, title="compared with 1 rank:", **where)
     path.parent.mkdir(parents=True, exist_ok=True)
