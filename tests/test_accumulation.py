@@ -33,7 +33,7 @@ def test_five_layouts_one_curve(tmp_path, edits):
         (tmp_path / script).write_text(traps.edited(script, edits.get(script, [])))
         arguments = ("--steps", 20, "--run_name", name, "--train_micro_batch_size_per_gpu", micro)
         out = run(tmp_path, ranks, tmp_path / script, *arguments, "--train_batch_size", 32)
-        assert f"32 = {micro} per GPU x {accumulation} accumulation steps x {ranks} GPUs" in out
+        assert f"32 = {micro} per rank x {accumulation} accumulation steps x {ranks} ranks" in out
         for column in ("loss", "grad_norm"):
             gaps = compare(tmp_path, "no_grad_accu_pt", name, column)
             assert len(gaps) == 20 and max(gaps.values()) <= 1e-5, (name, column, max(gaps.values()))
