@@ -223,7 +223,7 @@ def by_deepspeed(trained):
     "edit, lost",
     [
         ((r"group\.update\(.*", "pass"), {"groups"}),  # ZeRO-3 gives every group what the first one has
-        ((r"    keep\(engine, .*, False, share\)", "    pass"), {"frozen", "buffers", "extra"}),
+        ((r"    keep\(engine, .*, False, talk\)", "    pass"), {"frozen", "buffers", "extra"}),
         ((r"engine\.micro_steps = .*", "pass"), {"counters"}),
         ((r"state\.(pop\(\"step\"|update).*", "pass"), set()),  # one step count for all groups: seen by the loss alone
     ],

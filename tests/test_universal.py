@@ -224,7 +224,7 @@ def test_another_model(copy):
     changes = ({"wider": 8}, {"rename": True}, {"groups": 3})
     wider, renamed, grouped = all_refused(copy(1), 2, *({"stage": 1} | change for change in changes))
     assert "rows is (9, 8) here, and (9, 7) in" in wider
-    assert "renamed is trained here, and not in the checkpoint" in renamed
+    assert "trained here, and not in the checkpoint: renamed" in renamed
     assert "is in parameter group" in grouped
 
 
