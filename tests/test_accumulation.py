@@ -178,4 +178,4 @@ def test_batch_that_does_not_divide(tmp_path, script, ranks):
     assert result.code == 2 and result.out == "" and not (tmp_path / "logs").exists()
     assert result.errors.count("\n") == 1
     assert f"{script}: error: a batch of 32 does not divide into micro-batches of 12 on {ranks} ranks" in result.errors
-    assert str({1: [24, 36], 2: [24, 48]}[ranks]) in result.errors
+    assert {1: "24 or 36;", 2: "24 or 48;"}[ranks] in result.errors
