@@ -76,33 +76,40 @@ def train_all(prefix, stage, *arguments):
 
 
 def draw(groups, path):
-    """groups: {title: {what: run name}}, the baseline first. A column for each group, a strip for each run."""
+    """groups: {title: {what: run}}, the baseline first. A column for each group, a strip for each run; every fifth
+    step, and always the largest difference."""
     figure, axes = plt.subplots(
-        5, len(groups), figsize=(11, 6.5), sharex=True, sharey="row", height_ratios=[3, 1, 1, 1, 1],
-        layout="constrained",
-    )  # fmt: skip
-    for column, (title, names) in zip(axes.T, groups.items(), strict=True):
-        runs = {what: plot.read_log(f"logs/{name}.csv") for what, name in names.items()}
+        5, len(groups), figsize=(7, 7), sharex=True, sharey="row", height_ratios=[2.6, 1, 1, 1, 1], layout="constrained"
+    )
+    for column, (title, runs) in zip(axes.T, groups.items(), strict=True):
         (alone, baseline), *others = runs.items()
         curves.draw_line(column[0], baseline["loss"], color="0.8", lw=7, label=alone)
         worst = 0.0
         for i, (axis, (what, one)) in enumerate(zip(column[1:], others, strict=True)):
             look = curves.style(i)
-            curves.draw_line(column[0], one["loss"], **look, markevery=(2 * i % 10, 20), label=what)
+            curves.draw_line(column[0], one["loss"], **look, markevery=(2 * i % 10, 40), label=what)
             gaps = plot.differences(baseline, one, "loss")
-            curves.draw_strip(axis, what, baseline, gaps, look, 1e-3)
+            largest = max(gaps, key=gaps.get)
+            some = {step: gap for step, gap in gaps.items() if step % 5 == 0 or step == largest}
+            what = f"{what}, at the dashed lines" if what == IN_TURN else what
+            curves.draw_strip(axis, what, baseline, some, look, 1e-2, explained=not i)
             worst = max(worst, *gaps.values())
-        column[0].set_title(f"{title}: " + (f"differs by up to {worst:.0e}" if worst else "every bit equal"))
+        column[0].set_title(f"{title}:\n" + (f"differs by up to {worst:.0e}" if worst else "every bit equal"))
         curves.tidy(column[0])
-        column[1].set_title("line: one unit in the last place", loc="right", fontsize=8)
         column[-1].set(xlabel="step")
         for step in (50, 100, 150):
             column[-1].axvline(step + 0.5, color="0.4", ls="--", lw=1)
     axes[0, 0].set(ylabel="loss (nats per byte)")
     axes[0, 0].legend(frameon=False)
-    figure.supylabel("|difference of the loss to one rank|", fontsize=9, y=0.3)
+    figure.supylabel("|difference to one rank| (nats per byte)", fontsize=10, y=0.33)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
+
+
+def read(pictured):
+    """{title: {what: run}} of {title: {what: run name}}."""
+    return {title: {what: plot.read_log(f"logs/{name}.csv") for what, name in names.items()}
+            for title, names in pictured.items()}  # fmt: skip
 
 
 def play(stage, arguments):
@@ -147,7 +154,7 @@ def over_seeds():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("out/exact.png"))
+    parser.add_argument("--output", type=Path, default=Path("out/exact.png"), help="picture, with its .csv beside it")
     args = parser.parse_args()
     shutil.rmtree(FOLDER, ignore_errors=True)
     print("largest difference of the loss from one rank's, in 200 steps")
@@ -165,7 +172,10 @@ def main():
         if arguments:
             every &= equal
     print(f"with --exact: every bit of loss, validation loss and gradient norm equal: {'yes' if every else 'NO'}\n")
-    draw(pictured, args.output)
+    groups = read(pictured)
+    draw(groups, args.output)
+    columns = {f"{what}, {title}": run for title, runs in groups.items() for what, run in runs.items()}
+    plot.write_joined(columns, args.output.with_suffix(".csv"))
     mean, noise = over_seeds()
     if not every:
         sys.exit("--exact leaves a difference")

@@ -60,10 +60,13 @@ def largest(baseline, run_name):
 
 
 def draw(runs, path):
-    """The training losses of {name: run}, the first one of which is the baseline."""
-    baseline, *others = runs.values()
-    gaps = [plot.differences(baseline, run, "loss") for run in others]
-    figure = curves.draw({name: run | {"val_loss": {}} for name, run in runs.items()}, gaps)
+    """The training losses of {name: run}, the first one of which is the baseline. A strip for the same layout, which
+    comes next, and one for the run that differs most."""
+    (name, baseline), same, *others = runs.items()
+    largest = max(others, key=lambda item: max(plot.differences(baseline, item[1], "loss").values()))
+    shown = {name: baseline, f"{same[0]} (the same)": same[1], f"{largest[0]} (differs most)": largest[1]}
+    gaps = [plot.differences(baseline, run, "loss") for run in (same[1], largest[1])]
+    figure = curves.draw({name: run | {"val_loss": {}} for name, run in shown.items()}, gaps)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
 
