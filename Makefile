@@ -87,6 +87,7 @@ $(OUT)/resume_no_uc.txt: logs/resume_no_uc.csv plot.py curves.py
 
 $(OUT)/folders.png: logs/default.csv demos/folders.py
 	$(PY) demos/folders.py $(CKPT)/global_step100 --output $@
+	$(PY) demos/folders.py $(CKPT)/global_step100 --zero3 --output $(OUT)/folders_zero3.png
 
 # Test 2: accumulation, in PyTorch and on DeepSpeed
 RUN2 = $(basename $(notdir $@))
