@@ -102,7 +102,7 @@ def main():
     label = "universal checkpoint:\none folder per parameter"
     (whole,) = draw_row(axis, 1.7, label, [[size] for size in sizes], [""] * len(sizes), colors, 0.006)
     heads = [f"rank {rank} reads" for rank in range(args.ranks)]
-    below = draw_row(axis, 0, f"resumed on {args.ranks} ranks", read, heads, colors, 0.02, heads_at=-0.2)
+    below = draw_row(axis, 0, f"then {args.ranks} ranks", read, heads, colors, 0.02, heads_at=-0.2)
     connect(axis, above, 3.4, whole, 1.7 + HEIGHT, down=True)
     connect(axis, below, HEIGHT, whole, 1.7, down=False)
     note = "Blue: one parameter, followed. Only weight matrices are shown,\neach with its fp32 weights, exp_avg and exp_avg_sq."
