@@ -463,7 +463,7 @@ def put_together(shards, ranks, groups, shapes, base):
                 if a != b and not (isinstance(a, Stub) and isinstance(b, Stub) and pickled(a) == pickled(b)):
                     uneven[i, key] = f"differs between ranks 0 and {rank}"
             for key in mine.odd:
-                uneven[i, key] = "is not cut like the weights"
+                uneven[i, key] = "is not cut like the weights (Muon's is, at ZeRO-3)"
         flats = {}
         for key, (dtype, *_) in first.states.items():
             dtypes, records, begins = zip(*(found[i].states[key] for found in ranks), strict=True)

@@ -28,9 +28,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import bwc
+from packaging.version import Version
 
 import ds_to_universal as converter
-from collective import check_same_folder, conversation, say
+from collective import Reader, check_same_folder, conversation, say
 from ds_to_universal import CheckpointError, together
 from torch_file import packed
 
@@ -65,6 +66,8 @@ def load_checkpoint(
         load_module_strict=load_module_strict, load_optimizer_states=load_optimizer_states and not load_module_only,
         load_lr_scheduler_states=load_lr_scheduler_states, load_module_only=load_module_only,
     )  # fmt: skip
+    if Version(version := deepspeed.__version__) < Version("0.16.4"):
+        raise CheckpointError(f"universal.py needs DeepSpeed 0.16.4 or newer, and finds {version}")
     if custom_load_fn:
         raise CheckpointError("custom_load_fn would get no weights: they are read from the shards of the optimizer")
     with conversation(timeout) as talk:
@@ -105,7 +108,11 @@ def mend(engine, folder):
 
 def install():
     """Let whatever calls engine.load_checkpoint(), Hugging Face's Trainer say, call load_checkpoint() of this file.
-    As with DeepSpeed's, a first start finds nothing and goes on: an absent or empty folder, and no tag."""
+    As with DeepSpeed's, a first start finds nothing and goes on: an absent or empty folder, and no tag. A command that
+    has no script starts with the folder start/ on its PYTHONPATH."""
+    if (other := getattr(deepspeed.DeepSpeedEngine, "universal", __file__)) != __file__:
+        raise CheckpointError(f"two copies of universal.py: {other} is installed, {__file__} cannot be")
+    deepspeed.DeepSpeedEngine.universal = __file__
     deepspeed.DeepSpeedEngine.load_checkpoint = functools.partialmethod(load_checkpoint, missing_ok=True)
 
 
@@ -169,12 +176,10 @@ def unpack(data):
 
 def scalars(parameter):
     """What its optimizer state has beside tensors of its size, a step count say."""
-    return {
-        key: torch.frombuffer(bytearray(value.data), dtype=getattr(torch, value.dtype)).view(value.shape)
-        if isinstance(value, converter.Scalar)
-        else value
-        for key, value in parameter.scalars.items()
-    }
+    tensors = {key: value for key, value in parameter.scalars.items() if isinstance(value, converter.Scalar)}
+    for key, t in tensors.items():
+        tensors[key] = torch.frombuffer(bytearray(t.data), dtype=getattr(torch, t.dtype)).view(t.shape)
+    return parameter.scalars | tensors
 
 
 def masters_of(parameter):
@@ -183,41 +188,7 @@ def masters_of(parameter):
 
 
 # -----------------------------------------------------------------------------
-# 3. read: every rank its own bytes, once; all together compare them with the checksums of the files
-class Reader(converter.Reader):
-    def fill(self, tensor, slices, start=0):
-        """Read elements from `start` on, as many as the flat tensor on the CPU has, into its memory. Returns it."""
-        self.read_slices(memoryview(tensor.view(torch.uint8).numpy()), slices, start)
-        return tensor
-
-    def fill_flat(self, flat, key, dtype, parts, parameters):
-        """A state, as flat as the masters are; of the masters themselves, where they are if that is on the CPU."""
-        dtype = getattr(torch, dtype)
-        state = flat.detach().to("cpu", dtype) if key == "fp32" else torch.zeros(flat.numel(), dtype=dtype)
-        for name, start, at, numel in parts:
-            if name in parameters:
-                self.fill(state[at : at + numel], parameters[name].states[key], start)
-        return state
-
-    def whole(self, tensor, talk, own=False):
-        """A tensor in its shape and strides, that rank 0 reads and sends to all. own: every rank reads its own."""
-        data = torch.empty(tensor.storage.numel, dtype=getattr(torch, tensor.dtype))
-        with together(talk):
-            if own or dist.get_rank() == 0:
-                self.fill(data, tensor.storage)
-        if not own:
-            talk.broadcast(data)
-        return data.as_strided(tensor.size, tensor.stride, tensor.offset)
-
-    def check_together(self, talk):
-        """Raise CheckpointError, on all ranks, where the ranks together have read what no checksum confirms."""
-        spans = converter.merged(talk(self.spans))
-        with together(talk):
-            converter.check_all(sorted(spans)[dist.get_rank() :: dist.get_world_size()], spans, self.opened)
-
-
-# -----------------------------------------------------------------------------
-# 4. make up the shard that this rank would have saved
+# 3. make up the shard that this rank would have saved
 def layout(engine):
     """What this rank holds: [(flat fp32 tensor, its parameter group, names, parts)]. A part is (name, start in the
     parameter, start in the tensor, numel). The formula is that of the converter's Slices: at ZeRO-3 every parameter is
@@ -262,8 +233,7 @@ def agree(here, there, what, strict):
     """Raise CheckpointError, or say, which names are on one side only."""
     sides = {"here, and not in the checkpoint": here - there, "in the checkpoint, and not here": there - here}
     for side, names in sides.items():
-        more = [f"{len(names) - 5} more"] * (len(names) > 5)
-        text = f"{what} {side}: {', '.join([*sorted(names)[:5], *more])}"
+        text = f"{what} {side} ({len(names)}): {', '.join(sorted(names)[:5])}"
         if names and strict:
             raise CheckpointError(f"{text}; load_module_strict=False goes on without")
         if names:
@@ -325,8 +295,8 @@ def check_place(parameter, flat, name, start, at, numel):
     here = parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter.flatten()[start:]
     here, there = here[:numel].nan_to_num(), flat[at : at + numel].to(here).nan_to_num()
     if not torch.equal(here, there):
-        both = f"{here[:3].tolist()} in the model, {there[:3].tolist()} there"
-        raise CheckpointError(f"DeepSpeed {deepspeed.__version__} does not hold {name} as expected: {both}")
+        text = f"DeepSpeed {deepspeed.__version__} does not hold {name} as expected: "
+        raise CheckpointError(f"{text}{here[:3].tolist()} in the model, {there[:3].tolist()} there")
 
 
 def keep(engine, checkpoint, objects, reader, held, strict, talk, own=False):
@@ -357,7 +327,7 @@ def keep(engine, checkpoint, objects, reader, held, strict, talk, own=False):
 
 
 # -----------------------------------------------------------------------------
-# 5. load
+# 4. load
 def choose(engine, checkpoint, options):
     """How to load: "reshard"; "convert" another layout before; "universal", by DeepSpeed's universal loader; "own", by
     DeepSpeed's ordinary one, what layout() does not describe and was saved by just these ranks."""
@@ -473,7 +443,6 @@ def discard_gradients(engine):
     optimizer = engine.optimizer
     if engine.micro_steps % engine.gradient_accumulation_steps():
         say("the gradients of half a step are discarded")
-    engine.zero_grad()
     if hasattr(optimizer, "zero_grad"):
         optimizer.zero_grad()
     if hasattr(optimizer, "all_grad_tensors"):  # ZeRO-1 and 2 have sums of their own, and count from -1
