@@ -105,7 +105,8 @@ def main():
     below = draw_row(axis, 0, f"then {args.ranks} ranks", read, heads, colors, 0.02, heads_at=-0.2)
     connect(axis, above, 3.4, whole, 1.7 + HEIGHT, down=True)
     connect(axis, below, HEIGHT, whole, 1.7, down=False)
-    note = "Blue: one parameter, followed. Only weight matrices are shown,\neach with its fp32 weights, exp_avg and exp_avg_sq."
+    note = "Blue: one parameter, followed. Only weight matrices are shown,\n"
+    note += "each with its fp32 weights, exp_avg and exp_avg_sq."
     axis.text(0, -0.65, note, fontsize=9.5)
     how = "cuts each parameter by itself" if args.zero3 else "cuts across the parameters"
     axis.set_title(f"{stage} {how};\na universal checkpoint keeps each one whole", fontsize=11)

@@ -1,5 +1,5 @@
-"""README.md, CONTRIBUTING.md and docs/*.md: their commands parse, their links lead somewhere, their tables are those of assets/, and the
-README's lines for other people's scripts do what they say."""
+"""README.md, CONTRIBUTING.md and docs/*.md: their commands parse, their links lead somewhere, their tables are those of
+assets/, and the lines for other people's scripts do what the README says."""
 
 import argparse
 import csv
