@@ -26,6 +26,7 @@ def save(engine, folder, client_state):
         (folder / "latest.unfinished").write_text(tag)
         (folder / "latest.unfinished").rename(folder / "latest")
         shutil.rmtree(replaced, ignore_errors=True)
+        print(f"saved {folder / tag}", flush=True)
     dist.barrier()
 
 

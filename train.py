@@ -114,7 +114,7 @@ def main():
     accumulation = engine.gradient_accumulation_steps()
     if dist.get_rank() == 0:
         print(f"{size:,} parameters, {args.dtype}, {layout}, on {device}, data {client_state['data']}")
-        print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {data_parallel}", flush=True)
+        print(f"{batch} = {micro} per rank x {accumulation} accumulation steps x {data_parallel}", flush=True)
     done = resume(engine, args, checkpoint, client_state)
     if args.exact:
         exact.install(engine)

@@ -49,7 +49,9 @@ def test_table_picture_and_csv(logs):
 
 
 def test_tolerance(logs):
-    assert plot(logs, "base.csv", "same.csv", "--tolerance", 0).returncode == 0
+    result = plot(logs, "base.csv", "same.csv", "--tolerance", 0)
+    assert result.returncode == 0 and result.stdout.endswith("PASS: 0.0e+00 <= 0\n")
+    assert "PASS" not in plot(logs, "base.csv", "same.csv").stdout
     result = plot(logs, "base.csv", "off.csv", "--tolerance", 1e-4)
     assert result.returncode == 1
     assert result.stderr == "plot.py: off differs by 9.8e-04 at step 8 (training), more than 0.0001\n"
