@@ -63,10 +63,10 @@ class Mirror:
             return
         own = self.folder / f".own{self.rank}"
         self.engine.save_checkpoint(str(own), tag="own", client_state=client_state, save_latest=False)
-        files = [*own.glob("own/*.pt")]
-        own_moves = [(path.name, path.stat().st_size, self.rank, self.partner) for path in files]
-        moves = sum(share(own_moves, self.group), [])
-        slot = self.folder / f"step{step:09}-{self.attempt}.{len(moves)}"  # with fewer files it was being written
+        files = {path: path.stat().st_size for path in own.glob("own/*.pt")}
+        moves = sum(share([(path.name, size, self.rank, self.partner) for path, size in files.items()], self.group), [])
+        count = len({name for name, *_ in moves})
+        slot = self.folder / f"step{step:09}-{self.attempt}.{count}"  # with fewer files it was being written
         slot.mkdir(exist_ok=True)
         for path in files:
             path.rename(slot / path.name)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT
 
 from harness.ranks import compare, launch, run
@@ -137,6 +138,30 @@ def test_killed_while_it_sends(work, stage, rank):
     goes_on(work, name, 2 * left, 7, "--zero_stage", stage)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_killed_while_it_saves(work, stage):
+    """Half of what a rank saves is there, under the file's own name, but not in the slot."""
+
+    def then():
+        save = torch.save
+
+        def saving(state, path, *arguments, **options):
+            save(state, path, *arguments, **options)
+            if (
+                "optim_states" in str(path)
+                and ".own1" in str(path)
+                and max(steps(Path(), f"saves{stage}"), default=0) == 7
+            ):
+                os.truncate(path, os.path.getsize(path) // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        torch.save = saving
+
+    train(work, f"saves{stage}", "ab", "--zero_stage", stage, then=then)
+    goes_on(work, f"saves{stage}", "ab", 7, "--zero_stage", stage)
+
+
 def test_killed_while_it_receives(work):
     """Half a file is no file. Each machine has its own, so that step 8 is whole."""
 
@@ -208,6 +233,16 @@ def test_an_old_machine_comes_back(work):
     train(work, "back", "aa", then=stops(0, 11))
     shutil.move(work / "kept", work / "back_b")
     goes_on(work, "back", "bbaa", 10)
+
+
+def test_two_attempts_at_a_step(work):
+    """Files of the first attempt at step 8, which b brings back, do not make up a step with those of the second."""
+    train(work, "twice", "ab", then=stops(1, 8, "mirror.exchange"))
+    shutil.move(work / "twice_b", work / "away")
+    train(work, "twice", "ac", then=stops(1, 8, "mirror.exchange"))
+    lose(work, "twice", "c")
+    shutil.move(work / "away", work / "twice_b")
+    goes_on(work, "twice", "ab", 7)
 
 
 def test_the_disk_is_newer(work):
