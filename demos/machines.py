@@ -265,8 +265,9 @@ def draw(wanted, runs, path):
             axis.axvline(event["step"] + 0.5, color="0.45", ls=":", lw=0.8)
         top.text(event["step"] + 0.5, high, number, transform=top.get_xaxis_transform(), ha="center", size=10,
                  bbox={"boxstyle": "circle,pad=0.15", "fc": "white", "ec": "0.45", "lw": 0.8})  # fmt: skip
-    names = "\n".join(f"{number:>2}  {event['event']}" for number, event in enumerate(events[1:], 1))
-    top.text(1.015, 1, names, transform=top.transAxes, va="top", size=10, linespacing=1.35)
+    texts = ["\n".join(str(number) for number in range(1, len(events))), "\n".join(e["event"] for e in events[1:])]
+    for text, x, side in zip(texts, (1.045, 1.06), ("right", "left"), strict=True):
+        top.text(x, 1, text, transform=top.transAxes, va="top", ha=side, size=10, linespacing=1.35)
     for lane, ((_, events, gaps), colour) in enumerate(zip(runs.values(), colours, strict=True)):
         again = 0
         for event in events[1:]:
@@ -277,7 +278,8 @@ def draw(wanted, runs, path):
             again += event["step"] - event["from"]
             arrow = {"arrowstyle": "-|>", "color": colour, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
             middle.annotate("", (start, -lane), (end, -lane), arrowprops=arrow)
-            middle.text((start + end) / 2, 0.14 - lane, event["step"] - event["from"], ha="center", size=10)
+            shift = -1.5 if event["step"] - event["from"] < 5 else 0.5  # beside its neighbour's
+            middle.text((start + end) / 2 + shift, 0.14 - lane, event["step"] - event["from"], ha="center", size=10)
         middle.text(1.015, 0.72 - 0.5 * lane, f"{again} steps", transform=middle.transAxes, color=colour, size=10)
         below.plot(range(1, STEPS + 1), gaps, ".", color=colour, ms=6 - 3 * lane, clip_on=False)
     middle.set(ylim=(-1.5, 0.8), ylabel="steps\ndone again", yticks=[0, -1], yticklabels=[*runs])
@@ -289,10 +291,10 @@ def draw(wanted, runs, path):
     below.set(ylim=(-2e-9, 10 * max(1e-7, worst)), xlim=(0.5, STEPS + 0.5), xlabel="step")
     below.set_ylabel("|difference|\nof the loss")
     note = f"at most {worst:.1e}" if worst else "0.0 at every step of both runs, with --exact"
-    below.text(0.5, 0.55, note, transform=below.transAxes, ha="center", size=10)
-    top.set(ylabel="training loss")
+    below.text(0.5, 0.55, note, transform=below.transAxes, ha="center", size=10, backgroundcolor="white")
+    top.set(ylabel="training loss", ylim=(1.8, None))
     top.set_title("Machines die and come back: the loss is that of one rank to which nothing happened", size=11)
-    top.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.78), fontsize=10)
+    top.legend(framealpha=1, edgecolor="white", loc="upper right", bbox_to_anchor=(1, 0.76), fontsize=10)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -305,9 +307,8 @@ def shade(axes, ranks):
     for first, last in zip(ends, ends[1:], strict=False):
         for axis in axes:
             axis.axvspan(first + 0.5, last + 0.5, color={2: "#fdf0d5", 4: "#e3edf7", 6: "#e6f2e1"}[ranks[first]], lw=0)
-        name = f"{ranks[first]} ranks" if last - first > 12 else ranks[first]
-        axes[0].text((first + last) / 2 + 0.5, 0.02, name, transform=axes[0].get_xaxis_transform(), ha="center",
-                     size=10, color="0.35")  # fmt: skip
+        name = ranks[first] if first else f"{ranks[first]} ranks"
+        axes[0].text((first + last) / 2 + 0.5, 1.9, name, ha="center", size=10, color="0.35")
 
 
 def try_settings(train):
