@@ -19,8 +19,8 @@ export TORCH_EXTENSIONS_DIR = $(CURDIR)/.venv/torch_extensions
 
 TRAIN   = train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --steps 200 --checkpoint_dir $(CKPT)
 RESUME  = $(TRAIN) --resume --checkpoint_interval 400
-SHARED  = launch.py checkpoint.py saving.py data.py model.py elastic.py mirror.py universal.py
-SHARED += ds_to_universal.py torch_file.py
+SHARED  = launch.py checkpoint.py saving.py data.py model.py elastic.py mirror.py
+SHARED += universal.py collective.py ds_to_universal.py torch_file.py
 OUT     = out
 
 # $(call run,command,name): show the command; what it prints goes to logs/name.txt
@@ -164,7 +164,7 @@ $(OUT)/3d.txt: .venv/installed-dev demos/layouts.py harness/ranks.py plot.py cur
 # What a resume costs, of a model of 86 million parameters
 resume: $(OUT)/resume.txt
 
-$(OUT)/resume.txt: .venv/installed benchmarks/resume.py model.py universal.py ds_to_universal.py torch_file.py
+$(OUT)/resume.txt: .venv/installed benchmarks/resume.py model.py universal.py collective.py ds_to_universal.py torch_file.py
 	@mkdir -p $(OUT)
 	$(PY) benchmarks/resume.py | grep -v WARNING > $@
 	@cat $@

@@ -28,12 +28,12 @@ classes stay names. Each range is read once, checked against the archive's CRC-3
 
 In this file, by line, each room with its entry:
 
-     104 to 563   1. one data-parallel checkpoint         describe_ranks()
-     565 to 825   2. tensor and pipeline parallelism      describe()
-     827 to 902   3. what the result consists of          files_of()
-     904 to 1011  4. publishing                           unfinished(), publish()
-    1013 to 1170  5. convert()                            convert()
-    1172 to 1319  6. the command line                     main()
+     104 to 559   1. one data-parallel checkpoint         describe_ranks()
+     561 to 821   2. tensor and pipeline parallelism      describe()
+     823 to 898   3. what the result consists of          files_of()
+     900 to 1007  4. publishing                           unfinished(), publish()
+    1009 to 1162  5. convert()                            convert()
+    1164 to 1311  6. the command line                     main()
 
 torch_file.py, which has to lie beside this file, reads and writes .pt files. universal.py uses describe() and the
 Description that it returns, Reader and check() to read what that describes, together(), convert() and CheckpointError.
@@ -232,9 +232,8 @@ def newest_first(folder, say):
         except Exception as error:
             say(f"{name} is passed over: {type(error).__name__}: {error}")
     order = sorted(steps, key=lambda name: (steps[name], not (folder / name / "zero").is_dir()), reverse=True)
-    if (
-        named in steps
-    ):  # a job killed before it wrote `latest` leaves a later one; an earlier run's is older on the disk
+    # A job killed before it wrote `latest` leaves a later one; an earlier run's is older on the disk.
+    if named in steps:
         later = [name for name in order if steps[name] > steps[named] and written[name] > written[named]]
         return list(dict.fromkeys([*later, named, *order]))
     if named:
@@ -445,10 +444,6 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
     return DataParallel(model, first, parameters, uneven, problems, strangers)
 
 
-def same_value(a, b):
-    return a == b or isinstance(a, Stub) and isinstance(b, Stub) and pickled(a) == pickled(b)
-
-
 def put_together(shards, ranks, groups, shapes, base):
     """({name: Parameter}, {(group, key): why it is uneven}) from what the shards of all ranks hold."""
     parameters = {}
@@ -464,10 +459,11 @@ def put_together(shards, ranks, groups, shapes, base):
             if step != wanted:
                 raise CheckpointError(f"{shards[rank]} is at optimizer step {step}, {shards[0].name} at {wanted}")
             for key in {**first.scalars, **mine.scalars}:
-                if not same_value(mine.scalars.get(key, MISSING), first.scalars.get(key, MISSING)):
+                a, b = (flat.scalars.get(key, MISSING) for flat in (mine, first))
+                if a != b and not (isinstance(a, Stub) and isinstance(b, Stub) and pickled(a) == pickled(b)):
                     uneven[i, key] = f"differs between ranks 0 and {rank}"
             for key in mine.odd:
-                uneven[i, key] = "is not cut like the weights"
+                uneven[i, key] = "is not cut like the weights (Muon's is, at ZeRO-3)"
         flats = {}
         for key, (dtype, *_) in first.states.items():
             dtypes, records, begins = zip(*(found[i].states[key] for found in ranks), strict=True)
@@ -1053,7 +1049,7 @@ def convert(
     with contextlib.ExitStack() as stack:
         with together(gather):
             source = find_tag(input_folder)
-            output = Path(os.path.realpath(output_folder or default_output(source)))
+            output = Path(os.path.realpath(output_folder or f"{os.path.abspath(source)}_universal"))
             if rank == 0:
                 check_output(Path(os.path.realpath(source)), output)
             folder = beside(output, "unfinished")
@@ -1085,10 +1081,6 @@ def convert(
     nbytes = sum(nbytes_of(source) for _, sources in files.values() for source in sources)
     done = {"source": source, "parameters": len(description.parameters), "bytes": nbytes}
     return done | {"files": len(files) + len(description.models), "seconds": time.perf_counter() - began}
-
-
-def default_output(source):
-    return f"{os.path.abspath(source)}_universal"
 
 
 def complain(description, strict, zero3_before_0_19_3):
@@ -1298,7 +1290,7 @@ def main():
     with contextlib.suppress(ValueError, OSError):  # every shard stays open, if the system permits it
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with in_one_line(program, rank):
-        output = args.output_folder or default_output(find_tag(args.input_folder))
+        output = args.output_folder or f"{os.path.abspath(find_tag(args.input_folder))}_universal"
         met = meet(rank, ranks, Path(os.path.realpath(output)), args.timeout)
         with met if ranks > 1 else contextlib.nullcontext(alone) as gather:
             done = convert(

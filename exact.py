@@ -11,13 +11,15 @@ rounded to one part in 2^20 of its largest gradient, with twice as many to one p
 fp16 have too few bits to sum in; tensor, sequence and pipeline parallelism cut the sums inside the model; every trained
 parameter needs a gradient in every micro-batch. What else makes bits differ is yours: the size of the micro-batch and
 the number of threads stay the same, data and dropout belong to the micro-batch, the losses are added in one order.
-Needs Python 3.10 and torch; tried with DeepSpeed 0.19.8.
+Needs Python 3.10, torch, and DeepSpeed 0.16.4 or newer.
 """
 
 import math
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 
@@ -25,6 +27,8 @@ __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is 
 def install(engine):
     """Make engine.backward(), engine.step() and engine.get_global_grad_norm() exact, from now on; call it once. Raises
     ValueError where the engine's sums could not be exact."""
+    if Version(deepspeed.__version__) < Version("0.16.4"):
+        raise ValueError(f"exact.py needs DeepSpeed 0.16.4 or newer, and finds {deepspeed.__version__}")
     zero, parameters = engine._config.zero_config, [p for p in engine.module.parameters() if p.requires_grad]
     if engine.zero_optimization_stage() == 0 or {p.dtype for p in parameters} != {torch.float32}:
         raise ValueError("exact.py needs ZeRO 1, 2 or 3 and fp32: the sums of other types have too few bits")

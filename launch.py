@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
+from packaging.version import Version
 
 import elastic
 from checkpoint import TRACKED, open_checkpoint
@@ -75,6 +76,8 @@ def count_ranks(args, **degrees):
 
 
 def check_arguments(args):
+    if Version(deepspeed.__version__) < Version("0.16.4"):
+        fail(f"it needs DeepSpeed 0.16.4 or newer, and finds {deepspeed.__version__}")
     if args.n_embd % args.n_head:
         fail(f"--n_embd {args.n_embd} does not divide into --n_head {args.n_head} heads")
     if args.tensorboard and not importlib.util.find_spec("tensorboard"):

@@ -579,6 +579,13 @@ class Reader:
             spans[-2] += nbytes
         return crc
 
+    def read_slices(self, buffer, slices, start=0):
+        """Fill the buffer with elements of Slices, from `start` on."""
+        done = 0
+        for record, first, nbytes in slices.cut(start, len(buffer) // width(slices.dtype)):
+            self.read_into(buffer[done : done + nbytes], record, first)
+            done += nbytes
+
     def read(self, record, start, nbytes):
         data = bytearray(nbytes)
         self.read_into(memoryview(data), record, start)

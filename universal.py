@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Resume a DeepSpeed training on any number of ranks and at any ZeRO stage, from its checkpoint as it is.
+"""Resume a DeepSpeed training run on any number of ranks and at any ZeRO stage, from its checkpoint as it is.
 
     import universal
     path, client_state = universal.load_checkpoint(engine, "checkpoints")   # instead of engine.load_checkpoint(...)
@@ -10,22 +10,16 @@ or, where a framework calls engine.load_checkpoint() itself, one line at the top
 
 DeepSpeed's loader wants the very shard that this rank has saved. So every rank makes up, in memory, the shard that it
 would have saved itself, from the byte ranges of the shards that are there, and DeepSpeed takes it for the content of a
-file: nothing is converted or written, any optimizer is restored. On the ranks that saved it is the same: there is one
-way to load, and it looks at what it loads. The steps stand below: find, describe, read, make up the shard, load.
+file: nothing is converted or written, any optimizer is restored. The steps stand below. There is one way to load, on
+the ranks that saved it, too; but tensor and pipeline parallelism change what a parameter is: such a checkpoint is
+converted first, DeepSpeed's universal loader reads it, and mend() restores what that loader leaves out.
 
-Tensor and pipeline parallelism change what a parameter is: such a checkpoint is converted first, and DeepSpeed's
-universal loader reads it; mend() then restores what that loader leaves out.
-
-Needs Python 3.10, torch, DeepSpeed, and ds_to_universal.py and torch_file.py beside it.
+Needs Python 3.10, torch, DeepSpeed, and collective.py, ds_to_universal.py and torch_file.py beside it.
 """
 
-import contextlib
-import datetime
 import functools
 import io
 import math
-import os
-import socket
 import types
 from pathlib import Path
 from unittest import mock
@@ -34,8 +28,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import bwc
+from packaging.version import Version
 
 import ds_to_universal as converter
+from collective import check_same_folder, conversation, say
 from ds_to_universal import CheckpointError, together
 from torch_file import packed
 
@@ -45,14 +41,13 @@ OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_O
 # What a parameter group says of how a step is computed, and not of what it computes.
 FLAGS = {"params", "step", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize",
          "decoupled_weight_decay"}  # fmt: skip
-SHARDS = {"base_optimizer_state", "single_partition_of_fp32_groups", "optimizer_state_dict", "fp32_flat_groups"}
+KEPT = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "left_out")  # of the optimizer's file
 ALONE = "; load_optimizer_states=False goes on with a fresh optimizer"
 deepspeed_load = deepspeed.DeepSpeedEngine.load_checkpoint
 
+
 # -----------------------------------------------------------------------------
 # 1. what others call
-
-
 def load_checkpoint(
     engine, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
     load_module_only=False, custom_load_fn=None, missing_ok=False, timeout=TIMEOUT,
@@ -71,56 +66,58 @@ def load_checkpoint(
         load_module_strict=load_module_strict, load_optimizer_states=load_optimizer_states and not load_module_only,
         load_lr_scheduler_states=load_lr_scheduler_states, load_module_only=load_module_only,
     )  # fmt: skip
+    if Version(version := deepspeed.__version__) < Version("0.16.4"):
+        raise CheckpointError(f"universal.py needs DeepSpeed 0.16.4 or newer, and finds {version}")
     if custom_load_fn:
         raise CheckpointError("custom_load_fn would get no weights: they are read from the shards of the optimizer")
-    with conversation(timeout) as share:
-        found = on_rank_0(share, lambda: find(Path(load_dir), tag, missing_ok))
+    with conversation(timeout) as talk:
+        found = talk.on_rank_0(lambda: find(Path(load_dir), tag, missing_ok))
         if found is None:
             return None, {}
-        check_same_folder(found[0], share)
+        check_same_folder(found[0], talk)
         discard_gradients(engine)
-        folder, client_state = load(engine, *found, options, share)
+        folder, client_state = load(engine, *found, options, talk)
     if not load_module_only:  # DeepSpeed does not save it, and counts the micro-batches of a step by it
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     return str(folder), client_state
 
 
 def mend(engine, folder):
-    """Restore what DeepSpeed's universal loader leaves out of the universal checkpoint `folder`, after it has loaded
-    it: hyper-parameters and step counts of the parameter groups, optimizer states other than Adam's, frozen
-    parameters, buffers, the count of micro-batches. Raises CheckpointError."""
-    with conversation(TIMEOUT) as share:
-        checkpoint, reader, optimizer = on_rank_0(share, lambda: describe(Path(folder))), Reader(), engine.optimizer
-        with together(share):
+    """Restore what DeepSpeed's universal loader leaves out of the universal checkpoint `folder`: hyper-parameters, step
+    counts, frozen parameters, buffers, the count of micro-batches. Raises CheckpointError where it cannot."""
+    with conversation(TIMEOUT) as talk:
+        checkpoint, optimizer = talk.on_rank_0(lambda: describe(Path(folder))), engine.optimizer
+        with together(talk):
             # ZeRO-3 gives every group the hyper-parameters of the first.
             for group, saved in zip(optimizer.param_groups, unpack(checkpoint.optimizer)["param_groups"], strict=True):
                 group.update(saved | {"params": group["params"]})
             held = layout(engine)
-            for flat, _, names, parts in held:
-                state, first = optimizer.optimizer.state[flat], checkpoint.parameters[names[0]]
+            for flat, _, names, _ in held:
+                state, saved = optimizer.optimizer.state[flat], checkpoint.parameters[names[0]]
                 # ZeRO-3 lets all groups share one step count, which each group advances; also where there was none.
                 state.pop("step", None)
-                state.update(scalars(first))
-                for key in first.states.keys() - state.keys() - {"fp32"}:
-                    if engine.mp_world_size > 1:
-                        raise CheckpointError(f"DeepSpeed's universal loader does not restore {key} of {names[0]}")
-                    state[key] = reader.fill_flat(flat, key, first.states, parts, checkpoint.parameters).to(flat.device)
+                state.update(scalars(saved))
+                if left_out := saved.states.keys() - state.keys() - {"fp32"}:
+                    raise CheckpointError(f"DeepSpeed's universal loader does not restore {left_out} of the optimizer")
         # Frozen parameters and buffers are in no optimizer, and the loader looks nowhere else.
-        keep(engine, checkpoint, unpack(checkpoint.models)["module"], reader, held, False, share)
-        reader.check_together(share)
+        reader = Reader()
+        keep(engine, checkpoint, unpack(checkpoint.models)["module"], reader, held, False, talk)
+        reader.check_together(talk)
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 
 def install():
     """Let whatever calls engine.load_checkpoint(), Hugging Face's Trainer say, call load_checkpoint() of this file.
-    As with DeepSpeed's, a first start finds nothing and goes on: an absent or empty folder, and no tag."""
+    As with DeepSpeed's, a first start finds nothing and goes on: an absent or empty folder, and no tag. A command that
+    has no script starts with the folder start/ on its PYTHONPATH."""
+    if (other := getattr(deepspeed.DeepSpeedEngine, "universal", __file__)) != __file__:
+        raise CheckpointError(f"two copies of universal.py: {other} is installed, {__file__} cannot be")
+    deepspeed.DeepSpeedEngine.universal = __file__
     deepspeed.DeepSpeedEngine.load_checkpoint = functools.partialmethod(load_checkpoint, missing_ok=True)
 
 
 # -----------------------------------------------------------------------------
-# 2. find: which checkpoint
-
-
+# 2. find, and describe: rank 0 looks into every file, and tells the others what is where
 def find(folder, tag, missing_ok):
     """(folder, description) of that tag, or of the newest that is whole. None where there is nothing and may be."""
     known = converter.tags(folder)
@@ -139,10 +136,6 @@ def find(folder, tag, missing_ok):
     raise CheckpointError(f"{folder} holds no checkpoint that is whole")
 
 
-# -----------------------------------------------------------------------------
-# 3. describe: rank 0 looks into every file, and tells the others what is where
-
-
 def describe(folder):
     """The converter's Description of a folder; None where it was saved without ZeRO. What has to be an object again is
     packed: `models` is rank 0's model states, with what of the module is no tensor; `optimizer` its optimizer state."""
@@ -151,31 +144,29 @@ def describe(folder):
     if first and not sharded and converter.load(first)[0].get("optimizer"):
         return None
     found = converter.describe(folder)
-    model, optimizer = found.models[0], {key: value for key, value in found.optimizer.items() if key not in SHARDS}
-    steps = model["global_steps"] - model["skipped_steps"]
-    counted = {converter.number(parameter.scalars.get("step")) for parameter in found.parameters.values()}
-    if found.ranks and counted - {None, steps}:  # an optimizer may have been started anew in mid-run
-        check_weights(found, converter.load(first)[0]["module"] or {})
-        say(f"{folder} is of step {steps}, its optimizer has counted {sorted(counted)}")
-    optimizer |= {"param_slice_mappings": None, "param_groups": found.param_groups}
-    return found._replace(models=pack_model(found, model), optimizer=packed(optimizer))
+    optimizer = {key: found.optimizer.get(key) for key in KEPT} | {"param_groups": found.param_groups}
+    for problem in found.problems:
+        if not problem.fatal:  # of two steps, say: an optimizer may have been started anew in mid-run
+            if found.tensor * found.pipeline == 1:
+                check_weights(found, converter.load(first)[0]["module"] or {})
+            say(problem.text)
+    return found._replace(models=pack_model(found, found.models[0]), optimizer=packed(optimizer))
 
 
 def check_weights(found, module):
     """The model states (at ZeRO-1 and 2 they hold the weights) and the shards are of one step."""
     for name, parameter in found.parameters.items():
         weight = converter.tensor_of(module.get(name))
-        if weight and weight.stride == converter.whole("", b"", weight.size).stride:
-            slices = converter.Slices.of(weight)
-            masters, weights = (Reader().fill(torch.empty(min(1024, slices.numel), dtype=getattr(torch, s.dtype)), s)
-                                for s in (parameter.states["fp32"], slices))  # fmt: skip
-            if not same(masters.to(weights.dtype), weights):
+        if weight and weight.size == parameter.shape:  # at ZeRO-3 it is empty
+            tensors = converter.compact(weight), masters_of(parameter)
+            weight, masters = (Reader().whole(tensor, converter.alone, own=True) for tensor in tensors)
+            if not torch.allclose(weight, masters.to(weight.dtype), 0, 0, equal_nan=True):
                 raise CheckpointError(f"{found.folder}: model states and shards are of different steps")
 
 
 def pack_model(found, model):
-    data = {"optimizer": None, "frozen_param_fragments": None}
-    return packed(model | data | {"module": {name: model["module"][name] for name in found.extra}})
+    module = {name: model["module"][name] for name in found.extra}
+    return packed(model | {"optimizer": None, "frozen_param_fragments": None, "module": module})
 
 
 def unpack(data):
@@ -185,61 +176,55 @@ def unpack(data):
 
 def scalars(parameter):
     """What its optimizer state has beside tensors of its size, a step count say."""
-    found = dict(parameter.scalars)
-    for key, value in found.items():
-        if isinstance(value, converter.Scalar):
-            found[key] = torch.frombuffer(bytearray(value.data), dtype=getattr(torch, value.dtype)).view(value.shape)
-    return found
+    return {
+        key: torch.frombuffer(bytearray(value.data), dtype=getattr(torch, value.dtype)).view(value.shape)
+        if isinstance(value, converter.Scalar)
+        else value
+        for key, value in parameter.scalars.items()
+    }
+
+
+def masters_of(parameter):
+    masters = parameter.states["fp32"]
+    return converter.whole(masters.dtype, masters, parameter.shape)
 
 
 # -----------------------------------------------------------------------------
-# 4. read: every rank its own bytes, once; all together compare them with the checksums of the files
-
-
+# 3. read: every rank its own bytes, once; all together compare them with the checksums of the files
 class Reader(converter.Reader):
-    problem = None
-
     def fill(self, tensor, slices, start=0):
-        """Read elements from `start` on, as many as the tensor on the CPU has, into its memory. Returns it."""
-        buffer, done = memoryview(tensor.view(torch.uint8).numpy()) if tensor.numel() else b"", 0
-        for record, first, nbytes in slices.cut(start, tensor.numel()):
-            self.read_into(buffer[done : done + nbytes], record, first)
-            done += nbytes
+        """Read elements from `start` on, as many as the flat tensor on the CPU has, into its memory. Returns it."""
+        self.read_slices(memoryview(tensor.view(torch.uint8).numpy()), slices, start)
         return tensor
 
-    def fill_flat(self, flat, key, states, parts, parameters):
+    def fill_flat(self, flat, key, dtype, parts, parameters):
         """A state, as flat as the masters are; of the masters themselves, where they are if that is on the CPU."""
-        dtype = getattr(torch, states[key].dtype)
+        dtype = getattr(torch, dtype)
         state = flat.detach().to("cpu", dtype) if key == "fp32" else torch.zeros(flat.numel(), dtype=dtype)
         for name, start, at, numel in parts:
             if name in parameters:
                 self.fill(state[at : at + numel], parameters[name].states[key], start)
         return state
 
-    def whole(self, tensor, share):
-        """A tensor in its shape and strides, that rank 0 reads and sends to all. share None: every rank reads it."""
+    def whole(self, tensor, talk, own=False):
+        """A tensor in its shape and strides, that rank 0 reads and sends to all. own: every rank reads its own."""
         data = torch.empty(tensor.storage.numel, dtype=getattr(torch, tensor.dtype))
-        try:
-            if not share or dist.get_rank() == 0:
+        with together(talk):
+            if own or dist.get_rank() == 0:
                 self.fill(data, tensor.storage)
-        except Exception as error:  # the others wait for this tensor
-            self.problem = error
-        if share and data.numel():
-            with answers():
-                dist.broadcast(data.view(torch.uint8), 0, group=share.group)
+        if not own:
+            talk.broadcast(data)
         return data.as_strided(tensor.size, tensor.stride, tensor.offset)
 
-    def check_together(self, share):
+    def check_together(self, talk):
         """Raise CheckpointError, on all ranks, where the ranks together have read what no checksum confirms."""
-        spans = converter.merged(share(self.spans))
-        with together(share):
+        spans = converter.merged(talk(self.spans))
+        with together(talk):
             converter.check_all(sorted(spans)[dist.get_rank() :: dist.get_world_size()], spans, self.opened)
 
 
 # -----------------------------------------------------------------------------
-# 5. make up the shard that this rank would have saved
-
-
+# 4. make up the shard that this rank would have saved
 def layout(engine):
     """What this rank holds: [(flat fp32 tensor, its parameter group, names, parts)]. A part is (name, start in the
     parameter, start in the tensor, numel). The formula is that of the converter's Slices: at ZeRO-3 every parameter is
@@ -255,22 +240,21 @@ def layout(engine):
         groups = getattr(optimizer, "round_robin_bit16_groups", None) or optimizer.bf16_groups
     paddings = getattr(optimizer, "round_robin_bit16_padding", None) or [[0] * len(params) for params in groups]
     for i, (flat, params) in enumerate(zip(flats, groups, strict=True)):
-        parts, at = [], 0
-        for p, padding in zip(params, paddings[i], strict=True):
+        names, parts, at = [engine.param_names[p] for p in params], [], 0
+        for name, p, padding in zip(names, params, paddings[i], strict=True):
             numel, share, origin = (p.ds_numel, p.partition_numel(), 0) if alone else (p.numel(), flat.numel(), at)
             first, last = max(0, rank * share - origin), min(numel, (rank + 1) * share - origin)
             if first < last:
-                parts.append((engine.param_names[p], first, first + at - rank * share, last - first))
+                parts.append((name, first, first + at - rank * share, last - first))
             at += share if alone else numel + padding
-        group = optimizer.sub_group_to_group_id[i] if alone else i
-        found.append((flat, group, [engine.param_names[p] for p in params], parts))
+        found.append((flat, optimizer.sub_group_to_group_id[i] if alone else i, names, parts))
     return found
 
 
 def compare(engine, checkpoint, held, strict):
-    """Raise CheckpointError where the engine's parameters are not the checkpoint's, or not where layout() says."""
+    """Raise CheckpointError where the engine's parameters are not the checkpoint's."""
     group_of = {name: group for _, group, names, _ in held for name in names}
-    parameters = parameters_of(engine)
+    parameters = {name: parameter for parameter, name in engine.param_names.items()}
     if held:
         agree(group_of.keys(), checkpoint.parameters.keys(), "trained", strict)
     for name in checkpoint.parameters.keys() & parameters.keys():
@@ -279,28 +263,29 @@ def compare(engine, checkpoint, held, strict):
             raise CheckpointError(f"{name} is {here} here, and {saved.shape} in the checkpoint")
         if group_of.get(name, saved.group) != saved.group:
             raise CheckpointError(f"{name} is in parameter group {group_of[name]}, and was in {saved.group}")
-    for flat, _, _, parts in held:
-        for name, start, at, numel in parts:
-            here = weights(parameters[name], start, numel)
-            there = flat[at : at + numel].to(here)
-            if there.numel() != numel or not same(here, there):
-                both = f"{here[:3].tolist()} in the model, {there[:3].tolist()} there"
-                raise CheckpointError(f"DeepSpeed {deepspeed.__version__} does not hold {name} as expected: {both}")
+
+
+def agree(here, there, what, strict):
+    """Raise CheckpointError, or say, which names are on one side only."""
+    sides = {"here, and not in the checkpoint": here - there, "in the checkpoint, and not here": there - here}
+    for side, names in sides.items():
+        text = f"{what} {side} ({len(names)}): {', '.join(sorted(names)[:5])}"
+        if names and strict:
+            raise CheckpointError(f"{text}; load_module_strict=False goes on without")
+        if names:
+            say(f"{text}: left as it is")
 
 
 def compare_optimizer(engine, checkpoint, model, saved):
     """Raise CheckpointError where the checkpoint is of another kind of optimizer, or lacks its states."""
-    groups = engine.optimizer.param_groups
-    here, there = ({key for group in side for key in group} - FLAGS for side in (groups, saved["param_groups"]))
-    for names in (here, there):
-        if "bias_correction" in names:  # two makes of Adam
-            names ^= {"bias_correction"} | ({"amsgrad"} - names)
+    sides, makes = (engine.optimizer.param_groups, saved["param_groups"]), {"bias_correction": "amsgrad"}  # of Adam
+    here, there = ({makes.get(key, key) for group in side for key in group} - FLAGS for side in sides)
     if there and here != there:
         raise CheckpointError(f"of another optimizer: it has {sorted(there)}, that of the engine {sorted(here)}{ALONE}")
     if left_out := saved.get("left_out"):
         raise CheckpointError(f"converted without {', '.join(left_out)} of the optimizer{ALONE}")
-    stateful = any("betas" in group or group.get("momentum") for group in groups)
-    lost = [name for name, saved in checkpoint.parameters.items() if len(saved.states) < 2 and 0 not in saved.shape]
+    stateful = any("betas" in group or group.get("momentum") for group in sides[0])
+    lost = [name for name, saved in checkpoint.parameters.items() if len(saved.states) < 2]
     if stateful and lost and model["global_steps"] > model["skipped_steps"]:
         raise CheckpointError(f"there is no optimizer state of {lost[0]}{ALONE}")
 
@@ -308,21 +293,24 @@ def compare_optimizer(engine, checkpoint, model, saved):
 def make_shard(engine, checkpoint, saved, held, reader, states):
     """What this rank would have saved, had these ranks at this stage written the checkpoint. states: with those of the
     optimizer, not only fp32."""
-    optimizer, fp32, state, parameters = engine.optimizer, [], {}, parameters_of(engine)
-    if "lr" not in saved["param_groups"][0]:
-        take_rates(engine)
+    optimizer, fp32, state = engine.optimizer, [], {}
+    parameters = {name: parameter for parameter, name in engine.param_names.items()}
+    optimizer.refresh_fp32_params()  # not those of a load that failed; with those of weights that were frozen
     groups = [group | {"params": []} for group in optimizer.param_groups]
     for group, there in zip(groups, saved["param_groups"], strict=False):
         group |= there | {"params": []}
+    if "lr" not in saved["param_groups"][0]:
+        say("elastic_checkpoint saves no hyper-parameters: the engine's own are used, and the scheduler's rates")
+        for group, rate in zip(groups, getattr(engine.lr_scheduler, "_last_lr", None) or [], strict=False):
+            group["lr"] = rate
     for i, (flat, group, names, parts) in enumerate(held):
-        for name, start, at, numel in parts:
-            if name in checkpoint.kept:  # it was frozen
-                flat.detach()[at : at + numel] = weights(parameters[name], start, numel)
-        state[i], known = {}, [checkpoint.parameters[name] for name in names if name in checkpoint.parameters]
-        if known:
-            for key in known[0].states if states else ["fp32"]:
-                state[i][key] = reader.fill_flat(flat, key, known[0].states, parts, checkpoint.parameters)
-            state[i] |= scalars(known[0])
+        for part in parts:
+            check_place(parameters[part[0]], flat, *part)
+        state[i] = {}
+        if known := next((checkpoint.parameters[name] for name in names if name in checkpoint.parameters), None):
+            for key in known.states if states else ["fp32"]:
+                state[i][key] = reader.fill_flat(flat, key, known.states[key].dtype, parts, checkpoint.parameters)
+            state[i] |= scalars(known)
         fp32.append(state[i].pop("fp32", flat))
         groups[group]["params"].append(i)
     base = {"state": {i: own for i, own in state.items() if own}, "param_groups": groups}
@@ -332,78 +320,74 @@ def make_shard(engine, checkpoint, saved, held, reader, states):
         "param_alignment_paddings": getattr(optimizer, "round_robin_bit16_padding", None),
         "ds_version": deepspeed.__version__,
     }  # fmt: skip
-    for key in ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"):
+    for key in KEPT:  # the scaler of another precision is of no use
         here = getattr(optimizer, key, None)
-        there = saved.get(key, here)  # the scaler of another precision is of no use
-        shard[key] = there if type(there) is type(here) else here
+        shard[key] = saved[key] if type(saved[key]) is type(here) else here
     return shard
 
 
-def keep(engine, checkpoint, objects, reader, held, strict, share, own=False):
+def check_place(parameter, flat, name, start, at, numel):
+    """Raise CheckpointError where the masters, made of the weights a moment ago, are not those of this part."""
+    here = parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter.flatten()[start:]
+    here, there = here[:numel].nan_to_num(), flat[at : at + numel].to(here).nan_to_num()
+    if not torch.equal(here, there):
+        text = f"DeepSpeed {deepspeed.__version__} does not hold {name} as expected: "
+        raise CheckpointError(f"{text}{here[:3].tolist()} in the model, {there[:3].tolist()} there")
+
+
+def keep(engine, checkpoint, objects, reader, held, strict, talk, own=False):
     """Whatever of the module's state the optimizer does not restore: frozen parameters, buffers, and what a module adds
     to its state; of that, objects are no tensors. own: all but frozen parameters are in a file of this rank's own; else
     rank 0 reads one after the other for all."""
-    module, trained = engine.module, {name for _, _, names, _ in held for name in names}
-    tensors = dict(module.named_parameters(remove_duplicate=False))
-    frozen, saved = {name for name in tensors if name not in trained}, checkpoint.kept | objects
-    tensors |= dict(module.named_buffers(remove_duplicate=False))
-    for name in checkpoint.parameters.keys() & frozen:  # it was trained
-        masters = checkpoint.parameters[name].states["fp32"]
-        saved[name] = converter.whole(masters.dtype, masters, checkpoint.parameters[name].shape)
-    restored = {id(tensors[name]) for name in (*trained, *saved) if name in tensors}
-    restored |= {id(tensor) for tensor in tensors.values() if 0 in getattr(tensor, "ds_shape", tensor.shape)}
-    gone = set()
-    with together(share):
-        lost = {name for name in module.state_dict().keys() - saved.keys() if id(tensors.get(name)) not in restored}
-        agree(lost, checkpoint.frozen.keys() - tensors.keys(), "frozen, or a buffer,", strict)
-    for name in sorted({id(tensors.get(name, name)): name for name in saved}.values()):  # some have two names
-        value, target = saved[name], tensors.get(name)
+    module, saved, gone = engine.module, checkpoint.kept | objects, set()
+    trained = {name for _, _, names, _ in held for name in names}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    tensors = parameters | dict(module.named_buffers(remove_duplicate=False))
+    for name in checkpoint.parameters.keys() & parameters.keys() - trained:  # frozen now
+        saved[name] = masters_of(checkpoint.parameters[name])
+    done = set()
+    for name in sorted(saved):
+        value, target = saved[name], tensors.get(name, name)
+        if id(target) in done:  # some have two names
+            continue
+        done.add(id(target))
         if isinstance(value, converter.Tensor):
-            value = reader.whole(value, None if own and name not in frozen else share)
-        cut = [target] if hasattr(target, "ds_id") else []
-        first = dist.get_global_rank(target.ds_process_group, 0) if cut else None
-        with deepspeed.zero.GatheredParameters(cut, modifier_rank=first, enabled=bool(cut)):
-            try:
-                gone |= {*module.load_state_dict({name: value}, strict=False).unexpected_keys}
-            except Exception as error:  # the others wait for the next tensor
-                reader.problem = CheckpointError(f"{name}: {error}")
-    with together(share):
-        if reader.problem:
-            raise reader.problem
-        agree(set(), gone, "in the module's state", strict)
+            value = reader.whole(value, talk, own and name not in parameters)
+        with deepspeed.zero.GatheredParameters([target], modifier_rank=0), together(talk):
+            gone |= {*module.load_state_dict({name: value}, strict=False).unexpected_keys}
+    done |= {id(tensors[name]) for name in trained}
+    done |= {id(tensor) for tensor in tensors.values() if 0 in getattr(tensor, "ds_shape", tensor.shape)}
+    lost = {name for name in module.state_dict().keys() - saved.keys() if id(tensors.get(name)) not in done}
+    with together(talk):
+        agree(lost, gone, "in the module's state", strict)
 
 
 # -----------------------------------------------------------------------------
-# 6. load
-
-
-def plain(engine):
-    """Whether layout() describes this engine: data parallelism alone, and an optimizer of DeepSpeed that it knows."""
-    odd = isinstance(engine.module, deepspeed.pipe.PipelineModule) or engine.mp_world_size > 1
-    odd = odd or engine.has_moe_layers or engine.zero_nvme_offload_optimizer()
-    return not odd and type(engine.optimizer).__name__ in OPTIMIZERS
-
-
+# 5. load
 def choose(engine, checkpoint, options):
     """How to load: "reshard"; "convert" another layout before; "universal", by DeepSpeed's universal loader; "own", by
     DeepSpeed's ordinary one, what layout() does not describe and was saved by just these ranks."""
     stage, states = engine.zero_optimization_stage(), options["load_optimizer_states"]
     if (checkpoint is None) != (stage == 0):
-        how = "with ZeRO: an engine at stage 1, 2 or 3" if checkpoint else "without ZeRO: an engine at stage 0"
-        raise CheckpointError(f"the checkpoint was saved {how} can load it")
+        saved = "with" if checkpoint else "without"
+        raise CheckpointError(f"the checkpoint was saved {saved} ZeRO, and the engine is at stage {stage}")
     if checkpoint is None:
         return "own"
-    simple = plain(engine) and checkpoint.tensor * checkpoint.pipeline == 1
-    if simple and not (states and checkpoint.uneven):
+    odd = isinstance(engine.module, deepspeed.pipe.PipelineModule) or engine.has_moe_layers
+    odd = odd or engine.mp_world_size > 1 or checkpoint.tensor * checkpoint.pipeline > 1
+    odd = odd or engine.zero_nvme_offload_optimizer() or type(engine.optimizer).__name__ not in OPTIMIZERS
+    if not odd and not (states and checkpoint.uneven):
         return "reshard"
     degrees = [bwc.bwc_tensor_model_parallel_world_size(engine.mpu), bwc.bwc_pipeline_parallel_world_size(engine.mpu)]
     written = 0 if type(engine.optimizer).__name__ == "BF16_Optimizer" else stage
     here = [written, engine.seq_dp_world_size, engine.bfloat16_enabled(), *degrees]
     there = [checkpoint.stage, checkpoint.ranks, checkpoint.bf16, checkpoint.tensor, checkpoint.pipeline]
-    if simple:
+    if not odd:
         held = layout(engine)
         compare(engine, checkpoint, held, True)
-        if [*here, [names for _, _, names, _ in held]] != [*there, checkpoint.flats]:
+        here.append([names for _, _, names, _ in held])
+        there.append(checkpoint.flats)
+        if here != there:
             (_, key), why = next(iter(checkpoint.uneven.items()))
             raise CheckpointError(f"{key} of the optimizer {why}: it loads on its own ranks only{ALONE}")
     elif here != there:
@@ -413,22 +397,22 @@ def choose(engine, checkpoint, options):
     return "own"
 
 
-def load(engine, folder, checkpoint, options, share):
+def load(engine, folder, checkpoint, options, talk):
     """(folder, client state): the checkpoint is in the engine."""
-    with together(share):
+    with together(talk):
         how = choose(engine, checkpoint, options)
     if hasattr(engine.optimizer, "_clear_fp32_optimizer_param_groups"):  # filled for loading; Adagrad's never emptied
         engine.optimizer._clear_fp32_optimizer_param_groups()
     match how:
         case "reshard":
-            return folder, reshard(engine, checkpoint, folder, options, share)
+            return folder, reshard(engine, checkpoint, folder, options, talk)
         case "convert":
             output = folder.with_name(f"{folder.name}_universal")
-            if not on_rank_0(share, lambda: converter.is_newer(output, folder)):
+            if not talk.on_rank_0(lambda: converter.is_newer(output, folder)):
                 say(f"{folder} is of another tensor or pipeline layout: converting it into {output}")
-                converter.convert(folder, output, rank=dist.get_rank(), ranks=dist.get_world_size(), gather=share)
-            return load(engine, output, on_rank_0(share, lambda: describe(output)), options, share)
-    with together(share):  # DeepSpeed does not look at the checksums of the files that it is going to read
+                converter.convert(folder, output, rank=dist.get_rank(), ranks=dist.get_world_size(), gather=talk)
+            return load(engine, output, talk.on_rank_0(lambda: describe(output)), options, talk)
+    with together(talk):  # DeepSpeed does not look at the checksums of the files that it is going to read
         for path in sorted(folder.rglob("*.pt"))[dist.get_rank() :: dist.get_world_size()]:
             converter.verify(path)
     with mock.patch.multiple(engine, load_universal_checkpoint=lambda: how == "universal"):
@@ -438,35 +422,30 @@ def load(engine, folder, checkpoint, options, share):
     return folder, client_state
 
 
-def reshard(engine, checkpoint, folder, options, share):
+def reshard(engine, checkpoint, folder, options, talk):
     """DeepSpeed's ordinary loader, with the shard made up in the place of the file. Returns the client state."""
     optimizer, reader, stage = engine.optimizer, Reader(), engine.zero_optimization_stage()
+    strict, states = options["load_module_strict"], options["load_optimizer_states"]
     rank, ranks = dist.get_rank(optimizer.dp_process_group), dist.get_world_size(optimizer.dp_process_group)
     own = checkpoint.stage == 3 and checkpoint.ranks == ranks  # each rank had a file of model states for itself
-    with together(share):
+    with together(talk):
         if stage == 3:
             getattr(optimizer, "parameter_offload", optimizer).partition_all_parameters()
         if own:
             checkpoint = of_rank(checkpoint, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         model, saved, held = unpack(checkpoint.models), unpack(checkpoint.optimizer), layout(engine)
         compare_batch(engine, model)
-        compare(engine, checkpoint, held, options["load_module_strict"])
-        if held and options["load_optimizer_states"]:
+        compare(engine, checkpoint, held, strict)
+        if held and states:
             compare_optimizer(engine, checkpoint, model, saved)
-    try:
-        keep(engine, checkpoint, model["module"], reader, held, options["load_module_strict"], share, own)
-        with together(share):
-            client_state = load_rest(engine, folder, model | {"dp_world_size": ranks}, options)
-            shard = held and make_shard(engine, checkpoint, saved, held, reader, options["load_optimizer_states"])
-        reader.check_together(share)
-        with together(share):
-            if held:
-                states = options["load_optimizer_states"]
-                optimizer.load_state_dict([shard] * ranks, load_optimizer_states=states, load_from_fp32_weights=True)
-    except CheckpointError:
-        if held:  # the masters may be half read: as the weights again, so that another checkpoint can be loaded
-            optimizer._restore_from_bit16_weights()
-        raise
+    keep(engine, checkpoint, model["module"], reader, held, strict, talk, own)
+    with together(talk):
+        client_state = load_rest(engine, folder, model, options)
+        shard = held and make_shard(engine, checkpoint, saved, held, reader, states)
+    reader.check_together(talk)
+    with together(talk):
+        if held:
+            optimizer.load_state_dict([shard] * ranks, load_optimizer_states=states, load_from_fp32_weights=True)
     if stage < 3:
         optimizer.update_lp_params()
     elif held:
@@ -477,7 +456,7 @@ def reshard(engine, checkpoint, folder, options, share):
 
 def load_rest(engine, folder, model, options):
     """DeepSpeed's loader for all but the module and the optimizer: counters, scheduler. Returns the client state."""
-    model["mp_world_size"] = engine.mp_world_size
+    model |= {"mp_world_size": engine.mp_world_size, "dp_world_size": engine.dp_world_size}
     with mock.patch.multiple(
         engine, _get_all_ckpt_names=lambda *_: [str(folder)], load_module_state_dict=lambda *_, **__: None,
         checkpoint_engine=types.SimpleNamespace(load=lambda *_, **__: model), load_universal_checkpoint=lambda: False,
@@ -495,21 +474,11 @@ def of_rank(checkpoint, path):
     return checkpoint._replace(kept=kept, models=pack_model(checkpoint, model))
 
 
-def take_rates(engine):
-    """elastic_checkpoint saves no hyper-parameters; the scheduler knows what the rates are."""
-    say("elastic_checkpoint saves no hyper-parameters: the engine's own are used, and the scheduler's rates")
-    optimizer, scheduler = engine.optimizer.optimizer, engine.lr_scheduler
-    if getattr(scheduler, "optimizer", None) is optimizer:
-        for group, rate in zip(optimizer.param_groups, getattr(scheduler, "_last_lr", []), strict=False):
-            group["lr"] = rate
-
-
 def discard_gradients(engine):
     """Those of a step that was not done would be added to the next one's."""
     optimizer = engine.optimizer
     if engine.micro_steps % engine.gradient_accumulation_steps():
         say("the gradients of half a step are discarded")
-    engine.zero_grad()
     if hasattr(optimizer, "zero_grad"):
         optimizer.zero_grad()
     if hasattr(optimizer, "all_grad_tensors"):  # ZeRO-1 and 2 have sums of their own, and count from -1
@@ -524,91 +493,8 @@ def compare_batch(engine, model):
     was = config.get("train_batch_size") if isinstance(config, dict) else None  # older versions: a file's path
     now = engine.train_batch_size()
     if isinstance(was, int) and was != now:
-        steps, rest = divmod(was, now // engine.gradient_accumulation_steps())
-        cure = f"gradient_accumulation_steps {steps} keeps it" if not rest else f"no accumulation gives {was} here"
+        at_once = now // engine.gradient_accumulation_steps()
+        cure = f"gradient_accumulation_steps {was // at_once} keeps it"
+        if was % at_once:
+            cure = f"{was} is no multiple of ranks x micro-batch, {at_once}"
         say(f"WARNING: the global batch was {was}, and is {now} now: {cure}")
-
-
-# -----------------------------------------------------------------------------
-# between the ranks
-
-
-@contextlib.contextmanager
-def conversation(timeout):
-    """share(value) gives the values of all ranks, or raises CheckpointError when one does not answer in time."""
-    wait = datetime.timedelta(seconds=timeout)
-    group = dist.new_group(backend="gloo", timeout=wait)
-
-    def share(value):
-        values = [None] * dist.get_world_size()
-        with answers():
-            dist.monitored_barrier(group, wait)  # it knows which rank does not come
-            dist.all_gather_object(values, value, group=group)
-        return values
-
-    share.group = group
-    try:
-        yield share
-    finally:
-        dist.destroy_process_group(group)
-
-
-@contextlib.contextmanager
-def answers():
-    """What gloo says of a rank that does not answer, in one line."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise CheckpointError(f"rank {dist.get_rank()}: a rank does not answer: {error}") from None
-
-
-def on_rank_0(share, work):
-    """What the work of rank 0 gives, on all ranks."""
-    with together(share):
-        values = [work() if dist.get_rank() == 0 else None]
-    with answers():
-        dist.broadcast_object_list(values, 0, group=share.group, device=torch.device("cpu"))
-    return values[0]
-
-
-def agree(here, there, what, strict):
-    """Raise CheckpointError, or say, which names are on one side only."""
-    sides = {"here, and not in the checkpoint": here - there, "in the checkpoint, and not here": there - here}
-    for side, names in sides.items():
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        text = f"{', '.join(sorted(names)[:5])}{more} {'are' if len(names) > 1 else 'is'} {what} {side}"
-        if names and strict:
-            raise CheckpointError(f"{text}; load_module_strict=False goes on without")
-        if names:
-            say(f"{text}: left as it is")
-
-
-def check_same_folder(folder, share):
-    """Every machine must see the same checkpoint: where no folder is shared, each has the shards of its own ranks."""
-    with together(share):
-        here = {entry.name: entry.stat().st_size for entry in os.scandir(folder)} if folder.is_dir() else None
-    seen = share((socket.gethostname(), here))
-    if other := sorted({host for host, entries in seen if entries != seen[0][1]}):
-        where = f"{seen[0][0]} and on {', '.join(other)}"
-        raise CheckpointError(f"{folder} is not the same on {where}: it must be shared, or mirror.gather() before")
-
-
-def parameters_of(engine):
-    return {engine.param_names[p]: p for p in engine.module.parameters() if p in engine.param_names}
-
-
-def weights(parameter, start, numel):
-    """Elements of the model's weight that this rank holds a master of."""
-    if hasattr(parameter, "ds_id"):
-        return parameter.ds_tensor[:numel]
-    return parameter.flatten()[start : start + numel]
-
-
-def same(a, b):
-    """Equal, NaN and all: one goes back to a checkpoint after a run has diverged, too."""
-    return bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def say(message):
-    if dist.get_rank() == 0:
-        print(f"universal.py: {message}", flush=True)

@@ -43,6 +43,7 @@ def edited(*edits):
             source, count = re.subn(pattern, replacement, source)
             assert count, f"{pattern} is not in universal.py"
         module = types.ModuleType("universal")
+        module.__file__ = str(ROOT / "universal.py")
         sys.modules["universal"] = module
         exec(compile(source, "edited universal.py", "exec"), module.__dict__)
 

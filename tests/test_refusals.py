@@ -2,10 +2,12 @@
 
 import shutil
 
+import deepspeed
 import pytest
 from conftest import fp16_is
 
 import ds_to_universal
+import exact
 from harness.ranks import launch, run
 
 COMMON = (
@@ -125,6 +127,14 @@ def test_modules_do_not_read_the_rank(trained):
     import parallel  # noqa: F401
 
     assert "these are 4 ranks at ZeRO-1" in refused(trained, 4, *ORDINARY)
+
+
+def test_a_deepspeed_that_is_too_old(trained, monkeypatch):
+    """Each of the files that need one says so."""
+    monkeypatch.setattr(deepspeed, "__version__", "0.16.3+cpu")
+    assert "needs DeepSpeed 0.16.4 or newer, and finds 0.16.3+cpu" in refused(trained, 2)
+    with pytest.raises(ValueError, match=r"exact\.py needs DeepSpeed 0\.16\.4 or newer, and finds 0\.16\.3"):
+        exact.install(None)
 
 
 @pytest.mark.parametrize("resume", [ORDINARY, UNIVERSAL], ids=["ordinary", "universal"])

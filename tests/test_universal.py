@@ -224,7 +224,7 @@ def test_another_model(copy):
     changes = ({"wider": 8}, {"rename": True}, {"groups": 3})
     wider, renamed, grouped = all_refused(copy(1), 2, *({"stage": 1} | change for change in changes))
     assert "rows is (9, 8) here, and (9, 7) in" in wider
-    assert "renamed is trained here, and not in the checkpoint" in renamed
+    assert "trained here, and not in the checkpoint (1): renamed" in renamed
     assert "is in parameter group" in grouped
 
 
@@ -294,3 +294,13 @@ def test_the_description_holds_no_data(saved, stage, tag):
 def test_random_engines(first):
     """python tests/random_engines.py 0 300 tries as many as one likes."""
     assert random_engines.main(first, first + 8) == 0
+
+
+def test_what_it_needs(monkeypatch):
+    """A DeepSpeed that is too old, and a second copy of the file, are each one line before anything is read."""
+    monkeypatch.setattr(universal.deepspeed, "__version__", "0.15.4+cpu")
+    with pytest.raises(universal.CheckpointError, match=r"needs DeepSpeed 0\.16\.4 or newer, and finds 0\.15\.4"):
+        universal.load_checkpoint(None, "nowhere")
+    monkeypatch.setattr(universal.deepspeed.DeepSpeedEngine, "universal", "/elsewhere/universal.py", raising=False)
+    with pytest.raises(universal.CheckpointError, match="two copies of universal.py: /elsewhere/universal.py is"):
+        universal.install()
