@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Ranks that go on together, or not at all: what one of them raises all raise, and none waits forever.
+"""Ranks that read a checkpoint together, and go on together or not at all.
 
     with conversation(timeout=1800) as talk:
         values = talk(value)                 # the values of all ranks, in their order
@@ -7,8 +7,9 @@
         with together(talk):                 # no rank comes out of it unless all do
             ...
 
-Whatever goes wrong is one CheckpointError, the same on all ranks. universal.py stands on this file, which knows nothing
-of checkpoints; together() is the converter's. Needs Python 3.10 and torch.
+Whatever goes wrong on one rank is one CheckpointError, the same on all of them, and no rank waits forever. universal.py
+stands on this file, which knows nothing of DeepSpeed's engine; together() is the converter's. Needs Python 3.10, torch,
+and ds_to_universal.py and torch_file.py beside it.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import socket
 import torch
 import torch.distributed as dist
 
+import ds_to_universal as converter
 from ds_to_universal import CheckpointError, together
 
 __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
@@ -69,6 +71,40 @@ class Conversation:
         """From rank 0 into that of the others. The tensor is on the CPU, and of any dtype."""
         if tensor.numel():
             dist.broadcast(tensor.view(torch.uint8), 0, group=self.group)
+
+
+class Reader(converter.Reader):
+    """Every rank reads bytes of its own, once; all together compare them with the checksums of the files."""
+
+    def fill(self, tensor, slices, start=0):
+        """Read elements from `start` on, as many as the flat tensor on the CPU has, into its memory. Returns it."""
+        self.read_slices(memoryview(tensor.view(torch.uint8).numpy()), slices, start)
+        return tensor
+
+    def fill_flat(self, flat, key, dtype, parts, parameters):
+        """A state, as flat as the masters are; of the masters themselves, where they are if that is on the CPU."""
+        dtype = getattr(torch, dtype)
+        state = flat.detach().to("cpu", dtype) if key == "fp32" else torch.zeros(flat.numel(), dtype=dtype)
+        for name, start, at, numel in parts:
+            if name in parameters:
+                self.fill(state[at : at + numel], parameters[name].states[key], start)
+        return state
+
+    def whole(self, tensor, talk, own=False):
+        """A tensor in its shape and strides, that rank 0 reads and sends to all. own: every rank reads its own."""
+        data = torch.empty(tensor.storage.numel, dtype=getattr(torch, tensor.dtype))
+        with together(talk):
+            if own or dist.get_rank() == 0:
+                self.fill(data, tensor.storage)
+        if not own:
+            talk.broadcast(data)
+        return data.as_strided(tensor.size, tensor.stride, tensor.offset)
+
+    def check_together(self, talk):
+        """Raise CheckpointError, on all ranks, where the ranks together have read what no checksum confirms."""
+        spans = converter.merged(talk(self.spans))
+        with together(talk):
+            converter.check_all(sorted(spans)[dist.get_rank() :: dist.get_world_size()], spans, self.opened)
 
 
 def check_same_folder(folder, talk):

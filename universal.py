@@ -31,7 +31,7 @@ from deepspeed.utils import bwc
 from packaging.version import Version
 
 import ds_to_universal as converter
-from collective import check_same_folder, conversation, say
+from collective import Reader, check_same_folder, conversation, say
 from ds_to_universal import CheckpointError, together
 from torch_file import packed
 
@@ -176,12 +176,10 @@ def unpack(data):
 
 def scalars(parameter):
     """What its optimizer state has beside tensors of its size, a step count say."""
-    return {
-        key: torch.frombuffer(bytearray(value.data), dtype=getattr(torch, value.dtype)).view(value.shape)
-        if isinstance(value, converter.Scalar)
-        else value
-        for key, value in parameter.scalars.items()
-    }
+    tensors = {key: value for key, value in parameter.scalars.items() if isinstance(value, converter.Scalar)}
+    for key, t in tensors.items():
+        tensors[key] = torch.frombuffer(bytearray(t.data), dtype=getattr(torch, t.dtype)).view(t.shape)
+    return parameter.scalars | tensors
 
 
 def masters_of(parameter):
@@ -190,41 +188,7 @@ def masters_of(parameter):
 
 
 # -----------------------------------------------------------------------------
-# 3. read: every rank its own bytes, once; all together compare them with the checksums of the files
-class Reader(converter.Reader):
-    def fill(self, tensor, slices, start=0):
-        """Read elements from `start` on, as many as the flat tensor on the CPU has, into its memory. Returns it."""
-        self.read_slices(memoryview(tensor.view(torch.uint8).numpy()), slices, start)
-        return tensor
-
-    def fill_flat(self, flat, key, dtype, parts, parameters):
-        """A state, as flat as the masters are; of the masters themselves, where they are if that is on the CPU."""
-        dtype = getattr(torch, dtype)
-        state = flat.detach().to("cpu", dtype) if key == "fp32" else torch.zeros(flat.numel(), dtype=dtype)
-        for name, start, at, numel in parts:
-            if name in parameters:
-                self.fill(state[at : at + numel], parameters[name].states[key], start)
-        return state
-
-    def whole(self, tensor, talk, own=False):
-        """A tensor in its shape and strides, that rank 0 reads and sends to all. own: every rank reads its own."""
-        data = torch.empty(tensor.storage.numel, dtype=getattr(torch, tensor.dtype))
-        with together(talk):
-            if own or dist.get_rank() == 0:
-                self.fill(data, tensor.storage)
-        if not own:
-            talk.broadcast(data)
-        return data.as_strided(tensor.size, tensor.stride, tensor.offset)
-
-    def check_together(self, talk):
-        """Raise CheckpointError, on all ranks, where the ranks together have read what no checksum confirms."""
-        spans = converter.merged(talk(self.spans))
-        with together(talk):
-            converter.check_all(sorted(spans)[dist.get_rank() :: dist.get_world_size()], spans, self.opened)
-
-
-# -----------------------------------------------------------------------------
-# 4. make up the shard that this rank would have saved
+# 3. make up the shard that this rank would have saved
 def layout(engine):
     """What this rank holds: [(flat fp32 tensor, its parameter group, names, parts)]. A part is (name, start in the
     parameter, start in the tensor, numel). The formula is that of the converter's Slices: at ZeRO-3 every parameter is
@@ -363,7 +327,7 @@ def keep(engine, checkpoint, objects, reader, held, strict, talk, own=False):
 
 
 # -----------------------------------------------------------------------------
-# 5. load
+# 4. load
 def choose(engine, checkpoint, options):
     """How to load: "reshard"; "convert" another layout before; "universal", by DeepSpeed's universal loader; "own", by
     DeepSpeed's ordinary one, what layout() does not describe and was saved by just these ranks."""
