@@ -20,7 +20,8 @@ export TORCH_EXTENSIONS_DIR = $(CURDIR)/.venv/torch_extensions
 
 TRAIN   = train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --steps 200 --checkpoint_dir $(CKPT)
 RESUME  = $(TRAIN) --resume --checkpoint_interval 400
-SHARED  = launch.py checkpoint.py saving.py data.py model.py elastic.py universal.py collective.py ds_to_universal.py torch_file.py
+SHARED  = launch.py checkpoint.py saving.py data.py model.py elastic.py mirror.py
+SHARED += universal.py collective.py ds_to_universal.py torch_file.py
 OUT     = out
 
 # $(call run,command,name): show the command; what it prints goes to logs/name.txt
@@ -140,8 +141,8 @@ elastic: $(OUT)/elastic.txt
 $(OUT)/elastic.txt: .venv/installed demos/machines.py train.py exact.py $(SHARED)
 	@mkdir -p $(OUT)
 	$(PY) demos/machines.py --output $(OUT)/elastic.png > $@
-	$(PY) demos/machines.py --zero_stage 3 >> $@
-	$(PY) demos/machines.py --rounding >> $@
+	$(PY) demos/machines.py --mirror 1 --zero_stage 3 --warm >> $@
+	$(PY) demos/machines.py --mirror 1 --rounding --warm >> $@
 	$(PY) demos/machines.py --settings >> $@
 	@cat $@
 

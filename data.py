@@ -59,13 +59,15 @@ class Log:
     A run that goes on under the same name keeps the rows up to the step it resumes from.
     """
 
-    def __init__(self, run_name, layout, done=0):
+    def __init__(self, run_name, layout, done=0, last=None):
         path = Path("logs", f"{run_name}.csv")
         path.parent.mkdir(exist_ok=True)
         kept, unfinished = [], path.with_suffix(".unfinished")
         if done and path.exists():
             with path.open(newline="") as file:  # a run that was killed may have left half a row: it has no layout
                 kept = [row for row in csv.DictReader(file) if row["layout"] and int(row["step"]) <= done]
+        if last and not any(int(row["step"]) == done for row in kept):  # killed between the mirror and the log
+            kept.append(last)
         self.layout, self.file = layout, unfinished.open("w", newline="", buffering=1)
         self.writer = csv.DictWriter(self.file, COLUMNS)
         self.writer.writeheader()
@@ -74,7 +76,7 @@ class Log:
         print(f"the log is {path}", flush=True)
 
     def write(self, *, loss_scale=1.0, **row):
-        self.writer.writerow(row | {"loss_scale": loss_scale, "layout": self.layout})
+        self.writer.writerow({"layout": self.layout, "loss_scale": loss_scale} | row)
         validation = f" | val {row['val_loss']:.4f}" if "val_loss" in row else ""
         print(
             f"step {row['step']:4d} | loss {row['loss']:.4f}{validation} | lr {row['lr']:.2e} | "

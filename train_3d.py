@@ -226,7 +226,7 @@ def start_engine(args):
 def resume(engine, args, checkpoint, client_state):
     """As train.py does. Returns the checkpoint's step."""
     if args.elastic:
-        return go_on(engine, args, client_state)
+        return go_on(engine, args, client_state)["step"]
     if not args.resume:
         return 0
     folder = Path(args.checkpoint_dir, args.checkpoint_tag)

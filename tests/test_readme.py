@@ -166,7 +166,7 @@ def test_files_to_copy_say_where_they_come_from():
     """Licence, origin and one version: in somebody else's repository nothing else does."""
     names = re.search(r"^\| (.*) \| to copy into your project", PAGES["CONTRIBUTING.md"], re.M)[1]
     heads = [(ROOT / name).read_text() for name in re.findall("`(.*?)`", names)]
-    assert len(heads) == 7 and all(head.startswith("# SPDX-License-Identifier: MIT\n") for head in heads)
+    assert len(heads) == 8 and all(head.startswith("# SPDX-License-Identifier: MIT\n") for head in heads)
     versions = {
         re.search(r"^__version__ = (.*  # of the universal checkpoint tutorial.*)", head, re.M)[1] for head in heads
     }
