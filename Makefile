@@ -1,11 +1,13 @@
 # make help      this list
 # make demo      Tests 1 to 3: train, resume, convert, resume on fewer ranks; pictures and numbers in out/; 4 minutes
-# make elastic   machines that die and come back while a job trains; 20 minutes
+# make elastic   machines that die and come back while a job trains; half an hour
 # make exact     the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of checkpoints; 20 to 30 minutes
 # make 3d        change the tensor, pipeline and sequence layout; 40 minutes
 # make resume    what it costs to resume a model of 86 million parameters, in three ways
 # make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
+# make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; writes assets/versions.txt
+# make gpu       on NVIDIA cards: precisions, optimizers, from GPUs to CPU ranks and back, time, memory; 8 minutes
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
 # make test      the quick tests, in an environment of their own making
 # make test-all  every change of ranks and stage, too
@@ -30,7 +32,7 @@ define run
 @mkdir -p logs; $(1) > logs/$(2).txt 2>&1 || { tail -n 20 logs/$(2).txt; exit 1; }
 endef
 
-.PHONY: help demo elastic exact 3d resume clients versions assets test test-all lint clean
+.PHONY: help demo elastic exact 3d resume clients clients-cli versions gpu assets test test-all lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -66,7 +68,7 @@ test-all: test
 	$(TEST) -m slow
 
 clean:
-	rm -rf .venv-versions logs out runs ckpt_* $(CKPT)
+	rm -rf .venv-versions .venv-clients-cli logs out runs ckpt_* $(CKPT)
 
 assets: .venv/installed
 	$(MAKE) OUT=assets demo elastic exact 3d resume
@@ -175,6 +177,15 @@ clients: .venv/installed-clients
 	@mkdir -p $(OUT)
 	CLIENTS_TABLE=$(OUT)/clients.txt $(PY) -m pytest -q -m "clients or not clients" tests/test_clients.py
 	cat $(OUT)/clients.txt
+
+# Commands that have no script
+clients-cli: .venv/installed-dev
+	rm -rf runs/clients_cli
+	$(PY) demos/clients_cli.py --output assets/clients_cli.txt
+
+# What a GPU does. Without a network: whatever Python has torch and DeepSpeed
+gpu:
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) demos/gpu.py --output $(OUT)/gpu.txt
 
 # The DeepSpeeds that people have
 versions: .venv/installed

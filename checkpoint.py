@@ -75,7 +75,7 @@ def whole(file):
 
 
 def opened(file):
-    return torch.load(whole(file), mmap=True, weights_only=True)
+    return torch.load(whole(file), map_location="cpu", mmap=True, weights_only=True)  # a GPU may have saved it
 
 
 def check_files(folder, checkpoint, args):

@@ -115,6 +115,8 @@ def init_distributed(timeout=600):
         # Plain gloo: DeepSpeed's shared-memory all-reduce compiles for a minute and leaves 66 MB per rank in /dev/shm.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     else:
+        # DeepSpeed does it with the engine; what the ranks tell each other before goes through their GPUs, too.
+        get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         # The backward passes of the fused attentions add in any order.

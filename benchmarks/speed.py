@@ -22,28 +22,34 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", 
 ENVIRONMENT |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
 
 
-def bare():
-    """train.py's work without DeepSpeed; prints the median seconds of a step."""
+def bare(device="cpu", dtype="float32", n_layer=2, n_head=4, n_embd=64, seq_len=32, batch=256, micro=64):
+    """train.py's work without DeepSpeed, bf16 without masters; prints the median seconds of a step."""
     import torch
 
     from data import global_batch, load_data
     from model import GPT, parameter_groups
 
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(device == "cuda", warn_only=True)  # as launch.py sets it, and these two
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.manual_seed(1337)
-    model, (train, _, _) = GPT(), load_data()
+    model = GPT(n_layer, n_head, n_embd, seq_len).to(device, getattr(torch, dtype))
+    (train, _, _), steps = load_data(None, seq_len), batch // micro
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=5e-3, betas=(0.9, 0.95))
     seconds = []
     for step in range(1, STEPS + 1):
         start, total = time.perf_counter(), 0.0
-        inputs, targets = global_batch(train, 1337, step, 256, 32)
-        for m in range(4):
-            loss = model(inputs[m * 64 : m * 64 + 64], targets[m * 64 : m * 64 + 64], key=(1337, step, m))
-            (loss / 4).backward()
-            total += loss.item() / 4
+        inputs, targets = global_batch(train, 1337, step, batch, seq_len)
+        for m in range(steps):
+            rows = (half[m * micro : m * micro + micro].to(device) for half in (inputs, targets))
+            loss = model(*rows, key=(1337, step, m))
+            (loss / steps).backward()
+            total += loss.detach() / steps
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        float(total)  # waits for a GPU
         seconds.append(time.perf_counter() - start)
     print(statistics.median(seconds[10:]))
 
@@ -76,10 +82,11 @@ def launch(*command):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3, help="rounds, of which the median counts; default 3")
-    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--bare", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.bare:
-        return bare()
+    if args.bare is not None:
+        device_and_type, shape = args.bare[:2], args.bare[2:]
+        return bare(*device_and_type, *map(int, shape))
     accumulate = ("--steps", STEPS, "--train_batch_size", 32, "--train_micro_batch_size_per_gpu", 8)
     work = {
         "plain PyTorch": lambda: float(process(__file__, "--bare")),

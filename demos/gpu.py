@@ -1,0 +1,217 @@
+"""What this repository does on a GPU: `make gpu`, under 8 minutes on one card, without a network.
+
+    python demos/gpu.py --output out/gpu.txt
+    python demos/gpu.py --device cpu                 the same with CPU ranks in the GPUs' place: fewer cases, shorter
+
+Trains in fp32, bf16 and fp16 at every ZeRO stage, with the optimizer on the GPU, in CPU memory, and DeepSpeed's
+FusedAdam. Goes on from a checkpoint on the same ranks, an ordinary one (Test 1) and a universal one (Test 3), from the
+GPUs' on 4 CPU ranks, and from that of CPU ranks on the GPUs. A number is the largest difference of the losses from
+then on. Then another number of ranks, --exact, tokens/s beside a bare loop of PyTorch, and the memory of a load.
+What could not be done stands below; ends with an error where it should have been done, or a number is off.
+"""
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from harness import processes  # noqa: E402
+from harness.changed import CHANGES, prepare  # noqa: E402
+
+CPU_RANKS, LIMIT, ANY, FIRST = 4, 240, float("inf"), "--dtype fp32 --zero_stage 3"
+SMALL = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --dropout 0"
+CASES = [FIRST, "--dtype fp16 --zero_stage 1 scaling"]
+MORE = ["--dtype fp32 --zero_stage 1", "--dtype bf16 --zero_stage 2", "--dtype bf16 --zero_stage 3 --offload"]
+MORE += ["--dtype fp16 --zero_stage 3 scaling", "--dtype fp32 --zero_stage 1 FusedAdam"]  # on GPUs alone
+ROUNDING = {"fp32": (1e-5, 1e-3), "bf16": (1e-3, 2e-2), "fp16": (1e-3, 2e-2)}  # on one kind of device, between two
+COLUMNS = ("Test 1", "Test 3", "to CPU", "from CPU", "no checkpoint")
+# for time and memory: layers, heads, width, length, batch, micro-batch
+LARGE = {"cuda": (12, 12, 768, 512, 32, 8), "cpu": (2, 4, 64, 32, 64, 16)}
+SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "train_batch_size", "train_micro_batch_size_per_gpu")
+
+
+class Lab:
+    """Runs train.py in the folder `work`: on processes of their own with this environment, or on forked CPU ranks."""
+
+    def __init__(self, device, work, environment):
+        self.device, self.work, self.environment, self.lines, self.problems = device, work, environment, [], []
+        self.saved, self.steps = (24, 40) if device == "cuda" else (12, 20)
+
+    def say(self, *lines):
+        print(*lines, sep="\n", flush=True)
+        self.lines += lines
+
+    def train(self, ranks, name, folder, flags, size=SMALL):
+        """What train.py prints. Minus so many `ranks`: on CPUs. It saves where the folder has the run's name."""
+        interval = self.saved if name == folder else 10**6
+        words = f"{flags} {size} --steps {self.steps} --run_name {name} --checkpoint_interval {interval}".split()
+        changes = {word for word in words if word in CHANGES}
+        words = [word for word in words if word not in CHANGES] + ["--checkpoint_dir", folder]
+        if ranks > 0:
+            words = (ROOT / "harness" / "changed.py", ",".join(changes), *words)
+            return processes.run(self.work, ranks, self.environment, *words, limit=LIMIT)
+        from harness.ranks import launch
+
+        changes.discard("FusedAdam")  # it has to be compiled
+        result = launch(self.work, -ranks, "train.py", *words, patch=lambda: prepare(changes), limit=LIMIT)
+        if result.code:
+            raise processes.Failed(processes.last_error(result.errors))
+        return result.out
+
+    def compare(self, base, name, columns=("loss",)):
+        from harness.ranks import compare
+
+        return max(max(compare(self.work, base, name, column).values()) for column in columns)
+
+    def resume(self, ranks, folder, flags):
+        """The difference of a run that goes on from where the run `folder` has saved."""
+        name = f"{folder}_{len(list(self.work.glob('logs/*.csv')))}"
+        self.train(ranks, name, folder, flags)
+        return self.compare(folder, name)
+
+    def attempt(self, what, measure, most=ANY, least=0.0):
+        """What measure() gives; None, and a line among the problems, where it cannot."""
+        try:
+            value = measure()
+        except (processes.Failed, OSError) as error:
+            return self.problems.append(f"{what}: {error}")
+        if not least <= value <= most:
+            self.problems.append(f"{what}: {value:.1e} is off")
+        return value
+
+    def line(self, what, measure, *limits, form=".1e"):
+        value = self.attempt(what, measure, *limits)
+        self.say(f"{what:<66}{'-' if value is None else format(value, form):>12}")
+        return value
+
+
+def name_of(flags, where):
+    return where + re.sub(r"\W+", "_", flags)
+
+
+def case(lab, ranks, flags):
+    """{column: difference} of one way to train."""
+    from ds_to_universal import convert
+
+    gpu, cpu, found = name_of(flags, "gpu"), name_of(flags, "cpu"), {}
+    alike, apart = ROUNDING[flags.split()[1]]
+    tag = f"global_step{lab.saved}_universal"
+
+    def universal():
+        convert(lab.work / gpu / f"global_step{lab.saved}", lab.work / gpu / tag)
+        return lab.resume(ranks, gpu, f"{flags} --resume --universal_checkpoint --checkpoint_tag {tag}")
+
+    for column, measure, limit in (
+        ("training", lambda: len(lab.train(ranks, gpu, gpu, flags)), ANY),
+        ("training on CPUs", lambda: len(lab.train(-CPU_RANKS, cpu, cpu, flags)), ANY),
+        ("no checkpoint", lambda: lab.compare(gpu, cpu), ANY),
+        ("Test 1", lambda: lab.resume(ranks, gpu, f"{flags} --resume"), alike),
+        ("to CPU", lambda: lab.resume(-CPU_RANKS, gpu, f"{flags} --elastic"), apart),
+        ("from CPU", lambda: lab.resume(ranks, cpu, f"{flags} --elastic"), apart),
+        ("Test 3", universal, alike),
+    ):
+        found[column] = lab.attempt(f"{flags}: {column}", measure, limit)
+    return found
+
+
+def cases(lab, ranks):
+    head = f"steps {lab.saved + 1} to {lab.steps}: {ranks} of {lab.device}, {CPU_RANKS} of CPUs"
+    lab.say(f"{head:<42}" + "".join(f"{column:>15}" for column in COLUMNS))
+    for flags in CASES + (MORE if lab.device == "cuda" else []):
+        found = case(lab, ranks, flags)
+        cells = ("-" if found[column] is None else f"{found[column]:.1e}" for column in COLUMNS)
+        lab.say(f"{flags:<42}" + "".join(f"{cell:>15}" for cell in cells))
+
+
+def other_ranks(lab, ranks, others, change):
+    """Lines about another number of ranks, --exact, and a load that forgets."""
+    base, columns = name_of(FIRST, "gpu"), ("loss", "val_loss", "grad_norm")
+    there = f"{others} rank{'s' * (others > 1)}{' on one card, by gloo' * bool(change)}"
+
+    def exact(ranks, name, change=""):
+        lab.train(ranks, name, name, f"--exact --zero_stage 3 {change}", SMALL.replace("dropout 0", "dropout 0.1"))
+        return lab.compare("exact", name, columns)
+
+    lab.line(f"{ranks} to {there}", lambda: lab.resume(others, base, f"{FIRST} --elastic {change}"), 1e-5)
+    mistaken = f"{FIRST} --elastic forget"
+    lab.line("the first moments forgotten: no rounding", lambda: lab.resume(-CPU_RANKS, base, mistaken), ANY, 1e-3)
+    lab.line(f"--exact, all bits: {ranks}", lambda: exact(ranks, "exact"), 0.0)
+    lab.line(f"--exact, all bits: {ranks} once more", lambda: exact(ranks, "again"), 0.0)
+    lab.line(f"--exact, all bits: {there}", lambda: exact(others, "others", change), 0.0)
+
+
+def costs(lab):
+    """Tokens per second of one rank, in turn with a bare loop; what a load takes."""
+    numbers = LARGE[lab.device]
+    size = " ".join(f"--{name} {number}" for name, number in zip(SHAPE, numbers, strict=True))
+
+    def ours(dtype):
+        out = lab.train(1, f"speed_{dtype}", "speed", f"--dtype {dtype} --eval_interval 1000", size)
+        return statistics.median(float(n.replace(",", "")) for n in re.findall(r"(\S+) tokens/s", out)[10:])
+
+    def bare(dtype):
+        types = {"fp32": "float32", "bf16": "bfloat16"}
+        words = (ROOT / "benchmarks" / "speed.py", "--bare", lab.device, types[dtype], *numbers)
+        seconds = processes.run(lab.work, 1, lab.environment, *words, limit=LIMIT).split()[-1]
+        return numbers[3] * numbers[4] / float(seconds)
+
+    def load():
+        lab.train(1, "memory", "memory", "", size)
+        out = lab.train(1, "load", "memory", "--elastic", size)
+        return int(re.search(r"MEMORY (\d+)", out)[1]) / 1e6
+
+    for dtype in ("fp32", "bf16"):
+        for name, speed in (("train.py", ours), ("a bare loop", bare)):
+            lab.line(f"tokens/s, {dtype}, one rank, {name}", lambda speed=speed, dtype=dtype: speed(dtype), form=",.0f")
+    lab.line(f"MB of {lab.device} memory that a load takes for a while", load, form=",.0f")
+
+
+def look(device):
+    """(number of cards, what there is), by a process of its own: CPU ranks are forked from this one, without CUDA."""
+    code = "import torch as t, deepspeed as d; n = t.cuda.device_count(); name = n and t.cuda.get_device_name();"
+    code += "print(n, name, t.__version__, d.__version__, sep='|')"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout
+    count, name, *versions = out.splitlines()[-1].split("|")
+    there = f"{count} x {name}" if count != "0" else "no GPU"
+    return int(count) * (device == "cuda"), f"{there}, torch {versions[0]}, DeepSpeed {versions[1]}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--output", type=Path, default=Path("out/gpu.txt"))
+    parser.add_argument("--work", type=Path, default=Path("runs/gpu"), help="checkpoints and logs")
+    args = parser.parse_args()
+    began, environment = time.time(), os.environ | {"DS_ACCELERATOR": args.device}
+    cards, there = look(args.device)
+    if args.device == "cuda" and not cards:
+        sys.exit(f"demos/gpu.py: there is no GPU ({there}); --device cpu does the same on CPU ranks")
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # from here on, for what is forked
+    shutil.rmtree(args.work, ignore_errors=True)
+    args.work.mkdir(parents=True)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    ranks = max(n for n in (1, 2, 4, 8) if n <= cards) if cards else 2
+    others, change = (2, "one_card") if cards == 1 else (ranks // 2, "")
+    lab = Lab(args.device, args.work.resolve(), environment)
+    lab.say(f"{there}, Python {platform.python_version()}")
+    cases(lab, ranks)
+    other_ranks(lab, ranks, others, change)
+    costs(lab)
+    lab.say(f"{time.time() - began:.0f} seconds", *lab.problems)
+    args.output.write_text("\n".join(line.rstrip() for line in lab.lines) + "\n")
+    missing = [one for one in lab.problems if not re.search("is off$", one) and re.search("FusedAdam|one card", one)]
+    if len(missing) < len(lab.problems):
+        sys.exit("demos/gpu.py: not all is as it should be")
+
+
+if __name__ == "__main__":
+    main()
