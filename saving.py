@@ -25,6 +25,7 @@ def save(engine, folder, client_state):
     dist.barrier()
     if rank == 0:
         publish(unfinished, folder / tag)
+        print(f"saved {folder / tag}", flush=True)
     dist.barrier()
     if leads and rank > 0:
         with contextlib.suppress(FileNotFoundError):  # unless this machine has a disk of its own, it is done

@@ -112,7 +112,7 @@ def main():
     accumulation, device = engine.gradient_accumulation_steps(), engine.device
     if dist.get_rank() == 0:
         print(f"{size:,} parameters, {args.dtype}, {layout}, on {device}, data {client_state['data']}")
-        print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {data_parallel}", flush=True)
+        print(f"{batch} = {micro} per rank x {accumulation} accumulation steps x {data_parallel}", flush=True)
     mirror = in_memory(engine, args)
     run = go_on(engine, args, client_state, mirror) if args.elastic else resume(engine, args, checkpoint, client_state)
     if args.exact:

@@ -81,7 +81,7 @@ def soak(job, minutes, steps, seed):
 
 def began(job, since):
     """Wait until new ranks have done a step. Returns the step."""
-    when, _ = job.first(r"= \d+ per GPU x", since)
+    when, _ = job.first(r"= \d+ per rank x", since)
     return int(job.first(r"^step +(\d+) \|", when)[1][1])
 
 
