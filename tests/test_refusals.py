@@ -4,9 +4,11 @@ import shutil
 
 import deepspeed
 import pytest
+import torch
 from conftest import fp16_is
 
 import ds_to_universal
+import elastic
 import exact
 from harness.ranks import launch, run
 
@@ -131,12 +133,15 @@ def test_modules_do_not_read_the_rank(trained):
     assert "these are 4 ranks at ZeRO-1" in refused(trained, 4, *ORDINARY)
 
 
-def test_a_deepspeed_that_is_too_old(trained, monkeypatch):
+def test_what_is_too_old(trained, monkeypatch):
     """Each of the files that need one says so."""
     monkeypatch.setattr(deepspeed, "__version__", "0.16.3+cpu")
     assert "needs DeepSpeed 0.16.4 or newer, and finds 0.16.3+cpu" in refused(trained, 2)
     with pytest.raises(ValueError, match=r"exact\.py needs DeepSpeed 0\.16\.4 or newer, and finds 0\.16\.3"):
         exact.install(None)
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cpu")
+    with pytest.raises(ValueError, match=r"elastic\.py needs torch 2\.6 or newer, and finds 2\.5\.1"):
+        elastic.enlist(1, 1)
 
 
 @pytest.mark.parametrize("resume", [ORDINARY, UNIVERSAL], ids=["ordinary", "universal"])
