@@ -81,7 +81,7 @@ def soak(job, minutes, steps, seed):
 
 def began(job, since):
     """Wait until new ranks have done a step. Returns the step."""
-    when, _ = job.first(r"= \d+ per GPU x", since)
+    when, _ = job.first(r"= \d+ per rank x", since)
     return int(job.first(r"^step +(\d+) \|", when)[1][1])
 
 
@@ -109,8 +109,8 @@ def main():
     parser.add_argument("--table", type=Path, help="also write what happened into this file")
     args = parser.parse_args()
     steps = args.steps or int(100 * args.minutes)
-    head = f"seed {args.seed}, ZeRO-{args.zero_stage}, {steps} steps, {args.minutes:g} minutes of events"
-    print(head, flush=True)
+    head = f"seed {args.seed}, ZeRO-{args.zero_stage}, {steps} steps"
+    print(f"{head}, up to {args.minutes:g} minutes of events", flush=True)
     folder, memory = Path(f"ckpt_soak_{args.port}").resolve(), Path(f"/dev/shm/soak_{os.getpid()}")
     shutil.rmtree(folder, ignore_errors=True)
     name, common = f"soak_{args.port}", [*TRAIN, "--steps", str(steps)]
@@ -121,7 +121,9 @@ def main():
     where = (f"127.0.0.1:{args.port}", "is_host=0", memory)
     job = machines.Job(machines.WARM, [*common, *train, "--run_name", name], name, *where)
     try:
+        start = time.time()
         rows = soak(job, args.minutes, steps, args.seed)
+        head += f", {(time.time() - start) / 60:.0f} minutes of events"
         codes = [node.agent.wait(timeout=60 + steps) for node in job.nodes.values()]
         assert codes == [0] * len(codes), f"the agents ended with {codes}"
         alone = [
