@@ -1,17 +1,18 @@
-# make demo    train, resume, convert, resume on fewer ranks; draw the pictures and print the numbers
-# make elastic machines that die and come back while a job trains
-# make exact   the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of universal checkpoints
-# make 3d      change the tensor, pipeline and sequence layout
-# make resume  what it costs to resume a model of 86 million parameters, in three ways
-# make clients the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
+# make help      this list
+# make demo      Tests 1 to 3: train, resume, convert, resume on fewer ranks; pictures and numbers in out/; 4 minutes
+# make elastic   machines that die and come back while a job trains; half an hour
+# make exact     the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of checkpoints; 20 to 30 minutes
+# make 3d        change the tensor, pipeline and sequence layout; 40 minutes
+# make resume    what it costs to resume a model of 86 million parameters, in three ways
+# make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
 # make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks
-# make versions the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one
-# make assets  demo, elastic, exact, 3d and resume again, into assets/, where the pictures and tables of the README are
-# make gpu     all of this on NVIDIA cards: precisions, optimizers, from GPUs to CPU ranks and back, time, memory
-# make test    the tests, in an environment of their own making; make test-all: every change of ranks and stage, too
-# make lint    ruff
-# make clean   remove all that the above made
-# make help    this list
+# make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; writes assets/versions.txt
+# make gpu       on NVIDIA cards: precisions, optimizers, from GPUs to CPU ranks and back, time, memory; 8 minutes
+# make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
+# make test      the quick tests, in an environment of their own making
+# make test-all  every change of ranks and stage, too
+# make lint      ruff
+# make clean     remove what these, and the commands on the pages, have made, but not .venv
 
 PYTHON ?= python3
 RANKS   = .venv/bin/deepspeed --num_gpus
@@ -21,7 +22,8 @@ export TORCH_EXTENSIONS_DIR = $(CURDIR)/.venv/torch_extensions
 
 TRAIN   = train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --steps 200 --checkpoint_dir $(CKPT)
 RESUME  = $(TRAIN) --resume --checkpoint_interval 400
-SHARED  = launch.py checkpoint.py saving.py data.py model.py elastic.py universal.py collective.py ds_to_universal.py torch_file.py
+SHARED  = launch.py checkpoint.py saving.py data.py model.py elastic.py mirror.py
+SHARED += universal.py collective.py ds_to_universal.py torch_file.py
 OUT     = out
 
 # $(call run,command,name): show the command; what it prints goes to logs/name.txt
@@ -32,6 +34,9 @@ endef
 
 .PHONY: help demo elastic exact 3d resume clients clients-cli versions gpu assets test test-all lint clean
 .DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# make/make/p' $(firstword $(MAKEFILE_LIST))
 
 demo: $(OUT)/resume_no_uc.txt $(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/resume_uc.png $(OUT)/traps.txt
 
@@ -62,11 +67,8 @@ lint: .venv/installed-dev
 test-all: test
 	$(TEST) -m slow
 
-help:
-	@sed -n 's/^# make/make/p' $(firstword $(MAKEFILE_LIST))
-
 clean:
-	rm -rf .venv .venv-versions .venv-clients-cli logs out runs ckpt_exact ckpt_3d ckpt_elastic $(CKPT)
+	rm -rf .venv-versions .venv-clients-cli logs out runs ckpt_* $(CKPT)
 
 assets: .venv/installed
 	$(MAKE) OUT=assets demo elastic exact 3d resume
@@ -141,8 +143,8 @@ elastic: $(OUT)/elastic.txt
 $(OUT)/elastic.txt: .venv/installed demos/machines.py train.py exact.py $(SHARED)
 	@mkdir -p $(OUT)
 	$(PY) demos/machines.py --output $(OUT)/elastic.png > $@
-	$(PY) demos/machines.py --zero_stage 3 >> $@
-	$(PY) demos/machines.py --rounding >> $@
+	$(PY) demos/machines.py --mirror 1 --zero_stage 3 --warm >> $@
+	$(PY) demos/machines.py --mirror 1 --rounding --warm >> $@
 	$(PY) demos/machines.py --settings >> $@
 	@cat $@
 
@@ -172,8 +174,9 @@ $(OUT)/resume.txt: .venv/installed benchmarks/resume.py model.py universal.py co
 
 # Training loops that are not ours
 clients: .venv/installed-clients
-	CLIENTS_TABLE=assets/clients.txt $(PY) -m pytest -q -m "clients or not clients" tests/test_clients.py
-	cat assets/clients.txt
+	@mkdir -p $(OUT)
+	CLIENTS_TABLE=$(OUT)/clients.txt $(PY) -m pytest -q -m "clients or not clients" tests/test_clients.py
+	cat $(OUT)/clients.txt
 
 # Commands that have no script
 clients-cli: .venv/installed-dev

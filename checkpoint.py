@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import mirror
 import universal
 from data import fail
 
@@ -114,15 +115,17 @@ def open_checkpoint(args, client_state):
     return checkpoint
 
 
-def go_on(engine, args, client_state):
-    """Load the newest whole checkpoint, of whatever layout, if there is one. Returns its step, or 0."""
-    path, saved = universal.load_checkpoint(engine, args.checkpoint_dir, missing_ok=True)
+def go_on(engine, args, client_state, memory=None):
+    """Load the newest whole checkpoint, of whatever layout, if there is one, in the memory of the machines or on the
+    disk. Returns what it says of the run, or {"step": 0}."""
+    folder = (memory or mirror).gather(args.checkpoint_dir)
+    path, saved = universal.load_checkpoint(engine, folder, missing_ok=True)
     if path is None:
-        return 0
+        return {"step": 0}
     run = saved.get("run") or {}
     check_run(path, run, client_state)
     report(engine, path, run, client_state)
-    return run["step"]
+    return run
 
 
 def report(engine, folder, run, client_state):

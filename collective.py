@@ -113,7 +113,8 @@ def check_same_folder(folder, talk):
         here = {entry.name: entry.stat().st_size for entry in os.scandir(folder)} if folder.is_dir() else None
     seen = talk((socket.gethostname(), here))
     if other := sorted({host for host, entries in seen if entries != seen[0][1]}):
-        raise CheckpointError(f"{folder} is not the same on {seen[0][0]} and on {', '.join(other)}: it must be shared")
+        where = f"{seen[0][0]} and on {', '.join(other)}"
+        raise CheckpointError(f"{folder} is not the same on {where}: it must be shared, or mirror.gather() before")
 
 
 def say(message):

@@ -59,21 +59,24 @@ class Log:
     A run that goes on under the same name keeps the rows up to the step it resumes from.
     """
 
-    def __init__(self, run_name, layout, done=0):
+    def __init__(self, run_name, layout, done=0, last=None):
         path = Path("logs", f"{run_name}.csv")
         path.parent.mkdir(exist_ok=True)
         kept, unfinished = [], path.with_suffix(".unfinished")
         if done and path.exists():
             with path.open(newline="") as file:  # a run that was killed may have left half a row: it has no layout
                 kept = [row for row in csv.DictReader(file) if row["layout"] and int(row["step"]) <= done]
+        if last and not any(int(row["step"]) == done for row in kept):  # killed between the mirror and the log
+            kept.append(last)
         self.layout, self.file = layout, unfinished.open("w", newline="", buffering=1)
         self.writer = csv.DictWriter(self.file, COLUMNS)
         self.writer.writeheader()
         self.writer.writerows(kept)
         unfinished.rename(path)
+        print(f"the log is {path}", flush=True)
 
     def write(self, *, loss_scale=1.0, **row):
-        self.writer.writerow(row | {"loss_scale": loss_scale, "layout": self.layout})
+        self.writer.writerow({"layout": self.layout, "loss_scale": loss_scale} | row)
         validation = f" | val {row['val_loss']:.4f}" if "val_loss" in row else ""
         print(
             f"step {row['step']:4d} | loss {row['loss']:.4f}{validation} | lr {row['lr']:.2e} | "
@@ -103,17 +106,24 @@ def positive(text):
     return int(text)
 
 
+def around(wanted, numbers):
+    """The nearest of the numbers below and above, in words."""
+    below = max((n for n in numbers if n < wanted), default=None)
+    above = min((n for n in numbers if n > wanted), default=None)
+    return " or ".join(str(n) for n in (below, above) if n)
+
+
 def accumulation_steps(batch, micro, ranks):
-    """batch / (micro x ranks), or a refusal that says which numbers would divide."""
+    """batch / (micro x ranks), or a refusal that names the nearest numbers that divide."""
     unit = micro * ranks
     if batch % unit:
-        offers = [f"--train_batch_size {[n for n in (batch // unit * unit, batch // unit * unit + unit) if n]}"]
-        if micros := [m for m in range(1, batch + 1) if batch % (m * ranks) == 0]:
-            offers.append(f"--train_micro_batch_size_per_gpu {micros}")
-        if others := [n for n in range(1, batch + 1) if batch % (micro * n) == 0]:
-            offers.append(f"{others} ranks")
+        fewer = around(ranks, [n for n in range(1, batch + 1) if batch % (micro * n) == 0])
+        smaller = around(micro, [m for m in range(1, batch + 1) if batch % (m * ranks) == 0])
+        nearest = [f"--train_batch_size {around(batch, [batch // unit * unit, batch // unit * unit + unit])}"]
+        nearest += [f"--train_micro_batch_size_per_gpu {smaller}"] if smaller else []
+        nearest += [f"{fewer} ranks"] if fewer else []
         fail(
-            f"a batch of {batch} does not divide into micro-batches of {micro} on {ranks} ranks; these would: "
-            f"{', or '.join(offers)}"
+            f"a batch of {batch} does not divide into micro-batches of {micro} on {ranks} ranks; the nearest that do: "
+            f"{'; '.join(nearest)}"
         )
     return batch // unit

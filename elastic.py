@@ -14,7 +14,7 @@ torchrun's elastic agent:
     elastic.leave(finished=step == steps)
 
 torchrun starts all processes anew whenever a machine leaves or joins; the same command line then goes on from the disk.
-Needs Python 3.10 and torch.
+Needs Python 3.10 and torch 2.6 or newer.
 """
 
 import datetime
@@ -27,6 +27,7 @@ from multiprocessing import forkserver
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed import run
 from torch.distributed.launcher.api import elastic_launch
 
@@ -38,6 +39,8 @@ def enlist(batch, micro_batch, model_parallel=1):
     """Let the largest number of ranks train that cuts the batch into whole micro-batches, and set WORLD_SIZE to it; the
     other ranks do not come back from here. model_parallel: ranks that share one micro-batch. Call it before there is a
     process group. Raises ValueError where no number of the ranks will do."""
+    if Version(torch.__version__) < Version("2.6"):
+        raise ValueError(f"elastic.py needs torch 2.6 or newer, and finds {torch.__version__}")
     rank, present = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     usable = [n for n in range(1, present // model_parallel + 1) if batch % (micro_batch * n) == 0]
     if not usable:

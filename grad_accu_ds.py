@@ -42,7 +42,7 @@ engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer,
 device = engine.device
 train, _, _ = load_data()
 if rank == 0:
-    print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {ranks} GPUs")
+    print(f"{batch} = {micro} per rank x {accumulation} accumulation steps x {ranks} ranks")
     log = Log(args.run_name, f"{micro} x {accumulation} x {ranks}")
 
 for step in range(1, args.steps + 1):

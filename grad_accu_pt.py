@@ -35,7 +35,7 @@ model.to(device)
 optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95))
 train, _, _ = load_data()
 if rank == 0:
-    print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {ranks} GPUs")
+    print(f"{batch} = {micro} per rank x {accumulation} accumulation steps x {ranks} ranks")
     log = Log(args.run_name, f"{micro} x {accumulation} x {ranks}")
 
 for step in range(1, args.steps + 1):

@@ -89,20 +89,13 @@ def check_arguments(args):
 
 def base_config(args):
     """DeepSpeed's config but for what is cut in which way."""
+    schedule = {"total_num_steps": args.steps, "warmup_num_steps": args.warmup_steps, "warmup_type": "linear"}
+    schedule |= {"warmup_min_ratio": 1 / args.warmup_steps, "cos_min_ratio": 0.1}
     return {
         # torch's AdamW, offloaded too: the same arithmetic everywhere, and nothing to compile
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": args.lr, "betas": [0.9, 0.95]}},
         "zero_force_ds_cpu_optimizer": False,
-        "scheduler": {
-            "type": "WarmupCosineLR",
-            "params": {
-                "total_num_steps": args.steps,
-                "warmup_num_steps": args.warmup_steps,
-                "warmup_min_ratio": 1 / args.warmup_steps,
-                "warmup_type": "linear",
-                "cos_min_ratio": 0.1,
-            },
-        },
+        "scheduler": {"type": "WarmupCosineLR", "params": schedule},
         "gradient_clipping": 1.0,
         "steps_per_print": 1 << 30,
         "bf16": {"enabled": args.dtype == "bf16"},

@@ -23,7 +23,7 @@ def in_words(args):
     ranks = f"{args.ranks} ranks"
     if args.ranks == 1:
         ranks = "1 rank"
-    data_parallel = f"{args.data_parallel} GPUs"
+    data_parallel = f"{args.data_parallel} ranks"
     if args.data_parallel < args.ranks:
         ranks += f" = {args.data_parallel} DP"
         ranks += f" x {args.tensor_parallel} TP"

@@ -134,6 +134,9 @@ def main():
     if above := first_above(gaps, args.tolerance):
         step, name, kind, gap = above
         sys.exit(f"plot.py: {name} differs by {gap:.1e} at step {step} ({kind}), more than {args.tolerance:g}")
+    if args.tolerance < math.inf:
+        largest = max(gap for columns in gaps.values() for column in columns.values() for gap in column.values())
+        print(f"PASS: {largest:.1e} <= {args.tolerance:g}")
 
 
 if __name__ == "__main__":

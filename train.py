@@ -27,7 +27,7 @@ from checkpoint import go_on, report
 from data import Log, fail, global_batch, positive
 from launch import add_arguments, base_config, check_arguments, count_ranks, set_up
 from model import GPT, parameter_groups
-from saving import remove_old, save
+from saving import in_memory, remove_old, save
 
 
 def parse_arguments():
@@ -38,6 +38,7 @@ def parse_arguments():
     arg("--offload", action="store_true", help="keep the optimizer, at ZeRO-3 the parameters too, in CPU memory")
     arg("--sequence_parallel", type=positive, default=1, metavar="N", help="ranks that share each sequence")
     arg("--exact", action="store_true", help="every bit of the loss alike on any number of ranks; fp32")
+    arg("--mirror", type=positive, metavar="K", help="with --elastic: hold every K-th step in memory, on two machines")
     args = parser.parse_args()
     count_ranks(args, tensor_parallel=args.tensor_parallel, sequence_parallel=args.sequence_parallel)
     check_arguments(args)
@@ -80,25 +81,23 @@ def build(args):
 
 
 def resume(engine, args, checkpoint, client_state):
-    """Load the checkpoint, an ordinary one on the ranks that wrote it, a universal one on any. Returns its step."""
-    if args.elastic:
-        return go_on(engine, args, client_state)
+    """Load the checkpoint, an ordinary one on the ranks that wrote it, a universal one on any. Returns its run."""
     if not args.resume:
-        return 0
+        return {"step": 0}
     folder = Path(args.checkpoint_dir, args.checkpoint_tag)
     path, _ = engine.load_checkpoint(args.checkpoint_dir, tag=args.checkpoint_tag)
     assert path is not None, f"DeepSpeed did not load {args.checkpoint_tag}"  # it would start anew in silence
     if args.universal_checkpoint:
         universal.mend(engine, folder)  # DeepSpeed leaves some of it out
     report(engine, folder, checkpoint["run"], client_state)
-    return checkpoint["run"]["step"]
+    return checkpoint["run"]
 
 
-def mean_loss(losses, copies):
+def mean_loss(losses, args):
     """The mean over the micro-batches of all ranks; a rank has zeros where the others have losses, so no order matters.
-    copies: so many ranks have the same loss. Zeroes the losses."""
+    Zeroes the losses."""
     dist.all_reduce(losses)
-    mean = losses.mean().item() / copies
+    mean = losses.mean().item() / (args.ranks // args.data_parallel)  # so many ranks have the same loss
     losses.zero_()
     return mean
 
@@ -110,40 +109,40 @@ def main():
     train, validation, client_state, checkpoint = set_up(args, "train.py", layout)
     engine, data_rank, size = build(args)
     batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
-    device = engine.device
-    accumulation = engine.gradient_accumulation_steps()
+    accumulation, device = engine.gradient_accumulation_steps(), engine.device
     if dist.get_rank() == 0:
         print(f"{size:,} parameters, {args.dtype}, {layout}, on {device}, data {client_state['data']}")
-        print(f"{batch} = {micro} per GPU x {accumulation} accumulation steps x {data_parallel}", flush=True)
-    done = resume(engine, args, checkpoint, client_state)
+        print(f"{batch} = {micro} per rank x {accumulation} accumulation steps x {data_parallel}", flush=True)
+    mirror = in_memory(engine, args)
+    run = go_on(engine, args, client_state, mirror) if args.elastic else resume(engine, args, checkpoint, client_state)
     if args.exact:
         exact.install(engine)
     stop = elastic.listen(device)  # for SIGTERM; on all ranks stop() says the same
+    cut = f"{micro} x {accumulation} x {args.data_parallel}"
     if dist.get_rank() == 0:
-        log = Log(args.run_name, f"{micro} x {accumulation} x {args.data_parallel}", done)
+        log = Log(args.run_name, cut, run["step"], run.get("row"))
 
     # The global batch is cut into micro-batches, numbered alike on every layout. This rank's are `mine`.
     mine = range(data_rank * accumulation, (data_rank + 1) * accumulation)
     losses = torch.zeros(batch // micro, dtype=torch.float64, device=device)
-    copies = args.ranks // args.data_parallel
 
     def micro_batch(sequences, m):
         return (rows[m * micro : (m + 1) * micro].to(device) for rows in sequences)
 
-    step = done
+    step = done = run["step"]
     for step in range(done + 1, args.steps + 1):
         start = time.perf_counter()
-        row = {"step": step, "lr": engine.get_lr()[0]}
+        row = {"step": step, "lr": engine.get_lr()[0], "layout": cut}
         sequences = global_batch(train, args.seed, step, batch, args.seq_len)
         for m in mine:
-            # Dropout belongs to the micro-batch, not to the rank.
-            loss = engine(*micro_batch(sequences, m), key=(args.seed, step, m))
+            loss = engine(*micro_batch(sequences, m), key=(args.seed, step, m))  # whose dropout is not the rank's
             engine.backward(loss)  # divides by the accumulation steps
             engine.step()  # does nothing until the last of them
             losses[m] = loss.detach()
-        row["loss"] = mean_loss(losses, copies)
-        row["grad_norm"] = float(engine.get_global_grad_norm())
+        row["loss"] = mean_loss(losses, args)
+        row |= {"grad_norm": float(engine.get_global_grad_norm()), "loss_scale": engine.optimizer.loss_scale}
         row["seconds"] = time.perf_counter() - start
+        row["tokens_per_second"] = batch * args.seq_len / row["seconds"]
         if step % args.eval_interval == 0 or step == args.steps:
             engine.eval()
             sequences = global_batch(validation, args.seed, 0, batch, args.seq_len)
@@ -151,17 +150,19 @@ def main():
                 for m in mine:
                     losses[m] = engine(*micro_batch(sequences, m))
             engine.train()
-            row["val_loss"] = mean_loss(losses, copies)
+            row["val_loss"] = mean_loss(losses, args)
+        if mirror:
+            mirror({"run": client_state | {"step": step, "row": row}})  # the next start logs it, if this one cannot
         if dist.get_rank() == 0:
-            speed = batch * args.seq_len / row["seconds"]
-            log.write(**row, loss_scale=engine.optimizer.loss_scale, tokens_per_second=speed)
+            log.write(**row)
             engine.monitor.write_events([(name, row[name], step) for name in ("loss", "val_loss") if name in row])
-        told = stop()
-        if told or step % args.checkpoint_interval == 0:
+        if (told := stop()) or step % args.checkpoint_interval == 0:
             save(engine, args.checkpoint_dir, client_state | {"step": step})
             remove_old(args.checkpoint_dir, args.keep)
         if told:
             break
+    if mirror and step == args.steps:
+        mirror.close()
     elastic.leave(finished=step == args.steps)
 
 

@@ -226,7 +226,7 @@ def start_engine(args):
 def resume(engine, args, checkpoint, client_state):
     """As train.py does. Returns the checkpoint's step."""
     if args.elastic:
-        return go_on(engine, args, client_state)
+        return go_on(engine, args, client_state)["step"]
     if not args.resume:
         return 0
     folder = Path(args.checkpoint_dir, args.checkpoint_tag)
@@ -246,7 +246,7 @@ def main():
     batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
     accumulation = engine.gradient_accumulation_steps()
     if dist.get_rank() == 0:
-        arithmetic = f"{batch} = {micro} per GPU x {accumulation} accumulation steps"
+        arithmetic = f"{batch} = {micro} per rank x {accumulation} accumulation steps"
         print(f"{arithmetic} x {args.data_parallel} data-parallel ({degrees})", flush=True)
     done = resume(engine, args, checkpoint, client_state)
     stop = elastic.listen(engine.device)

@@ -14,10 +14,7 @@ import statistics
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -76,33 +73,31 @@ def train_all(prefix, stage, *arguments):
 
 
 def draw(groups, path):
-    """groups: {title: {what: run name}}, the baseline first. A column for each group, a strip for each run."""
-    figure, axes = plt.subplots(
-        5, len(groups), figsize=(11, 6.5), sharex=True, sharey="row", height_ratios=[3, 1, 1, 1, 1],
-        layout="constrained",
-    )  # fmt: skip
-    for column, (title, names) in zip(axes.T, groups.items(), strict=True):
-        runs = {what: plot.read_log(f"logs/{name}.csv") for what, name in names.items()}
-        (alone, baseline), *others = runs.items()
-        curves.draw_line(column[0], baseline["loss"], color="0.8", lw=7, label=alone)
-        worst = 0.0
-        for i, (axis, (what, one)) in enumerate(zip(column[1:], others, strict=True)):
-            look = curves.style(i)
-            curves.draw_line(column[0], one["loss"], **look, markevery=(2 * i % 10, 20), label=what)
-            gaps = plot.differences(baseline, one, "loss")
-            curves.draw_strip(axis, what, baseline, gaps, look, 1e-3)
+    """groups: {title: {what: run}}, one rank first. A panel for each group: how far its runs are from one rank, each
+    run at every twelfth step, and not at the same ones."""
+    figure = Figure(figsize=(6, 4.5), layout="constrained")
+    panels = figure.subplots(len(groups), sharex=True)
+    for axis, (title, runs) in zip(panels, groups.items(), strict=True):
+        (_, baseline), *others = runs.items()
+        worst, names = 0.0, {}
+        for i, (what, other) in enumerate(others):
+            gaps = plot.differences(baseline, other, "loss")
+            look = curves.style(i) | {"ls": "", "ms": 5}
+            names[what] = curves.draw_line(axis, gaps, **look, markevery=(3 * i, 12), clip_on=False)
             worst = max(worst, *gaps.values())
-        column[0].set_title(f"{title}: " + (f"differs by up to {worst:.0e}" if worst else "every bit equal"))
-        curves.tidy(column[0])
-        column[1].set_title("line: one unit in the last place", loc="right", fontsize=8)
-        column[-1].set(xlabel="step")
+        names["float32 rounding step"] = curves.scale(axis, baseline, 1e-3)
         for step in (50, 100, 150):
-            column[-1].axvline(step + 0.5, color="0.4", ls="--", lw=1)
-    axes[0, 0].set(ylabel="loss (nats per byte)")
-    axes[0, 0].legend(frameon=False)
-    figure.supylabel("|difference of the loss to one rank|", fontsize=9, y=0.3)
+            names["in turn: change of ranks"] = axis.axvline(step + 0.5, color="0.4", ls="--", lw=1)
+        how = f"the loss differs by up to {worst:.0e}" if worst else "every bit of the loss is equal"
+        axis.set_title(f"{title}: {how}")
+        axis.set_ylabel("|difference|\n(nats per byte)")
+    axis.set_xlabel("step (each run at every twelfth)")
+    where = {"loc": "outside upper center", "ncols": 2, "frameon": False, "labelspacing": 0.2}
+    figure.legend(names.values(), names, title="compared with 1 rank:", **where)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
+    columns = {f"{what} {title}": run for title, runs in groups.items() for what, run in runs.items()}
+    plot.write_joined(columns, path.with_suffix(".csv"))
 
 
 def play(stage, arguments):
@@ -147,7 +142,7 @@ def over_seeds():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("out/exact.png"))
+    parser.add_argument("--output", type=Path, default=Path("out/exact.png"), help="picture, with its .csv beside it")
     args = parser.parse_args()
     shutil.rmtree(FOLDER, ignore_errors=True)
     print("largest difference of the loss from one rank's, in 200 steps")
@@ -157,7 +152,7 @@ def main():
     for stage, arguments in ((1, ()), (1, ("--exact",)), (2, ("--exact",)), (3, ("--exact",))):
         how = f"{'with' if arguments else 'without'} --exact"
         runs, differences, equal = play(stage, arguments)
-        pictured.setdefault(how, runs)
+        pictured.setdefault(how, {what: plot.read_log(f"logs/{name}.csv") for what, name in runs.items()})
         row = f"{f'ZeRO-{stage} {how}':<22}"
         for difference, width in zip(differences[-4:], (10, 10, 10, 22), strict=True):
             row += f"{difference:>{width}.1e}"

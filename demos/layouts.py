@@ -60,10 +60,16 @@ def largest(baseline, run_name):
 
 
 def draw(runs, path):
-    """The training losses of {name: run}, the first one of which is the baseline."""
-    baseline, *others = runs.values()
-    gaps = [plot.differences(baseline, run, "loss") for run in others]
-    figure = curves.draw({name: run | {"val_loss": {}} for name, run in runs.items()}, gaps)
+    """Of {name: run}: the first one, the same layout resumed, which comes next, and the one that differs most."""
+    (name, baseline), (_, same), *others = runs.items()
+    gaps = {there: plot.differences(baseline, run, "loss") for there, run in others}
+    most = max(gaps, key=lambda there: max(gaps[there].values()))
+    shown = {f"{name}, uninterrupted": baseline, "resumed on the same layout": same}
+    shown[f"resumed on {most.removeprefix('then ')}"] = runs[most]
+    strips = [plot.differences(baseline, same, "loss"), gaps[most]]
+    figure = curves.draw({label: run | {"val_loss": {}} for label, run in shown.items()}, strips)
+    figure.axes[0].get_legend().set_title("ranks: tensor (TP), pipeline (PP), data (DP)")
+    figure.axes[-1].set_xlabel(f"step (of {len(others)} other layouts, the one that differs most)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
 

@@ -3,8 +3,9 @@
     python demos/machines.py --zero_stage 1 --output out/elastic.png
 
 It only starts torchrun agents and takes them down; the rest is `train.py --elastic`. Three "nodes", agents of this
-machine with 2 ranks each, train 200 steps while the events below happen to them. Then every step must be in the log
-once, with the loss, validation loss and gradient norm of one rank that nothing happened to: every bit, with --exact.
+machine with 2 ranks each, train 200 steps while the events below happen to them: once with checkpoints on the disk
+alone, and once with --mirror 1. A node that is lost takes its memory with it. Then every step must be in the log once,
+with the loss, validation loss and gradient norm of one rank that nothing happened to: every bit, with --exact.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER, STEPS, PER_NODE = Path("ckpt_elastic"), 200, 2
-TRAIN = "--train_batch_size 256 --train_micro_batch_size_per_gpu 8 --checkpoint_interval 20 --keep 2".split()
+TRAIN = "--train_batch_size 192 --train_micro_batch_size_per_gpu 8 --checkpoint_interval 20 --keep 2".split()
 TRAIN += ["--steps", str(STEPS), "--checkpoint_dir", str(FOLDER), "--timeout", "10"]
 AGENT = "--nnodes 1:3 --nproc-per-node 2 --max-restarts 100 --rdzv-id job --rdzv-backend c10d --local-addr "
 AGENT += "127.0.0.1"
@@ -42,9 +43,12 @@ WARM = [sys.executable, str(ROOT / "elastic.py")]  # torchrun with workers that 
 class Node:
     """An agent of torchrun and its workers. Every line that they print is kept with its time."""
 
-    def __init__(self, command, lines):
+    def __init__(self, command, lines, memory=None):
+        """memory: the folder that stands for this machine's memory."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-        self.agent = subprocess.Popen(command, env=os.environ | QUIET, start_new_session=True, **pipes)
+        self.memory, self.killed = memory, []
+        environment = os.environ | QUIET | ({"MIRROR_ROOT": str(memory)} if memory else {})
+        self.agent = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         self.reader = threading.Thread(target=self.read, args=[lines])
         self.reader.start()
 
@@ -79,12 +83,21 @@ class Node:
             with contextlib.suppress(psutil.Error):  # it can end before
                 if "resource_tracker" not in " ".join(process.cmdline()):
                     process.kill()
+                    self.killed.append(process)
+
+    def forget(self):
+        """Of a machine that is gone: its memory is gone, too."""
         self.agent.wait()
+        psutil.wait_procs(self.killed, timeout=10)  # one that still ends could write into the memory
+        if self.memory:
+            shutil.rmtree(self.memory, ignore_errors=True)
 
 
 class Job:
-    def __init__(self, launcher, train, name, endpoint="127.0.0.1:29400", rendezvous=None):
-        """rendezvous: settings of --rdzv-conf when it is not the agent of node 1 that holds it."""
+    def __init__(self, launcher, train, name, endpoint="127.0.0.1:29400", rendezvous=None, memory=None):
+        """rendezvous: settings of --rdzv-conf when it is not the agent of node 1 that holds it. memory: the folder with
+        one for each node, of a job that mirrors its shards."""
+        self.memory = memory
         self.launcher, self.train, self.log = launcher, train, Path("logs", f"{name}.csv")
         self.endpoint, self.rendezvous, self.lines, self.nodes = endpoint, rendezvous, [], {}
 
@@ -92,13 +105,29 @@ class Job:
         for name in names:
             where = self.rendezvous or ("is_host=1" if name == "node 1" else "is_host=0")
             agent = [*AGENT.split(), "--rdzv-endpoint", self.endpoint, "--rdzv-conf", f"{RENDEZVOUS},{where}"]
-            self.nodes[name] = Node([*self.launcher, *agent, str(ROOT / "train.py"), *self.train], self.lines)
+            command = [*self.launcher, *agent, str(ROOT / "train.py"), *self.train]
+            self.nodes[name] = Node(command, self.lines, self.memory and self.memory / name.replace(" ", "_"))
 
-    def kill(self, name):
-        self.nodes.pop(name).kill()
+    def kill(self, *names):
+        nodes = [self.nodes.pop(name) for name in names]
+        for node in nodes:
+            node.kill()
+        for node in nodes:
+            node.forget()
+
+    def kill_a_rank(self, name):
+        self.nodes[name].workers()[-1][1].kill()
+
+    def kill_while_it_sends(self, name):
+        memory = self.nodes[name].memory
+        while memory and not list(memory.glob("*/step*/*.part")):
+            assert self.nodes[name].agent.poll() is None, "the job ended by itself"
+        self.kill(name)
 
     def preempt(self, name):
-        self.nodes.pop(name).agent.terminate()
+        node = self.nodes.pop(name)
+        node.agent.terminate()
+        threading.Thread(target=node.forget).start()
 
     def hang(self, name):
         self.nodes[name].workers()[0][1].send_signal(signal.SIGSTOP)
@@ -132,8 +161,9 @@ class Job:
         raise RuntimeError(f"no line has {pattern!r}:\n" + "".join(line for _, line in self.lines[-60:]))
 
     def close(self):
-        for node in self.nodes.values():
-            node.kill()
+        self.kill(*self.nodes)
+        if self.memory:
+            shutil.rmtree(self.memory, ignore_errors=True)
 
 
 def while_it_saves():
@@ -144,15 +174,21 @@ def while_it_saves():
 # after which step of the log, what happens
 EVENTS = [
     (27, "node 2 dies", lambda job: job.kill("node 2")),
-    (35, "node 2 is back", lambda job: job.start("node 2")),
-    (65, "node 2 is preempted", lambda job: job.preempt("node 2")),
-    (75, "node 2 is back", lambda job: job.start("node 2")),
+    (32, "node 2 is back", lambda job: job.start("node 2")),
+    (52, "node 2 dies as it sends", lambda job: job.kill_while_it_sends("node 2")),
+    (55, "node 2 is back", lambda job: job.start("node 2")),
+    (75, "node 2 is preempted", lambda job: job.preempt("node 2")),
+    (82, "node 2 is back", lambda job: job.start("node 2")),
     (105, "node 2 dies in a save", lambda job: job.kill("node 2")),
     (105, "node 2 is back", lambda job: job.start("node 2")),
+    (130, "a rank is killed", lambda job: job.kill_a_rank("node 2")),
+    (133, "node 3 joins", lambda job: job.start("node 3")),
     (150, "a rank hangs", lambda job: job.hang("node 2")),
-    (155, "node 3 joins", lambda job: job.start("node 3")),
+    (155, "nodes 2 and 3 die", lambda job: job.kill("node 2", "node 3")),
+    (160, "node 2 is back", lambda job: job.start("node 2")),
     (182, "the first node dies", lambda job: job.kill_the_first()),
 ]
+NEIGHBOURS = "nodes 2 and 3 die"  # at once, a shard and its copy: back to the disk
 
 
 def play(job):
@@ -160,7 +196,9 @@ def play(job):
     shutil.rmtree(FOLDER, ignore_errors=True)
     job.log.unlink(missing_ok=True)
     rows, ranks = [], 0
-    print("step  event                   ranks        goes on     again   seconds = torchrun  Python  load  first step")
+    print(
+        "step  event                    ranks        goes on     again   seconds = torchrun  Python  load  first step"
+    )
     for at, name, event in [(0, "start", lambda job: job.start("node 1", "node 2")), *EVENTS]:
         while job.step() < at:
             assert any(node.agent.poll() is None for node in job.nodes.values()), "the job ended by itself"
@@ -178,8 +216,9 @@ def play(job):
         spare = PER_NODE * len(job.nodes) - ranks
         seconds = [created - since, began - created, loaded - began, stepped - loaded]
         rows.append({"step": reached, "event": name, "from": saved, "before": before, "ranks": ranks, "spare": spare})
+        assert not job.memory or reached <= saved or name == NEIGHBOURS, f"{name}: steps are done again"
         print(
-            f"{reached:4}  {name:<22}{before:>3} -> {ranks}{f' + {spare}' if spare else '':<6}"
+            f"{reached:4}  {name:<23}{before:>3} -> {ranks}{f' + {spare}' if spare else '':<6}"
             f"{f'after {saved}' if at else '':>11}{max(reached - saved, 0):>8}{sum(seconds):>10.1f}"
             + "".join(f"{part:>{width}.1f}" for part, width in zip(seconds, (11, 8, 6, 6), strict=True)),
             flush=True,
@@ -188,6 +227,10 @@ def play(job):
     assert sum("stands by" in line for _, line in job.lines) == spare, "a rank that is not needed did not stand by"
     codes = [node.agent.wait(timeout=300) for node in job.nodes.values()]
     assert codes == [0] * len(codes), f"the agents ended with {codes}"
+    if job.memory:
+        assert not list(job.memory.glob("*/*")), "something is left in memory"
+        back = sum("back to the disk" in line for _, line in job.lines)
+        assert back == sum(row["event"] == NEIGHBOURS for row in rows), f"{back} times back to the disk"
     return rows
 
 
@@ -206,50 +249,66 @@ def compare(log, wanted):
     return [gap["loss"] for gap in gaps], {c: max(gap.get(c, 0) for gap in gaps) for c in gaps[-1]}
 
 
-def draw(log, wanted, events, gaps, path):
-    figure, (top, below) = plt.subplots(
-        2, 1, figsize=(11, 6.2), sharex=True, height_ratios=[4, 1], layout="constrained"
-    )
-    steps, colours = range(1, STEPS + 1), {2: "#fdf0d5", 4: "#dbe9f6"}
-    top.plot(steps, [float(row["loss"]) for row in wanted], color="0.75", lw=6, label="one rank, never interrupted")
-    top.plot(
-        steps, [float(row["loss"]) for row in log], color="#d1495b", lw=1.2, label="the job that lost its machines"
-    )
-    ranks = [int(row["layout"].split(" x ")[2]) for row in log]
-    ends = [i for i in range(1, STEPS) if ranks[i] != ranks[i - 1]]
-    for first, last in zip([0, *ends], [*ends, STEPS], strict=True):
-        for axis in (top, below):
-            axis.axvspan(first + 0.5, last + 0.5, color=colours[ranks[first]], lw=0)
-        top.text((first + last) / 2 + 0.5, 0.02, f"{ranks[first]} ranks", transform=top.get_xaxis_transform(),
-                 ha="center", size=9, color="0.35")  # fmt: skip
-    places = []
-    for event in events[1:]:
-        text, at = (
-            event["event"] + (f", {event['spare']} ranks stand by" if event["spare"] else ""),
-            event["from"] + 0.5,
-        )
-        if event["step"] > event["from"]:  # it happened later, and the steps since the checkpoint were done again
-            at = event["step"] + 0.5
-            arrow = {"arrowstyle": "->", "color": "0.3", "shrinkA": 0, "shrinkB": 0}
-            top.annotate("", (event["from"] + 0.5, 5.4), (at, 5.4), arrowprops=arrow)
-        top.axvline(at, color="0.3", ls=":", lw=1)
-        height = 0.5 if any(abs(at - other) < 5 for other in places) else 0.9
-        places.append(at)
-        top.text(at + 0.5, height, text, transform=top.get_xaxis_transform(), rotation=90, va="top", size=9)
-    below.plot(steps, gaps, ".", color="#d1495b", ms=4, clip_on=False)
+def draw(wanted, runs, path):
+    """runs: {name: (log, events, differences of the loss)}, the first without a mirror, the second with one."""
+    figure, axes = plt.subplots(3, 1, figsize=(9, 6), sharex=True, height_ratios=[5, 2, 1.6], layout="constrained")
+    top, middle, below = axes
+    colours = ["#2b6ca3", "#c8443f"]
+    top.plot(range(1, STEPS + 1), [float(row["loss"]) for row in wanted], color="0.8", lw=7, label="one rank, no event")
+    for (name, (log, _, _)), colour, style in zip(runs.items(), colours, ("-", (0, (3, 3))), strict=True):
+        top.plot(range(1, STEPS + 1), [float(row["loss"]) for row in log], color=colour, lw=1.4, ls=style, label=name)
+    log, events, _ = [*runs.values()][-1]
+    shade(axes, [int(row["layout"].split(" x ")[2]) for row in log])
+    for number, event in enumerate(events[1:], 1):
+        high = 0.93 if number % 2 else 0.82
+        for axis in axes:
+            axis.axvline(event["step"] + 0.5, color="0.45", ls=":", lw=0.8)
+        top.text(event["step"] + 0.5, high, number, transform=top.get_xaxis_transform(), ha="center", size=10,
+                 bbox={"boxstyle": "circle,pad=0.15", "fc": "white", "ec": "0.45", "lw": 0.8})  # fmt: skip
+    texts = ["\n".join(str(number) for number in range(1, len(events))), "\n".join(e["event"] for e in events[1:])]
+    for text, x, side in zip(texts, (1.045, 1.06), ("right", "left"), strict=True):
+        top.text(x, 1, text, transform=top.transAxes, va="top", ha=side, size=10, linespacing=1.35)
+    for lane, ((_, events, gaps), colour) in enumerate(zip(runs.values(), colours, strict=True)):
+        again = 0
+        for event in events[1:]:
+            end, start = event["step"] + 0.5, event["from"] + 0.5
+            if start >= end:
+                middle.plot(end, -lane, "o", color=colour, ms=5)
+                continue
+            again += event["step"] - event["from"]
+            arrow = {"arrowstyle": "-|>", "color": colour, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
+            middle.annotate("", (start, -lane), (end, -lane), arrowprops=arrow)
+            shift = -1.5 if event["step"] - event["from"] < 5 else 0.5  # beside its neighbour's
+            middle.text((start + end) / 2 + shift, 0.14 - lane, event["step"] - event["from"], ha="center", size=10)
+        middle.text(1.015, 0.72 - 0.5 * lane, f"{again} steps", transform=middle.transAxes, color=colour, size=10)
+        below.plot(range(1, STEPS + 1), gaps, ".", color=colour, ms=6 - 3 * lane, clip_on=False)
+    middle.set(ylim=(-1.5, 0.8), ylabel="steps\ndone again", yticks=[0, -1], yticklabels=[*runs])
+    legend = [plt.Line2D([], [], color="0.3", lw=1.8, marker="<", label="steps done again, back to the checkpoint")]
+    legend += [plt.Line2D([], [], color="0.3", ls="", marker="o", label="none")]
+    middle.legend(handles=legend, frameon=False, ncols=2, loc="upper right", bbox_to_anchor=(1, 1.32), fontsize=10)
+    worst = max(max(gaps) for _, _, gaps in runs.values())
     below.set_yscale("symlog", linthresh=1e-8)
-    below.set(ylim=(-2e-9, 10 * max(1e-7, *gaps)), xlim=(0.5, STEPS + 0.5), xlabel="step")
-    below.set_ylabel("difference\nof the loss")
-    note = "zero at every step" if not any(gaps) else f"at most {max(gaps):.1e}"
-    below.text(0.5, 0.6, note, transform=below.transAxes, ha="center", size=10)
-    top.set(
-        ylabel="training loss", title="Machines die and come back; the loss is that of a run that nothing happened to"
-    )
-    top.legend(frameon=False, loc=(0.3, 0.4))
-    for axis in (top, below):
+    below.set(ylim=(-2e-9, 10 * max(1e-7, worst)), xlim=(0.5, STEPS + 0.5), xlabel="step")
+    below.set_ylabel("|difference|\nof the loss")
+    note = f"at most {worst:.1e}" if worst else "0.0 at every step of both runs, with --exact"
+    below.text(0.5, 0.55, note, transform=below.transAxes, ha="center", size=10, backgroundcolor="white")
+    top.set(ylabel="training loss", ylim=(1.8, None))
+    top.set_title("Machines die and come back: the loss is that of one rank to which nothing happened", size=11)
+    top.legend(framealpha=1, edgecolor="white", loc="upper right", bbox_to_anchor=(1, 0.76), fontsize=10)
+    for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
+
+
+def shade(axes, ranks):
+    """The number of ranks at every step, as the colour behind it."""
+    ends = [0, *(i for i in range(1, STEPS) if ranks[i] != ranks[i - 1]), STEPS]
+    for first, last in zip(ends, ends[1:], strict=False):
+        for axis in axes:
+            axis.axvspan(first + 0.5, last + 0.5, color={2: "#fdf0d5", 4: "#e3edf7", 6: "#e6f2e1"}[ranks[first]], lw=0)
+        name = ranks[first] if first else f"{ranks[first]} ranks"
+        axes[0].text((first + last) / 2 + 0.5, 1.9, name, ha="center", size=10, color="0.35")
 
 
 def try_settings(train):
@@ -277,32 +336,41 @@ def main():
     parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=1)
     parser.add_argument("--rounding", action="store_true", help="without --exact: the last digits may differ")
     parser.add_argument("--warm", action="store_true", help="start the workers by elastic.py instead of torchrun")
+    every = "hold every K-th step in memory; 0: checkpoints only; several: one run after the other"
+    parser.add_argument("--mirror", type=int, nargs="+", default=[0, 1], metavar="K", help=every)
     parser.add_argument("--settings", action="store_true", help="time torchrun's settings instead, by one event")
-    parser.add_argument("--output", type=Path, help="the picture")
+    parser.add_argument("--output", type=Path, help="the picture of two runs")
     args = parser.parse_args()
-    exact = [] if args.rounding else ["--exact"]
-    name, alone = (f"elastic_{kind}{'_rounding' * args.rounding}" for kind in (f"zero{args.zero_stage}", "one_rank"))
-    train = ["--elastic", *TRAIN, *exact, "--zero_stage", str(args.zero_stage), "--run_name"]
+    train = [*TRAIN, *["--exact"] * (not args.rounding)]
+    alone = f"elastic_one_rank{'_rounding' * args.rounding}"
     if args.settings:
-        return try_settings([*train, "settings"])
+        return try_settings([*train, "--elastic", "--run_name", "settings"])
     if not Path("logs", f"{alone}.csv").exists():
-        command = [*TORCHRUN, "--nproc-per-node", "1", str(ROOT / "train.py"), *TRAIN, *exact, "--run_name", alone]
+        command = [*TORCHRUN, "--nproc-per-node", "1", str(ROOT / "train.py"), *train, "--run_name", alone]
         subprocess.run(command, env=os.environ | QUIET, check=True, capture_output=True, timeout=600)
-    how = f"{'elastic.py' if args.warm else 'torchrun'}, {'without' if args.rounding else 'with'} --exact"
-    print(f"ZeRO-{args.zero_stage}, {how}")
-    job = Job(WARM if args.warm else TORCHRUN, [*train, name], name)
-    try:
-        events = play(job)
-    finally:
-        job.close()
-    log, wanted = read(job.log), read(Path("logs", f"{alone}.csv"))
-    gaps, worst = compare(log, wanted)
-    print(f"{STEPS} steps, each once; largest difference to one rank that was never interrupted:")
-    print("  " + ", ".join(f"{column} {worst[column]:.1e}" for column in worst), flush=True)
+    wanted, runs = read(Path("logs", f"{alone}.csv")), {}
+    for mirror in args.mirror:
+        name = f"elastic_zero{args.zero_stage}{f'_mirror{mirror}' * bool(mirror)}{'_rounding' * args.rounding}"
+        kind = f"--mirror {mirror}" if mirror else "checkpoints only"
+        how = f"{'elastic.py' if args.warm else 'torchrun'}, {'without' if args.rounding else 'with'} --exact"
+        print(f"ZeRO-{args.zero_stage}, {kind}, {how}")
+        options = ["--elastic", "--zero_stage", str(args.zero_stage), "--run_name", name]
+        options += ["--mirror", str(mirror)] * bool(mirror)
+        memory = Path(f"/dev/shm/machines_{os.getpid()}") if mirror else None
+        job = Job(WARM if args.warm else TORCHRUN, [*train, *options], name, memory=memory)
+        try:
+            events = play(job)
+        finally:
+            job.close()
+        log = read(job.log)
+        gaps, worst = compare(log, wanted)
+        runs[kind] = log, events, gaps
+        print(f"{STEPS} steps, each once; largest difference to one rank that was never interrupted:")
+        print("  " + ", ".join(f"{column} {worst[column]:.1e}" for column in worst), flush=True)
+        if not args.rounding and any(worst.values()):
+            sys.exit("demos/machines.py: the runs differ")
     if args.output:
-        draw(log, wanted, events, gaps, args.output)
-    if not args.rounding and any(worst.values()):
-        sys.exit("demos/machines.py: the runs differ")
+        draw(wanted, runs, args.output)
 
 
 if __name__ == "__main__":

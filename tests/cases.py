@@ -311,16 +311,30 @@ def held_before(engine):
     return found
 
 
+def scheduled(*arguments, **options):
+    engine = make(*arguments, **options)
+    rate = torch.optim.lr_scheduler.LambdaLR(engine.optimizer.optimizer, lambda step: 1 / (step + 1))
+    engine.lr_scheduler = rate
+    return engine
+
+
 @case
 def elastic_checkpoint(stage, saving):
-    """Shards without padding and without hyper-parameters, which DeepSpeed writes at ZeRO-1 and 2 when told to."""
+    """Shards without padding and without hyper-parameters, which DeepSpeed writes at ZeRO-1 and 2 when told to: the
+    scheduler knows the rate of the next step."""
     if saving:
-        keep_truth(trained(stage, zero={"elastic_checkpoint": stage < 3}))
+        engine = scheduled(stage, zero={"elastic_checkpoint": stage < 3})
+        for step in (0, 1):
+            train(engine, step)
+        engine.save_checkpoint(".", tag="t")
+        keep_truth(engine)
         return
     for elastic in (stage < 3, False):
-        engine = make(stage, seed=5, zero={"elastic_checkpoint": elastic})
+        engine = scheduled(stage, seed=5, zero={"elastic_checkpoint": elastic})
+        (first,) = {group["lr"] for group in engine.optimizer.param_groups}
         load(engine)
         assert not wrong(engine)
+        assert {group["lr"] for group in engine.optimizer.param_groups} == {first * (1 / 3)}
 
 
 class Empty(Net):

@@ -33,7 +33,7 @@ def test_five_layouts_one_curve(tmp_path, edits):
         (tmp_path / script).write_text(traps.edited(script, edits.get(script, [])))
         arguments = ("--steps", 20, "--run_name", name, "--train_micro_batch_size_per_gpu", micro)
         out = run(tmp_path, ranks, tmp_path / script, *arguments, "--train_batch_size", 32)
-        assert f"32 = {micro} per GPU x {accumulation} accumulation steps x {ranks} GPUs" in out
+        assert f"32 = {micro} per rank x {accumulation} accumulation steps x {ranks} ranks" in out
         for column in ("loss", "grad_norm"):
             gaps = compare(tmp_path, "no_grad_accu_pt", name, column)
             assert len(gaps) == 20 and max(gaps.values()) <= 1e-5, (name, column, max(gaps.values()))
@@ -178,4 +178,4 @@ def test_batch_that_does_not_divide(tmp_path, script, ranks):
     assert result.code == 2 and result.out == "" and not (tmp_path / "logs").exists()
     assert result.errors.count("\n") == 1
     assert f"{script}: error: a batch of 32 does not divide into micro-batches of 12 on {ranks} ranks" in result.errors
-    assert str({1: [24, 36], 2: [24, 48]}[ranks]) in result.errors
+    assert {1: "24 or 36;", 2: "24 or 48;"}[ranks] in result.errors

@@ -139,6 +139,7 @@ def test_nothing_whole_is_not_a_start(work, uninterrupted):
 def test_keep(tmp_path, monkeypatch):
     """The newest two, what was converted from them, and what `latest` names; nothing half removed has a final name."""
     monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(saving.dist, "barrier", lambda: None)
     names = ["global_step20", "global_step40", "global_step40_universal", "global_step60", "global_step80", "mine"]
     for age, name in enumerate(names):
         (tmp_path / name / ("zero" if name.endswith("universal") else ".")).mkdir(parents=True)

@@ -46,7 +46,7 @@ def test_train_and_refuse(tmp_path, launcher):
     before = shared_memory()
     code, out = start(tmp_path, launcher, *SMALL)
     assert code == 0, out
-    assert "8 = 4 per GPU x 1 accumulation steps x 2 GPUs" in out and "step    4 | loss" in out
+    assert "8 = 4 per rank x 1 accumulation steps x 2 ranks" in out and "step    4 | loss" in out
     assert shared_memory() <= before
     folder = tmp_path / "ds_transformer_checkpoint"
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["global_step2", "global_step4"]
@@ -86,7 +86,7 @@ def test_two_nodes(tmp_path):
         return "".join(outputs)
 
     out = on_both("train.py", *SMALL, "--run_name", "two_nodes")
-    assert out.count("8 = 4 per GPU x 1 accumulation steps x 2 GPUs") == 1
+    assert out.count("8 = 4 per rank x 1 accumulation steps x 2 ranks") == 1
     folder = tmp_path / "ds_transformer_checkpoint"
     tag = folder / "global_step2"
     out = on_both("ds_to_universal.py", "--input_folder", tag, "--output_folder", f"{tag}_universal")

@@ -79,7 +79,7 @@ def test_both(work, one_rank, stage):
     """Tensor and sequence parallelism at once, and how the batch is made up, printed."""
     name = f"tpsp_{stage}"
     out = start(work, name, train, stage, 1, 2, 2)
-    assert "8 = 2 per GPU x 4 accumulation steps x 1 data-parallel (4 ranks = 1 DP x 2 TP x 2 SP)" in out
+    assert "8 = 2 per rank x 4 accumulation steps x 1 data-parallel (4 ranks = 1 DP x 2 TP x 2 SP)" in out
     assert largest(work, "one", name) <= 1e-5
     if stage != 2:
         assert goes_on(work, name, stage, 1, 2, 2) == 0.0

@@ -49,7 +49,9 @@ def test_table_picture_and_csv(logs):
 
 
 def test_tolerance(logs):
-    assert plot(logs, "base.csv", "same.csv", "--tolerance", 0).returncode == 0
+    result = plot(logs, "base.csv", "same.csv", "--tolerance", 0)
+    assert result.returncode == 0 and result.stdout.endswith("PASS: 0.0e+00 <= 0\n")
+    assert "PASS" not in plot(logs, "base.csv", "same.csv").stdout
     result = plot(logs, "base.csv", "off.csv", "--tolerance", 1e-4)
     assert result.returncode == 1
     assert result.stderr == "plot.py: off differs by 9.8e-04 at step 8 (training), more than 0.0001\n"
@@ -107,5 +109,7 @@ def test_legend():
 
     words = ["4 ranks, uninterrupted", "resumed on 4 ranks", "resumed on 1 rank"]
     assert legend(a=(1, "64 x 1 x 4"), b=(101, "64 x 1 x 4"), c=(101, "64 x 4 x 1")) == words
+    words = ["PyTorch, 4 micro-batches of 8", "DeepSpeed, 2 ranks, 1 micro-batch of 8"]
+    assert legend(grad_accu_4_pt=(1, "8 x 4 x 1"), a_ds_ws2=(1, "8 x 1 x 2")) == words
     words = ["1 rank, 1 micro-batch of 32", *(f"1 rank, 4 micro-batches of 8 ({name})" for name in "bc"), "no layout"]
     assert legend(a=(1, "32 x 1 x 1"), b=(1, "8 x 4 x 1"), c=(1, "8 x 4 x 1"), no_layout=(1, "")) == words

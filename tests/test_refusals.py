@@ -4,9 +4,11 @@ import shutil
 
 import deepspeed
 import pytest
+import torch
 from conftest import fp16_is
 
 import ds_to_universal
+import elastic
 import exact
 from harness.ranks import launch, run
 
@@ -72,7 +74,9 @@ def refused(folder, ranks, *arguments, started=1):
         ),
         (4, ORDINARY, ["cut for 2 ranks at ZeRO-1, and these are 4 ranks"]),
         (2, (*ORDINARY, "--zero_stage", 3), ["cut for 2 ranks at ZeRO-1, and these are 2 ranks at ZeRO-3"]),
-        (3, UNIVERSAL, ["batch of 24", "micro-batches of 6 on 3 ranks", "[18, 36]", "[1, 2, 4, 8]", "[1, 2, 4] ranks"]),
+        (3, UNIVERSAL, ["micro-batches of 6 on 3 ranks", "_size 18 or 36; ", "_per_gpu 4 or 8; ", "2 or 4 ranks"]),
+        (6, ("--train_batch_size", 256, "--train_micro_batch_size_per_gpu", 8), ["_size 240 or 288; 4 or 8 ranks"]),
+        (2, ("--train_micro_batch_size_per_gpu", 30), ["_size 60; --train_micro_batch_size_per_gpu 12"]),
         (2, (*UNIVERSAL, "--n_layer", 3), ["n_layer is 2", "3 here"]),
         (2, (*UNIVERSAL, "--n_embd", 64), ["n_embd is 32", "64 here"]),
         (2, (*UNIVERSAL, "--seed", 1), ["seed is 1337", "1 here"]),
@@ -129,12 +133,15 @@ def test_modules_do_not_read_the_rank(trained):
     assert "these are 4 ranks at ZeRO-1" in refused(trained, 4, *ORDINARY)
 
 
-def test_a_deepspeed_that_is_too_old(trained, monkeypatch):
+def test_what_is_too_old(trained, monkeypatch):
     """Each of the files that need one says so."""
     monkeypatch.setattr(deepspeed, "__version__", "0.16.3+cpu")
     assert "needs DeepSpeed 0.16.4 or newer, and finds 0.16.3+cpu" in refused(trained, 2)
     with pytest.raises(ValueError, match=r"exact\.py needs DeepSpeed 0\.16\.4 or newer, and finds 0\.16\.3"):
         exact.install(None)
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cpu")
+    with pytest.raises(ValueError, match=r"elastic\.py needs torch 2\.6 or newer, and finds 2\.5\.1"):
+        elastic.enlist(1, 1)
 
 
 @pytest.mark.parametrize("resume", [ORDINARY, UNIVERSAL], ids=["ordinary", "universal"])

@@ -72,7 +72,7 @@ def test_half_the_ranks(work, baseline):
     """On 2 ranks, with twice the accumulation steps: 1e-5 in fp32, 1e-2 in bf16."""
     name, common, steps = baseline
     out = run(work, 2, "train.py", *common, *UNIVERSAL, "--run_name", f"{name}_uc2")
-    assert "24 = 6 per GPU x 2 accumulation steps x 2 GPUs" in out
+    assert "24 = 6 per rank x 2 accumulation steps x 2 ranks" in out
     for column in ("loss", "val_loss"):
         gaps = compare(work, name, f"{name}_uc2", column)
         assert max(gaps) == steps
@@ -257,5 +257,5 @@ def test_half_the_accumulation_is_seen(work, short):
         torch.save(state, file)
     half = (*short, "--checkpoint_dir", "short_half", "--train_batch_size", 12)
     out = run(work, 2, "train.py", *half, *UNIVERSAL, "--run_name", "short_half")
-    assert "12 = 6 per GPU x 1 accumulation steps x 2 GPUs" in out
+    assert "12 = 6 per rank x 1 accumulation steps x 2 ranks" in out
     assert max(compare(work, "short", "short_half").values()) > 1e-4

@@ -237,7 +237,7 @@ def test_machines_without_a_shared_folder(copy):
         if os.environ["RANK"] == "1":
             os.scandir = lambda path: [e for e in scandir(path) if "rank_2_" not in e.name]
 
-    assert "must be shared" in refused(folder, 2, 1, patch=patch)
+    assert "must be shared, or mirror.gather() before" in refused(folder, 2, 1, patch=patch)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

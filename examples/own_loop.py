@@ -1,0 +1,44 @@
+"""A training loop that meets the README's four conditions for any data-parallel training: copy these functions.
+
+    for step, loss in train(engine, dataset, steps=1000, folder="checkpoints", resume=True):
+        ...
+
+`dataset[i]` is a tuple of tensors; the model takes a batch of each and returns its loss. The loss that comes out is
+the mean over this rank's micro-batches: average it over the ranks before you print it.
+"""
+
+import torch
+
+import universal
+
+
+def micro_batch(dataset, size, m, count, step, seed):
+    """Micro-batch m of the `count` of a step, of `size` samples. Each epoch goes once through the data set, in an order
+    of its own; what is left over at its end, too little for a whole step, is dropped."""
+    epoch, step = divmod(step - 1, len(dataset) // (size * count))
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(hash((seed, epoch))))
+    first = (step * count + m) * size
+    return torch.utils.data.default_collate([dataset[i] for i in order[first : first + size].tolist()])
+
+
+def train_step(engine, dataset, step, seed=0):
+    """One optimizer step, counted from 1. Returns the mean loss of this rank's micro-batches."""
+    accumulation, total = engine.gradient_accumulation_steps(), 0.0
+    size, count = engine.train_micro_batch_size_per_gpu(), accumulation * engine.world_size
+    for m in range(engine.global_rank * accumulation, (engine.global_rank + 1) * accumulation):
+        torch.manual_seed(hash((seed, step, m)))  # dropout, and whatever else the model draws
+        inputs = micro_batch(dataset, size, m, count, step, seed)
+        loss = engine(*(tensor.to(engine.device) for tensor in inputs))
+        engine.backward(loss)  # divides by the accumulation steps
+        engine.step()  # does nothing until the last of them
+        total += loss.detach() / accumulation
+    return total
+
+
+def train(engine, dataset, steps, folder, resume, every=100):
+    done = universal.load_checkpoint(engine, folder)[1]["step"] if resume else 0
+    for step in range(done + 1, steps + 1):
+        loss = train_step(engine, dataset, step)
+        if step % every == 0:
+            engine.save_checkpoint(folder, tag=f"global_step{step}", client_state={"step": step})
+        yield step, loss

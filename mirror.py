@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: MIT
+"""Shards in memory, twice: a machine dies by kill -9, and training resumes at the very step it was at.
+
+    mirror = Mirror(engine, "/dev/shm/job", every=1)
+    folder = mirror.gather("checkpoints")          # where the newest step is: in memory, or on the disk
+    path, client_state = universal.load_checkpoint(engine, folder, missing_ok=True)
+    for step in ...:
+        ...
+        mirror({"step": step})                     # when it returns, this step is not lost
+    mirror.close()                                 # the job is done
+
+A ZeRO shard exists once. Here every rank saves its files into its machine's memory, and sends them to a rank of the
+next machine. What survives holds the step, unless two neighbours die at once. Machines that save on disks of their own
+need gather("checkpoints") alone. Needs Linux, Python 3.10, torch and DeepSpeed.
+"""
+
+import fcntl
+import os
+import shutil
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
+
+
+class Mirror:
+    def __init__(self, engine, folder, every=1):
+        """folder: in each machine's memory, of this job alone. every: steps from one copy to the next. Raises
+        ValueError, on all ranks, where another job uses the folder or there is not the room."""
+        self.engine, self.every = engine, every
+        self.folder = Path(folder)
+        self.group, self.rank = dist.new_group(backend="gloo"), dist.get_rank()
+        places = places_of(self.folder, self.group)
+        self.leads = places.index(places[self.rank]) == self.rank
+        others = [rank for rank, place in enumerate(places) if place != places[self.rank]] or [self.rank]
+        self.partner = others[self.rank % len(others)]  # of the next machine: gets this rank's files
+        self.attempt = share(time.time_ns(), self.group)[0]  # files of two attempts at a step are never mixed
+        for problem in filter(None, share(self.problem(), self.group)):
+            raise ValueError(problem)
+        if self.partner == self.rank == 0:
+            print(f"mirror.py: {folder} is of one machine: it survives a rank's death, not the machine's", flush=True)
+
+    def problem(self):
+        self.lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            if self.leads:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # undone by the kernel at any death
+        except BlockingIOError:
+            return f"{self.folder} is in use by another job"
+        # Of two steps, of which a machine may hold all after a loss: fp32, Adam's two moments, the weights, and a bit.
+        needed = 2 * 16.8e-6 * sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters())
+        held = sum(path.stat().st_size for path in self.folder.rglob("*.pt"))  # by the ranks before these
+        room = (held + shutil.disk_usage(self.folder).free) / 1e6
+        return f"{self.folder} has room for {room:.1f} MB, and needs {needed:.1f} MB" if room < needed else None
+
+    def __call__(self, client_state):
+        """All ranks, after a step. If it is one of every `every`, it is held twice when this returns."""
+        step = self.engine.global_steps
+        if step % self.every:
+            return
+        own = self.folder / f".own{self.rank}"
+        self.engine.save_checkpoint(str(own), tag="own", client_state=client_state, save_latest=False)
+        files = {path: path.stat().st_size for path in own.glob("own/*.pt")}
+        moves = sum(share([(path.name, size, self.rank, self.partner) for path, size in files.items()], self.group), [])
+        count = len({name for name, *_ in moves})
+        slot = self.folder / f"step{step:09}-{self.attempt}.{count}"  # with fewer files it was being written
+        slot.mkdir(exist_ok=True)
+        for path in files:
+            path.rename(slot / path.name)
+        exchange(slot, moves, self.group)
+        self.remove_others(slot.name)
+
+    def remove_others(self, kept):
+        for path in self.folder.iterdir() if self.leads else ():
+            if path.name != kept:
+                shutil.rmtree(path)
+
+    def gather(self, folder):
+        """Bring together what the machines hold. Returns where the newest whole step is, this folder or `folder`."""
+        disk = gather(folder)
+        latest = disk / "latest"
+        models = [*disk.glob(f"{latest.read_text().strip()}/*model_states.pt")] if latest.is_file() else []
+        step = torch.load(models[0], map_location="cpu", weights_only=False)["global_steps"] if models else 0
+        saved = max(share(step, self.group))
+        held = {(path.parent.name, path.name) for path in self.folder.glob("step*/*.pt")}
+        slots = [slot for slot, _ in set().union(*share(held, self.group))]
+        newest = max([f"step{saved:09}", *(slot for slot in slots if slot.endswith(f".{slots.count(slot)}"))])
+        self.remove_others(newest)
+        gather(self.folder)
+        if newest in slots:
+            return self.folder
+        if slots and self.rank == 0:
+            print(f"mirror.py: no newer step is whole in memory: back to the disk, {disk}, at step {saved}", flush=True)
+        return disk
+
+    def close(self):
+        if self.leads:
+            shutil.rmtree(self.folder)
+
+
+def gather(folder):
+    """Give each machine the files of the checkpoints in its `folder` that only others have. Returns the folder. Raises
+    ValueError where no machine has model states: a loader would find nothing there, and begin anew."""
+    folder, group = Path(folder), dist.new_group(backend="gloo")
+    places = places_of(folder, group)
+    leaders = sorted({places.index(place) for place in places})
+    paths = [path for path in folder.glob("[!.]*/*.pt") if path.parent.suffix not in (".unfinished", ".replaced")]
+    held = share({str(path.relative_to(folder)): path.stat().st_size for path in paths}, group)
+    found = {name: (size, leader) for leader in leaders for name, size in sorted(held[leader].items())}
+    if found and not any("mp_rank_00_model_states" in name for name in found):
+        raise ValueError(f"{folder}: mp_rank_00_model_states.pt is on no machine, but {', '.join(found)}")
+    moves = [(name, *found[name], to) for to in leaders for name in found if name not in held[to]]
+    exchange(folder, moves, group)
+    return folder
+
+
+def places_of(folder, group):
+    """Of every rank where it sees the folder, which is made: ranks of one machine see the same."""
+    folder.mkdir(parents=True, exist_ok=True)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # a host's name may be another's, too
+    return share((boot, folder.stat().st_dev, folder.stat().st_ino), group)
+
+
+def exchange(folder, moves, group):
+    """moves: [(file, size, from rank, to rank), ...], alike on all ranks. When it returns, all files are there."""
+    rank = dist.get_rank()
+    waiting, received = [], []
+    for name, size, source, to in moves:
+        path, part = folder / name, folder / f"{name}.{size}.part"
+        if rank == source != to:
+            data = torch.from_file(str(path), size=size, dtype=torch.uint8)
+            waiting.append(dist.isend(data, to, group=group))
+        if rank == to != source:
+            path.parent.mkdir(exist_ok=True)
+            data = torch.from_file(str(part), shared=True, size=size, dtype=torch.uint8)
+            waiting.append(dist.irecv(data, source, group=group))
+            received.append((part, path))
+    for work in waiting:
+        work.wait()
+    for part, path in received:
+        part.rename(path)  # whole, or not there
+    dist.barrier(group=group)
+
+
+def share(value, group):
+    dist.all_gather_object(values := [None] * dist.get_world_size(), value, group=group)
+    return values
