@@ -7,7 +7,7 @@
 # make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
 # make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; writes assets/versions.txt
-# make gpu       on NVIDIA cards: precisions, optimizers, from GPUs to CPU ranks and back, time, memory; 8 minutes
+# make gpu       on NVIDIA cards: precisions, optimizers, from GPUs to CPU ranks and back, time, memory
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
 # make test      the quick tests, in an environment of their own making
 # make test-all  every change of ranks and stage, too
