@@ -25,7 +25,7 @@ def find_checkpoint(args):
     if args.checkpoint_tag is None:
         latest = folder / ("latest_universal" if args.universal_checkpoint else "latest")
         if not latest.is_file():
-            fail(f"{latest} does not exist: give --checkpoint_tag")
+            fail(f"{latest} does not exist: convert a checkpoint first, or give --checkpoint_tag")
         args.checkpoint_tag = latest.read_text().strip()
     folder = folder / args.checkpoint_tag
     if not folder.is_dir():  # killed between the two renames of save()? Some rank brings it back.
