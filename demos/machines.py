@@ -116,7 +116,8 @@ class Job:
             node.forget()
 
     def kill_a_rank(self, name):
-        self.nodes[name].workers()[-1][1].kill()
+        _, rank = min(self.nodes[name].workers(), key=lambda worker: worker[0])  # what a rank starts is younger
+        rank.kill()
 
     def kill_while_it_sends(self, name):
         memory = self.nodes[name].memory
