@@ -81,7 +81,7 @@ def make_engine(ranks, stage, seed, universal, one_group):
 
 
 def work(name, ranks, stage, folder=None, save=None, load=None, how=None, seed=1, one_group=False):
-    """Train to the last step; save: a tag, after step 3; load: a tag, by `how`, in a model of another seed."""
+    """Train to the last step; load: a tag, by `how`, in a model of another seed; save: a tag, after step 3 or as loaded."""
     if how == "convert":
         options = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
         options |= dict(input_folder=f"{folder}/{load}", output_folder=f"{folder}/{save}", inject_missing_state=True)
@@ -95,6 +95,8 @@ def work(name, ranks, stage, folder=None, save=None, load=None, how=None, seed=1
         universal.load_checkpoint(engine, folder, load)
     elif load:
         assert engine.load_checkpoint(folder, load)[0], "nothing was loaded"
+    if load and save:
+        engine.save_checkpoint(folder, tag=save)
     rank, losses = dist.get_rank(), []
     for step in range(engine.global_steps, STEPS):
         data = torch.randint(11, (BATCH, 2), generator=torch.Generator().manual_seed(step))

@@ -24,13 +24,17 @@ COMMANDS = {LF: ["llamafactory-cli", "train", "llamafactory.yaml"], SWIFT: ["swi
 TUNER, FLAG = {LF: "finetuning_type", SWIFT: "tuner_type"}, {LF: "{}={}", SWIFT: "--{}={}"}
 
 
+def requirements(client):
+    return ROOT / f"requirements-{client.lower()}.txt"
+
+
 def install(client):
     """(folder of its commands, folder to put on PYTHONPATH). Torch and DeepSpeed are those of this Python."""
     folder, unfinished = HERE / client, HERE / f"{client}.unfinished"
     if not folder.exists():
         shutil.rmtree(unfinished, ignore_errors=True)
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", "--prefix", unfinished]
-        subprocess.run([*pip, "-r", ROOT / f"requirements-{client.lower()}.txt"], check=True, timeout=900)
+        subprocess.run([*pip, "-r", requirements(client)], check=True, timeout=900)
         unfinished.rename(folder)
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "torchaudio.py").touch()  # LLaMA-Factory imports it, and the one to be had wants another torch

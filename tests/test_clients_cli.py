@@ -4,6 +4,7 @@ import pytest
 from conftest import ROOT
 
 from demos import clients_cli
+from harness.commands import requirements
 
 STEPS = range(11, 21)
 RIGHT = dict.fromkeys(STEPS, 4.0)
@@ -41,6 +42,7 @@ def test_what_is_wrong_is_seen(monkeypatch, changed, found, problems):
     assert len(told) == problems and len(lines) == 11 + 5 + 5 + 2
 
 
-def test_the_settings_are_there():
-    for *_, settings in clients_cli.COMMANDS.values():
+def test_what_a_fresh_clone_needs_is_there():
+    for client, (*_, settings) in clients_cli.COMMANDS.items():
         assert "gradient_accumulation_steps: 3" in (ROOT / "examples" / settings).read_text()
+        assert requirements(client).is_file()

@@ -1,7 +1,7 @@
 """demos/versions.py: older DeepSpeeds. `make versions` measures all of them; here its judgement, and the oldest."""
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, content
 
 from demos import versions
 
@@ -40,14 +40,23 @@ def test_an_error_stands_below_the_table():
     assert lines[1].split()[-2:] == ["1.0e-07", "a"] and legend == {"ValueError: c is gone": "a"}
 
 
-@pytest.mark.slow  # it installs that DeepSpeed
-@pytest.mark.parametrize("stage", versions.STAGES)
-def test_the_oldest(stage, tmp_path):
-    """Saved and resumed under it, and what is not loaded is seen."""
-    jobs = [versions.job("saved", stage, 4, tmp_path, save="t"), versions.job(CONTROL, stage, 3)]
-    jobs += [versions.job(row, stage, 3, tmp_path, load="t", how="ours") for row in (OURS,)]
-    jobs += [versions.job(versions.NOTHING, stage, 3, seed=2)]
+def test_the_oldest(tmp_path):
+    """Under it 3 ranks load what 4 have saved, and save it again: the same bits, unless nothing was loaded. Losses are
+    not compared here: this DeepSpeed loses gradients now and then (#8382)."""
+    jobs = []
+    for stage in versions.STAGES:
+        jobs.append(versions.job("saved", stage, 4, tmp_path, save=f"zero{stage}"))
+        jobs.append(versions.job(OURS, stage, 3, tmp_path, load=f"zero{stage}", how="ours", save=f"again{stage}"))
+    jobs.append(versions.job(versions.NOTHING, 1, 4, tmp_path, save="nothing", seed=2))
     results = versions.run(OLDEST, jobs, tmp_path / "log")
     assert not [result for result in results.values() if "error" in result]
-    found = versions.differences(results, results)
-    assert found[OURS, stage] <= versions.ROUNDING < 0.1 < found[versions.NOTHING, stage]
+
+    def parameters(tag):
+        versions.convert(tmp_path / tag, tmp_path / "universal" / tag, old=False)
+        zero = tmp_path / "universal" / tag / "zero"
+        return {folder.name: content(folder) for folder in zero.iterdir() if folder.is_dir()}
+
+    for stage in versions.STAGES:
+        assert parameters(f"zero{stage}") == parameters(f"again{stage}")
+    assert parameters("zero1").keys() == parameters("nothing").keys()
+    assert parameters("zero1") != parameters("nothing")
