@@ -81,7 +81,7 @@ def make_engine(ranks, stage, seed, universal, one_group):
 
 
 def work(name, ranks, stage, folder=None, save=None, load=None, how=None, seed=1, one_group=False):
-    """Train to the last step. load: a tag, by `how`, in a model of another seed; save: a tag, at step 3 or as loaded."""
+    """Train to the last step. load: a tag, by `how`, in a model of another seed; save: a tag, at step 3 or a load."""
     if how == "convert":
         options = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
         options |= dict(input_folder=f"{folder}/{load}", output_folder=f"{folder}/{save}", inject_missing_state=True)
