@@ -179,7 +179,7 @@ clients: .venv/installed-clients
 	cat $(OUT)/clients.txt
 
 # Commands that have no script
-clients-cli: .venv/installed-dev
+clients-cli: .venv/installed-clients
 	rm -rf runs/clients_cli
 	$(PY) demos/clients_cli.py --output assets/clients_cli.txt
 

@@ -111,7 +111,9 @@ def run(work, name, kind, ranks, source=None, **options):
     if not log.exists():
         shutil.rmtree(work / name, ignore_errors=True)
         if source:
-            shutil.copytree(work / source / f"checkpoint-{SAVED}", work / name / f"checkpoint-{SAVED}")
+            saved = work / source / f"checkpoint-{SAVED}"
+            assert saved.is_dir(), f"{source} has saved nothing: {saved.parent}.log"
+            shutil.copytree(saved, work / name / saved.name)
         end(*start(work, name, kind, ranks, **options), log)
     return read(work, name)
 
