@@ -28,12 +28,12 @@ classes stay names. Each range is read once, checked against the archive's CRC-3
 
 In this file, by line, each room with its entry:
 
-     104 to 559   1. one data-parallel checkpoint         describe_ranks()
-     561 to 821   2. tensor and pipeline parallelism      describe()
-     823 to 898   3. what the result consists of          files_of()
-     900 to 1007  4. publishing                           unfinished(), publish()
-    1009 to 1162  5. convert()                            convert()
-    1164 to 1311  6. the command line                     main()
+      82 to 559    1. one data-parallel checkpoint         describe_ranks()
+     561 to 821    2. tensor and pipeline parallelism      describe()
+     823 to 898    3. what the result consists of          files_of()
+     900 to 1007   4. publishing                           unfinished(), publish()
+    1009 to 1162   5. convert()                            convert()
+    1164 to 1311   6. the command line                     main()
 
 torch_file.py, which has to lie beside this file, reads and writes .pt files. universal.py uses describe() and the
 Description that it returns, Reader and check() to read what that describes, together(), convert() and CheckpointError.
@@ -65,31 +65,9 @@ from typing import NamedTuple
 if sys.version_info < (3, 10):  # noqa: UP036
     sys.exit("ds_to_universal.py needs Python 3.10 or newer")
 
-from torch_file import (
-    CHUNK,
-    CheckpointError,
-    Joined,
-    Named,
-    PtFile,
-    Reader,
-    Slices,
-    Stub,
-    Tensor,
-    about,
-    begin_of,
-    check,
-    compact,
-    cut_along,
-    keep_open,
-    load,
-    nbytes_of,
-    own_name,
-    pickled,
-    stub,
-    tensor_of,
-    whole,
-    width,
-    write_pt,
+from torch_file import (  # noqa: I001
+    CHUNK, CheckpointError, Joined, Named, PtFile, Reader, Slices, Stub, Tensor, about, begin_of, check, compact,
+    cut_along, keep_open, load, nbytes_of, own_name, pickled, stub, tensor_of, whole, width, write_pt,
 )  # fmt: skip
 
 __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
@@ -146,8 +124,7 @@ class Problem(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A ZeRO or universal checkpoint without its data. Python's own pickle takes it to other processes; plain() is all
-    of it that is small.
+    """A ZeRO or universal checkpoint without its data. Python's own pickle takes it to other processes.
 
     stage: 1, 2 or 3; BF16_Optimizer says 0, universal folders None. ranks: data-parallel ones that wrote it, or None.
     tensor, pipeline: degrees. parameters: {name: Parameter}. flats: [[name]], in the order of the flat tensors. kept:
@@ -177,9 +154,6 @@ class Description(NamedTuple):
     strangers: dict
     models: list
     optimizer: dict
-
-    def plain(self):
-        return self._replace(models=[], optimizer={})
 
 
 def find_tag(folder):
@@ -336,28 +310,29 @@ def check_slices(optimizer, group, rank, ranks, found, end, round_robin):
 class Flat(NamedTuple):
     """What one shard holds of a group, or ZeRO-3 sub-group."""
 
-    states: dict  # {state: (dtype, record, byte in it where the slice begins)}
+    states: dict  # {state: Tensor}
     scalars: dict  # {key: Scalar or plain value}
-    odd: set  # keys of tensors that are not cut like the weights
+    odd: dict  # those that are not cut like the weights
+    needed: int  # elements that the others must hold
 
 
 def flat_states(optimizer, group, needed, opened):
     """A Flat. A state of every element is as long as the fp32 slice; torch keeps padding."""
     flat = flat_groups(optimizer)[group]
-    size = flat_groups(optimizer)[group].size[0]
+    size = flat.size[0]
     longest = size if is_stage_3(optimizer) else slice_size(optimizer, group)
-    states = {"fp32": (flat.dtype, *begin_of(flat, needed))}
+    states = {"fp32": flat}
     scalars = {}
-    odd = set()
+    odd = {}
     for key, value in base_optimizer(optimizer)["state"].get(group, {}).items():
         tensor = tensor_of(value)
         if tensor is None or math.prod(tensor.size) == 1 and (not tensor.size or key == "step" or size > 1):
             scalars[key] = scalar(value, opened)
         elif key not in states and key != "step" and len(tensor.size) == 1 and size <= tensor.size[0] <= longest:
-            states[key] = tensor.dtype, *begin_of(tensor, needed)
+            states[key] = tensor
         else:
-            odd.add(key)
-    return Flat(states, scalars, odd)
+            odd[key] = tensor
+    return Flat(states, scalars, odd, needed)
 
 
 def scalar(value, opened):
@@ -450,10 +425,11 @@ def put_together(shards, ranks, groups, shapes, base):
     uneven = {}
     group_of = {flat: i for i, group in enumerate(base["param_groups"]) for flat in group["params"]}
     for i, (names, _) in enumerate(groups):
-        first = ranks[0][i]
-        for rank, found in enumerate(ranks):
-            mine = found[i]
-            if mine.states.keys() != first.states.keys():
+        held = [found[i] for found in ranks]
+        first = held[0]
+        odd = {key for mine in held for key in mine.odd}
+        for rank, mine in enumerate(held):
+            if mine.states.keys() - odd != first.states.keys() - odd:
                 raise CheckpointError(f"{shards[rank]} has other optimizer states than {shards[0].name}")
             step, wanted = (number(flat.scalars.get("step")) for flat in (mine, first))
             if step != wanted:
@@ -462,20 +438,44 @@ def put_together(shards, ranks, groups, shapes, base):
                 a, b = (flat.scalars.get(key, MISSING) for flat in (mine, first))
                 if a != b and not (isinstance(a, Stub) and isinstance(b, Stub) and pickled(a) == pickled(b)):
                     uneven[i, key] = f"differs between ranks 0 and {rank}"
-            for key in mine.odd:
-                uneven[i, key] = "is not cut like the weights (Muon's is, at ZeRO-3)"
         flats = {}
-        for key, (dtype, *_) in first.states.items():
-            dtypes, records, begins = zip(*(found[i].states[key] for found in ranks), strict=True)
-            for rank, other in enumerate(dtypes):
-                if other != dtype:
+        for key in (key for key in first.states if key == "fp32" or key not in odd):
+            tensors = [mine.states[key] for mine in held]
+            for rank, tensor in enumerate(tensors):
+                if tensor.dtype != tensors[0].dtype:
                     raise CheckpointError(f"{shards[rank]}: {key} of group {i} is not what it is in {shards[0].name}")
-            flats[key] = dtype, records, begins
+            begins = (begin_of(mine.states[key], mine.needed) for mine in held)
+            flats[key] = tensors[0].dtype, *zip(*begins, strict=True)
+        momentum = whole_momentum(held, names) if "momentum_buffer" in odd else {}
+        for key in sorted(odd - ({"momentum_buffer"} if momentum else set()), key=str):
+            uneven[i, key] = "is not cut like the weights"
         for name, place in names.items():
             states = {key: Slices(*flat, *place) for key, flat in flats.items()}
+            if momentum:
+                states["momentum_buffer"] = momentum[name]
             shape = tuple(shapes[i][name])
             parameters[name] = Parameter(shape, i, group_of.get(i), states, first.scalars, {"cat_dim": 0})
     return parameters, uneven
+
+
+def whole_momentum(held, names):
+    """{name: Slices} of Muon's, before ZeRO-3: a rank has the whole of each parameter of which it has a part, end to
+    end. Empty where the tensors of the ranks are not as long as that."""
+    found = {}
+    for rank, mine in enumerate(held):
+        parts = {}
+        for name, (origin, share, _, numel) in names.items():
+            if rank * share - numel < origin < (rank + 1) * share:
+                parts[name] = numel
+        tensor = (mine.states | mine.odd).get("momentum_buffer")
+        if tensor and tensor.size != (sum(parts.values()),):
+            return {}
+        at = 0
+        for name, numel in parts.items() if tensor else ():
+            record, begin = begin_of(tensor, at + numel)
+            found.setdefault(name, Slices(tensor.dtype, (record,), (begin,), 0, numel, at, numel))
+            at += numel
+    return found if found.keys() == names.keys() else {}
 
 
 def lost_states(uneven, parameters):

@@ -255,10 +255,10 @@ def compare_optimizer(engine, checkpoint, model, saved):
 
 
 def make_shard(engine, checkpoint, saved, held, reader, states):
-    """What this rank would have saved, had these ranks at this stage written the checkpoint. states: with those of the
-    optimizer, not only fp32."""
+    """What this rank would have saved, had these ranks at this stage written the checkpoint. states: not fp32 alone."""
     optimizer, fp32, state = engine.optimizer, [], {}
     parameters = {name: parameter for parameter, name in engine.param_names.items()}
+    whole = engine.zero_optimization_stage() < 3 and not getattr(optimizer, "cpu_offload", False)  # Muon's momentum
     optimizer.refresh_fp32_params()  # not those of a load that failed; with those of weights that were frozen
     groups = [group | {"params": []} for group in optimizer.param_groups]
     for group, there in zip(groups, saved["param_groups"], strict=False):
@@ -273,7 +273,13 @@ def make_shard(engine, checkpoint, saved, held, reader, states):
         state[i] = {}
         if known := next((checkpoint.parameters[name] for name in names if name in checkpoint.parameters), None):
             for key in known.states if states else ["fp32"]:
-                state[i][key] = reader.fill_flat(flat, key, known.states[key].dtype, parts, checkpoint.parameters)
+                like, places = flat, parts
+                if whole and key == "momentum_buffer" and groups[group].get("use_muon"):
+                    places = []
+                    for name, *_ in parts:
+                        places.append((name, 0, sum(numel for *_, numel in places), parameters[name].numel()))
+                    like = torch.empty(sum(numel for *_, numel in places))
+                state[i][key] = reader.fill_flat(like, key, known.states[key].dtype, places, checkpoint.parameters)
             state[i] |= scalars(known)
         fp32.append(state[i].pop("fp32", flat))
         groups[group]["params"].append(i)

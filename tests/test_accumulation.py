@@ -179,3 +179,26 @@ def test_batch_that_does_not_divide(tmp_path, script, ranks):
     assert result.errors.count("\n") == 1
     assert f"{script}: error: a batch of 32 does not divide into micro-batches of 12 on {ranks} ranks" in result.errors
     assert {1: "24 or 36;", 2: "24 or 48;"}[ranks] in result.errors
+
+
+def test_a_step_of_a_distributed_sampler():
+    """As the README says: the same samples on any number of ranks, and what is skipped at a resume is what was done.
+    The control skips as many batches as the ranks before did."""
+    length, batch, micro, epoch, done = 24 * 5, 24, 2, 3, 2
+
+    def steps(ranks, skip):
+        found = [set() for _ in range(length // batch)]
+        for rank in range(ranks):
+            sampler = torch.utils.data.DistributedSampler(range(length), ranks, rank, drop_last=True)
+            sampler.set_epoch(epoch)
+            batches = list(torch.utils.data.DataLoader(range(length), micro, sampler=sampler))[skip:]
+            accumulation = batch // micro // ranks
+            for i, rows in enumerate(batches):
+                found[i // accumulation] |= {*rows.tolist()}
+        return [step for step in found if step]
+
+    wanted = steps(4, 0)
+    assert len(wanted) == 5 and all(len(step) == batch for step in wanted) and len(set.union(*wanted)) == length
+    for ranks in (1, 2, 3, 6):
+        assert steps(ranks, done * (batch // micro // ranks)) == wanted[done:]
+        assert steps(ranks, done * 3) != wanted[done:]

@@ -197,6 +197,28 @@ def test_states_without_a_place(checkpoint, stage, name, value):
     assert {path.stem for path in (source.parent / "u" / "zero" / "a").iterdir()} == kept
 
 
+def test_momentum_that_ranks_hold_whole(checkpoint):
+    """Muon's before ZeRO-3: of every matrix of which a rank has a part. Of another length, it is refused."""
+    source, wanted = checkpoint(1), {}
+    shapes = {name: shape for group in load(source / MODEL)["param_shapes"] for name, shape in group.items()}
+
+    def add(shard, missing=0):
+        mappings = shard["optimizer_state_dict"]["param_slice_mappings"]
+        for state, held in zip(states(shard), mappings, strict=True):
+            for name in held:
+                wanted.setdefault(name, torch.rand(shapes[name]))
+            whole = [torch.empty(0), *(wanted[name].flatten() for name in held)]
+            state["momentum_buffer"] = torch.cat(whole)[missing:].clone()
+
+    convert(checkpoint(1, shard=add), source.parent / "u", check=True)
+    assert wanted.keys() == shapes.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(load(source.parent / "u" / "zero" / name / "momentum_buffer.pt")["param"], tensor)
+    shutil.rmtree(source.parent / "u")
+    (source.parent / "latest_universal").unlink()
+    refused(checkpoint(1, shard=lambda shard: add(shard, missing=1)), "momentum_buffer")
+
+
 def test_trainable_parameter_that_no_group_holds(checkpoint):
     """At ZeRO-3 DeepSpeed does not save it at all: only its name is left."""
     source = checkpoint(3, model=lambda model: model["module"].update(forgotten=torch.empty(0)))
