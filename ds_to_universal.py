@@ -1036,7 +1036,7 @@ def convert(
     """Convert the ZeRO checkpoint in input_folder, or in the folder below it that find_tag() finds, into a universal
     checkpoint at output_folder: without a name, the input's with _universal behind it.
 
-    check reads the finished files back before they are published. strict=False goes on without what a universal
+    check reads the finished files back before they are published. strict=False continues without what a universal
     checkpoint cannot hold, with a warning. zero3_before_0_19_3 is for the universal loader of those DeepSpeeds at
     ZeRO-3, which wants a tensor where all others want {"param": the tensor}. Several processes share the work as rank
     of ranks; gather(value) returns the values of all of them. Raises CheckpointError when the input is not a whole ZeRO
@@ -1097,7 +1097,7 @@ def complain(description, strict, zero3_before_0_19_3):
         warnings.warn(f"{text}--zero3_before_0_19_3. universal.py, and DeepSpeed 0.19.3 and later, can", stacklevel=3)
     for problem in description.problems:
         if problem.fatal and strict:
-            raise CheckpointError(f"{problem.text} (--no_strict goes on without it)")
+            raise CheckpointError(f"{problem.text} (--no_strict continues without it)")
         warnings.warn(problem.text, stacklevel=3)
 
 

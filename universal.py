@@ -42,7 +42,7 @@ OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_O
 FLAGS = {"params", "step", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize",
          "decoupled_weight_decay"}  # fmt: skip
 KEPT = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "left_out")  # of the optimizer's file
-ALONE = "; load_optimizer_states=False goes on with a fresh optimizer"
+ALONE = "; load_optimizer_states=False continues with a fresh optimizer"
 deepspeed_load = deepspeed.DeepSpeedEngine.load_checkpoint
 
 
@@ -60,7 +60,7 @@ def load_checkpoint(
     is gone is left out, and a line names both. missing_ok: return (None, {}) where load_dir holds no checkpoint at all,
     not even a damaged one. timeout: seconds that a rank waits for another one.
     Raises CheckpointError, on all ranks, when there is no such checkpoint, or it is damaged, not whole, or of another
-    model or optimizer: it never goes on with what was initialized. The engine may then be half loaded; do not train it.
+    model or optimizer: it never continues with initial values. The engine may then be half loaded; do not train it.
     """
     options = dict(
         load_module_strict=load_module_strict, load_optimizer_states=load_optimizer_states and not load_module_only,
@@ -235,7 +235,7 @@ def agree(here, there, what, strict):
     for side, names in sides.items():
         text = f"{what} {side} ({len(names)}): {', '.join(sorted(names)[:5])}"
         if names and strict:
-            raise CheckpointError(f"{text}; load_module_strict=False goes on without")
+            raise CheckpointError(f"{text}; load_module_strict=False continues without")
         if names:
             say(f"{text}: left as it is")
 

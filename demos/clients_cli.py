@@ -4,7 +4,7 @@
 
 Installs both below .venv-clients-cli/, beside the torch and the DeepSpeed of this Python, makes a Llama of two layers,
 its tokenizer and 288 rows, and starts their commands with `start` on PYTHONPATH: 20 steps on 4 ranks; then the
-checkpoint of step 10 goes on with the same command on other ranks. A number is the largest difference of the losses
+checkpoint of step 10 continues with the same command on other ranks. A number is the largest difference of the losses
 of steps 11 to 20 from those of the run that went through. What stands in --work is not run again. Ends with an error
 where a number is no rounding, or where what was left out on purpose is not seen.
 """

@@ -198,7 +198,7 @@ def play(job):
     job.log.unlink(missing_ok=True)
     rows, ranks = [], 0
     print(
-        "step  event                    ranks        goes on     again   seconds = torchrun  Python  load  first step"
+        "step  event                    ranks        resumes     again   seconds = torchrun  Python  load  first step"
     )
     for at, name, event in [(0, "start", lambda job: job.start("node 1", "node 2")), *EVENTS]:
         while job.step() < at:
