@@ -3,7 +3,7 @@
     python plot.py logs/default.csv logs/resume_uc.csv --output assets/resume_uc.png --tolerance 1e-5
 
 The first log is the baseline. The picture's CSV, all runs joined by step, is written next to it. With --tolerance,
-exit code 1 when a loss differs by more. Nothing is smoothed.
+exit code 1 when a loss differs by more, or a run ends before the others. Nothing is smoothed.
 """
 
 import argparse
@@ -135,6 +135,9 @@ def main():
         step, name, kind, gap = above
         sys.exit(f"plot.py: {name} differs by {gap:.1e} at step {step} ({kind}), more than {args.tolerance:g}")
     if args.tolerance < math.inf:
+        ends = {name: max(run["loss"]) for name, run in runs.items()}
+        if len(set(ends.values())) > 1:
+            sys.exit(f"plot.py: the runs end at different steps: {ends}")
         largest = max(gap for columns in gaps.values() for column in columns.values() for gap in column.values())
         print(f"PASS: {largest:.1e} <= {args.tolerance:g}")
 

@@ -56,6 +56,10 @@ def test_tolerance(logs):
     assert result.returncode == 1
     assert result.stderr == "plot.py: off differs by 9.8e-04 at step 8 (training), more than 0.0001\n"
     assert plot(logs, "base.csv", "off.csv", "--tolerance", 0.3).returncode == 0
+    write(logs / "short.csv", {s: 5.0 - 0.25 * s for s in range(6, 9)})
+    result = plot(logs, "base.csv", "short.csv", "--tolerance", 0)
+    assert result.returncode == 1 and "PASS" not in result.stdout
+    assert result.stderr == "plot.py: the runs end at different steps: {'base': 10, 'short': 8}\n"
 
 
 def test_nan_is_a_difference(logs):
