@@ -15,6 +15,7 @@ SOURCES = {  # section: (files of a package, or of this repository)
     "torch and torchrun": [("torch", "serialization.py")],
     "Trainer, accelerate, Lightning, Megatron-DeepSpeed": [
         ("accelerate", "accelerator.py"),
+        ("transformers", "integrations/deepspeed.py"),
         ("lightning", "pytorch/strategies/deepspeed.py"),
     ],
     "This repository": [
