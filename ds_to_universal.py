@@ -211,7 +211,7 @@ def newest_first(folder, say):
         later = [name for name in order if steps[name] > steps[named] and written[name] > written[named]]
         return list(dict.fromkeys([*later, named, *order]))
     if named:
-        say(f"`latest` names {named}, which is not there")
+        say(f"`latest` names {named}, which holds no checkpoint")
     return order
 
 
@@ -228,7 +228,7 @@ def find_shards(folder):
             raise CheckpointError(f"{path} and {others[rank].name} are both the shard of rank {rank}")
         others[rank] = path
     if not shards:
-        raise CheckpointError(f"{folder} holds no *_optim_states.pt: it is not a ZeRO checkpoint")
+        raise CheckpointError(f"{folder} holds no *_optim_states.pt: it is no ZeRO checkpoint, nor a folder above")
     if (folder / "offloaded_tensors").exists():
         raise CheckpointError(f"{folder} has NVMe-offloaded states, which are not converted")
     return shards

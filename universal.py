@@ -128,12 +128,14 @@ def find(folder, tag, missing_ok):
         raise CheckpointError(f"{path} does not exist; in {folder} there is: {', '.join(sorted(known))}")
     if missing_ok and not known and not converter.named_by_latest(folder):
         return say(f"nothing was loaded: {folder} holds no checkpoint")
+    why = "the lines above say why"
     for name in converter.newest_first(folder, say):
         try:
             return folder / name, describe(folder / name)
         except Exception as error:
+            why = f"{name} is not: {error}"
             say(f"{name} is not whole, and is passed over: {error}")
-    raise CheckpointError(f"{folder} holds no checkpoint that is whole")
+    raise CheckpointError(f"{folder} holds no checkpoint that is whole; {why}")
 
 
 def describe(folder):
@@ -463,8 +465,6 @@ def compare_batch(engine, model):
     was = config.get("train_batch_size") if isinstance(config, dict) else None  # older versions: a file's path
     now = engine.train_batch_size()
     if isinstance(was, int) and was != now:
-        at_once = now // engine.gradient_accumulation_steps()
-        cure = f"gradient_accumulation_steps {was // at_once} keeps it"
-        if was % at_once:
-            cure = f"{was} is no multiple of ranks x micro-batch, {at_once}"
+        steps, rest = divmod(was, now // engine.gradient_accumulation_steps())
+        cure = "other ranks or micro-batches keep it" if rest else f"gradient_accumulation_steps {steps} keeps it"
         say(f"WARNING: the global batch was {was}, and is {now} now: {cure}")

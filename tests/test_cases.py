@@ -28,6 +28,4 @@ def test_case(tmp_path, case, stage):
     if case == "another_batch":
         assert "WARNING" not in said[2]
         assert "WARNING: the global batch was 12, and is 18 now: gradient_accumulation_steps 4 keeps it" in said[3]
-        assert (
-            "WARNING: the global batch was 12, and is 15 now: 12 is no multiple of ranks x micro-batch, 15" in said[3]
-        )
+        assert "WARNING: the global batch was 12, and is 15 now: other ranks or micro-batches keep it" in said[3]

@@ -93,7 +93,7 @@ def test_folder_above(checkpoint, monkeypatch):
     (above / "latest").write_text("gone")
     with pytest.raises(CheckpointError, match="checkpoint-500/gone does not exist"):
         convert(above)
-    with pytest.raises(CheckpointError, match="holds no .*: it is not a ZeRO checkpoint"):
+    with pytest.raises(CheckpointError, match="holds no .*: it is no ZeRO checkpoint, nor a folder above"):
         convert(above.parent)
     assert sorted(os.listdir(above)) == ["a later one", "global_step500", "latest"]
 
