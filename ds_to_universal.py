@@ -28,12 +28,12 @@ classes stay names. Each range is read once, checked against the archive's CRC-3
 
 In this file, by line, each room with its entry:
 
-      82 to 559    1. one data-parallel checkpoint         describe_ranks()
-     561 to 821    2. tensor and pipeline parallelism      describe()
-     823 to 898    3. what the result consists of          files_of()
-     900 to 1007   4. publishing                           unfinished(), publish()
-    1009 to 1162   5. convert()                            convert()
-    1164 to 1311   6. the command line                     main()
+      82 to 560    1. one data-parallel checkpoint         describe_ranks()
+     562 to 822    2. tensor and pipeline parallelism      describe()
+     824 to 899    3. what the result consists of          files_of()
+     901 to 1008   4. publishing                           unfinished(), publish()
+    1010 to 1163   5. convert()                            convert()
+    1165 to 1312   6. the command line                     main()
 
 torch_file.py, which has to lie beside this file, reads and writes .pt files. universal.py uses describe() and the
 Description that it returns, Reader and check() to read what that describes, together(), convert() and CheckpointError.
@@ -206,9 +206,10 @@ def newest_first(folder, say):
         except Exception as error:
             say(f"{name} is passed over: {type(error).__name__}: {error}")
     order = sorted(steps, key=lambda name: (steps[name], not (folder / name / "zero").is_dir()), reverse=True)
-    # A job killed before it wrote `latest` leaves a later one; an earlier run's is older on the disk.
+    # A job killed before it wrote `latest` leaves a newer one; an earlier run's is older, or `latest` was edited since.
     if named in steps:
-        later = [name for name in order if steps[name] > steps[named] and written[name] > written[named]]
+        since = (folder / ("latest" if (folder / "latest").is_file() else "latest_universal")).stat().st_mtime
+        later = [name for name in order if steps[name] > steps[named] and written[name] > since]
         return list(dict.fromkeys([*later, named, *order]))
     if named:
         say(f"`latest` names {named}, which holds no checkpoint")

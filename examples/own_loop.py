@@ -35,8 +35,8 @@ def train_step(engine, dataset, step, seed=0):
     return total
 
 
-def train(engine, dataset, steps, folder, resume, every=100):
-    done = universal.load_checkpoint(engine, folder)[1]["step"] if resume else 0
+def train(engine, dataset, steps, folder, resume, every=100, tag=None):
+    done = universal.load_checkpoint(engine, folder, tag)[1]["step"] if resume else 0
     for step in range(done + 1, steps + 1):
         loss = train_step(engine, dataset, step)
         if step % every == 0:

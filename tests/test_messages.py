@@ -22,7 +22,7 @@ SOURCES = {  # section: (files of a package, or of this repository)
         (None, name) for name in ("examples/megatron_info.py", *sorted(p.name for p in ROOT.glob("*.py")))
     ],
 }
-OTHERS = ("Python's", "the linker's", "gloo's", "the C++ runtime's")  # whose sources are not in Python
+OTHERS = ("Python's", "the linker's", "gloo's", "c10d's", "the C++ runtime's")  # whose sources are not in Python
 
 
 def messages(page):

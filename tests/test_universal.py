@@ -179,11 +179,12 @@ def test_what_is_not_there(copy):
 
 @pytest.fixture
 def find(tmp_path, checkpoint, monkeypatch):
-    """find(broken) is the tag that is taken. A folder gets tags of (step, hour of writing)."""
+    """find(latest, its hour, broken) is the tag that is taken. A folder gets tags of (step, hour of writing)."""
 
-    def find(latest, broken=(), **tags):
+    def find(latest, written, broken=(), **tags):
         said = []
         (tmp_path / "latest").write_text(latest)
+        os.utime(tmp_path / "latest", (3600 * written, 3600 * written))
         for tag, (step, hour) in tags.items():
             made = checkpoint(
                 1, model=lambda m, step=step: m.update(global_steps=step), shard=lambda s, t=step: at_step(s, t)
@@ -207,17 +208,18 @@ def at_step(shard, step):
 
 
 @pytest.mark.parametrize(
-    "latest, broken, tags, taken",
+    "latest, written, broken, tags, taken",
     [
-        ("a", [], {"a": (10, 1), "b": (20, 2)}, "b"),  # killed before it wrote `latest`
-        ("a", [], {"a": (10, 2), "b": (20, 1)}, "a"),  # b is of an earlier run
-        ("b", ["b"], {"a": (10, 1), "b": (20, 2)}, "a"),
-        ("a", ["b"], {"a": (10, 1), "b": (20, 2)}, "a"),
-        ("gone", [], {"a": (10, 2), "b": (20, 1)}, "b"),
+        ("a", 1, [], {"a": (10, 1), "b": (20, 2)}, "b"),  # killed before it wrote `latest`
+        ("a", 3, [], {"a": (10, 1), "b": (20, 2)}, "a"),  # somebody goes back to a
+        ("a", 2, [], {"a": (10, 2), "b": (20, 1)}, "a"),  # b is of an earlier run
+        ("b", 2, ["b"], {"a": (10, 1), "b": (20, 2)}, "a"),
+        ("a", 1, ["b"], {"a": (10, 1), "b": (20, 2)}, "a"),
+        ("gone", 1, [], {"a": (10, 2), "b": (20, 1)}, "b"),
     ],
 )
-def test_the_newest_that_is_whole(find, latest, broken, tags, taken):
-    assert find(latest, broken, **tags) == taken
+def test_the_newest_that_is_whole(find, latest, written, broken, tags, taken):
+    assert find(latest, written, broken, **tags) == taken
 
 
 def test_another_model(copy):
