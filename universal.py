@@ -267,7 +267,8 @@ def make_shard(engine, checkpoint, saved, held, reader, states):
         group |= there | {"params": []}
     if "lr" not in saved["param_groups"][0]:
         say("elastic_checkpoint saves no hyper-parameters: the engine's own are used, and the scheduler's rates")
-        for group, rate in zip(groups, getattr(engine.lr_scheduler, "_last_lr", None) or [], strict=False):
+        follows = getattr(engine.lr_scheduler, "optimizer", None) is optimizer.optimizer  # DeepSpeed makes Adagrad anew
+        for group, rate in zip(groups, follows and getattr(engine.lr_scheduler, "_last_lr", None) or [], strict=False):
             group["lr"] = rate
     for i, (flat, group, names, parts) in enumerate(held):
         for part in parts:
@@ -311,13 +312,12 @@ def keep(engine, checkpoint, objects, reader, held, strict, talk, own=False):
     """Whatever of the module's state the optimizer does not restore: frozen parameters, buffers, and what a module adds
     to its state; of that, objects are no tensors. own: all but frozen parameters are in a file of this rank's own; else
     rank 0 reads one after the other for all."""
-    module, saved, gone = engine.module, checkpoint.kept | objects, set()
+    module, saved, gone, done = engine.module, checkpoint.kept | objects, set(), set()
     trained = {name for _, _, names, _ in held for name in names}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     tensors = parameters | dict(module.named_buffers(remove_duplicate=False))
     for name in checkpoint.parameters.keys() & parameters.keys() - trained:  # frozen now
         saved[name] = masters_of(checkpoint.parameters[name])
-    done = set()
     for name in sorted(saved):
         value, target = saved[name], tensors.get(name, name)
         if id(target) in done:  # some have two names
