@@ -1204,8 +1204,7 @@ def meet(rank, ranks, output, seconds):
         problem = f"rank {rank} of {ranks}: not all processes came to {where} within {seconds:g} s"
         raise CheckpointError(f"{problem}: {str(error).splitlines()[0]}") from None
     # From here on a process waits for as long as another one writes; one that ends is noticed at once.
-    day = datetime.timedelta(days=1)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=day)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(days=1))
 
     def gather(value):
         values = [None] * ranks
@@ -1216,6 +1215,8 @@ def meet(rank, ranks, output, seconds):
         return values
 
     try:
+        gather(None)
+        note.unlink(missing_ok=True)  # all are connected; the store's own cleaning up misses it now and then
         yield gather
     finally:
         dist.destroy_process_group()
@@ -1223,8 +1224,7 @@ def meet(rank, ranks, output, seconds):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arg = parser.add_argument
-    hidden = argparse.SUPPRESS
+    arg, hidden = parser.add_argument, argparse.SUPPRESS
     arg("--version", action="version", version=__version__)
     arg("--input_folder", required=True, help="ZeRO checkpoint, the folder with the *_states.pt files; or the one "
         "above it, where `latest` says which, or there is no other")  # fmt: skip
