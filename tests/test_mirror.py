@@ -351,11 +351,12 @@ def killed_in_between(rank, seconds):
 
 @pytest.mark.parametrize("times", cases([1], [20]))
 def test_lines_for_other_scripts(tmp_path, times):
-    """Those of docs/elastic.md, at ZeRO-2 with a frozen layer and two groups: one of three machines is killed, at any
-    moment of a step. No step is done twice, and the weights are those of a run that nothing happened to."""
-    page = (ROOT / "docs" / "elastic.md").read_text()
+    """Those of docs/elastic.md and docs/mirror.md, at ZeRO-2 with a frozen layer and two groups: one of three machines
+    is killed, at any moment of a step. No step is done twice, and the weights are those of a run that nothing happened
+    to."""
+    pages = (ROOT / "docs" / name for name in ("elastic.md", "mirror.md"))
     total = 60 + 30 * times
-    lines, own = re.findall(r"```python\n(.*?)```", page.split("## Your script")[1], re.S)
+    lines, own = (re.search(r"```python\n(.*?)```", page.read_text(), re.S)[1] for page in pages)
     setup, in_loop, end = own.split("...\n")
     setup = setup.replace('"/dev/shm/job"', 'os.environ["MIRROR_FOLDER"]')
     (loading,) = [line + "\n" for line in lines.splitlines() if "load_checkpoint" in line]
