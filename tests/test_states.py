@@ -246,9 +246,11 @@ OPTIONS = {
     "round robin": ((1, 2), {"zero": {"round_robin_gradients": True}}),
     "empty groups": ((2, 3), {"empty": 2}),
 }
+MUON = {"zero": {"reduce_scatter": False}, "optimizer": "Muon", "groups": 1}
 SLOW = {
     "DeepSpeed's Adam": ((1, 3), {"optimizer": "CPUAdam"}),  # DeepSpeed compiles it for a minute, and one for Muon, too
-    "Muon": ((1, 2, 3), {"zero": {"reduce_scatter": False}, "optimizer": "Muon", "groups": 1}),
+    "Muon": ((1, 2, 3), MUON),
+    "Muon offload": ((1, 2, 3), MUON | {"zero": MUON["zero"] | OPTIONS["offload"][1]["zero"]}),
     "offload": ((2,), OPTIONS["offload"][1]),
     "empty groups": ((1,), OPTIONS["empty groups"][1]),
 }
