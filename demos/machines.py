@@ -201,6 +201,7 @@ def play(job):
         "step  event                    ranks        resumes     again   seconds = torchrun  Python  load  first step"
     )
     for at, name, event in [(0, "start", lambda job: job.start("node 1", "node 2")), *EVENTS]:
+        name = name if job.memory else name.removesuffix(" as it sends")
         while job.step() < at:
             assert any(node.agent.poll() is None for node in job.nodes.values()), "the job ended by itself"
             time.sleep(0.02)
