@@ -1,6 +1,6 @@
 # make help      this list
 # make demo      Tests 1 to 3: train, resume, convert, resume on fewer ranks; pictures and numbers in out/; 4 minutes
-# make elastic   machines that die and come back while a job trains; half an hour
+# make elastic   machines that die and come back while a job trains; 20 minutes
 # make exact     the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of checkpoints; 20 to 30 minutes
 # make 3d        change the tensor, pipeline and sequence layout; 40 minutes
 # make resume    what it costs to resume a model of 86 million parameters, in three ways

@@ -270,21 +270,27 @@ def draw(wanted, runs, path):
     texts = ["\n".join(str(number) for number in range(1, len(events))), "\n".join(e["event"] for e in events[1:])]
     for text, x, side in zip(texts, (1.045, 1.06), ("right", "left"), strict=True):
         top.text(x, 1, text, transform=top.transAxes, va="top", ha=side, size=10, linespacing=1.35)
-    for lane, ((_, events, gaps), colour) in enumerate(zip(runs.values(), colours, strict=True)):
-        again = 0
+    for lane, ((_, events, gaps), colour) in zip((0, -1.6), zip(runs.values(), colours, strict=True), strict=True):
+        again, last = 0, 0
         for event in events[1:]:
             end, start = event["step"] + 0.5, event["from"] + 0.5
             if start >= end:
-                middle.plot(end, -lane, "o", color=colour, ms=5)
+                middle.plot(end, lane, "o", color=colour, ms=5)
                 continue
-            again += event["step"] - event["from"]
+            steps = event["step"] - event["from"]
+            again += steps
             arrow = {"arrowstyle": "-|>", "color": colour, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
-            middle.annotate("", (start, -lane), (end, -lane), arrowprops=arrow)
-            shift = -1.5 if event["step"] - event["from"] < 5 else 0.5  # beside its neighbour's
-            middle.text((start + end) / 2 + shift, 0.14 - lane, event["step"] - event["from"], ha="center", size=10)
-        middle.text(1.015, 0.72 - 0.5 * lane, f"{again} steps", transform=middle.transAxes, color=colour, size=10)
-        below.plot(range(1, STEPS + 1), gaps, ".", color=colour, ms=6 - 3 * lane, clip_on=False)
-    middle.set(ylim=(-1.5, 0.8), ylabel="steps\ndone again", yticks=[0, -1], yticklabels=[*runs])
+            high = lane if start >= last else lane - 0.5  # below the one that it would cover
+            middle.annotate("", (start, high), (end, high), arrowprops=arrow)
+            if start >= last:
+                shift = -1.5 if steps < 5 else 0.5  # beside its neighbour's
+                middle.text((start + end) / 2 + shift, lane + 0.16, steps, ha="center", size=10)
+            else:
+                middle.text(end + 1, high, steps, va="center", size=10)
+            last = end
+        middle.text(1.015, 0.72 + 0.32 * lane, f"{again} steps", transform=middle.transAxes, color=colour, size=10)
+        below.plot(range(1, STEPS + 1), gaps, ".", color=colour, ms=6 + 2 * lane, clip_on=False)
+    middle.set(ylim=(-2.1, 0.9), ylabel="steps\ndone again", yticks=[0, -1.6], yticklabels=[*runs])
     legend = [plt.Line2D([], [], color="0.3", lw=1.8, marker="<", label="steps done again, back to the checkpoint")]
     legend += [plt.Line2D([], [], color="0.3", ls="", marker="o", label="none")]
     middle.legend(handles=legend, frameon=False, ncols=2, loc="upper right", bbox_to_anchor=(1, 1.32), fontsize=10)
