@@ -66,6 +66,13 @@ def test_installs_after_the_import_of_deepspeed(copy, theirs):
     assert python("import deepspeed; print('end')", copy(), theirs) == ["deepspeed", "installed", "end"]
 
 
+def test_a_script_that_imports_universal_first(copy, theirs):
+    folder = copy()
+    write(folder.parent / "universal.py", "import deepspeed\ndef install():\n    print('installed')\n")
+    code = "import universal; universal.install(); print('end')"
+    assert python(code, folder, folder.parent, theirs) == ["deepspeed", "installed", "end"]
+
+
 def test_looking_for_deepspeed_does_not_use_it_up(copy, theirs):
     code = "from importlib.util import find_spec; find_spec('deepspeed'); print('found'); import deepspeed"
     assert python(code, copy(), theirs) == ["found", "deepspeed", "installed"]
@@ -119,7 +126,7 @@ def test_universal_is_the_one_beside_it(copy, theirs):
 
 def test_survives_a_second_hook_of_its_kind(copy, theirs):
     """Both take part: neither asks the other for ever, and neither hides the other."""
-    other = copy("two", ('import_module("universal").install()', "print('two')"))
+    other = copy("two", ('getattr(import_module("universal"), "install", str)()', "print('two')"))
     assert sorted(python("import deepspeed", copy(), other, theirs)) == ["deepspeed", "installed", "two"]
     assert sorted(python("import deepspeed", other, copy(), theirs)) == ["deepspeed", "installed", "two"]
 
