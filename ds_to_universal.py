@@ -28,12 +28,12 @@ classes stay names. Each range is read once, checked against the archive's CRC-3
 
 In this file, by line, each room with its entry:
 
-      82 to 560    1. one data-parallel checkpoint         describe_ranks()
-     562 to 822    2. tensor and pipeline parallelism      describe()
-     824 to 899    3. what the result consists of          files_of()
-     901 to 1008   4. publishing                           unfinished(), publish()
-    1010 to 1163   5. convert()                            convert()
-    1165 to 1312   6. the command line                     main()
+      81 to 552    1. one data-parallel checkpoint         describe_ranks()
+     554 to 814    2. tensor and pipeline parallelism      describe()
+     816 to 891    3. what the result consists of          files_of()
+     893 to 993    4. publishing                           unfinished(), publish()
+     995 to 1148   5. convert()                            convert()
+    1150 to 1297   6. the command line                     main()
 
 torch_file.py, which has to lie beside this file, reads and writes .pt files. universal.py uses describe() and the
 Description that it returns, Reader and check() to read what that describes, together(), convert() and CheckpointError.
@@ -52,11 +52,9 @@ import os
 import re
 import resource
 import shutil
-import struct
 import sys
 import time
 import warnings
-import zipfile
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,8 +64,9 @@ if sys.version_info < (3, 10):  # noqa: UP036
     sys.exit("ds_to_universal.py needs Python 3.10 or newer")
 
 from torch_file import (  # noqa: I001
-    CHUNK, CheckpointError, Joined, Named, PtFile, Reader, Slices, Stub, Tensor, about, begin_of, check, compact,
-    cut_along, keep_open, load, nbytes_of, own_name, pickled, stub, tensor_of, whole, width, write_pt,
+    CHUNK, CheckpointError, Joined, Named, PtFile, Reader, Scalar, Slices, Stub, Tensor, about, begin_of, check,
+    compact, cut_along, keep_open, load, nbytes_of, own_name, pickled, scalar, stub, tensor_of, verify, whole, width,
+    write_pt,
 )  # fmt: skip
 
 __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
@@ -82,24 +81,6 @@ __all__ = [
 # 1. one data-parallel checkpoint: what is where, no tensor is read
 
 MISSING = object()
-CODES = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b"}
-CODES |= {"uint8": "B", "bool": "?"}
-
-
-class Scalar(NamedTuple):
-    """A tensor of one element, read: a step count."""
-
-    dtype: str
-    shape: tuple
-    data: bytes
-
-    @property
-    def value(self):
-        return struct.unpack(f"<{CODES[self.dtype]}", self.data)[0]
-
-    @property
-    def numel(self):
-        return 1
 
 
 class Parameter(NamedTuple):
@@ -254,6 +235,21 @@ def base_optimizer(optimizer):
     return base
 
 
+def beside_states(optimizer):
+    """Two dicts: what PyTorch's optimizer keeps beside the states of its parameters, and beside its groups."""
+    base = base_optimizer(optimizer)
+    states = {key: value for key, value in base["state"].items() if not isinstance(key, int)}
+    return states, {key: value for key, value in base.items() if key not in ("state", "param_groups")}
+
+
+def settings_of(optimizer, opened):
+    """{(group or None, key): value}: hyper-parameters, what is beside the states; as a rule the same on all ranks."""
+    groups = enumerate(base_optimizer(optimizer)["param_groups"])
+    found = {(i, key): value for i, group in groups for key, value in group.items() if key != "params"}
+    found |= {(None, key): value for beside in beside_states(optimizer) for key, value in beside.items()}
+    return {key: scalar(value, opened) for key, value in found.items()}
+
+
 def slice_size(optimizer, group):
     """How many elements of a group are in the slice of one rank, at ZeRO-1/2, padding included."""
     size = flat_groups(optimizer)[group].size[0]
@@ -336,18 +332,6 @@ def flat_states(optimizer, group, needed, opened):
     return Flat(states, scalars, odd, needed)
 
 
-def scalar(value, opened):
-    """A tensor of one element, read and checked; any other value as it is."""
-    tensor = tensor_of(value)
-    reader = Reader(opened)
-    if tensor is None:
-        return value
-    record, begin = begin_of(tensor, 1)
-    data = reader.read(record, begin, width(tensor.dtype))
-    check(record, reader.spans[record], opened)
-    return Scalar(tensor.dtype, tensor.size, bytes(data))
-
-
 def number(step):
     return step.value if isinstance(step, Scalar) else step
 
@@ -388,25 +372,24 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
         round_robin = (config.get("zero_optimization") or {}).get("round_robin_gradients")
 
     def read_shard(rank):
-        """[Flat] of a rank."""
+        """[Flat] of a rank, and its settings."""
         path = shards[rank]
-        optimizer = first
         with about(path):
-            if rank != low:
-                optimizer = load(path)[0]["optimizer_state_dict"]
+            optimizer = first if rank == low else load(path)[0]["optimizer_state_dict"]
             if len(flat_groups(optimizer)) != len(groups):
                 raise CheckpointError(f"{path} has another number of parameter groups than {paths[0].name}")
             found = []
             for i, (names, end) in enumerate(groups):
                 needed = check_slices(optimizer, i, rank, count, names, end, round_robin)
                 found.append(flat_states(optimizer, i, needed, opened))
-            return found
+            return found, settings_of(optimizer, opened)
 
-    ranks = list(pool.map(read_shard, range(count)))
+    ranks, settings = zip(*pool.map(read_shard, range(count)), strict=True)
     with about(shards[low]):
         parameters, uneven = put_together(shards, ranks, groups, model["param_shapes"], base_optimizer(first))
+        uneven |= differences(settings)
     problems = other_steps(paths[0], model, parameters)
-    if lost := ", ".join(lost_states(uneven, parameters)):
+    if lost := ", ".join(lost_states(uneven, parameters, first)):
         text = f"{shards[low]}: {lost} of the optimizer: a universal checkpoint has no place for"
         problems.append(Problem(True, f"{text} what belongs to no single element"))
     with about(paths[0]):
@@ -435,10 +418,7 @@ def put_together(shards, ranks, groups, shapes, base):
             step, wanted = (number(flat.scalars.get("step")) for flat in (mine, first))
             if step != wanted:
                 raise CheckpointError(f"{shards[rank]} is at optimizer step {step}, {shards[0].name} at {wanted}")
-            for key in {**first.scalars, **mine.scalars}:
-                a, b = (flat.scalars.get(key, MISSING) for flat in (mine, first))
-                if a != b and not (isinstance(a, Stub) and isinstance(b, Stub) and pickled(a) == pickled(b)):
-                    uneven[i, key] = f"differs between ranks 0 and {rank}"
+        uneven |= {(i, key): why for key, why in differences([mine.scalars for mine in held]).items()}
         flats = {}
         for key in (key for key in first.states if key == "fp32" or key not in odd):
             tensors = [mine.states[key] for mine in held]
@@ -457,6 +437,17 @@ def put_together(shards, ranks, groups, shapes, base):
             shape = tuple(shapes[i][name])
             parameters[name] = Parameter(shape, i, group_of.get(i), states, first.scalars, {"cat_dim": 0})
     return parameters, uneven
+
+
+def differences(values):
+    """{key: which ranks} of what is not the same in the dicts of all ranks."""
+    found = {}
+    for rank, mine in enumerate(values):
+        for key in {**values[0], **mine}:
+            a, b = (held.get(key, MISSING) for held in (values[0], mine))
+            if a != b and ({type(a), type(b)} & {Scalar, object} or pickled(a)[0] != pickled(b)[0]):
+                found[key] = f"differs between ranks 0 and {rank}"
+    return found
 
 
 def whole_momentum(held, names):
@@ -479,9 +470,10 @@ def whole_momentum(held, names):
     return found if found.keys() == names.keys() else {}
 
 
-def lost_states(uneven, parameters):
+def lost_states(uneven, parameters, optimizer):
     """What of the optimizer's states belongs to no single element."""
     keys = {key for p in parameters.values() for key, value in p.scalars.items() if value is not None and key != "step"}
+    keys |= {*itertools.chain(*beside_states(optimizer))}
     return sorted({str(key) for key in keys} | {str(key) for _, key in uneven})
 
 
@@ -853,7 +845,7 @@ def global_state(description):
     state["param_groups"] = groups
     # The loader of ZeRO-3 gives every group what the first one says. Where the groups differ it had better say nothing.
     shared = {key: value for key, value in groups[0].items() if all(group.get(key) == value for group in groups)}
-    if left_out := lost_states(description.uneven, description.parameters):
+    if left_out := lost_states(description.uneven, description.parameters, description.optimizer):
         state["left_out"] = left_out  # universal.py asks for it
     state["optimizer_state_dict"] = {"state": {0: {"step": as_tensor(step)}}, "param_groups": [shared]}
     if version := description.models[0].get("ds_version"):  # ZeRO-1/2 asks for it, ZeRO-3 does not save it
@@ -997,13 +989,6 @@ def sync(folder):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(folder))
     finally:
         os.close(descriptor)
-
-
-def verify(path):
-    """Read a file: every record has the checksum that was saved with it."""
-    with about(path, "is damaged"), zipfile.ZipFile(path) as archive:
-        if record := archive.testzip():
-            raise CheckpointError(f"{path} is damaged: {record} does not match its checksum")
 
 
 # -----------------------------------------------------------------------------

@@ -32,8 +32,9 @@ from typing import NamedTuple
 
 __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 __all__ = [
-    "CheckpointError", "Joined", "PtFile", "Reader", "Record", "Slices", "Stub", "Tensor", "about", "begin_of", "check",
-    "compact", "cut_along", "keep_open", "load", "packed", "pickled", "tensor_of", "whole", "width", "write_pt",
+    "CheckpointError", "Joined", "PtFile", "Reader", "Record", "Scalar", "Slices", "Stub", "Tensor", "about",
+    "begin_of", "check", "compact", "cut_along", "keep_open", "load", "packed", "pickled", "scalar", "tensor_of",
+    "verify", "whole", "width", "write_pt",
 ]  # fmt: skip
 
 
@@ -838,3 +839,42 @@ def check(record, spans, opened):
         at = end
     if crc != record.crc:
         raise CheckpointError(f"{record.path} is damaged: a tensor does not match the checksum saved with it")
+
+
+def verify(path):
+    """Read a file: every record has the checksum that was saved with it."""
+    with about(path, "is damaged"), zipfile.ZipFile(path) as archive:
+        if record := archive.testzip():
+            raise CheckpointError(f"{path} is damaged: {record} does not match its checksum")
+
+
+CODES = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b"}
+CODES |= {"uint8": "B", "bool": "?"}
+
+
+class Scalar(NamedTuple):
+    """A tensor of one element, read: a step count."""
+
+    dtype: str
+    shape: tuple
+    data: bytes
+
+    @property
+    def value(self):
+        return struct.unpack(f"<{CODES[self.dtype]}", self.data)[0]
+
+    @property
+    def numel(self):
+        return 1
+
+
+def scalar(value, opened):
+    """A tensor of one element, read and checked; any other value as it is."""
+    tensor = tensor_of(value)
+    if tensor is None or math.prod(tensor.size) != 1:
+        return value
+    reader = Reader(opened)
+    record, begin = begin_of(tensor, 1)
+    data = reader.read(record, begin, width(tensor.dtype))
+    check(record, reader.spans[record], opened)
+    return Scalar(tensor.dtype, tensor.size, bytes(data))

@@ -77,8 +77,8 @@ def load_checkpoint(
         check_same_folder(found[0], talk)
         discard_gradients(engine)
         folder, client_state = load(engine, *found, options, talk)
-    if not load_module_only:  # DeepSpeed does not save it, and counts the micro-batches of a step by it
-        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    count = engine.gradient_accumulation_steps()  # DeepSpeed counts the micro-batches of a step, and does not save it
+    engine.micro_steps = (engine.micro_steps // count if load_module_only else engine.global_steps) * count
     return str(folder), client_state
 
 
@@ -147,6 +147,7 @@ def describe(folder):
         return None
     found = converter.describe(folder)
     optimizer = {key: found.optimizer.get(key) for key in KEPT} | {"param_groups": found.param_groups}
+    optimizer["beside"] = ({}, {}) if found.universal else converter.beside_states(found.optimizer)
     for problem in found.problems:
         if not problem.fatal:  # of two steps, say: an optimizer may have been started anew in mid-run
             if found.tensor * found.pipeline == 1:
@@ -178,10 +179,13 @@ def unpack(data):
 
 def scalars(parameter):
     """What its optimizer state has beside tensors of its size, a step count say."""
-    tensors = {key: value for key, value in parameter.scalars.items() if isinstance(value, converter.Scalar)}
-    for key, t in tensors.items():
-        tensors[key] = torch.frombuffer(bytearray(t.data), dtype=getattr(torch, t.dtype)).view(t.shape)
-    return parameter.scalars | tensors
+    found = {}
+    for key, t in parameter.scalars.items():
+        if isinstance(t, converter.Scalar):
+            found[key] = torch.frombuffer(bytearray(t.data), dtype=getattr(torch, t.dtype)).view(t.shape)
+        else:
+            found[key] = unpack(packed(t))
+    return found
 
 
 def masters_of(parameter):
@@ -225,7 +229,8 @@ def compare(engine, checkpoint, held, strict):
         agree(group_of.keys(), checkpoint.parameters.keys(), "trained", strict)
     for name in checkpoint.parameters.keys() & parameters.keys():
         saved, here = checkpoint.parameters[name], tuple(getattr(parameters[name], "ds_shape", parameters[name].shape))
-        if here != saved.shape and saved.shape != (math.prod(here),):  # DeepSpeed's converter may flatten it
+        flattened = checkpoint.universal and saved.shape == (math.prod(here),)  # as DeepSpeed's converter may do
+        if here != saved.shape and not flattened:
             raise CheckpointError(f"{name} is {here} here, and {saved.shape} in the checkpoint")
         if group_of.get(name, saved.group) != saved.group:
             raise CheckpointError(f"{name} is in parameter group {group_of[name]}, and was in {saved.group}")
@@ -286,16 +291,18 @@ def make_shard(engine, checkpoint, saved, held, reader, states):
             state[i] |= scalars(known)
         fp32.append(state[i].pop("fp32", flat))
         groups[group]["params"].append(i)
-    base = {"state": {i: own for i, own in state.items() if own}, "param_groups": groups}
+    more, keys = saved["beside"] if states else ({}, {})
+    base = keys | {"state": {i: own for i, own in state.items() if own} | more, "param_groups": groups}
     shard = {
         "optimizer_state_dict": base, "fp32_flat_groups": fp32,  # ZeRO-3's names, then those of the others
         "base_optimizer_state": base, "single_partition_of_fp32_groups": fp32,
         "param_alignment_paddings": getattr(optimizer, "round_robin_bit16_padding", None),
         "ds_version": deepspeed.__version__,
     }  # fmt: skip
-    for key in KEPT:  # the scaler of another precision is of no use
+    for key in KEPT:  # the scaler of another precision is of no use, nor a constant one
         here = getattr(optimizer, key, None)
-        shard[key] = saved[key] if type(saved[key]) is type(here) else here
+        fits = states and type(saved[key]) is type(here) and getattr(here, "dynamic", True)
+        shard[key] = saved[key] if fits else here
     return shard
 
 
@@ -326,7 +333,12 @@ def keep(engine, checkpoint, objects, reader, held, strict, talk, own=False):
         if isinstance(value, converter.Tensor):
             value = reader.whole(value, talk, own and name not in parameters)
         with deepspeed.zero.GatheredParameters([target], modifier_rank=0), together(talk):
-            gone |= {*module.load_state_dict({name: value}, strict=False).unexpected_keys}
+            if getattr(target, "shape", None) == getattr(value, "shape", ()):
+                target.data.copy_(value)
+            else:  # by its module alone: others may reset what they do not find
+                owner, _, key = name.rpartition(".")
+                left = module.get_submodule(owner).load_state_dict({key: value}, strict=False)
+                gone |= {name for _ in left.unexpected_keys}
     done |= {id(tensors[name]) for name in trained}
     done |= {id(tensor) for tensor in tensors.values() if 0 in getattr(tensor, "ds_shape", tensor.shape)}
     lost = {name for name in module.state_dict().keys() - saved.keys() if id(tensors.get(name)) not in done}
@@ -362,10 +374,10 @@ def choose(engine, checkpoint, options):
         if here != there:
             (_, key), why = next(iter(checkpoint.uneven.items()))
             raise CheckpointError(f"{key} of the optimizer {why}: it loads on its own ranks only{ALONE}")
-    elif here != there:
+    elif here != there and states:
         return "universal" if checkpoint.universal else "convert"
-    if stage == 3 and not states:
-        raise CheckpointError("DeepSpeed loads no weights alone of such an engine at ZeRO-3")
+    if here != there or stage == 3 and not states:
+        raise CheckpointError("DeepSpeed loads no weights alone of another layout, nor of such an engine at ZeRO-3")
     return "own"
 
 
@@ -389,6 +401,8 @@ def load(engine, folder, checkpoint, options, talk):
             converter.verify(path)
     with mock.patch.multiple(engine, load_universal_checkpoint=lambda: how == "universal"):
         _, client_state = deepspeed_load(engine, str(folder.parent), folder.name, **options)
+    if checkpoint is None and not options["load_optimizer_states"] and hasattr(engine.optimizer, "refresh_fp32_params"):
+        engine.optimizer.refresh_fp32_params()
     if how == "universal":
         mend(engine, folder)
     return folder, client_state
