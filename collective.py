@@ -107,6 +107,25 @@ class Reader(converter.Reader):
             converter.check_all(sorted(spans)[dist.get_rank() :: dist.get_world_size()], spans, self.opened)
 
 
+def masters_of(parameter):
+    masters = parameter.states["fp32"]
+    return converter.whole(masters.dtype, masters, parameter.shape)
+
+
+def check_weights(found, path, doubts):
+    """The model states (at ZeRO-1 and 2 they hold the weights) and the shards are of one step. Read only where nobody
+    counts steps, as with SGD, or there are doubts."""
+    counts = any("step" in known for known in (*found.param_groups, *(p.scalars for p in found.parameters.values())))
+    module = {} if counts and not doubts else converter.load(path)[0]["module"] or {}
+    for name, parameter in found.parameters.items():
+        weight = converter.tensor_of(module.get(name))
+        if weight and weight.size == parameter.shape:  # at ZeRO-3 it is empty
+            tensors = converter.compact(weight), masters_of(parameter)
+            weight, masters = (Reader().whole(tensor, converter.alone, own=True) for tensor in tensors)
+            if not torch.allclose(weight, masters.to(weight.dtype), 0, 0, equal_nan=True):
+                raise CheckpointError(f"{found.folder}: model states and shards are of different steps")
+
+
 def check_same_folder(folder, talk):
     """Every machine must see the same checkpoint: where no folder is shared, each has the shards of its own ranks."""
     with together(talk):

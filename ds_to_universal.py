@@ -28,12 +28,12 @@ classes stay names. Each range is read once, checked against the archive's CRC-3
 
 In this file, by line, each room with its entry:
 
-      81 to 552    1. one data-parallel checkpoint         describe_ranks()
-     554 to 814    2. tensor and pipeline parallelism      describe()
-     816 to 891    3. what the result consists of          files_of()
-     893 to 993    4. publishing                           unfinished(), publish()
-     995 to 1148   5. convert()                            convert()
-    1150 to 1297   6. the command line                     main()
+      81 to 555    1. one data-parallel checkpoint         describe_ranks()
+     557 to 817    2. tensor and pipeline parallelism      describe()
+     819 to 894    3. what the result consists of          files_of()
+     896 to 996    4. publishing                           unfinished(), publish()
+     998 to 1151   5. convert()                            convert()
+    1153 to 1300   6. the command line                     main()
 
 torch_file.py, which has to lie beside this file, reads and writes .pt files. universal.py uses describe() and the
 Description that it returns, Reader and check() to read what that describes, together(), convert() and CheckpointError.
@@ -152,9 +152,10 @@ def find_tag(folder):
 
 
 def is_newer(universal, folder):
-    """Whether the folder has been converted already."""
+    """Whether the folder has been converted already. (Another one that got its name has older files, perhaps.)"""
     made = universal / "zero" / "optimizer_state.pt"
-    return made.is_file() and made.stat().st_mtime >= max(path.stat().st_mtime for path in folder.glob("*.pt"))
+    since = max(folder.stat().st_ctime, *(path.stat().st_mtime for path in folder.glob("*.pt")))
+    return made.is_file() and made.stat().st_mtime >= since
 
 
 def named_by_latest(folder):
@@ -191,6 +192,8 @@ def newest_first(folder, say):
     if named in steps:
         since = (folder / ("latest" if (folder / "latest").is_file() else "latest_universal")).stat().st_mtime
         later = [name for name in order if steps[name] > steps[named] and written[name] > since]
+        if later:
+            say(f"`latest` names {named}, and {later[0]} was written after it: the later one is taken, if it is whole")
         return list(dict.fromkeys([*later, named, *order]))
     if named:
         say(f"`latest` names {named}, which holds no checkpoint")

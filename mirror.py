@@ -63,8 +63,8 @@ class Mirror:
             return
         own = self.folder / f".own{self.rank}"
         self.engine.save_checkpoint(str(own), tag="own", client_state=client_state, save_latest=False)
-        files = {path: path.stat().st_size for path in own.glob("own/*.pt")}
-        moves = sum(share([(path.name, size, self.rank, self.partner) for path, size in files.items()], self.group), [])
+        files = [*own.glob("own/*.pt")]
+        moves = sum(share([(path.name, state_of(path), self.rank, self.partner) for path in files], self.group), [])
         count = len({name for name, *_ in moves})
         slot = self.folder / f"step{step:09}-{self.attempt}.{count}"  # with fewer files it was being written
         slot.mkdir(exist_ok=True)
@@ -82,7 +82,7 @@ class Mirror:
         """Bring together what the machines hold. Returns where the newest whole step is, this folder or `folder`."""
         disk = gather(folder)
         latest = disk / "latest"
-        models = [*disk.glob(f"{latest.read_text().strip()}/*model_states.pt")] if latest.is_file() else []
+        models = [*(disk / latest.read_text().strip()).glob("*model_states.pt")] if latest.is_file() else []
         step = torch.load(models[0], map_location="cpu", weights_only=False)["global_steps"] if models else 0
         saved = max(share(step, self.group))
         held = {(path.parent.name, path.name) for path in self.folder.glob("step*/*.pt")}
@@ -102,17 +102,17 @@ class Mirror:
 
 
 def gather(folder):
-    """Give each machine the files of the checkpoints in its `folder` that only others have. Returns the folder. Raises
-    ValueError where no machine has model states: a loader would find nothing there, and begin anew."""
+    """Give each machine the files of the checkpoints in its `folder` that only others have, or have newer. Returns the
+    folder. Raises ValueError where no machine has model states: a loader would find nothing there, and begin anew."""
     folder, group = Path(folder), dist.new_group(backend="gloo")
     places = places_of(folder, group)
     leaders = sorted({places.index(place) for place in places})
     paths = [path for path in folder.glob("[!.]*/*.pt") if path.parent.suffix not in (".unfinished", ".replaced")]
-    held = share({str(path.relative_to(folder)): path.stat().st_size for path in paths}, group)
-    found = {name: (size, leader) for leader in leaders for name, size in sorted(held[leader].items())}
+    held = share({str(path.relative_to(folder)): state_of(path) for path in paths}, group)
+    found = dict(sorted((name, (state, at)) for at in leaders for name, state in held[at].items()))  # the newest last
     if found and not any("mp_rank_00_model_states" in name for name in found):
         raise ValueError(f"{folder}: mp_rank_00_model_states.pt is on no machine, but {', '.join(found)}")
-    moves = [(name, *found[name], to) for to in leaders for name in found if name not in held[to]]
+    moves = [(name, *found[name], to) for to in leaders for name in found if held[to].get(name) != found[name][0]]
     exchange(folder, moves, group)
     return folder
 
@@ -124,23 +124,29 @@ def places_of(folder, group):
     return share((boot, folder.stat().st_dev, folder.stat().st_ino), group)
 
 
+def state_of(path):
+    return path.stat().st_mtime_ns, path.stat().st_size
+
+
 def exchange(folder, moves, group):
-    """moves: [(file, size, from rank, to rank), ...], alike on all ranks. When it returns, all files are there."""
-    rank = dist.get_rank()
-    waiting, received = [], []
-    for name, size, source, to in moves:
-        path, part = folder / name, folder / f"{name}.{size}.part"
-        if rank == source != to:
-            data = torch.from_file(str(path), size=size, dtype=torch.uint8)
+    """moves: [(file, (time, size), from rank, to rank), ...], alike on all ranks. When it returns, all are there."""
+    rank, waiting, received = dist.get_rank(), [], []
+    for name, (written, size), source, to in moves:
+        if source == to or rank not in (source, to):
+            continue
+        part = folder / f"{name}.{size}.part"
+        part.parent.mkdir(exist_ok=True)
+        file = folder / name if rank == source else part
+        data = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+        if rank == source:
             waiting.append(dist.isend(data, to, group=group))
-        if rank == to != source:
-            path.parent.mkdir(exist_ok=True)
-            data = torch.from_file(str(part), shared=True, size=size, dtype=torch.uint8)
+        else:
             waiting.append(dist.irecv(data, source, group=group))
-            received.append((part, path))
+            received.append((part, folder / name, written))
     for work in waiting:
         work.wait()
-    for part, path in received:
+    for part, path, written in received:
+        os.utime(part, ns=(written, written))  # or an old copy passes for a new one
         part.rename(path)  # whole, or not there
     dist.barrier(group=group)
 

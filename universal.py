@@ -31,7 +31,7 @@ from deepspeed.utils import bwc
 from packaging.version import Version
 
 import ds_to_universal as converter
-from collective import Reader, check_same_folder, conversation, say
+from collective import Reader, check_same_folder, check_weights, conversation, masters_of, say
 from ds_to_universal import CheckpointError, together
 from torch_file import packed
 
@@ -148,23 +148,12 @@ def describe(folder):
     found = converter.describe(folder)
     optimizer = {key: found.optimizer.get(key) for key in KEPT} | {"param_groups": found.param_groups}
     optimizer["beside"] = ({}, {}) if found.universal else converter.beside_states(found.optimizer)
-    for problem in found.problems:
-        if not problem.fatal:  # of two steps, say: an optimizer may have been started anew in mid-run
-            if found.tensor * found.pipeline == 1:
-                check_weights(found, converter.load(first)[0]["module"] or {})
-            say(problem.text)
+    doubts = [problem.text for problem in found.problems if not problem.fatal]  # it may be of two steps, say
+    if found.tensor * found.pipeline == 1:
+        check_weights(found, first, doubts)
+    for text in doubts:
+        say(text)
     return found._replace(models=pack_model(found, found.models[0]), optimizer=packed(optimizer))
-
-
-def check_weights(found, module):
-    """The model states (at ZeRO-1 and 2 they hold the weights) and the shards are of one step."""
-    for name, parameter in found.parameters.items():
-        weight = converter.tensor_of(module.get(name))
-        if weight and weight.size == parameter.shape:  # at ZeRO-3 it is empty
-            tensors = converter.compact(weight), masters_of(parameter)
-            weight, masters = (Reader().whole(tensor, converter.alone, own=True) for tensor in tensors)
-            if not torch.allclose(weight, masters.to(weight.dtype), 0, 0, equal_nan=True):
-                raise CheckpointError(f"{found.folder}: model states and shards are of different steps")
 
 
 def pack_model(found, model):
@@ -186,11 +175,6 @@ def scalars(parameter):
         else:
             found[key] = unpack(packed(t))
     return found
-
-
-def masters_of(parameter):
-    masters = parameter.states["fp32"]
-    return converter.whole(masters.dtype, masters, parameter.shape)
 
 
 # -----------------------------------------------------------------------------
@@ -221,16 +205,17 @@ def layout(engine):
     return found
 
 
-def compare(engine, checkpoint, held, strict):
-    """Raise CheckpointError where the engine's parameters are not the checkpoint's."""
+def compare(engine, checkpoint, held, strict, trained=None):
+    """Raise CheckpointError where the engine's parameters are not the checkpoint's. trained: the names of all ranks, of
+    a model that is cut."""
     group_of = {name: group for _, group, names, _ in held for name in names}
     parameters = {name: parameter for parameter, name in engine.param_names.items()}
     if held:
-        agree(group_of.keys(), checkpoint.parameters.keys(), "trained", strict)
+        agree(trained or group_of.keys(), checkpoint.parameters.keys(), "trained", strict)
     for name in checkpoint.parameters.keys() & parameters.keys():
         saved, here = checkpoint.parameters[name], tuple(getattr(parameters[name], "ds_shape", parameters[name].shape))
         flattened = checkpoint.universal and saved.shape == (math.prod(here),)  # as DeepSpeed's converter may do
-        if here != saved.shape and not flattened:
+        if here != saved.shape and not flattened and not trained:
             raise CheckpointError(f"{name} is {here} here, and {saved.shape} in the checkpoint")
         if group_of.get(name, saved.group) != saved.group:
             raise CheckpointError(f"{name} is in parameter group {group_of[name]}, and was in {saved.group}")
@@ -301,7 +286,7 @@ def make_shard(engine, checkpoint, saved, held, reader, states):
     }  # fmt: skip
     for key in KEPT:  # the scaler of another precision is of no use, nor a constant one
         here = getattr(optimizer, key, None)
-        fits = states and type(saved[key]) is type(here) and getattr(here, "dynamic", True)
+        fits = states and type(saved[key]) is type(here) and getattr(here, "dynamic", key != "dynamic_loss_scale")
         shard[key] = saved[key] if fits else here
     return shard
 
@@ -348,7 +333,7 @@ def keep(engine, checkpoint, objects, reader, held, strict, talk, own=False):
 
 # -----------------------------------------------------------------------------
 # 4. load
-def choose(engine, checkpoint, options):
+def choose(engine, checkpoint, options, trained):
     """How to load: "reshard"; "convert" another layout before; "universal", by DeepSpeed's universal loader; "own", by
     DeepSpeed's ordinary one, what layout() does not describe and was saved by just these ranks."""
     stage, states = engine.zero_optimization_stage(), options["load_optimizer_states"]
@@ -362,6 +347,10 @@ def choose(engine, checkpoint, options):
     odd = odd or engine.zero_nvme_offload_optimizer() or type(engine.optimizer).__name__ not in OPTIMIZERS
     if not odd and not (states and checkpoint.uneven):
         return "reshard"
+    if odd and type(engine.optimizer).__name__ in OPTIMIZERS:
+        compare(engine, checkpoint, layout(engine), options["load_module_strict"], trained)
+        if states:
+            compare_optimizer(engine, checkpoint, unpack(checkpoint.models), unpack(checkpoint.optimizer))
     degrees = [bwc.bwc_tensor_model_parallel_world_size(engine.mpu), bwc.bwc_pipeline_parallel_world_size(engine.mpu)]
     written = 0 if type(engine.optimizer).__name__ == "BF16_Optimizer" else stage
     here = [written, engine.seq_dp_world_size, engine.bfloat16_enabled(), *degrees]
@@ -383,8 +372,9 @@ def choose(engine, checkpoint, options):
 
 def load(engine, folder, checkpoint, options, talk):
     """(folder, client state): the checkpoint is in the engine."""
+    trained = set().union(*talk({name for parameter, name in engine.param_names.items() if parameter.requires_grad}))
     with together(talk):
-        how = choose(engine, checkpoint, options)
+        how = choose(engine, checkpoint, options, trained)
     if hasattr(engine.optimizer, "_clear_fp32_optimizer_param_groups"):  # filled for loading; Adagrad's never emptied
         engine.optimizer._clear_fp32_optimizer_param_groups()
     match how:
@@ -432,12 +422,22 @@ def reshard(engine, checkpoint, folder, options, talk):
     with together(talk):
         if held:
             optimizer.load_state_dict([shard] * ranks, load_optimizer_states=states, load_from_fp32_weights=True)
+            keep_dtypes(optimizer, shard, held if states else [])
     if stage < 3:
         optimizer.update_lp_params()
     elif held:
         optimizer.checkpoint_event_epilogue()
     say(f"{folder}, written by {checkpoint.ranks or 'any number of'} ranks, loaded on {ranks} without conversion")
     return client_state
+
+
+def keep_dtypes(optimizer, shard, held):
+    """torch has given every state the dtype of its masters."""
+    for i, (flat, *_) in enumerate(held):
+        live, masters = optimizer.optimizer.state[flat], shard["fp32_flat_groups"][i]
+        for key, value in shard["base_optimizer_state"]["state"].get(i, {}).items():
+            if torch.is_tensor(value) and value.dtype != live[key].dtype and masters.dtype == flat.dtype:
+                live[key] = value.to(live[key].device)
 
 
 def load_rest(engine, folder, model, options):

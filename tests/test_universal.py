@@ -196,7 +196,10 @@ def find(tmp_path, checkpoint, monkeypatch):
                 next(folder.glob("*_optim_states.pt")).unlink()
         monkeypatch.setattr(universal, "say", said.append)
         taken = universal.find(tmp_path, None, False)[0].name
-        assert len(said) == len(broken) + (latest not in tags)  # one line for each that is passed over
+        later = [line for line in said if "was written after it" in line]
+        assert len(said) - len(later) == len(broken) + (latest not in tags)  # one line for each that is passed over
+        newer = [1 for step, hour in tags.values() if hour > written and step > tags.get(latest, (99,))[0]]
+        assert len(later) == bool(newer)
         return taken
 
     return find
