@@ -9,12 +9,12 @@
         mirror({"step": step})                     # when it returns, this step is not lost
     mirror.close()                                 # the job is done
 
-A ZeRO shard exists once. Here every rank saves its files into its machine's memory, and sends them to a rank of the
-next machine. What survives holds the step, unless two neighbours die at once. Machines that save on disks of their own
-need gather("checkpoints") alone. Needs Linux, Python 3.10, torch and DeepSpeed.
+Every rank saves its files into its machine's memory, and sends them to a rank of the next machine. Only if two such
+neighbours die at once, a shard is lost. Machines that save on disks of their own need gather("checkpoints") alone.
 """
 
 import fcntl
+import operator
 import os
 import shutil
 import time
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 __version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
+state_of = operator.attrgetter("st_mtime_ns", "st_size")
 
 
 class Mirror:
@@ -51,7 +52,7 @@ class Mirror:
         except BlockingIOError:
             return f"{self.folder} is in use by another job"
         # Of two steps, of which a machine may hold all after a loss: fp32, Adam's two moments, the weights, and a bit.
-        needed = 2 * 16.8e-6 * sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters())
+        needed = 33.6e-6 * sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters())
         held = sum(path.stat().st_size for path in self.folder.rglob("*.pt"))  # by the ranks before these
         room = (held + shutil.disk_usage(self.folder).free) / 1e6
         return f"{self.folder} has room for {room:.1f} MB, and needs {needed:.1f} MB" if room < needed else None
@@ -64,7 +65,9 @@ class Mirror:
         own = self.folder / f".own{self.rank}"
         self.engine.save_checkpoint(str(own), tag="own", client_state=client_state, save_latest=False)
         files = [*own.glob("own/*.pt")]
-        moves = sum(share([(path.name, state_of(path), self.rank, self.partner) for path in files], self.group), [])
+        moves = sum(
+            share([(path.name, state_of(path.stat()), self.rank, self.partner) for path in files], self.group), []
+        )
         count = len({name for name, *_ in moves})
         slot = self.folder / f"step{step:09}-{self.attempt}.{count}"  # with fewer files it was being written
         slot.mkdir(exist_ok=True)
@@ -85,7 +88,7 @@ class Mirror:
         models = [*(disk / latest.read_text().strip()).glob("*model_states.pt")] if latest.is_file() else []
         step = torch.load(models[0], map_location="cpu", weights_only=False)["global_steps"] if models else 0
         saved = max(share(step, self.group))
-        held = {(path.parent.name, path.name) for path in self.folder.glob("step*/*.pt")}
+        held = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
         slots = [slot for slot, _ in set().union(*share(held, self.group))]
         newest = max([f"step{saved:09}", *(slot for slot in slots if slot.endswith(f".{slots.count(slot)}"))])
         self.remove_others(newest)
@@ -106,9 +109,9 @@ def gather(folder):
     folder. Raises ValueError where no machine has model states: a loader would find nothing there, and begin anew."""
     folder, group = Path(folder), dist.new_group(backend="gloo")
     places = places_of(folder, group)
-    leaders = sorted({places.index(place) for place in places})
-    paths = [path for path in folder.glob("[!.]*/*.pt") if path.parent.suffix not in (".unfinished", ".replaced")]
-    held = share({str(path.relative_to(folder)): state_of(path) for path in paths}, group)
+    leaders = {places.index(place) for place in places}
+    paths = [path for path in folder.glob("[!.]*/*.pt") if path.parent.suffix != ".unfinished"]
+    held = share({str(path.relative_to(folder)): state_of(path.stat()) for path in paths}, group)
     found = dict(sorted((name, (state, at)) for at in leaders for name, state in held[at].items()))  # the newest last
     if found and not any("mp_rank_00_model_states" in name for name in found):
         raise ValueError(f"{folder}: mp_rank_00_model_states.pt is on no machine, but {', '.join(found)}")
@@ -124,30 +127,21 @@ def places_of(folder, group):
     return share((boot, folder.stat().st_dev, folder.stat().st_ino), group)
 
 
-def state_of(path):
-    return path.stat().st_mtime_ns, path.stat().st_size
-
-
 def exchange(folder, moves, group):
     """moves: [(file, (time, size), from rank, to rank), ...], alike on all ranks. When it returns, all are there."""
-    rank, waiting, received = dist.get_rank(), [], []
+    rank, waiting = dist.get_rank(), []
     for name, (written, size), source, to in moves:
-        if source == to or rank not in (source, to):
-            continue
-        part = folder / f"{name}.{size}.part"
-        part.parent.mkdir(exist_ok=True)
-        file = folder / name if rank == source else part
-        data = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
-        if rank == source:
-            waiting.append(dist.isend(data, to, group=group))
-        else:
-            waiting.append(dist.irecv(data, source, group=group))
-            received.append((part, folder / name, written))
-    for work in waiting:
+        if rank in (source, to) and source != to:
+            path = folder / name
+            file = path if rank == source else folder / f"{name}.{size}.part"
+            file.parent.mkdir(exist_ok=True)
+            data = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+            work = dist.isend(data, to, group=group) if rank == source else dist.irecv(data, source, group=group)
+            waiting.append((work, file, path, written))
+    for work, file, path, written in waiting:
         work.wait()
-    for part, path, written in received:
-        os.utime(part, ns=(written, written))  # or an old copy passes for a new one
-        part.rename(path)  # whole, or not there
+        os.utime(file, ns=(written, written))  # or an old copy passes for a new one
+        file.rename(path)  # whole, or not there; what was sent stays
     dist.barrier(group=group)
 
 
