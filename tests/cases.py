@@ -4,6 +4,7 @@ many or others. Each case asserts what it finds; the test is that it ends well."
 import json
 import logging
 import os
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -11,11 +12,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 from damage import Net, held, make, train
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
+import mirror
 import universal
 
 CASES, HERE = {}, Path(".")
@@ -79,9 +83,10 @@ def weights_alone(stage, saving):
         engine.save_checkpoint(".", tag="latest one")
         return
     for options in ({"load_optimizer_states": False}, {"load_module_only": True}):
-        engine = make(stage, seed=5)
+        engine = make(stage, seed=5, clip=0.125)
         load(engine, **options)
         assert not [key for key in wrong(engine, states=False) if "step" not in key], options
+        assert engine.optimizer.clip_grad == 0.125
         assert engine.global_steps == (2 if "load_optimizer_states" in options else 0)
         states = engine.optimizer.optimizer.state.values()
         assert not any(state.get("exp_avg", torch.zeros(1)).any() for state in states)
@@ -111,11 +116,21 @@ class Shorter(Transposed):
         return self.norm(self.a(x)).pow(2).mean() + self.b.weight.sum()
 
 
+class Flat(Transposed):
+    def __init__(self):
+        super().__init__()
+        self.b.weight = nn.Parameter(torch.randn(35))
+
+    forward = Shorter.forward
+
+
 @case
 def another_model(stage, saving):
     if saving:
         trained(stage)
+        trained(stage, tag="flat", net=Flat)
         return
+    refused(make(stage), "b.weight is (5, 7) here, and (35,) in", tag="flat")
     for net, shape in ((Transposed, "(7, 5)"), (Shorter, "(34,)")):
         for strict in (True, False):
             refused(make(stage, net), f"b.weight is {shape} here, and (5, 7) in", load_module_strict=strict)
@@ -221,6 +236,163 @@ def numbers_of_a_slice(stage, saving):
         load(engine, load_optimizer_states=False)
 
 
+class Peculiar(torch.optim.SGD):
+    """Counts its steps beside the states, in two places, and has states that are no tensors of the masters' dtype."""
+
+    looks = 0
+
+    def step(self, closure=None):
+        super().step()
+        self.looks += 1
+        self.state["k"] = torch.tensor([self.looks])
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["sum"] = self.state[p].get("sum", torch.zeros_like(p, dtype=torch.float64)) + p.grad / 3
+            self.state[p]["decay"] = np.float64(0.9**self.looks)
+
+    def state_dict(self):
+        return super().state_dict() | {"looks": self.looks}
+
+    def load_state_dict(self, state):
+        self.looks = state.get("looks", 0)
+        super().load_state_dict({key: value for key, value in state.items() if key != "looks"})
+
+
+@case
+def peculiar_optimizer(stage, saving):
+    def sums(engine):
+        return [state["sum"].sum().item() for key, state in engine.optimizer.optimizer.state.items() if key != "k"]
+
+    make_it = {"optimizer": lambda ps: Peculiar(ps, lr=0.1, momentum=0.9)}
+    if saving:
+        engine = trained(stage, **make_it)
+        (HERE / f"sums.{dist.get_rank()}").write_text(repr(sums(engine)))
+        try:
+            universal.converter.convert("t", f"u{dist.get_rank()}")
+        except universal.CheckpointError as error:
+            assert "decay, k, looks of the optimizer" in str(error), error
+            return
+        raise AssertionError("converted")
+    engine = make(stage, seed=5, **make_it)
+    load(engine)
+    optimizer = engine.optimizer.optimizer
+    assert optimizer.looks == 2 and optimizer.state["k"].tolist() == [2]
+    for key, state in optimizer.state.items():
+        assert key == "k" or (state["sum"].dtype == torch.float64 and type(state["decay"]) is np.float64), state
+    if dist.get_world_size() == 2:
+        assert repr(sums(engine)) == (HERE / f"sums.{dist.get_rank()}").read_text()
+
+
+class OfItsRank(torch.optim.SGD):
+    """Finds a hyper-parameter on the way, as D-Adaptation and Prodigy do."""
+
+    def step(self, closure=None):
+        super().step()
+        self.param_groups[0]["d"] = 1.0 + dist.get_rank()
+
+
+@case
+def hyper_parameters_of_a_rank(stage, saving):
+    make_it = {"optimizer": lambda ps: OfItsRank([{"params": ps, "d": 1.0}], lr=0.1, momentum=0.9)}
+    if saving:
+        trained(stage, **make_it)
+        return
+    engine = make(stage, seed=5, **make_it)
+    if dist.get_world_size() == 2:
+        load(engine)
+        assert engine.optimizer.param_groups[0]["d"] == 1.0 + dist.get_rank()
+    else:
+        refused(engine, "d of the optimizer differs between ranks 0 and 1", "on its own ranks only")
+
+
+class Forgetful(nn.Module):
+    """Resets what a state that it loads does not name, as detectron2's frozen BatchNorm does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.randn(8))
+        self.register_buffer("deviation", torch.rand(8))
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        for name, buffer in self.named_buffers():
+            state_dict.setdefault(prefix + name, torch.zeros_like(buffer))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Forgetting(Net):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = Forgetful(), Forgetful()
+
+
+@case
+def modules_that_reset(stage, saving):
+    if saving:
+        keep_truth(trained(stage, net=Forgetting))
+        return
+    engine = make(stage, Forgetting, seed=5)
+    load(engine)
+    assert not wrong(engine)
+
+
+@case
+def two_saves_in_one(stage, saving):
+    """One rank's shard is that of the save before, and the optimizer counts no steps. At ZeRO-3 nobody could tell."""
+    sgd = {"optimizer": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9)}
+    if saving:
+        trained(stage, tag="before", **sgd)
+        trained(stage, 4, **sgd)
+        if dist.get_rank() == 0:
+            (old,) = HERE.glob("before/*zero_pp_rank_1_mp*optim_states.pt")
+            shutil.copy(old, HERE / "t" / old.name)
+        return
+    if stage < 3:
+        refused(make(stage, seed=5, **sgd), "model states and shards are of different steps")
+
+
+@case
+def saved_again_on_its_own_disk(stage, saving):
+    """What mirror.gather() brought at the first time is not taken for what was saved since."""
+    if not saving:
+        return
+    disk, engine = f"disk{dist.get_rank()}", make(stage)
+    for step in (0, 1):
+        train(engine, step)
+        engine.save_checkpoint(disk, tag="last")
+        mirror.gather(disk)
+        written = [{path.name: path.stat().st_mtime for path in HERE.glob(f"disk{i}/last/*.pt")} for i in (0, 1)]
+        assert written[0] == written[1] and len(written[0]) == (4 if stage == 3 else 3)  # clocks may differ
+    keep_truth(engine)
+    engine = make(stage, seed=5)
+    universal.load_checkpoint(engine, disk, "last")
+    assert not wrong(engine) and engine.global_steps == 2
+
+
+@case
+def another_pipeline(stage, saving):
+    """2 stages, then 1: another model, another optimizer, and weights alone are refused."""
+
+    def make_it(layers, optimizer=torch.optim.AdamW):
+        torch.manual_seed(1)
+        modules = [nn.Linear(8, 8, bias=False) for _ in range(layers)]
+        net = PipelineModule(modules, num_stages=2 if saving else 1, loss_fn=lambda out, _: out.pow(2).mean())
+        net.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
+        config = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        return deepspeed.initialize(model=net, optimizer=optimizer(net.parameters(), lr=0.1), config=config)[0]
+
+    if stage == 3:  # which pipelines do without
+        return
+    if saving:
+        engine = make_it(3)
+        engine.train_batch((torch.ones(1, 8), torch.ones(1, 8)) for _ in range(99))
+        engine.save_checkpoint(".", tag="t")
+        return
+    refused(make_it(2), "trained in the checkpoint, and not here (1): 2.weight")
+    refused(make_it(3, torch.optim.SGD), "of another optimizer")
+    refused(make_it(3), "no weights alone of another layout", load_optimizer_states=False)
+    load(make_it(3))
+
+
 @case
 def half_a_step(stage, saving):
     """Back to a checkpoint, when all weights are NaN, and from the middle of an accumulation: those gradients are not
@@ -239,6 +411,9 @@ def half_a_step(stage, saving):
     losses = [train(engine, step) for step in (2, 3)]
     differences = [abs(a - b) for a, b in zip(losses, json.loads((HERE / "losses").read_text()), strict=True)]
     assert max(differences) <= (0 if dist.get_world_size() == 2 else 1e-6), differences
+    train(engine, 8, micro_batches=1)
+    load(engine, load_module_only=True)
+    assert engine.micro_steps % engine.gradient_accumulation_steps() == 0
 
 
 @case
