@@ -250,6 +250,7 @@ MUON = {"zero": {"reduce_scatter": False}, "optimizer": "Muon", "groups": 1}
 SLOW = {
     "DeepSpeed's Adam": ((1, 3), {"optimizer": "CPUAdam"}),  # DeepSpeed compiles it for a minute, and one for Muon, too
     "Muon": ((1, 2, 3), MUON),
+    "Muon bf16": ((1, 2, 3), MUON | {"dtype": "bf16"}),
     "Muon offload": ((1, 2, 3), MUON | {"zero": MUON["zero"] | OPTIONS["offload"][1]["zero"]}),
     "offload": ((2,), OPTIONS["offload"][1]),
     "empty groups": ((1,), OPTIONS["empty groups"][1]),
