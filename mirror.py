@@ -10,7 +10,7 @@
     mirror.close()                                 # the job is done
 
 Every rank saves its files into its machine's memory, and sends them to a rank of the next machine. Only if two such
-neighbours die at once, a shard is lost. Machines that save on disks of their own need gather("checkpoints") alone.
+neighbours die at once, a shard is lost. Machines with disks of their own need gather() alone. Needs Linux, Python 3.10.
 """
 
 import fcntl

@@ -436,8 +436,10 @@ def keep_dtypes(optimizer, shard, held):
     for i, (flat, *_) in enumerate(held):
         live, masters = optimizer.optimizer.state[flat], shard["fp32_flat_groups"][i]
         for key, value in shard["base_optimizer_state"]["state"].get(i, {}).items():
-            if torch.is_tensor(value) and value.dtype != live[key].dtype and masters.dtype == flat.dtype:
-                live[key] = value.to(live[key].device)
+            now = live.get(key)
+            tensors = torch.is_tensor(value) and torch.is_tensor(now) and masters.dtype == flat.dtype
+            if tensors and value.dtype != now.dtype:
+                live[key] = value.to(now.device)
 
 
 def load_rest(engine, folder, model, options):
