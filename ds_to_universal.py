@@ -152,7 +152,7 @@ def find_tag(folder):
 
 
 def is_newer(universal, folder):
-    """Whether the folder has been converted already. (Another one that got its name has older files, perhaps.)"""
+    """Whether the folder has been converted already, and no other folder was moved into its place since."""
     made = universal / "zero" / "optimizer_state.pt"
     since = max(folder.stat().st_ctime, *(path.stat().st_mtime for path in folder.glob("*.pt")))
     return made.is_file() and made.stat().st_mtime >= since

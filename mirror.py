@@ -9,8 +9,8 @@
         mirror({"step": step})                     # when it returns, this step is not lost
     mirror.close()                                 # the job is done
 
-Every rank saves its files into its machine's memory, and sends them to a rank of the next machine. Only if two such
-neighbours die at once, a shard is lost. Machines with disks of their own need gather() alone. Needs Linux, Python 3.10.
+Every rank saves its files into its machine's memory, and sends them to a rank of the next machine. A shard is lost only
+if two such neighbours die at once. Machines with disks of their own need gather() alone. Needs Linux, Python 3.10.
 """
 
 import fcntl

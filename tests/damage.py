@@ -38,13 +38,13 @@ def adam(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def make(stage, net=Net, optimizer=adam, seed=1, zero=None, batch=12, micro=1, clip=0.0):
+def make(stage, net=Net, optimizer=adam, seed=1, zero=None, batch=12, micro=1, clip=0.0, **more):
     torch.manual_seed(seed)
     model = net()
     made = optimizer and optimizer([p for p in model.parameters() if p.requires_grad])
     config = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "gradient_clipping": clip}
     config |= {"zero_optimization": {"stage": stage} | (zero or {})}
-    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False} | more
     return deepspeed.initialize(model=model, optimizer=made, config=config)[0]
 
 

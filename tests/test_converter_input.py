@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import types
 import warnings
 import zipfile
@@ -759,3 +760,19 @@ def test_beyond_4_gigabytes(tmp_path):
         assert ds_to_universal.Reader().read(records["data/1"], 0, 6) == b"behind"
     finally:
         path.unlink()
+
+
+def test_a_folder_that_took_the_place_of_a_converted_one(tmp_path):
+    """mv keeps the times of the files."""
+    for tag in ("t", "other"):
+        (tmp_path / tag).mkdir()
+        (tmp_path / tag / "x.pt").touch()
+    made = tmp_path / "t_universal" / "zero" / "optimizer_state.pt"
+    made.parent.mkdir(parents=True)
+    time.sleep(0.05)
+    made.touch()
+    assert ds_to_universal.is_newer(tmp_path / "t_universal", tmp_path / "t")
+    time.sleep(0.05)
+    (tmp_path / "t").rename(tmp_path / "gone")
+    (tmp_path / "other").rename(tmp_path / "t")
+    assert not ds_to_universal.is_newer(tmp_path / "t_universal", tmp_path / "t")
