@@ -238,6 +238,8 @@ def compare_optimizer(engine, checkpoint, model, saved):
     here, there = ({makes.get(key, key) for group in side for key in group} - FLAGS for side in sides)
     if there and here != there:
         raise CheckpointError(f"of another optimizer: it has {sorted(there)}, that of the engine {sorted(here)}{ALONE}")
+    if hasattr(engine.optimizer, "backup_optimizer"):
+        raise CheckpointError(f"DeepSpeed restores no state that offload_optimizer.ratio leaves on the GPU{ALONE}")
     if left_out := saved.get("left_out"):
         raise CheckpointError(f"converted without {', '.join(left_out)} of the optimizer{ALONE}")
     stateful = any("betas" in group or group.get("momentum") for group in sides[0])
@@ -337,6 +339,7 @@ def choose(engine, checkpoint, options, trained):
     """How to load: "reshard"; "convert" another layout before; "universal", by DeepSpeed's universal loader; "own", by
     DeepSpeed's ordinary one, what layout() does not describe and was saved by just these ranks."""
     stage, states = engine.zero_optimization_stage(), options["load_optimizer_states"]
+    kind = type(engine.optimizer).__name__
     if (checkpoint is None) != (stage == 0):
         saved = "with" if checkpoint else "without"
         raise CheckpointError(f"the checkpoint was saved {saved} ZeRO, and the engine is at stage {stage}")
@@ -344,15 +347,15 @@ def choose(engine, checkpoint, options, trained):
         return "own"
     odd = isinstance(engine.module, deepspeed.pipe.PipelineModule) or engine.has_moe_layers
     odd = odd or engine.mp_world_size > 1 or checkpoint.tensor * checkpoint.pipeline > 1
-    odd = odd or engine.zero_nvme_offload_optimizer() or type(engine.optimizer).__name__ not in OPTIMIZERS
+    odd = odd or engine.zero_nvme_offload_optimizer() or kind not in OPTIMIZERS
     if not odd and not (states and checkpoint.uneven):
         return "reshard"
-    if odd and type(engine.optimizer).__name__ in OPTIMIZERS:
+    if odd and kind in OPTIMIZERS:
         compare(engine, checkpoint, layout(engine), options["load_module_strict"], trained)
         if states:
             compare_optimizer(engine, checkpoint, unpack(checkpoint.models), unpack(checkpoint.optimizer))
     degrees = [bwc.bwc_tensor_model_parallel_world_size(engine.mpu), bwc.bwc_pipeline_parallel_world_size(engine.mpu)]
-    written = 0 if type(engine.optimizer).__name__ == "BF16_Optimizer" else stage
+    written = 0 if kind == "BF16_Optimizer" else stage
     here = [written, engine.seq_dp_world_size, engine.bfloat16_enabled(), *degrees]
     there = [checkpoint.stage, checkpoint.ranks, checkpoint.bf16, checkpoint.tensor, checkpoint.pipeline]
     if not odd:

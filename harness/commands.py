@@ -1,13 +1,10 @@
 """Starts LLaMA-Factory's and ms-swift's own commands on ranks of this machine, with the folder `start` on PYTHONPATH,
 as demos/clients_cli.py tells it to."""
 
-import contextlib
 import json
 import os
-import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +12,7 @@ from pathlib import Path
 
 from demos import versions
 from demos.machines import Node
+from harness.processes import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE, BIN = ROOT / ".venv-clients-cli", Path(sys.executable).parent
@@ -56,14 +54,6 @@ def prepare(work):
             config["zero_allow_untested_optimizer"] = True
             (work / f"zero{stage}_{batch}.json").write_text(json.dumps(config))
     (work / "ready").touch()
-
-
-def free_port():
-    """None of those that the system gives to connections: a command takes it seconds later."""
-    while True:
-        with contextlib.suppress(OSError), contextlib.closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", random.randrange(20000, 32000)))
-            return probe.getsockname()[1]
 
 
 def start(work, name, kind, ranks, ours=True, batch="auto", steps=None, **machine):

@@ -3,6 +3,7 @@ where a forked process cannot be, on GPUs."""
 
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -21,11 +22,17 @@ def last_error(text):
     return (errors or lines)[-1][:200]
 
 
+def free_port():
+    """None of those that the system gives to connections: the ranks take it later."""
+    while True:
+        with contextlib.suppress(OSError), contextlib.closing(socket.socket()) as probe:
+            probe.bind(("127.0.0.1", random.randrange(20000, 32000)))
+            return probe.getsockname()[1]
+
+
 def run(folder, ranks, environment, script, *arguments, limit=300):
     """What rank 0 prints. All ranks end when one fails, or after `limit` seconds: Failed."""
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= environment | {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
     command = [sys.executable, str(script), *map(str, arguments)]
     logs = [folder / f".rank{rank}.txt" for rank in range(ranks)]

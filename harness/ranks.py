@@ -7,7 +7,6 @@ import importlib
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -22,6 +21,8 @@ sys.path.insert(0, str(ROOT))
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
 
+from harness.processes import free_port  # noqa: E402
+
 # What DeepSpeed imports when it makes an engine, at each stage, and what the scripts import.
 for name in (
     "setuptools", "distutils.ccompiler", "distutils.sysconfig", "torch._dynamo", "torch._inductor.compile_fx",
@@ -33,9 +34,7 @@ for name in (
 deepspeed.ops.__compatible_ops__  # noqa: B018  it looks for compilers when it is first asked
 torch.set_num_threads(1)  # a pool of threads does not survive a fork
 
-with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    PORT = probe.getsockname()[1]
+PORT = free_port()
 
 
 def rank_main(rank, ranks, script, arguments, patch):
@@ -64,9 +63,9 @@ def rank_main(rank, ranks, script, arguments, patch):
 def launch(folder, ranks, script, *arguments, patch=None, limit=300, started=None, grace=0):
     """Run `script` on `ranks` ranks in `folder`; like the launchers, end all ranks when one fails.
 
-    patch() runs in every rank before the script. Returns code, out and err of the first rank that ended badly, or of
-    rank 0, and err of all ranks as `errors`. started: only so many of the ranks, from rank 0 on; what meets the others
-    then waits for them until the time limit. grace: seconds that the others have when one fails.
+    patch() runs in every rank before the script. Returns codes, of all ranks; code, out and err of the first rank that
+    ended badly, or of rank 0; and err of all ranks as `errors`. started: only so many, from rank 0 on; who meets
+    others then waits for them until the time limit. grace: seconds that the others have when one fails.
     """
     children = {}
     started = started or ranks
@@ -101,13 +100,13 @@ def launch(folder, ranks, script, *arguments, patch=None, limit=300, started=Non
     for stream, rank in text:
         Path(folder, f".{stream}.{rank}").unlink()
     errors = "".join(text["err", r] for r in range(started))
-    return SimpleNamespace(code=codes[told], out=text["out", told], err=text["err", told], errors=errors)
+    return SimpleNamespace(code=codes[told], codes=codes, out=text["out", told], err=text["err", told], errors=errors)
 
 
 def run(folder, ranks, script, *arguments, **options):
     """launch(), and the run must succeed. Returns its output."""
     result = launch(folder, ranks, script, *arguments, **options)
-    assert result.code == 0, f"{script} {arguments}\n{result.out}\n{result.errors}"
+    assert result.code == 0, f"{script} {arguments} {result.codes}\n{result.out}\n{result.errors}"
     return result.out
 
 
