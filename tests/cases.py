@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import warnings
+import weakref
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -19,6 +20,7 @@ from damage import Net, held, make, train
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
+import collective
 import mirror
 import universal
 
@@ -128,6 +130,21 @@ def weights_alone_without_zero(stage, saving):
     load(engine, load_optimizer_states=False)
     for masters, weights in zip(engine.optimizer.fp32_groups, engine.optimizer.fp16_groups, strict=True):
         assert all(torch.equal(m.to(w), w) for m, w in zip(masters, weights, strict=True))
+
+
+@case
+def a_group_ends_later(stage, saving):
+    """Not while its threads may want Python's lock: with torch 2.6 and 2.7 load_checkpoint() did not come back."""
+
+    def talk():
+        with collective.conversation(60) as talk:
+            talk(stage)
+            return weakref.ref(talk.group)
+
+    first = talk()
+    assert first()
+    second = talk()
+    assert second() and not first()
 
 
 @case
@@ -666,7 +683,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
-    dist.barrier()  # some cases have nothing to do: a rank that left at once would cut off one that still connects
     name, stage, phase = sys.argv[1:]
     CASES[name](int(stage), phase == "save")
-    dist.destroy_process_group()
+    dist.barrier()  # some cases have nothing to do: a rank that left at once would cut off one that still connects

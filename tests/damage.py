@@ -128,4 +128,4 @@ if __name__ == "__main__":
             (folder / f"told.{rank}.json").write_text(json.dumps(told))
             dist.barrier()
         engine.destroy()
-    dist.destroy_process_group()
+    dist.barrier()

@@ -120,4 +120,4 @@ def pipeline(tensor, stages):
 
 
 {"autotp": autotp, "pipeline": pipeline}[kind](*map(int, degrees))
-dist.destroy_process_group()
+dist.barrier()

@@ -285,6 +285,6 @@ if __name__ == "__main__":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed()
         {"save": save, "load": load}[sys.argv[1]](json.loads(sys.argv[2]))
-        dist.destroy_process_group()
+        dist.barrier()
     else:
         sys.exit(main(*map(int, sys.argv[1:])))

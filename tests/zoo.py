@@ -241,4 +241,4 @@ if __name__ == "__main__":
     deepspeed.init_distributed()
     for job in json.loads(sys.argv[1]):
         work(**job)
-    dist.destroy_process_group()
+    dist.barrier()
