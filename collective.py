@@ -33,10 +33,7 @@ def conversation(timeout):
     try:
         yield talk
     finally:
-        dist.destroy_process_group(talk.group)
-        # Before torch 2.8 the end of a group, in whose hands is Python's lock, waits for threads that may still want it
-        # to drop the last tensors (pytorch#154976). The next one, minutes later, ends this one.
-        Conversation.last = talk.group
+        converter.end(talk.group)
 
 
 @contextlib.contextmanager

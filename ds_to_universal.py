@@ -33,7 +33,7 @@ In this file, by line, each room with its entry:
      819 to 894    3. what the result consists of          files_of()
      896 to 996    4. publishing                           unfinished(), publish()
      998 to 1151   5. convert()                            convert()
-    1153 to 1302   6. the command line                     main()
+    1153 to 1311   6. the command line                     main()
 
 torch_file.py, which has to lie beside this file, reads and writes .pt files. universal.py uses describe() and the
 Description that it returns, Reader and check() to read what that describes, together(), convert() and CheckpointError.
@@ -1207,9 +1207,18 @@ def meet(rank, ranks, output, seconds):
         note.unlink(missing_ok=True)  # all are connected; the store's own cleaning up misses it now and then
         yield gather
     finally:
-        # Before torch 2.8 this holds Python's lock while it waits for threads that may still want it (pytorch#154976).
+        end()
+
+
+def end(group=None):
+    """Of a group of processes, or of all."""
+    import torch
+
+    # Before torch 2.8 it holds Python's lock while it waits for the group's threads, which may still want that lock to
+    # drop their last tensors (pytorch#154976).
+    if torch.__version__ < (2, 8):
         time.sleep(0.2)
-        dist.destroy_process_group()
+    torch.distributed.destroy_process_group(group)
 
 
 def parse_arguments():

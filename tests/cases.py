@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import warnings
-import weakref
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -20,7 +19,6 @@ from damage import Net, held, make, train
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-import collective
 import mirror
 import universal
 
@@ -130,21 +128,6 @@ def weights_alone_without_zero(stage, saving):
     load(engine, load_optimizer_states=False)
     for masters, weights in zip(engine.optimizer.fp32_groups, engine.optimizer.fp16_groups, strict=True):
         assert all(torch.equal(m.to(w), w) for m, w in zip(masters, weights, strict=True))
-
-
-@case
-def a_group_ends_later(stage, saving):
-    """Not while its threads may want Python's lock: with torch 2.6 and 2.7 load_checkpoint() did not come back."""
-
-    def talk():
-        with collective.conversation(60) as talk:
-            talk(stage)
-            return weakref.ref(talk.group)
-
-    first = talk()
-    assert first()
-    second = talk()
-    assert second() and not first()
 
 
 @case
