@@ -33,7 +33,7 @@ def conversation(timeout):
     try:
         yield talk
     finally:
-        converter.end(talk.group)
+        converter.end_group(talk.group)
 
 
 @contextlib.contextmanager

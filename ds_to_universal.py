@@ -1207,15 +1207,15 @@ def meet(rank, ranks, output, seconds):
         note.unlink(missing_ok=True)  # all are connected; the store's own cleaning up misses it now and then
         yield gather
     finally:
-        end()
+        end_group()
 
 
-def end(group=None):
-    """Of a group of processes, or of all."""
+def end_group(group=None):
+    """End a process group; without one, all of them."""
     import torch
 
-    # Before torch 2.8 it holds Python's lock while it waits for the group's threads, which may still want that lock to
-    # drop their last tensors (pytorch#154976).
+    # Before torch 2.8 the destructor holds the GIL while it joins the group's threads, and one of them may still need
+    # the GIL to release its last tensor (pytorch#154976).
     if torch.__version__ < (2, 8):
         time.sleep(0.2)
     torch.distributed.destroy_process_group(group)

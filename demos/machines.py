@@ -228,7 +228,7 @@ def play(job):
     codes = [node.agent.wait(timeout=300) for node in job.nodes.values()]
     assert codes == [0] * len(codes), f"the agents ended with {codes}"
     for node in job.nodes.values():
-        node.reader.join()  # a rank that stands by can say so later than the others train
+        node.reader.join()  # a spare rank may say so after the others have begun to train
     spare = sum(row["spare"] for row in rows)
     assert sum("stands by" in line for _, line in job.lines) == spare, "a rank that is not needed did not stand by"
     if job.memory:

@@ -23,7 +23,7 @@ def last_error(text):
 
 
 def free_port():
-    """None of those that the system gives to connections: the ranks take it later."""
+    """Outside the range from which the system numbers connections: the ranks bind it only later."""
     while True:
         with contextlib.suppress(OSError), contextlib.closing(socket.socket()) as probe:
             probe.bind(("127.0.0.1", random.randrange(20000, 32000)))

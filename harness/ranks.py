@@ -64,8 +64,8 @@ def launch(folder, ranks, script, *arguments, patch=None, limit=300, started=Non
     """Run `script` on `ranks` ranks in `folder`; like the launchers, end all ranks when one fails.
 
     patch() runs in every rank before the script. Returns codes, of all ranks; code, out and err of the first rank that
-    ended badly, or of rank 0; and err of all ranks as `errors`. started: only so many, from rank 0 on; who meets
-    others then waits for them until the time limit. grace: seconds that the others have when one fails.
+    ended badly, or of rank 0; and err of all ranks as `errors`. started: how many to start, from rank 0 on; a rank that
+    meets the others waits for them until the time limit. grace: seconds that the others have when one fails.
     """
     children = {}
     started = started or ranks

@@ -139,7 +139,7 @@ def states_on_the_gpu(stage, saving):
         trained(stage)
         return
     engine = make(stage, seed=5)
-    engine.optimizer.backup_optimizer = None  # in truth an AdamW; a CPU has no other place to leave its states
+    engine.optimizer.backup_optimizer = None  # in truth an AdamW; an engine on CPUs never steps with it
     refused(engine, "offload_optimizer.ratio")
     load(engine, load_optimizer_states=False)
 
@@ -668,4 +668,4 @@ if __name__ == "__main__":
     deepspeed.init_distributed()
     name, stage, phase = sys.argv[1:]
     CASES[name](int(stage), phase == "save")
-    dist.barrier()  # some cases have nothing to do: a rank that left at once would cut off one that still connects
+    dist.barrier()  # in some cases there is nothing to do: a rank that left at once would cut off one still connecting
