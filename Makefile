@@ -22,8 +22,7 @@ export TORCH_EXTENSIONS_DIR = $(CURDIR)/.venv/torch_extensions
 
 TRAIN   = train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --steps 200 --checkpoint_dir $(CKPT)
 RESUME  = $(TRAIN) --resume --checkpoint_interval 400
-SHARED  = launch.py checkpoint.py saving.py data.py model.py elastic.py mirror.py
-SHARED += universal.py collective.py ds_to_universal.py torch_file.py
+SHARED  = launch.py checkpoint.py saving.py data.py model.py $(wildcard universal/*.py)
 OUT     = out
 
 # $(call run,command,name): show the command; what it prints goes to logs/name.txt
@@ -121,7 +120,7 @@ $(OUT)/traps.txt: .venv/installed demos/traps.py grad_accu_pt.py grad_accu_ds.py
 	@cat $@
 
 # Test 3: a universal checkpoint resumes on any
-$(CKPT)/latest_universal: logs/default.csv ds_to_universal.py torch_file.py
+$(CKPT)/latest_universal: logs/default.csv ds_to_universal.py $(wildcard universal/*.py)
 	$(PY) ds_to_universal.py --input_folder $(CKPT)/global_step100/ --output_folder $(CKPT)/global_step100_universal \
 		--num_extract_workers 4 --num_merge_workers 4
 
@@ -140,7 +139,7 @@ $(OUT)/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc.csv plot.py curves.
 # Machines that die and come back
 elastic: $(OUT)/elastic.txt
 
-$(OUT)/elastic.txt: .venv/installed demos/machines.py train.py exact.py $(SHARED)
+$(OUT)/elastic.txt: .venv/installed demos/machines.py train.py $(SHARED)
 	@mkdir -p $(OUT)
 	$(PY) demos/machines.py --output $(OUT)/elastic.png > $@
 	$(PY) demos/machines.py --mirror 1 --zero_stage 3 --warm >> $@
@@ -151,7 +150,7 @@ $(OUT)/elastic.txt: .venv/installed demos/machines.py train.py exact.py $(SHARED
 # --exact: every bit alike
 exact: $(OUT)/exact.txt
 
-$(OUT)/exact.txt: .venv/installed demos/exact.py harness/ranks.py plot.py curves.py train.py exact.py $(SHARED)
+$(OUT)/exact.txt: .venv/installed demos/exact.py harness/ranks.py plot.py curves.py train.py $(SHARED)
 	@mkdir -p $(OUT)
 	$(PY) demos/exact.py --output $(OUT)/exact.png > $@
 	@cat $@
@@ -167,7 +166,7 @@ $(OUT)/3d.txt: .venv/installed-dev demos/layouts.py harness/ranks.py plot.py cur
 # What a resume costs, of a model of 86 million parameters
 resume: $(OUT)/resume.txt
 
-$(OUT)/resume.txt: .venv/installed benchmarks/resume.py model.py universal.py collective.py ds_to_universal.py torch_file.py
+$(OUT)/resume.txt: .venv/installed benchmarks/resume.py model.py $(wildcard universal/*.py)
 	@mkdir -p $(OUT)
 	$(PY) benchmarks/resume.py | grep -v WARNING > $@
 	@cat $@

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import mirror
 import universal
 from data import fail
+from universal import mirror
 
 # What a resumed run must have in common with the checkpoint's, or its loss could not go on as if nothing had happened.
 TRACKED = ("n_layer", "n_head", "n_embd", "seq_len", "dropout", "seed", "train_batch_size")

@@ -17,9 +17,9 @@ import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
 from packaging.version import Version
 
-import elastic
 from checkpoint import TRACKED, open_checkpoint
 from data import accumulation_steps, fail, load_data, positive
+from universal import elastic
 
 
 def add_arguments(parser):

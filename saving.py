@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from data import fail
-from mirror import Mirror
+from universal.mirror import Mirror
 
 
 def save(engine, folder, client_state):

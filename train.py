@@ -19,8 +19,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-import elastic
-import exact
 import parallel
 import universal
 from checkpoint import go_on, report
@@ -28,6 +26,7 @@ from data import Log, fail, global_batch, positive
 from launch import add_arguments, base_config, check_arguments, count_ranks, set_up
 from model import GPT, parameter_groups
 from saving import in_memory, remove_old, save
+from universal import elastic, exact
 
 
 def parse_arguments():

@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-import elastic
 import universal
 from checkpoint import go_on, report
 from data import Log, fail, global_batch, positive
 from launch import add_arguments, base_config, check_arguments, count_ranks, set_up
 from model import GPT, parameter_groups
 from saving import remove_old, save
+from universal import elastic
 
 
 def parse_arguments():

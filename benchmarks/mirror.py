@@ -31,8 +31,8 @@ def rank_main(args):
     import torch
     import torch.distributed as dist
 
-    from mirror import Mirror
     from model import GPT, parameter_groups
+    from universal.mirror import Mirror
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)

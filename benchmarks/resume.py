@@ -140,14 +140,14 @@ def convert(way, folder):
 
 def describe_many(shards):
     """Seconds to describe a checkpoint of so many shards, GPT-2 small's parameters, and the bytes sent to each rank."""
-    import universal
     from benchmarks.convert import GPT, gpt_groups, lay_out
+    from universal import loader
 
     folder = Path(f"/dev/shm/resume_benchmark_{os.getpid()}")
     try:
         lay_out(folder, gpt_groups(*GPT["10M"]), shards, 3)
         start = time.perf_counter()
-        description = universal.describe(folder)
+        description = loader.describe(folder)
         return time.perf_counter() - start, len(pickle.dumps(description))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import curves  # noqa: E402
-import ds_to_universal  # noqa: E402
 import plot  # noqa: E402
+import universal  # noqa: E402
 from harness.ranks import compare, read_log, run  # noqa: E402
 
 TRAIN = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 200".split()
@@ -57,7 +57,7 @@ def train_along_the_chain(run_name, *arguments):
     for step, ranks in zip((50, 100, 150, 200), CHAIN, strict=True):
         train(ranks, run_name, *arguments, *resume, interval=50, patch=ends_after(step))
         tag = f"global_step{step}"
-        ds_to_universal.convert(FOLDER / run_name / tag, FOLDER / run_name / f"{tag}_universal")
+        universal.convert(FOLDER / run_name / tag, FOLDER / run_name / f"{tag}_universal")
         resume = ("--resume", "--universal_checkpoint", "--checkpoint_tag", f"{tag}_universal")
     return run_name
 

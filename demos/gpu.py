@@ -100,7 +100,7 @@ def name_of(flags, where):
 
 def case(lab, ranks, flags):
     """{column: difference} of one way to train."""
-    from ds_to_universal import convert
+    from universal import convert
 
     gpu, cpu, found = name_of(flags, "gpu"), name_of(flags, "cpu"), {}
     alike, apart = ROUNDING[flags.split()[1]]

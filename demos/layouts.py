@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import curves  # noqa: E402
-import ds_to_universal  # noqa: E402
 import plot  # noqa: E402
+import universal  # noqa: E402
 from harness.ranks import compare, run  # noqa: E402
 
 COMMON = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 160 --checkpoint_interval 60".split()
@@ -83,7 +83,7 @@ def play(script, stage, layout, others):
     train(script, stage, layout, name, folder)
     found = {(script, "scratch", here): largest(ONE, name)}
     tag = folder / "global_step60_universal"
-    ds_to_universal.convert(folder / "global_step60", tag)
+    universal.convert(folder / "global_step60", tag)
     for other in others:
         there = name_of(script, other)
         resumed = f"{name} to {there}"

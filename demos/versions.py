@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import ds_to_universal  # noqa: E402
+import universal  # noqa: E402
 
 HERE, NEW = ROOT / ".venv-versions", version_of("deepspeed")
 OLD = ("0.16.4", "0.16.9", "0.17.6", "0.18.4", "0.18.9", "0.19.0", "0.19.3")
@@ -100,7 +100,7 @@ def job(row, stage, ranks, folder=None, **more):
 def convert(source, output, old):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the flag, which is left out on purpose
-        ds_to_universal.convert(source, output, zero3_before_0_19_3=old)
+        universal.convert(source, output, zero3_before_0_19_3=old)
 
 
 def measure(version, work):

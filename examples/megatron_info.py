@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import ds_to_universal as ds
+from universal import torch_file
 
 ROW = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
 
@@ -62,7 +62,7 @@ def main(folder):
     files = sorted(Path(folder).glob("*mp_rank_*_model_states.pt"))
     if not files:
         sys.exit(f"megatron_info.py: {folder} holds no *mp_rank_*_model_states.pt")
-    states = {path: ds.load(path)[0] for path in files}
+    states = {path: torch_file.load(path)[0] for path in files}
     first = next(path for path in files if "mp_rank_00" in path.name)
     if "universal_checkpoint_info" not in states[first]:
         sys.exit(f"megatron_info.py: {first} has no universal_checkpoint_info")
@@ -71,7 +71,7 @@ def main(folder):
     added = complete(states[first]["universal_checkpoint_info"], states[first]["args"].state, names)
     if added:
         with tempfile.TemporaryDirectory(dir=folder) as beside:
-            ds.write_pt(Path(beside, first.name), *ds.pickled(states[first]), ds.Reader())
+            torch_file.write_pt(Path(beside, first.name), *torch_file.pickled(states[first]), torch_file.Reader())
             os.replace(Path(beside, first.name), first)
     print("\n".join(dict.fromkeys(added)) or "nothing is missing")
 

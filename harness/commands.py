@@ -60,7 +60,7 @@ def start(work, name, kind, ranks, ours=True, batch="auto", steps=None, **machin
     """(node, lines) of the client's command. steps: accumulation steps, those that keep the batch if not given."""
     client, trains, stage, deepspeed = kind
     commands, packages = install(client)
-    path = [ROOT / "start"] if ours else []
+    path = [ROOT / "universal" / "start"] if ours else []
     path.append(ROOT / "harness" / "on_cpu")
     if deepspeed != NEW:
         path.append(versions.install(deepspeed))

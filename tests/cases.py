@@ -19,8 +19,8 @@ from damage import Net, held, make, train
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-import mirror
 import universal
+from universal import loader, mirror
 
 CASES, HERE = {}, Path(".")
 
@@ -92,7 +92,7 @@ def weights_alone(stage, saving):
         assert not any(state.get("exp_avg", torch.zeros(1)).any() for state in states)
         if stage == 3 and dist.get_world_size() == 2:  # what DeepSpeed makes of it: nothing, or `latest`
             engine = make(stage, seed=5)
-            universal.deepspeed_load(engine, ".", "t", **options)
+            loader.deepspeed_load(engine, ".", "t", **options)
             assert {"a.weight", "b.weight"} <= {*wrong(engine, states=False)}
 
 
@@ -295,7 +295,7 @@ def peculiar_optimizer(stage, saving):
         engine = trained(stage, **make_it)
         (HERE / f"sums.{dist.get_rank()}").write_text(repr(sums(engine)))
         try:
-            universal.converter.convert("t", f"u{dist.get_rank()}")
+            universal.convert("t", f"u{dist.get_rank()}")
         except universal.CheckpointError as error:
             assert "decay, k, looks of the optimizer" in str(error), error
             return
@@ -597,7 +597,7 @@ def converted_without_a_state(stage, saving):
         if dist.get_rank() == 0:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                universal.converter.convert("t", "u", strict=False)
+                universal.convert("t", "u", strict=False)
         dist.barrier()
         weights = held_before(engine)
         if dist.get_rank() == 0:

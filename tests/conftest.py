@@ -19,7 +19,7 @@ import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal as deepspeed_converter
 
-import ds_to_universal
+import universal
 from benchmarks.convert import lay_out
 
 
@@ -35,17 +35,17 @@ def fp16_is(supported):
 
 
 def edited(*edits):
-    """A patch for run(): universal.py with some of its code replaced, (pattern, replacement)."""
+    """A patch for run(): universal/loader.py with some of its code replaced, (pattern, replacement)."""
 
     def patch():
-        source = (ROOT / "universal.py").read_text()
+        source = (ROOT / "universal" / "loader.py").read_text()
         for pattern, replacement in edits:
             source, count = re.subn(pattern, replacement, source)
-            assert count, f"{pattern} is not in universal.py"
-        module = types.ModuleType("universal")
-        module.__file__ = str(ROOT / "universal.py")
-        sys.modules["universal"] = module
-        exec(compile(source, "edited universal.py", "exec"), module.__dict__)
+            assert count, f"{pattern} is not in loader.py"
+        module = types.ModuleType("universal.loader")
+        module.__file__ = str(ROOT / "universal" / "loader.py")
+        sys.modules["universal.loader"] = module
+        exec(compile(source, "edited loader.py", "exec"), module.__dict__)
 
     return patch
 
@@ -122,7 +122,7 @@ def assert_equal_to_deepspeed(source, folder):
     files of every parameter, and no others."""
     theirs, ours = folder / "theirs", folder / "ours"
     convert_with_deepspeed(source, theirs)
-    ds_to_universal.convert(source, ours, check=True)
+    universal.convert(source, ours, check=True)
     models = [load(path) for path in sorted(ours.glob("mp_rank_*_model_states.pt"))]
     tied = {name for model in models for name in model["shared_params"]}
     kept = {name: tensor for model in models for name, tensor in (model["module"] or {}).items()}

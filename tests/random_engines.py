@@ -23,7 +23,6 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-import ds_to_universal
 import universal
 
 OPTIMIZERS = {
@@ -210,7 +209,7 @@ def save(job):
     if dist.get_rank() == 0:
         torch.save(truth, "truth.pt")
         if job["universal"]:
-            ds_to_universal.convert(job["tag"], "universal")
+            universal.convert(job["tag"], "universal")
     dist.barrier()
 
 

@@ -211,7 +211,7 @@ def test_trainer_without_frozen_parameters(work, trained):
         import universal
 
         other_weights()
-        universal.keep = lambda *_: None
+        universal.loader.keep = lambda *_: None
 
     assert go_on(work, trained("hf_trainer.py", *flags), 2, "hf_trainer.py", *flags, patch=forgotten).difference > SEEN
 

@@ -12,7 +12,9 @@ import pytest
 from conftest import ROOT, assert_equal_to_deepspeed, edit, frozen_and_buffer, load, same_bits
 
 import ds_to_universal
+import universal
 from harness.ranks import run
+from universal.checkpoint import describe
 
 MODEL = "mp_rank_00_model_states.pt"
 # Parameters that divide among no number of ranks, and some smaller than it.
@@ -48,7 +50,7 @@ def test_bit_equal_to_deepspeed(tmp_path, stage, dtype, ranks, variant):
 def test_stores_no_shard(tmp_path):
     """The global state has no tensor but the step, so no rank reads another one's shard again."""
     run(tmp_path, 2, "train.py", *COMMON, "--zero_stage", 3, "--checkpoint_dir", "c")
-    ds_to_universal.convert(tmp_path / "c" / "global_step3", tmp_path / "c" / "u")
+    universal.convert(tmp_path / "c" / "global_step3", tmp_path / "c" / "u")
     folder = tmp_path / "c" / "u"
     assert (folder / "zero" / "optimizer_state.pt").stat().st_size < 10_000
     shapes = load(folder / "mp_rank_00_model_states.pt")["param_shapes"]
@@ -67,7 +69,7 @@ def checkpoint(work):
 @pytest.mark.parametrize("name", ["a[b]", "run+1", "with space", "trailing/"])
 def test_any_folder_name(tmp_path, checkpoint, name):
     """No character in a path means anything, and a trailing slash changes nothing."""
-    ds_to_universal.convert(f"{checkpoint}/", f"{tmp_path}/{name}")
+    universal.convert(f"{checkpoint}/", f"{tmp_path}/{name}")
     name = name.strip("/")
     assert (tmp_path / "latest_universal").read_text() == name
     assert len(list((tmp_path / name / "zero").rglob("exp_avg.pt"))) == 28
@@ -77,21 +79,21 @@ def test_any_folder_name(tmp_path, checkpoint, name):
 def test_replaces_a_universal_checkpoint_and_nothing_else(tmp_path, checkpoint):
     """A second conversion replaces the first whole; another folder is left as it is, the source too."""
     output = tmp_path / "u"
-    ds_to_universal.convert(checkpoint, output)
+    universal.convert(checkpoint, output)
     (output / "zero" / "left over").mkdir()
-    ds_to_universal.convert(checkpoint, output)
+    universal.convert(checkpoint, output)
     assert not (output / "zero" / "left over").exists()
     before = sorted(path.name for path in checkpoint.iterdir())
     for taken in (checkpoint, tmp_path, "/"):
-        with pytest.raises(ds_to_universal.CheckpointError, match="is not a universal checkpoint"):
-            ds_to_universal.convert(checkpoint, taken)
+        with pytest.raises(universal.CheckpointError, match="is not a universal checkpoint"):
+            universal.convert(checkpoint, taken)
     assert sorted(path.name for path in checkpoint.iterdir()) == before
 
 
 def test_latest_universal_is_a_folder(tmp_path, checkpoint):
     (tmp_path / "latest_universal").mkdir()
-    with pytest.raises(ds_to_universal.CheckpointError, match="latest_universal is a folder"):
-        ds_to_universal.convert(checkpoint, tmp_path / "u")
+    with pytest.raises(universal.CheckpointError, match="latest_universal is a folder"):
+        universal.convert(checkpoint, tmp_path / "u")
     assert [path.name for path in tmp_path.iterdir()] == ["latest_universal"]
 
 
@@ -108,8 +110,8 @@ def test_broken_source(tmp_path, checkpoint, damage):
             path.unlink()
         else:
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2 if damage == "truncated" else 0])
-        with pytest.raises(ds_to_universal.CheckpointError) as error:
-            ds_to_universal.convert(source, tmp_path / "u")
+        with pytest.raises(universal.CheckpointError) as error:
+            universal.convert(source, tmp_path / "u")
         assert victim.name in str(error.value) and "\n" not in str(error.value)
         for path in source.iterdir():
             path.unlink()
@@ -153,7 +155,7 @@ class TestZero3Before0193:
 
     @pytest.mark.parametrize("stage", [1, 3])
     def test_writes_the_tensors_themselves(self, stage, tmp_path, laid_out):
-        ds_to_universal.convert(laid_out(stage), tmp_path / "u")
+        universal.convert(laid_out(stage), tmp_path / "u")
         command = [sys.executable, ROOT / "ds_to_universal.py", "--input_folder", laid_out(stage)]
         command += ["--output_folder", tmp_path / "bare", "--zero3_before_0_19_3", "--verify"]
         subprocess.run(command, check=True, timeout=60)
@@ -163,7 +165,7 @@ class TestZero3Before0193:
         assert len(states) == 3 * 3
         for path in states:
             assert same_bits(bare[path], usual[path]["param"])
-        described = ds_to_universal.describe(tmp_path / "bare")
+        described = describe(tmp_path / "bare")
         assert {name: p.shape for name, p in described.parameters.items()} == {"a": (5, 3), "b": (7,), "c": (4,)}
 
     @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ class TestZero3Before0193:
         source = checkpoint_with(stage, version)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            ds_to_universal.convert(source, tmp_path / "u", zero3_before_0_19_3=named)
+            universal.convert(source, tmp_path / "u", zero3_before_0_19_3=named)
         texts = [str(one.message) for one in caught if "--zero3_before_0_19_3" in str(one.message)]
         assert len(texts) == warns and all(f"DeepSpeed {version}," in text for text in texts)
 

@@ -81,8 +81,9 @@ if __name__ == "__main__":
 
 from conftest import content, load, same_bits  # noqa: E402
 
-from ds_to_universal import convert, describe  # noqa: E402
 from harness.ranks import run  # noqa: E402
+from universal import convert  # noqa: E402
+from universal.checkpoint import describe  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 from conftest import edit
 
-from ds_to_universal import CheckpointError, convert
+from universal import CheckpointError, convert
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -32,7 +32,7 @@ import torch
 from conftest import ROOT, command, convert_with_deepspeed, edit, load, states
 
 import ds_to_universal
-from ds_to_universal import CheckpointError, convert
+from universal import CheckpointError, checkpoint, convert, torch_file
 
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -132,10 +132,10 @@ def test_frozen_parameter_that_is_a_view(checkpoint, stage):
 
 def rewritten(path, change):
     """The file with change(content) made, where torch.save could not write the result."""
-    content, _ = ds_to_universal.load(path)
+    content, _ = torch_file.load(path)
     change(content)
     with tempfile.TemporaryDirectory() as folder:
-        ds_to_universal.write_pt(Path(folder, path.name), *ds_to_universal.pickled(content), ds_to_universal.Reader())
+        torch_file.write_pt(Path(folder, path.name), *torch_file.pickled(content), torch_file.Reader())
         shutil.move(Path(folder, path.name), path)
 
 
@@ -280,7 +280,7 @@ def test_scalars_that_differ_by_rank(checkpoint, stage):
             state |= {"date": datetime.date(2026, 1, 2), "seconds": datetime.timedelta(random.random())}
 
     source = checkpoint(stage, shard=add)
-    uneven = ds_to_universal.describe(source).uneven
+    uneven = checkpoint.describe(source).uneven
     assert uneven.keys() == {(group, key) for group in (0, 1) for key in ("scale", "best", "seconds")}
     assert set(uneven.values()) == {"differs between ranks 0 and 1"}
     refused(source, "best, date, same, scale, seconds", "--no_strict")
@@ -326,16 +326,16 @@ def test_no_file_reaches_another(checkpoint, monkeypatch, name, state):
     path, attribute = source.parent / "x.pt", b"X\x0a\0\0\0__module__X\x07\0\0\0planted"
     pickle_file(path, b"\x80\x02c" + name.replace(" ", "\n").encode() + b"\n" + state % attribute + b"b.")
     with contextlib.suppress(CheckpointError):
-        ds_to_universal.pickled(ds_to_universal.load(path)[0])
+        torch_file.pickled(torch_file.load(path)[0])
     assert "planted" not in sys.modules and not (source.parent / "ran").exists()
     assert repr(converted(source)) == repr(wanted)
 
 
 def test_only_names_are_written():
     """What is neither a name nor a plain value is not looked up: it is refused."""
-    for thing in (os.system, math.floor, Path, ds_to_universal.load):
+    for thing in (os.system, math.floor, Path, torch_file.load):
         with pytest.raises(CheckpointError):
-            ds_to_universal.pickled({"x": thing})
+            torch_file.pickled({"x": thing})
 
 
 # -----------------------------------------------------------------------------
@@ -617,10 +617,10 @@ def test_relative_path(checkpoint, monkeypatch):
     monkeypatch.chdir(source)
     Path(MODEL).write_bytes(b"x")
     with pytest.raises(CheckpointError, match=f"^{MODEL} is damaged"):
-        ds_to_universal.load(MODEL)
+        torch_file.load(MODEL)
     os.rename(min(source.glob("*_optim_*")), "other.pt")
     with pytest.raises(CheckpointError, match=r"^other\.pt: it was written as bf16_.*, and renamed"):
-        ds_to_universal.load("other.pt")
+        torch_file.load("other.pt")
 
 
 def test_what_is_no_file(checkpoint):
@@ -736,7 +736,7 @@ def test_files_are_what_torch_writes(checkpoint, stage):
             assert all(info.extract_version == 45 and not info.flag_bits & 8 for info in archive.infolist())
         if path.name.startswith("zero_pp"):  # a second name of one that is looked at
             continue
-        assert all(record.offset % 64 == 0 for record in ds_to_universal.PtFile(path).records.values())
+        assert all(record.offset % 64 == 0 for record in torch_file.PtFile(path).records.values())
         if path.parent.parent.name == "zero":
             plain = load(path)
             for options in ({"weights_only": True}, {"weights_only": True, "mmap": True}):
@@ -755,9 +755,9 @@ def test_beyond_4_gigabytes(tmp_path):
             file.write(bytes(size & 0xFFFFFF))
         archive.writestr("big/data/1", b"behind")
     try:
-        records = ds_to_universal.PtFile(path).records
+        records = torch_file.PtFile(path).records
         assert records["data/0"].nbytes == size and records["data/1"].offset > size
-        assert ds_to_universal.Reader().read(records["data/1"], 0, 6) == b"behind"
+        assert torch_file.Reader().read(records["data/1"], 0, 6) == b"behind"
     finally:
         path.unlink()
 
@@ -771,8 +771,8 @@ def test_a_folder_that_took_the_place_of_a_converted_one(tmp_path):
     made.parent.mkdir(parents=True)
     time.sleep(0.05)
     made.touch()
-    assert ds_to_universal.is_newer(tmp_path / "t_universal", tmp_path / "t")
+    assert checkpoint.is_newer(tmp_path / "t_universal", tmp_path / "t")
     time.sleep(0.05)
     (tmp_path / "t").rename(tmp_path / "gone")
     (tmp_path / "other").rename(tmp_path / "t")
-    assert not ds_to_universal.is_newer(tmp_path / "t_universal", tmp_path / "t")
+    assert not checkpoint.is_newer(tmp_path / "t_universal", tmp_path / "t")

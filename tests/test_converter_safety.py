@@ -28,10 +28,9 @@ import torch
 from conftest import command, content, frozen_and_buffer, load
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-import ds_to_universal
 from benchmarks.convert import gpt_groups, lay_out
-from ds_to_universal import CheckpointError, convert
 from harness.ranks import run
+from universal import CheckpointError, checkpoint, convert
 
 SMALL = ("--n_embd", 16, "--n_head", 2, "--n_layer", 1, "--seq_len", 14, "--steps", 4, "--checkpoint_interval", 2)
 SMALL = (*SMALL, "--train_batch_size", 12, "--train_micro_batch_size_per_gpu", 1)
@@ -335,8 +334,8 @@ def test_members_of_enums(tmp_path, saved):
     def by_getattr(shard):
         shard["optimizer_state_dict"]["zero_stage"] = Call(getattr, ZeroStageEnum, "gradients")
 
-    described = ds_to_universal.describe(edited(tmp_path / "w", saved.early, "*_optim_*", by_getattr))
-    assert described.stage == 2 and ds_to_universal.describe(saved.early).stage == 1
+    described = checkpoint.describe(edited(tmp_path / "w", saved.early, "*_optim_*", by_getattr))
+    assert described.stage == 2 and checkpoint.describe(saved.early).stage == 1
 
 
 @stage1
@@ -735,7 +734,7 @@ def test_process_of_another_user(tmp_path, monkeypatch, saved):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     convert(saved.early, tmp_path / "u")
-    for name in (f".u.unfinished.{ds_to_universal.os.uname().nodename}.1.0", ".u.unfinished"):
+    for name in (f".u.unfinished.{os.uname().nodename}.1.0", ".u.unfinished"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(os, "kill", fails)
     convert(saved.late, tmp_path / "u")

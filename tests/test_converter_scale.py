@@ -15,7 +15,9 @@ import torch
 from conftest import ROOT, command, content, edit, scramble
 
 from benchmarks.convert import lay_out
-from ds_to_universal import CheckpointError, Joined, Slices, convert, cut_along, describe, pickled
+from universal import CheckpointError, convert
+from universal.checkpoint import describe
+from universal.torch_file import Joined, Slices, cut_along, pickled
 
 RANKS, SHAPES = 48, [OrderedDict((f"layer{i}.weight", torch.Size((7, 11 + i))) for i in range(40))]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-import ds_to_universal
+import universal
 from harness.ranks import run
 
 # Two groups that do not divide by 4, parameters that do not, and some smaller than the number of ranks.
@@ -39,7 +39,7 @@ def assert_equal(ours, theirs, where):
 def compare_with_the_real_one(folder, stage, lines, monkeypatch):
     run(folder, 4, "train.py", *OPTIONS, "--zero_stage", stage)
     source = folder / "c" / "global_step3"
-    ds_to_universal.convert(source, folder / "real")
+    universal.convert(source, folder / "real")
     monkeypatch.setattr(sys, "argv", ["forty_lines.py", str(source)])
     exec(compile(lines, "forty_lines.py", "exec"), {"__name__": "__main__"})
     ours, real = source.with_name("global_step3_universal"), folder / "real"

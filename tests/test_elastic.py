@@ -15,10 +15,10 @@ import torch
 from conftest import ROOT
 
 import data
-import elastic
 import saving
 from demos import machines
 from harness.ranks import compare, launch, run
+from universal import elastic
 
 COMMON = ("--n_embd", 32, "--seq_len", 16, "--train_batch_size", 24, "--train_micro_batch_size_per_gpu", 6, "--exact")
 COMMON = (*COMMON, "--steps", 12, "--warmup_steps", 4, "--checkpoint_interval", 4)

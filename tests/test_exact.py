@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import ds_to_universal
-import exact
+import universal
 from harness.ranks import compare, launch, run
+from universal import exact
 
 SHAPE = ("--n_layer", 1, "--n_head", 2, "--n_embd", 36, "--seq_len", 16)
 COMMON = (*SHAPE, "--train_batch_size", 24, "--train_micro_batch_size_per_gpu", 3, "--steps", 8, "--warmup_steps", 3)
@@ -34,7 +34,7 @@ def test_chain(work, one_rank, stage):
         resume = ("--resume", "--universal_checkpoint") if done else ()
         run(work, ranks, "train.py", *common, *resume)
         tag = f"global_step{done + 2}"
-        ds_to_universal.convert(folder / tag, folder / f"{tag}_universal")
+        universal.convert(folder / tag, folder / f"{tag}_universal")
     assert len(compare(work, "exact_1", name)) == 8
     assert differences(work, "exact_1", name) == {0.0}
 
@@ -144,7 +144,7 @@ def test_a_grid_that_is_too_fine_is_seen(monkeypatch):
 SCRIPT = """
 import sys
 import deepspeed, torch
-import exact
+from universal import exact
 stage, linear, dtype = int(sys.argv[1]), sys.argv[2] == "True", sys.argv[3]
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 net = torch.nn.Linear(8, 8, bias=False)

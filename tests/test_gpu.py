@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-import ds_to_universal
 import launch
+import universal
 from demos.gpu import Lab
 from harness.processes import Failed, run
 from harness.ranks import compare
@@ -29,7 +29,7 @@ def on_a_gpu():
 def saved(work):
     common = (*COMMON, "--zero_stage", 2, "--checkpoint_dir", "c")
     forked(work, 2, "train.py", *common, "--run_name", "base", "--checkpoint_interval", 3, patch=on_a_gpu)
-    ds_to_universal.convert(work / "c" / "global_step3", work / "c" / "global_step3_universal")
+    universal.convert(work / "c" / "global_step3", work / "c" / "global_step3_universal")
     assert b"cuda:0" in (work / "c" / "global_step3" / "mp_rank_00_model_states.pt").read_bytes()
     return common
 

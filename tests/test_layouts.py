@@ -9,7 +9,7 @@ import torch
 from conftest import assert_equal_to_deepspeed, fp16_is
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import ds_to_universal
+import universal
 from harness.ranks import compare, launch, read_log, run
 
 SHAPE = ("--n_layer", 2, "--n_head", 4, "--n_embd", 32, "--seq_len", 16, "--eval_interval", 2)
@@ -32,7 +32,7 @@ def start(work, name, script, *layout):
     """A run that saves, and the universal checkpoint of its step 2. script: train or train_3d of this file. Returns its
     output."""
     out = script(work, *layout, name, "--checkpoint_dir", name)
-    ds_to_universal.convert(work / name / "global_step2", work / name / "global_step2_universal", check=True)
+    universal.convert(work / name / "global_step2", work / name / "global_step2_universal", check=True)
     return out
 
 
@@ -163,7 +163,7 @@ def test_more_stages(work):
     for name, layout, resume in (("stages", (1, 3, 1), ()), ("stages_to_1", (1, 1, 1), RESUME)):
         train_3d(work, *layout, name, "--n_layer", 3, "--checkpoint_dir", "stages", *resume)
         if not resume:
-            ds_to_universal.convert(work / "stages" / "global_step2", work / "stages" / "global_step2_universal")
+            universal.convert(work / "stages" / "global_step2", work / "stages" / "global_step2_universal")
     assert largest(work, "stages", "stages_to_1") <= 1e-5
 
 
@@ -181,8 +181,8 @@ def test_a_stage_without_a_parameter_group(work, pipeline, tmp_path):
                 del state["param_slice_mappings"][1], state["base_optimizer_state"]["param_groups"][1]
                 state = {"optimizer_state_dict": state}
             torch.save(state, path)
-    with pytest.raises(ds_to_universal.CheckpointError, match="a pipeline stage lacks a parameter group"):
-        ds_to_universal.convert(tmp_path / "c", tmp_path / "u")
+    with pytest.raises(universal.CheckpointError, match="a pipeline stage lacks a parameter group"):
+        universal.convert(tmp_path / "c", tmp_path / "u")
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_pipeline_dtype(work, dtype):
     for name, layout, resume in (("bf", (2, 2, 1), ()), ("bf_same", (2, 2, 1), RESUME), ("bf_1", (1, 1, 1), RESUME)):
         train_3d(work, *layout, name, "--dtype", dtype, "--checkpoint_dir", "bf", *resume)
         if not resume:
-            ds_to_universal.convert(work / "bf" / "global_step2", work / "bf" / "global_step2_universal")
+            universal.convert(work / "bf" / "global_step2", work / "bf" / "global_step2_universal")
     assert largest(work, "bf", "bf_same") == 0.0
     assert 0 < max(compare(work, "bf", "bf_1").values()) <= 1e-2
 
@@ -209,7 +209,7 @@ def test_weights_cut_in_another_way_are_seen(work, pipeline, tmp_path):
         state = torch.load(path, weights_only=False)
         state["universal_checkpoint_info"]["parameter_with_row_parallelism_patterns"] = []
         torch.save(state, path)
-    ds_to_universal.convert(tmp_path / "c" / "global_step2", tmp_path / "c" / "global_step2_universal")
+    universal.convert(tmp_path / "c" / "global_step2", tmp_path / "c" / "global_step2_universal")
     options = ("--tensor_parallel", 1, "--pipeline_parallel", 1, "--run_name", "wrong", *RESUME)
     run(work, 1, "train_3d.py", *COMMON, *options, "--checkpoint_dir", tmp_path / "c")
     assert max(compare(work, "three", "wrong").values()) > 1e-2

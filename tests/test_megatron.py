@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-import ds_to_universal as ds
+import universal
+from universal import torch_file
 
 # its archive in tests/data, the files with the weights of each rank, in which dicts, and the first layer's name there
 CHECKPOINTS = [
@@ -28,7 +29,7 @@ def checkpoint(request, tmp_path):
         archive.extractall(tmp_path)  # of this repository
     folder, ranks = tmp_path / "global_step2", []
     for rank in range(2):
-        held, _ = ds.load(folder / files.format(rank))  # without Megatron, which torch.load() would import
+        held, _ = torch_file.load(folder / files.format(rank))  # without Megatron, which torch.load() would import
         for key in ("module", *inside) if inside else ():
             held = held[key]
         data = {key.removeprefix(layer): (t.size, bytes_of(t)) for key, t in held.items()}
@@ -37,16 +38,16 @@ def checkpoint(request, tmp_path):
 
 
 def bytes_of(tensor):
-    return bytearray(b"".join(bytes(chunk) for chunk, _ in ds.Slices.of(tensor).chunks(ds.Reader())))
+    return bytearray(b"".join(bytes(chunk) for chunk, _ in torch_file.Slices.of(tensor).chunks(torch_file.Reader())))
 
 
 def edit(folder, **changes):
     """Change the checkpoint's universal_checkpoint_info."""
     path = folder / "mp_rank_00_model_states.pt"
-    content, _ = ds.load(path)
+    content, _ = torch_file.load(path)
     content["universal_checkpoint_info"] |= changes
     (folder / "new").mkdir()
-    ds.write_pt(folder / "new" / path.name, *ds.pickled(content), ds.Reader())
+    torch_file.write_pt(folder / "new" / path.name, *torch_file.pickled(content), torch_file.Reader())
     os.replace(folder / "new" / path.name, path)
     (folder / "new").rmdir()
 
@@ -58,7 +59,7 @@ def add(folder):
 
 
 def convert(folder, output):
-    ds.convert(folder, folder.parent / output)  # Megatron's own classes are known
+    universal.convert(folder, folder.parent / output)  # Megatron's own classes are known
     return lambda name: torch.load(folder.parent / output / "zero" / name / "fp32.pt", weights_only=False)
 
 
@@ -94,10 +95,10 @@ def test_rest_of_the_file_stays(checkpoint):
     path = folder / "mp_rank_00_model_states.pt"
 
     def content():
-        state, _ = ds.load(path)
+        state, _ = torch_file.load(path)
         info = state.pop("universal_checkpoint_info")
-        data, tensors = ds.pickled(state)
-        return info, data, [ds.Reader().read(record, 0, record.nbytes) for record in tensors]
+        data, tensors = torch_file.pickled(state)
+        return info, data, [torch_file.Reader().read(record, 0, record.nbytes) for record in tensors]
 
     (info, *before), others = content(), {p: p.read_bytes() for p in folder.iterdir() if p != path}
     add(folder)
@@ -123,7 +124,7 @@ def test_padding_of_the_vocabulary(checkpoint):
     """Rows beyond the vocabulary are trained, too; with the vocabulary taken for 250 of the 256, they are kept."""
     folder, _, _ = checkpoint
     edit(folder, original_vocab_size=250)
-    name = next(iter(ds.load(folder / "mp_rank_00_model_states.pt")[0]["param_shapes"][0]))
+    name = next(iter(torch_file.load(folder / "mp_rank_00_model_states.pt")[0]["param_shapes"][0]))
     lost = convert(folder, "as_it_is")(name)["param"]
     assert "original_vocab_size: 256, was 250" in add(folder)
     kept = convert(folder, "completed")(name)["param"]

@@ -86,7 +86,7 @@ def stops(rank, step, name="data.global_batch", what=signal.SIGKILL):
 
     def then():
         import data
-        import mirror
+        from universal import mirror
 
         place = {"data": data, "mirror": mirror, "Mirror": mirror.Mirror}[name.split(".")[0]]
         function, draw, now = getattr(place, name.split(".")[1]), data.global_batch, [0]
@@ -333,7 +333,7 @@ def killed_in_between(rank, seconds):
     """A patch: that rank is killed so many seconds after it has gathered, wherever it is then."""
 
     def patch():
-        import mirror
+        from universal import mirror
 
         gather, own = mirror.Mirror.gather, os.environ["RANK"]
         os.environ |= {"MIRROR_FOLDER": str(Path(f"machine{own}").resolve()), "LOCAL_RANK": "0"}

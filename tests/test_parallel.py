@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, assert_equal_to_deepspeed, content, load
 
-import ds_to_universal
+import universal
 from harness.ranks import PORT, run
 
 AUTOTP = [(1, 4, 2), (2, 4, 4), (3, 3, 3)]  # stage, ranks, tensor-parallel ranks; the cross product is slow
@@ -77,8 +77,8 @@ def test_wrong_description(pipeline, tmp_path, changes, words):
     source = with_info(pipeline, tmp_path / "c", **changes)
     if "parameter_with_sub_params" not in changes and "up" in str(changes):
         source = with_info(source, tmp_path / "d", parameter_with_sub_params=[])
-    with pytest.raises(ds_to_universal.CheckpointError, match=words):
-        ds_to_universal.convert(source, tmp_path / "u")
+    with pytest.raises(universal.CheckpointError, match=words):
+        universal.convert(source, tmp_path / "u")
     assert not (tmp_path / "u").exists()
 
 
@@ -87,10 +87,8 @@ def test_no_description(pipeline, tmp_path):
     shutil.copytree(pipeline, source)
     for path in source.glob("mp_rank_*_model_states.pt"):
         torch.save({k: v for k, v in load(path).items() if k != "universal_checkpoint_info"}, path)
-    with pytest.raises(
-        ds_to_universal.CheckpointError, match="2 tensor-parallel ranks and no universal_checkpoint_info"
-    ):
-        ds_to_universal.convert(source, tmp_path / "u")
+    with pytest.raises(universal.CheckpointError, match="2 tensor-parallel ranks and no universal_checkpoint_info"):
+        universal.convert(source, tmp_path / "u")
 
 
 # -----------------------------------------------------------------------------
@@ -111,7 +109,7 @@ SLOW = [pytest.param(*more, marks=pytest.mark.slow) for more in [("torchrun", 4)
 @pytest.mark.parametrize(("launcher", "ranks"), [("torchrun", 2), ("srun", 2), *SLOW], ids=str)
 def test_processes_share_the_work(pipeline, tmp_path, launcher, ranks):
     """The result is the one of a single process, byte by byte, and each process has written a part of it."""
-    ds_to_universal.convert(pipeline, tmp_path / "one")
+    universal.convert(pipeline, tmp_path / "one")
     spy = tmp_path / "spy.py"  # the converter, and a line for every file that a rank writes
     spy.write_text(
         f"""import os, sys; sys.path.insert(0, {str(ROOT)!r}); import ds_to_universal
@@ -163,7 +161,7 @@ ds_to_universal.main()"""
     assert [process.returncode for process in processes] == [2, -signal.SIGKILL]
     assert "ds_to_universal.py: error: another process of this conversion is gone: nothing is published" in errors[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dies.py"]
-    ds_to_universal.convert(pipeline, tmp_path / "u")
+    universal.convert(pipeline, tmp_path / "u")
 
 
 def test_processes_fail_together(tmp_path):

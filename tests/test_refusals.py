@@ -7,10 +7,9 @@ import pytest
 import torch
 from conftest import fp16_is
 
-import ds_to_universal
-import elastic
-import exact
+import universal
 from harness.ranks import launch, run
+from universal import elastic, exact
 
 COMMON = (
     "--n_embd",
@@ -33,7 +32,7 @@ def trained(work):
     folder = work / "refusals"
     folder.mkdir()
     run(folder, 2, "train.py", *COMMON, "--checkpoint_dir", "c", "--checkpoint_interval", 3)
-    ds_to_universal.convert(folder / "c" / "global_step3", folder / "c" / "global_step3_universal")
+    universal.convert(folder / "c" / "global_step3", folder / "c" / "global_step3_universal")
     (folder / "short.txt").write_text("too short to cut a tenth off it")
     (folder / "other.txt").write_text("another text. " * 1000)
     return folder

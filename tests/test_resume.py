@@ -10,8 +10,8 @@ import torch
 from conftest import fp16_is
 
 import data
-import ds_to_universal
 import model
+import universal
 from harness.ranks import compare, read_log, run
 
 SHAPE = ("--n_embd", 32, "--seq_len", 16, "--warmup_steps", 20)
@@ -41,7 +41,7 @@ def baseline(request, work):
     common = options(stage, dtype, name, steps=steps)
     run(work, 4, "train.py", *common, "--run_name", name, "--checkpoint_interval", steps // 2)
     tag = work / name / f"global_step{steps // 2}"
-    ds_to_universal.convert(tag, tag.with_name(f"{tag.name}_universal"))
+    universal.convert(tag, tag.with_name(f"{tag.name}_universal"))
     return name, common, steps
 
 
@@ -86,7 +86,7 @@ def from_another(work, name, before, after, saving, going):
     """Save on `before` ranks, go on on `after`; other steps than those would do. Returns the differences."""
     if not (work / name).exists():
         run(work, before, "train.py", *saving, "--run_name", name, "--checkpoint_interval", 4)
-        ds_to_universal.convert(work / name / "global_step4", work / name / "global_step4_universal")
+        universal.convert(work / name / "global_step4", work / name / "global_step4_universal")
     resumed = f"{name}_to_{after}_{going[going.index('--zero_stage') + 1]}"
     tag = ("--checkpoint_tag", "global_step4_universal")
     run(work, after, "train.py", *going, *UNIVERSAL, *tag, "--run_name", resumed)
@@ -115,7 +115,7 @@ def test_offload(work, stage):
     name = f"offload{stage}"
     common = (*options(stage, "fp32", name, steps=8), "--offload")
     run(work, 4, "train.py", *common, "--run_name", name, "--checkpoint_interval", 4)
-    ds_to_universal.convert(work / name / "global_step4", work / name / "global_step4_universal")
+    universal.convert(work / name / "global_step4", work / name / "global_step4_universal")
     for ranks, limit in ((4, 0.0), (2, 1e-5)):
         run(work, ranks, "train.py", *common, *UNIVERSAL, "--run_name", f"{name}_uc{ranks}")
         assert max(compare(work, name, f"{name}_uc{ranks}").values()) <= limit
@@ -136,7 +136,7 @@ def test_fp16_loss_scale(work, stage):
     name = f"fp16_{stage}"
     common = options(stage, "fp16", name, steps=30)
     run(work, 4, "train.py", *common, "--run_name", name, "--checkpoint_interval", 20, patch=fp16_on_cpu)
-    ds_to_universal.convert(work / name / "global_step20", work / name / "global_step20_universal")
+    universal.convert(work / name / "global_step20", work / name / "global_step20_universal")
     out = run(work, 4, "train.py", *common, *UNIVERSAL, "--run_name", f"{name}_uc", patch=fp16_on_cpu)
     scales = read_log(work, name, "loss_scale")["loss_scale"]
     assert f"loss scale {scales[20]:g}" in out and scales[20] < 2**24 and "optimizer at step 20" not in out
@@ -208,7 +208,7 @@ def test_data_differ_at_every_step():
 def short(work):
     common = options(1, "fp32", "short", steps=20)
     run(work, 4, "train.py", *common, "--run_name", "short", "--checkpoint_interval", 12)
-    ds_to_universal.convert(work / "short" / "global_step12", work / "short" / "global_step12_universal")
+    universal.convert(work / "short" / "global_step12", work / "short" / "global_step12_universal")
     run(work, 2, "train.py", *common, *UNIVERSAL, "--run_name", "short_right")
     assert max(compare(work, "short", "short_right").values()) <= 1e-5
     return common

@@ -17,11 +17,10 @@ import torch
 from conftest import ROOT, SHAPES, convert_with_deepspeed, load, same_bits
 from zoo import SAVED
 
-import ds_to_universal
 from benchmarks.convert import lay_out
-from ds_to_safetensors import export
-from ds_to_universal import CheckpointError, convert
 from harness.ranks import run
+from universal import CheckpointError, convert, torch_file
+from universal.safetensors import export
 
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -217,10 +216,10 @@ def test_universal_checkpoint_of_deepspeed(checkpoint, tmp_path):
 @pytest.mark.parametrize("changes", [{"offset": -1}, {"size": (5,)}, {"stride": (2,)}])
 def test_views_of_what_is_not_there(checkpoint, tmp_path, changes):
     convert(checkpoint(1, lambda model: model["module"].update(x=torch.ones(4))), tmp_path / "u")
-    content, _ = ds_to_universal.load(tmp_path / "u" / MODEL)
+    content, _ = torch_file.load(tmp_path / "u" / MODEL)
     content["module"]["x"] = content["module"]["x"]._replace(**changes)
     (tmp_path / "new").mkdir()
-    ds_to_universal.write_pt(tmp_path / "new" / MODEL, *ds_to_universal.pickled(content), ds_to_universal.Reader())
+    torch_file.write_pt(tmp_path / "new" / MODEL, *torch_file.pickled(content), torch_file.Reader())
     os.replace(tmp_path / "new" / MODEL, tmp_path / "u" / MODEL)
     with pytest.raises(CheckpointError, match="holds fewer elements than its description says"):
         export(tmp_path / "u", tmp_path / "x.safetensors")
@@ -258,7 +257,7 @@ def test_damage(checkpoint, tmp_path, universal):
         source = tmp_path / "u" / "u"
     for path in source.rglob("fp32.pt" if universal else "*_optim_states.pt"):
         kept = path.read_bytes()
-        record = next(iter(tensors(ds_to_universal.load(path)[0]))).storage
+        record = next(iter(tensors(torch_file.load(path)[0]))).storage
         path.write_bytes(flip(kept, record.offset + record.nbytes - 2))
         with pytest.raises(CheckpointError, match=f"{re.escape(str(path))} is damaged"):
             export(source, output)

@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-START = ROOT / "start"
+START = ROOT / "universal" / "start"
 SITE = "sitecustomize.py"
 PROCESS = """
 class HfTrainerDeepSpeedConfig:
@@ -27,14 +27,14 @@ def copy(tmp_path):
 
     def make(name="one", *edits):
         folder = tmp_path / name
-        write(folder / "universal.py", "def install():\n    print('installed')\n")
+        write(folder / "universal" / "__init__.py", "def install():\n    print('installed')\n")
         write(folder / "data.py", "print('not theirs')\n")
         text = (START / SITE).read_text()
         for old, new in edits:
             assert text.count(old) == 1
             text = text.replace(old, new)
-        write(folder / "start" / SITE, text)
-        return folder / "start"
+        write(folder / "universal" / "start" / SITE, text)
+        return folder / "universal" / "start"
 
     return make
 

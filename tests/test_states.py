@@ -11,7 +11,7 @@ import torch
 from conftest import assert_equal_to_deepspeed, content, convert_with_deepspeed, edited, load, same_bits
 from zoo import KEYS, SAVED, STATES
 
-import ds_to_universal
+import universal
 from harness.ranks import run
 
 ZOO = "tests/zoo.py"
@@ -58,7 +58,7 @@ def trained(tmp_path_factory):
                        if not (folder / name).exists()]:  # fmt: skip
             run(folder, 3, ZOO, json.dumps([jobs[name] for name in missing]))
             for name in missing:
-                ds_to_universal.convert(folder / name / f"global_step{SAVED}", folder / name / "universal")
+                universal.convert(folder / name / f"global_step{SAVED}", folder / name / "universal")
         return folder
 
     return train
@@ -267,7 +267,7 @@ def assert_all_goes_on(folder, ranks, jobs, same):
         files = []
         for tag in (f"global_step{SAVED}", f"on_{ranks}_again"):
             output = folder / name / f"{tag}_universal"
-            ds_to_universal.convert(folder / name / tag, output, strict={"states", "patterns"})
+            universal.convert(folder / name / tag, output, strict={"states", "patterns"})
             files.append({key: value for key, value in content(output / "zero").items() if "/" in key})
         assert files[0] and files[0] == files[1], (name, ranks)
 

@@ -16,9 +16,9 @@ import random_engines
 import torch
 from conftest import edited, load, states
 
-import ds_to_universal
 import universal
 from harness.ranks import launch, run
+from universal import loader
 
 ZOO = "tests/zoo.py"
 TAG = "global_step3"
@@ -31,7 +31,7 @@ def saved(tmp_path_factory):
     jobs = [{"name": str(stage), "stage": stage, "optimizer": "AdamW", "groups": 2} for stage in (1, 2, 3)]
     run(folder, 3, ZOO, json.dumps(jobs))
     for stage in (1, 2, 3):
-        ds_to_universal.convert(folder / str(stage) / TAG, folder / str(stage) / "universal")
+        universal.convert(folder / str(stage) / TAG, folder / str(stage) / "universal")
     return folder
 
 
@@ -80,7 +80,7 @@ def test_every_byte_is_read_once(copy, stage, to):
     folder = copy(stage)
 
     def patch():
-        check = universal.Reader.check_together
+        check = loader.Reader.check_together
 
         def disjoint(self, share):
             seen = {}
@@ -95,7 +95,7 @@ def test_every_byte_is_read_once(copy, stage, to):
             Path("bytes").write_text(str(sum(ends)))
             check(self, share)
 
-        universal.Reader.check_together = disjoint
+        loader.Reader.check_together = disjoint
 
     job = {"name": ".", "stage": to, "optimizer": "AdamW", "groups": 2, "load": TAG}
     run(folder, 2, ZOO, json.dumps([job]), patch=patch)
@@ -194,8 +194,8 @@ def find(tmp_path, checkpoint, monkeypatch):
                 os.utime(path, (3600 * hour, 3600 * hour))
             if tag in broken:
                 next(folder.glob("*_optim_states.pt")).unlink()
-        monkeypatch.setattr(universal, "say", said.append)
-        taken = universal.find(tmp_path, None, False)[0].name
+        monkeypatch.setattr(loader, "say", said.append)
+        taken = loader.find(tmp_path, None, False)[0].name
         later = [line for line in said if "was written after it" in line]
         assert len(said) - len(later) == len(broken) + (latest not in tags)  # one line for each that is passed over
         newer = [1 for step, hour in tags.values() if hour > written and step > tags.get(latest, (99,))[0]]
@@ -260,14 +260,14 @@ def test_a_rank_that_vanishes(copy, by):
     folder = copy(1)
 
     def patch():
-        fill = universal.Reader.fill
+        fill = loader.Reader.fill
 
         def vanish(*args):
             if os.environ["RANK"] == "1":
                 os.kill(os.getpid(), by)
             fill(*args)
 
-        universal.Reader.fill = vanish
+        loader.Reader.fill = vanish
 
     job = {"name": ".", "stage": 1, "optimizer": "AdamW", "groups": 2, "load": TAG, "options": {"timeout": 4}}
     began = time.monotonic()
@@ -288,8 +288,8 @@ def test_the_description_holds_no_data(saved, stage, tag):
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
         return [tensor for part in parts for tensor in tensors(part)]
 
-    description = universal.describe(saved / str(stage) / tag)
-    model, optimizer = universal.unpack(description.models), universal.unpack(description.optimizer)
+    description = loader.describe(saved / str(stage) / tag)
+    model, optimizer = loader.unpack(description.models), loader.unpack(description.optimizer)
     assert model["global_steps"] == 3 and optimizer["param_groups"]
     assert all(tensor.numel() == 1 for tensor in tensors([model, optimizer]))
     assert len(pickle.dumps(description)) < 64000
@@ -303,9 +303,9 @@ def test_random_engines(first):
 
 def test_what_it_needs(monkeypatch):
     """A DeepSpeed that is too old, and a second copy of the file, are each one line before anything is read."""
-    monkeypatch.setattr(universal.deepspeed, "__version__", "0.15.4+cpu")
+    monkeypatch.setattr(loader.deepspeed, "__version__", "0.15.4+cpu")
     with pytest.raises(universal.CheckpointError, match=r"needs DeepSpeed 0\.16\.4 or newer, and finds 0\.15\.4"):
         universal.load_checkpoint(None, "nowhere")
-    monkeypatch.setattr(universal.deepspeed.DeepSpeedEngine, "universal", "/elsewhere/universal.py", raising=False)
+    monkeypatch.setattr(loader.deepspeed.DeepSpeedEngine, "universal", "/elsewhere/universal.py", raising=False)
     with pytest.raises(universal.CheckpointError, match="two copies of universal.py: /elsewhere/universal.py is"):
         universal.install()

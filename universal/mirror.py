@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 state_of = operator.attrgetter("st_mtime_ns", "st_size")
 
 

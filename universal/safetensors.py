@@ -21,10 +21,10 @@ import warnings
 from array import array
 from pathlib import Path
 
-from ds_to_universal import Joined, bar, describe, find_tag, in_one_line, sync, unfinished
-from torch_file import CheckpointError, Reader, about, check, whole, width
+from universal.checkpoint import describe, find_tag
+from universal.converter import bar, in_one_line, sync, unfinished
+from universal.torch_file import CheckpointError, Joined, Reader, about, check, whole, width
 
-__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 __all__ = ["export"]
 FORMATS = {"float64": "F64", "float32": "F32", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8"}
 FORMATS |= {"uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL", "complex64": "C64"}

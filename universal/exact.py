@@ -21,8 +21,6 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
-
 
 def install(engine):
     """Make engine.backward(), engine.step() and engine.get_global_grad_norm() exact, from now on; call it once. Raises

@@ -31,7 +31,6 @@ from packaging.version import Version
 from torch.distributed import run
 from torch.distributed.launcher.api import elastic_launch
 
-__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 GO_ON = 143  # the exit code of "stopped, not finished". To the agents 0 says that the job is done, and they end it.
 
 
@@ -120,7 +119,9 @@ def warm(config, entrypoint):
 
 
 if __name__ == "__main__":
-    import elastic  # a worker looks for worker() in the module of its name, and __main__ is another one there
+    from universal import (
+        elastic,  # a worker looks for worker() in the module of its name, and __main__ is another one there
+    )
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # torch.optim imports torch._dynamo, and DeepSpeed's Muon torch._inductor: half of what a start takes.

@@ -20,10 +20,9 @@ import socket
 import torch
 import torch.distributed as dist
 
-import ds_to_universal as converter
-from ds_to_universal import CheckpointError, together
-
-__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
+from universal import torch_file
+from universal.converter import alone, check_all, end_group, merged, together
+from universal.torch_file import CheckpointError, compact, load, tensor_of, whole
 
 
 @contextlib.contextmanager
@@ -33,7 +32,7 @@ def conversation(timeout):
     try:
         yield talk
     finally:
-        converter.end_group(talk.group)
+        end_group(talk.group)
 
 
 @contextlib.contextmanager
@@ -73,7 +72,7 @@ class Conversation:
             dist.broadcast(tensor.view(torch.uint8), 0, group=self.group)
 
 
-class Reader(converter.Reader):
+class Reader(torch_file.Reader):
     """Every rank reads bytes of its own, once; all together compare them with the checksums of the files."""
 
     def fill(self, tensor, slices, start=0):
@@ -102,26 +101,26 @@ class Reader(converter.Reader):
 
     def check_together(self, talk):
         """Raise CheckpointError, on all ranks, where the ranks together have read what no checksum confirms."""
-        spans = converter.merged(talk(self.spans))
+        spans = merged(talk(self.spans))
         with together(talk):
-            converter.check_all(sorted(spans)[dist.get_rank() :: dist.get_world_size()], spans, self.opened)
+            check_all(sorted(spans)[dist.get_rank() :: dist.get_world_size()], spans, self.opened)
 
 
 def masters_of(parameter):
     masters = parameter.states["fp32"]
-    return converter.whole(masters.dtype, masters, parameter.shape)
+    return whole(masters.dtype, masters, parameter.shape)
 
 
 def check_weights(found, path, doubts):
     """The model states (at ZeRO-1 and 2 they hold the weights) and the shards are of one step. Read only where nobody
     counts steps, as with SGD, or there are doubts."""
     counts = any("step" in known for known in (*found.param_groups, *(p.scalars for p in found.parameters.values())))
-    module = {} if counts and not doubts else converter.load(path)[0]["module"] or {}
+    module = {} if counts and not doubts else load(path)[0]["module"] or {}
     for name, parameter in found.parameters.items():
-        weight = converter.tensor_of(module.get(name))
+        weight = tensor_of(module.get(name))
         if weight and weight.size == parameter.shape:  # at ZeRO-3 it is empty
-            tensors = converter.compact(weight), masters_of(parameter)
-            weight, masters = (Reader().whole(tensor, converter.alone, own=True) for tensor in tensors)
+            tensors = compact(weight), masters_of(parameter)
+            weight, masters = (Reader().whole(tensor, alone, own=True) for tensor in tensors)
             if not torch.allclose(weight, masters.to(weight.dtype), 0, 0, equal_nan=True):
                 raise CheckpointError(f"{found.folder}: model states and shards are of different steps")
 

@@ -30,7 +30,6 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
-__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 __all__ = [
     "CheckpointError", "Joined", "PtFile", "Reader", "Record", "Scalar", "Slices", "Stub", "Tensor", "about",
     "begin_of", "check", "compact", "cut_along", "keep_open", "load", "packed", "pickled", "scalar", "tensor_of",

@@ -30,12 +30,13 @@ import torch.distributed as dist
 from deepspeed.utils import bwc
 from packaging.version import Version
 
-import ds_to_universal as converter
-from collective import Reader, check_same_folder, check_weights, conversation, masters_of, say
-from ds_to_universal import CheckpointError, together
-from torch_file import packed
+from universal import checkpoint as files
+from universal import converter
+from universal.converter import together
+from universal.ranks import Reader, check_same_folder, check_weights, conversation, masters_of, say
+from universal.torch_file import CheckpointError, Scalar, Tensor, compact, packed, tensor_of, verify
+from universal.torch_file import load as read
 
-__version__ = "1.0"  # of the universal checkpoint tutorial, where this file is explained and tested
 TIMEOUT = 1800  # seconds that a rank waits for another one, which may be reading
 OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "DeepSpeedZeRoOffload")
 # What a parameter group says of how a step is computed, and not of what it computes.
@@ -120,16 +121,16 @@ def install():
 # 2. find, and describe: rank 0 looks into every file, and tells the others what is where
 def find(folder, tag, missing_ok):
     """(folder, description) of that tag, or of the newest that is whole. None where there is nothing and may be."""
-    known = converter.tags(folder)
+    known = files.tags(folder)
     if tag is not None:
         path = folder / str(tag)
         if path.is_dir():
             return path, describe(path)
         raise CheckpointError(f"{path} does not exist; in {folder} there is: {', '.join(sorted(known))}")
-    if missing_ok and not known and not converter.named_by_latest(folder):
+    if missing_ok and not known and not files.named_by_latest(folder):
         return say(f"nothing was loaded: {folder} holds no checkpoint")
     why = "the lines above say why"
-    for name in converter.newest_first(folder, say):
+    for name in files.newest_first(folder, say):
         try:
             return folder / name, describe(folder / name)
         except Exception as error:
@@ -143,11 +144,11 @@ def describe(folder):
     packed: `models` is rank 0's model states, with what of the module is no tensor; `optimizer` its optimizer state."""
     first = min(folder.glob("*mp_rank_00_model_states.pt"), default=None)
     sharded = (folder / "zero").is_dir() or any(folder.glob("*_optim_states.pt"))
-    if first and not sharded and converter.load(first)[0].get("optimizer"):
+    if first and not sharded and read(first)[0].get("optimizer"):
         return None
-    found = converter.describe(folder)
+    found = files.describe(folder)
     optimizer = {key: found.optimizer.get(key) for key in KEPT} | {"param_groups": found.param_groups}
-    optimizer["beside"] = ({}, {}) if found.universal else converter.beside_states(found.optimizer)
+    optimizer["beside"] = ({}, {}) if found.universal else files.beside_states(found.optimizer)
     doubts = [problem.text for problem in found.problems if not problem.fatal]  # it may be of two steps, say
     if found.tensor * found.pipeline == 1:
         check_weights(found, first, doubts)
@@ -170,7 +171,7 @@ def scalars(parameter):
     """What its optimizer state has beside tensors of its size, a step count say."""
     found = {}
     for key, t in parameter.scalars.items():
-        if isinstance(t, converter.Scalar):
+        if isinstance(t, Scalar):
             found[key] = torch.frombuffer(bytearray(t.data), dtype=getattr(torch, t.dtype)).view(t.shape)
         else:
             found[key] = unpack(packed(t))
@@ -317,7 +318,7 @@ def keep(engine, checkpoint, objects, reader, held, strict, talk, own=False):
         if id(target) in done:  # some have two names
             continue
         done.add(id(target))
-        if isinstance(value, converter.Tensor):
+        if isinstance(value, Tensor):
             value = reader.whole(value, talk, own and name not in parameters)
         with deepspeed.zero.GatheredParameters([target], modifier_rank=0), together(talk):
             if getattr(target, "shape", None) == getattr(value, "shape", ()):
@@ -385,13 +386,13 @@ def load(engine, folder, checkpoint, options, talk):
             return folder, reshard(engine, checkpoint, folder, options, talk)
         case "convert":
             output = folder.with_name(f"{folder.name}_universal")
-            if not talk.on_rank_0(lambda: converter.is_newer(output, folder)):
+            if not talk.on_rank_0(lambda: files.is_newer(output, folder)):
                 say(f"{folder} is of another tensor or pipeline layout: converting it into {output}")
                 converter.convert(folder, output, rank=dist.get_rank(), ranks=dist.get_world_size(), gather=talk)
             return load(engine, output, talk.on_rank_0(lambda: describe(output)), options, talk)
     with together(talk):  # DeepSpeed does not look at the checksums of the files that it is going to read
         for path in sorted(folder.rglob("*.pt"))[dist.get_rank() :: dist.get_world_size()]:
-            converter.verify(path)
+            verify(path)
     with mock.patch.multiple(engine, load_universal_checkpoint=lambda: how == "universal"):
         _, client_state = deepspeed_load(engine, str(folder.parent), folder.name, **options)
     if checkpoint is None and not options["load_optimizer_states"] and hasattr(engine.optimizer, "refresh_fp32_params"):
@@ -458,10 +459,10 @@ def load_rest(engine, folder, model, options):
 
 def of_rank(checkpoint, path):
     """The description with the client state, and what is neither trained nor frozen, of this rank's own file."""
-    model, kept = converter.load(path)[0], dict(checkpoint.kept)
+    model, kept = read(path)[0], dict(checkpoint.kept)
     for name in kept.keys() - checkpoint.frozen.keys():
-        if tensor := converter.tensor_of(model["module"].get(name)):
-            kept[name] = converter.compact(tensor)
+        if tensor := tensor_of(model["module"].get(name)):
+            kept[name] = compact(tensor)
     return checkpoint._replace(kept=kept, models=pack_model(checkpoint, model))
 
 

@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: MIT
+"""ZeRO checkpoint -> universal checkpoint: convert() finds, describes, writes, checks and publishes.
+
+ds_to_universal.py is its command line, and says what goes in and what comes out. Stands on checkpoint.py and
+torch_file.py; needs nothing but Python 3.10.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import functools
+import itertools
+import math
+import os
+import re
+import shutil
+import sys
+import time
+import warnings
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from universal.checkpoint import describe, file_name, find_tag, lost_states
+from universal.torch_file import (
+    CHUNK,
+    CheckpointError,
+    Reader,
+    Scalar,
+    Slices,
+    about,
+    check,
+    keep_open,
+    nbytes_of,
+    pickled,
+    verify,
+    whole,
+    write_pt,
+)  # fmt: skip
+
+# -----------------------------------------------------------------------------
+# 3. what the result consists of
+
+
+@functools.lru_cache(4096)
+def state_pickle(dtype, shape, bare, *how):
+    """The pickle of a state file. Layers are alike, and so are the states of each: few have to be made."""
+    tensor = whole(dtype, Slices(dtype, (), (), 0, 0, 0, math.prod(shape)), shape)
+    return pickled(tensor if bare else {"param": tensor} | dict(how))[0]
+
+
+def as_tensor(value):
+    return whole(value.dtype, value.data, value.shape) if isinstance(value, Scalar) else value
+
+
+def global_state(description):
+    """zero/optimizer_state.pt: what the loaders of ZeRO-1/2 and of ZeRO-3 each ask for, without a shard."""
+    groups = description.param_groups
+    shards = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")
+    state = {key: value for key, value in description.optimizer.items() if key not in shards}
+    steps = (p.scalars.get("step") for p in description.parameters.values())
+    step = next((step for step in steps if step is not None), groups[0].get("step"))
+    state["param_groups"] = groups
+    # The loader of ZeRO-3 gives every group what the first one says. Where the groups differ it had better say nothing.
+    shared = {key: value for key, value in groups[0].items() if all(group.get(key) == value for group in groups)}
+    if left_out := lost_states(description.uneven, description.parameters, description.optimizer):
+        state["left_out"] = left_out  # universal.py asks for it
+    state["optimizer_state_dict"] = {"state": {0: {"step": as_tensor(step)}}, "param_groups": [shared]}
+    if version := description.models[0].get("ds_version"):  # ZeRO-1/2 asks for it, ZeRO-3 does not save it
+        state.setdefault("ds_version", version)
+    return state
+
+
+def files_of(description, bare=False):
+    """{path below the output folder: (pickle, what its tensors are made of)}. bare: tensors without a dict around."""
+    files = {}
+    steps = {}
+    for name, parameter in description.parameters.items():
+        folder = f"zero/{file_name(name)}"
+        for key, source in parameter.states.items():
+            if "/" in file_name(key):
+                raise CheckpointError(f"{key!r} is a state's name that leads to another folder")
+            data = state_pickle(source.dtype, parameter.shape, bare, *parameter.how.items())
+            files[f"{folder}/{file_name(key)}.pt"] = data, [source]
+        step = parameter.scalars.get("step")
+        if step is not None:
+            if id(step) not in steps:  # most parameters share theirs
+                steps[id(step)] = pickled(as_tensor(step))
+            files[f"{folder}/step.pt"] = steps[id(step)]
+    files["zero/optimizer_state.pt"] = pickled(global_state(description))
+    return files | {f"mp_rank_{i:02d}_model_states.pt": pickled(model) for i, model in enumerate(description.models)}
+
+
+def jobs_of(files, ranks):
+    """The files in lists of some megabytes, side by side in the shards: what follows is read on, and summed on."""
+    sizes = {name: sum(map(nbytes_of, sources)) for name, (_, sources) in files.items()}
+    job = []
+    size = 0
+    enough = min(16 * CHUNK, sum(sizes.values()) // (4 * ranks))
+    for name in files:
+        job.append(name)
+        size += sizes[name]
+        if size > enough:
+            yield job
+            job = []
+            size = 0
+    yield job
+
+
+# -----------------------------------------------------------------------------
+# 4. publishing: nothing has its final name before it is on the disk
+
+
+def beside(output, what):
+    return output.with_name(f".{output.name}.{what}")
+
+
+def check_output(source, output):
+    """The output is new, or a universal checkpoint and nothing else, and does not hold the source."""
+    entry = re.compile(r"zero|(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|layer_.*_model_states\.pt")
+    if source == output or output in source.parents:
+        raise CheckpointError(f"{output} is not a universal checkpoint but holds the input: name another output folder")
+    if output.name == "latest_universal":
+        raise CheckpointError(f"{output} is the name of the file that points to the output: name another output folder")
+    if (output.parent / "latest_universal").is_dir():
+        raise CheckpointError(f"{output.parent / 'latest_universal'} is a folder, where a file has to go")
+    if output.exists():
+        others = [path.name for path in output.iterdir() if not entry.fullmatch(path.name)] if output.is_dir() else []
+        if others or not (output / "zero" / "optimizer_state.pt").is_file():
+            held = f": it holds {min(others)}" if others else ""
+            raise CheckpointError(f"{output} exists and is not a universal checkpoint{held}: it is left as it is")
+
+
+@contextlib.contextmanager
+def locked(folder, made):
+    """Keeps other conversions out of the folder, which this one has just made, or found."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"another conversion to the same folder is running: it writes to {folder}") from None
+        except OSError as error:  # a file system without locks: the folder itself is one
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise
+            if not made:
+                text = f"{folder} belongs to another conversion that runs, or was killed; if so: rm -r '{folder}'"
+                raise CheckpointError(text) from None
+        if not os.path.samestat(os.fstat(lock), os.stat(folder)):
+            raise CheckpointError(f"another conversion has just replaced {folder}")
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def unfinished(output):
+    """The empty folder beside the output to write into; gone in the end unless it was published. Sweeps away what a
+    killed conversion has left."""
+    folder = beside(output, "unfinished")
+    prefix = beside(output, "replaced.").name
+    with contextlib.ExitStack() as stack:
+        if output.exists():  # one that has just given it this name still holds its lock
+            stack.enter_context(locked(output, True))
+        made = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=not made)
+        stack.enter_context(locked(folder, made))
+        mine = os.stat(folder)
+        found = [path for path in output.parent.iterdir() if path.name.startswith(prefix)]
+        olds = sorted(path for path in found if path.name.removeprefix(prefix).isdecimal())
+        if olds and not output.exists():
+            olds.pop().rename(output)
+        for left in (*olds, *folder.iterdir()):
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() and not left.is_symlink() else left.unlink()
+        try:
+            yield folder
+        finally:
+            if folder.exists() and os.path.samestat(mine, os.stat(folder)):
+                shutil.rmtree(folder, ignore_errors=True)
+                beside(output, "pointer").unlink(missing_ok=True)
+
+
+def publish(folder, output):
+    """Write everything to the disk, give the finished folder its final name, and let `latest_universal` point to it.
+    Whenever this is interrupted, the output is the old one or the new one, and whole; or, for a moment, the old one
+    stands beside its place, and the next conversion brings it back."""
+    old = beside(output, f"replaced.{time.time_ns()}")
+    pointer = beside(output, "pointer")
+    pointer.write_bytes(os.fsencode(output.name))
+    sync(folder)
+    if output.exists():
+        output.rename(old)
+    folder.rename(output)
+    pointer.rename(output.with_name("latest_universal"))
+    sync(output.parent)
+    shutil.rmtree(old, ignore_errors=True)
+    if old.exists():
+        warnings.warn(f"{old}: the former {output.name}, which could not be removed", stacklevel=2)
+
+
+def sync(folder):
+    """All that was written to the file system of this folder is on the disk."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if libc.syncfs(descriptor):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(folder))
+    finally:
+        os.close(descriptor)
+
+
+# -----------------------------------------------------------------------------
+# 5. convert(); several processes
+
+
+def alone(value):
+    """gather() of the only process."""
+    return [value]
+
+
+@contextlib.contextmanager
+def together(gather):
+    """Of several processes none goes on unless all do: each raises what the first of them did."""
+    problem, own = None, None
+    try:
+        yield
+    except Exception as error:
+        problem = own = error
+        if gather is not alone and not isinstance(error, CheckpointError):
+            problem = CheckpointError(f"{type(error).__name__}: {error}")
+    problem = next((p for p in gather(problem) if p is not None), None)
+    if problem is not None:
+        raise problem from own if own is not problem else None
+
+
+def convert(
+    input_folder, output_folder=None, num_extract_workers=4, num_merge_workers=2, *,
+    strict=True, check=False, progress=False, rank=0, ranks=1, gather=alone, zero3_before_0_19_3=False,
+):  # fmt: skip
+    """Convert the ZeRO checkpoint in input_folder, or in the folder below it that find_tag() finds, into a universal
+    checkpoint at output_folder: without a name, the input's with _universal behind it.
+
+    check reads the finished files back before they are published. strict=False continues without what a universal
+    checkpoint cannot hold, with a warning. zero3_before_0_19_3 is for the universal loader of those DeepSpeeds at
+    ZeRO-3, which wants a tensor where all others want {"param": the tensor}. Several processes share the work as rank
+    of ranks; gather(value) returns the values of all of them. Raises CheckpointError when the input is not a whole ZeRO
+    checkpoint, or the output is something else's folder; OSError when a disk fails. Nothing has then appeared at
+    output_folder.
+    Returns {"source", "parameters", "bytes", "files", "seconds"}; source is the folder of the tag.
+    """
+    began = time.perf_counter()
+    opened = keep_open()
+    with contextlib.ExitStack() as stack:
+        with together(gather):
+            source = find_tag(input_folder)
+            output = Path(os.path.realpath(output_folder or f"{os.path.abspath(source)}_universal"))
+            if rank == 0:
+                check_output(Path(os.path.realpath(source)), output)
+            folder = beside(output, "unfinished")
+            show(progress, f"describing {source}")
+            description = describe(source, num_extract_workers, opened)
+            complain(description, strict, zero3_before_0_19_3)
+            with about(source / "*_optim_states.pt"):
+                files = files_of(description, zero3_before_0_19_3)
+            if rank == 0:
+                stack.enter_context(unfinished(output))
+                for parent in {os.path.dirname(name) for name in files}:
+                    os.makedirs(folder / parent, exist_ok=True)
+        show(progress, f"writing {len(files)} files")
+        with together(gather):
+            mine = list(jobs_of(files, ranks))[rank::ranks]
+            spans = write_files(folder, files, mine, opened, num_merge_workers, progress)
+            if rank:
+                sync(folder)  # its machine's part; publish() does rank 0's
+        spans = merged(gather(spans))
+        with together(gather):
+            check_all(sorted(spans)[rank::ranks], spans, opened)
+        with together(gather):
+            if rank == 0:
+                show(progress, f"publishing {output}")
+                for name in files if check else ():
+                    verify(folder / name)
+                link_second_names(folder)
+                publish(folder, output)
+    nbytes = sum(nbytes_of(source) for _, sources in files.values() for source in sources)
+    done = {"source": source, "parameters": len(description.parameters), "bytes": nbytes}
+    return done | {"files": len(files) + len(description.models), "seconds": time.perf_counter() - began}
+
+
+def complain(description, strict, zero3_before_0_19_3):
+    """What a conversion would lose is refused, or named in a warning; so is what is only odd."""
+    if description.universal:
+        raise CheckpointError(f"{description.folder} is a universal checkpoint already")
+    if strangers := description.strangers:
+        text = f"{next(iter(strangers.values()))}: it names {', '.join(sorted(strangers))}, which is none of torch's, "
+        warnings.warn(f"{text}DeepSpeed's, Megatron's, numpy's or Python's. It is handed on, not run", stacklevel=3)
+    version = str(description.models[0].get("ds_version"))
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    if description.stage == 3 and numbers and numbers < (0, 19, 3) and not zero3_before_0_19_3:
+        text = f"saved at ZeRO-3 by DeepSpeed {version}, whose own universal loader cannot read the result: it wants "
+        warnings.warn(f"{text}--zero3_before_0_19_3. universal.py, and DeepSpeed 0.19.3 and later, can", stacklevel=3)
+    for problem in description.problems:
+        if problem.fatal and strict:
+            raise CheckpointError(f"{problem.text} (--no_strict continues without it)")
+        warnings.warn(problem.text, stacklevel=3)
+
+
+def write_files(folder, files, jobs, opened, workers, progress):
+    """{record: what was read of it}, as check() takes it."""
+
+    def write_job(job):
+        reader = Reader(opened)
+        for name in job:
+            write_pt(folder / name, *files[name], reader)
+        return job, reader.spans
+
+    sizes = {name: sum(map(nbytes_of, sources)) for job in jobs for name in job for sources in files[name][1:]}
+    spans = {}
+    with ThreadPoolExecutor(workers) as pool, bar(sum(sizes.values()), progress) as show_more:
+        for job, found in pool.map(write_job, jobs):
+            show_more(sum(sizes[name] for name in job))
+            for record, more in found.items():
+                spans.setdefault(record, array("Q")).extend(more)
+    return spans
+
+
+def check_all(records, spans, opened):
+    for record in records:
+        check(record, spans[record], opened)
+
+
+def merged(everyone):
+    """The spans of all processes as one."""
+    first, *others = everyone
+    for record, more in itertools.chain(*(other.items() for other in others)):
+        first.setdefault(record, array("Q")).extend(more)
+    return first
+
+
+def link_second_names(folder):
+    for path in folder.glob("mp_rank_*_model_states.pt"):
+        second = path.with_name(f"zero_pp_rank_0_{path.name}")
+        try:
+            os.link(path, second)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, second)
+
+
+def show(progress, text):
+    if progress and sys.stderr.isatty():
+        print(f"ds_to_universal.py: {text}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def bar(total, progress):
+    """A function that moves a progress bar, where there are a terminal and tqdm, which comes with DeepSpeed."""
+    shown = None
+    with contextlib.suppress(ImportError):
+        if progress and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            shown = tqdm(total=total, unit="B", unit_scale=True)
+    with shown or contextlib.nullcontext():
+        yield shown.update if shown else lambda nbytes: None
+
+
+def end_group(group=None):
+    """End a process group; without one, all of them."""
+    import torch
+
+    # Before torch 2.8 the destructor holds the GIL while it joins the group's threads, and one of them may still need
+    # the GIL to release its last tensor (pytorch#154976).
+    if torch.__version__ < (2, 8):
+        time.sleep(0.2)
+    torch.distributed.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def in_one_line(program, rank=0):
+    """What goes wrong, and every warning, is one line on standard error, of rank 0; then the process ends."""
+
+    def say(kind, text):
+        if not rank:
+            print(f"{program}: {kind}: {' '.join(str(text).splitlines())}", file=sys.stderr, flush=True)
+
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
+    warnings.showwarning = lambda message, *rest: say("warning", message)
+    warnings.simplefilter("always", UserWarning)
+    try:
+        yield
+        return
+    except CheckpointError as error:
+        code = 2
+        say("error", error)
+    except (OSError, MemoryError) as error:
+        code = 1
+        say("error", error if str(error) else "out of memory")
+    except KeyboardInterrupt:
+        code = 130
+    if not rank:
+        sys.exit(code)
+    time.sleep(5)  # rank 0 says it, and the launcher must not end it before it has
+    os._exit(code)
