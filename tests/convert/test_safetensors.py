@@ -1,0 +1,344 @@
+"""ds_to_safetensors.py: the weights alone, of a ZeRO or a universal checkpoint. They are those of the live
+engine, transformers takes them, and what is wrong is refused in one line, with nothing written."""
+
+import ctypes
+import errno
+import functools
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, SHAPES, convert_with_deepspeed, load, same_bits
+from zoo import SAVED
+
+from benchmarks.convert import lay_out
+from harness.ranks import run
+from universal import CheckpointError, convert, torch_file
+from universal.safetensors import export
+
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def read(path):
+    """{name: tensor}, as the format is described: no byte of the data belongs to no tensor, and all are aligned."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header, data = json.loads(data[8 : 8 + length]), data[8 + length :]
+    assert length % 8 == 0 and header.pop("__metadata__") == {"format": "pt"}
+    dtypes = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
+    dtypes |= {"I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16", "C64": "complex64"}
+    dtypes |= {"F8_E4M3": "float8_e4m3fn"}
+    found, end = {}, 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, (begin, after) = getattr(torch, dtypes[entry["dtype"]]), entry["data_offsets"]
+        assert begin == end and begin % dtype.itemsize == 0
+        flat = torch.tensor(list(data[begin:after]), dtype=torch.uint8).view(dtype)
+        found[name], end = flat.view(entry["shape"]), after
+    assert end == len(data)
+    return found
+
+
+def in_fp32(tensor):
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def command(*flags):
+    words = [sys.executable, ROOT / "ds_to_safetensors.py", *flags]
+    return subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=60)
+
+
+# -----------------------------------------------------------------------------
+# the weights of the live engine
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """trained(stage): a folder with <run>/global_step3 and <run>/truth.pt, of a model in fp32 and of one in bf16."""
+
+    @functools.cache
+    def train(stage):
+        folder = tmp_path_factory.mktemp(f"zero{stage}")
+        jobs = [{"name": dtype, "stage": stage, "optimizer": "AdamW", "dtype": dtype} for dtype in ("fp32", "bf16")]
+        run(folder, 3, "tests/ranks/zoo.py", json.dumps([job | {"groups": 3} for job in jobs]))
+        return folder
+
+    return train
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_weights_of_the_live_engine(trained, tmp_path, stage, dtype):
+    """Odd names, views, two names of one weight, frozen parameters and persistent buffers, and nothing else; from the
+    ZeRO checkpoint, and the same bytes but for their order from what it converts into."""
+    source, truth = trained(stage) / dtype / f"global_step{SAVED}", load(trained(stage) / dtype / "truth.pt")
+    wanted = {name: states["fp32"] for name, states in truth["states"].items()} | truth["frozen"] | truth["buffers"]
+    wanted |= truth["extra"]
+    del wanted["scratch"]
+    wanted |= {name.replace("norm.", "same_norm."): t for name, t in wanted.items() if name.startswith("norm.")}
+    wanted = {name: in_fp32(tensor) for name, tensor in wanted.items()}
+    assert "first.weight" in wanted and "tied.weight" not in wanted
+    convert(source, tmp_path / "u")
+    for folder in (source, tmp_path / "u"):
+        done = export(folder, tmp_path / "model.safetensors")
+        got = read(tmp_path / "model.safetensors")
+        assert got.keys() == wanted.keys() and all(same_bits(got[name], wanted[name]) for name in wanted)
+        assert done["parameters"] == len(wanted)
+        assert done["bytes"] == sum(tensor.nbytes for tensor in wanted.values())
+
+
+# -----------------------------------------------------------------------------
+# transformers
+
+
+def save_truth():
+    """A patch: what the engine holds whenever it saves, and the model's config, beside the checkpoint."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    save = deepspeed.DeepSpeedEngine.save_checkpoint
+
+    def wrapped(self, folder, *arguments, **options):
+        model, truth = self.module, {}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+                truth[name] = (safe_get_full_fp32_param(p) if p.requires_grad else p.detach().float()).clone()
+        if deepspeed.comm.get_rank() == 0:
+            model.config.save_pretrained(folder)
+            torch.save(truth, Path(folder, "truth.pt"))
+        return save(self, folder, *arguments, **options)
+
+    deepspeed.DeepSpeedEngine.save_checkpoint = wrapped
+
+
+@pytest.mark.parametrize(
+    "stage, dtype, tied, flags",
+    [
+        (2, "fp32", False, ("--freeze",)),
+        (3, "bf16", True, ("--freeze",)),
+        pytest.param(1, "fp32", True, (), marks=pytest.mark.slow),
+        pytest.param(3, "fp32", False, (), marks=pytest.mark.slow),
+    ],
+)
+def test_transformers_takes_the_file(work, stage, dtype, tied, flags):
+    """Trainer's folder with its config.json and this file: from_pretrained() gives the weights of the engine."""
+    from transformers import AutoModelForCausalLM
+
+    text = (ROOT / "examples" / "hf_trainer.py").read_text()
+    for old, new in (
+        ("24, 2, 20\n", "24, 2, 2\n"),
+        ("save_steps=10", "save_steps=2"),
+        ("eval_steps=10", "eval_steps=2"),
+        ("use_cache=False", f"use_cache=False, tie_word_embeddings={tied}"),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (work / "short_trainer.py").write_text(text)
+    name = f"trainer_{stage}_{dtype}_{tied}"
+    flags = (*flags, "--zero_stage", stage, "--dtype", dtype, "--output_dir", name, "--run_name", name)
+    run(work, 2, str(work / "short_trainer.py"), *flags, patch=save_truth)
+    folder = work / name / "checkpoint-2"
+    done = command(folder, folder / "model.safetensors")
+    said = rf"{folder}/global_step2 -> {folder}/model.safetensors: \d+ parameters, .* bytes in"
+    assert done.returncode == 0 and re.match(said, done.stdout)
+    model, truth = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), load(folder / "truth.pt")
+    got = dict(model.named_parameters(remove_duplicate=False))
+    assert got.keys() == truth.keys() and all(same_bits(got[n].detach(), truth[n]) for n in truth)
+    assert ("lm_head.weight" in read(folder / "model.safetensors")) is not tied
+    assert (got["lm_head.weight"] is got["model.embed_tokens.weight"]) is tied
+
+
+# -----------------------------------------------------------------------------
+# one line, or a whole file
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """checkpoint(stage, change): 2 ranks, 3 parameters, 2 groups; change(model states) before they are saved."""
+
+    def make(stage=1, change=None):
+        lay_out(tmp_path / "c", SHAPES, 2, stage)
+        for path in (tmp_path / "c").glob("*_model_*"):
+            model = load(path)
+            model["shared_params"] = {}
+            if change:
+                change(model)
+            torch.save(model, path)
+        return tmp_path / "c"
+
+    return make
+
+
+VIEWS = {
+    "half": torch.tensor([1.5, -0.0, 6e-8, 65504.0, -float("inf")]).half(),
+    "transposed": torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
+    "columns": torch.arange(40, dtype=torch.bfloat16).view(5, 8)[:, 3:6],
+    "expanded": torch.arange(3, dtype=torch.int16)[:, None].expand(3, 4),
+    "double": torch.rand(3, dtype=torch.float64),
+    "scalar": torch.tensor(7),
+    "none": torch.zeros(0, 3),
+    "bools": torch.tensor([True, False, True]),
+}
+
+
+def test_views_and_other_kinds(checkpoint, tmp_path):
+    """Element by element whatever the strides; the exponents and signs of 16-bit numbers; nothing of no elements."""
+
+    def add(model):
+        model["module"] |= VIEWS
+        model["buffer_names"] += list(VIEWS)
+
+    export(checkpoint(1, add), tmp_path / "x.safetensors")
+    got = read(tmp_path / "x.safetensors")
+    assert got.keys() == VIEWS.keys() | set("abc")
+    assert [name for name, tensor in VIEWS.items() if not same_bits(got[name], in_fp32(tensor))] == []
+
+
+def test_universal_checkpoint_of_deepspeed(checkpoint, tmp_path):
+    """Its `module` still holds what was trained, also under its second name."""
+
+    def tie(model):
+        model["shared_params"], model["module"]["d"] = {"d": "a"}, model["module"]["a"]
+
+    source = checkpoint(1, tie)
+    export(source, tmp_path / "x.safetensors")
+    convert_with_deepspeed(source, tmp_path / "u")
+    export(tmp_path / "u", tmp_path / "y.safetensors")
+    wanted, got = read(tmp_path / "x.safetensors"), read(tmp_path / "y.safetensors")
+    assert got.keys() == wanted.keys() == set("abc") and all(same_bits(got[name], wanted[name]) for name in got)
+
+
+@pytest.mark.parametrize("changes", [{"offset": -1}, {"size": (5,)}, {"stride": (2,)}])
+def test_views_of_what_is_not_there(checkpoint, tmp_path, changes):
+    convert(checkpoint(1, lambda model: model["module"].update(x=torch.ones(4))), tmp_path / "u")
+    content, _ = torch_file.load(tmp_path / "u" / MODEL)
+    content["module"]["x"] = content["module"]["x"]._replace(**changes)
+    (tmp_path / "new").mkdir()
+    torch_file.write_pt(tmp_path / "new" / MODEL, *torch_file.pickled(content), torch_file.Reader())
+    os.replace(tmp_path / "new" / MODEL, tmp_path / "u" / MODEL)
+    with pytest.raises(CheckpointError, match="holds fewer elements than its description says"):
+        export(tmp_path / "u", tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+class Stranger:
+    """Of a client state."""
+
+
+def test_what_is_no_tensor(checkpoint, tmp_path):
+    """In the module: named, and left out only if that is permitted. Elsewhere it does not matter."""
+
+    def add(model):
+        model["module"].update(extra={"x": 1}, complex=torch.ones(2, dtype=torch.complex128))
+        model["note"] = Stranger()
+
+    source = checkpoint(1, add)
+    with pytest.raises(CheckpointError, match="no place for complex .*--no_strict"):
+        export(source, tmp_path / "x.safetensors")
+    assert os.listdir(tmp_path) == ["c"]
+    with pytest.warns(UserWarning, match="complex"), pytest.warns(UserWarning, match="extra"):
+        export(source, tmp_path / "x.safetensors", strict=False)
+    assert read(tmp_path / "x.safetensors").keys() == set("abc")
+
+
+@pytest.mark.parametrize("universal", [False, True])
+def test_damage(checkpoint, tmp_path, universal):
+    """One bit of any weight: refused with the file's name; an older result stays, and nothing lies beside it."""
+    source, output = checkpoint(3), tmp_path / "o" / "x.safetensors"
+    export(source, output)
+    before = output.read_bytes()
+    if universal:
+        convert(source, tmp_path / "u" / "u")
+        source = tmp_path / "u" / "u"
+    for path in source.rglob("fp32.pt" if universal else "*_optim_states.pt"):
+        kept = path.read_bytes()
+        record = next(iter(tensors(torch_file.load(path)[0]))).storage
+        path.write_bytes(flip(kept, record.offset + record.nbytes - 2))
+        with pytest.raises(CheckpointError, match=f"{re.escape(str(path))} is damaged"):
+            export(source, output)
+        path.write_bytes(kept)
+        assert output.read_bytes() == before and os.listdir(output.parent) == [output.name]
+    export(source, output)
+
+
+def tensors(content):
+    """The weights in an optimizer shard of ZeRO-3, or in a state file."""
+    return content["optimizer_state_dict"]["fp32_flat_groups"] if "param" not in content else [content["param"]]
+
+
+def flip(data, position):
+    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+
+
+def test_refusals(checkpoint, tmp_path):
+    """Before anything is written."""
+    source = checkpoint(1)
+    (tmp_path / "folder.safetensors").mkdir()
+    before = sorted(os.listdir(tmp_path))
+    wrong = {
+        "not the name of a .safetensors file": (source, source / MODEL),
+        "folder.safetensors is not the name": (source, tmp_path / "folder.safetensors"),
+        "does not exist": (tmp_path / "no", tmp_path / "x.safetensors"),
+    }
+    for words, flags in wrong.items():
+        done = command(*flags)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and words in done.stderr, done.stderr
+    convert(source, tmp_path / "u")
+    second = tmp_path / "u" / MODEL.replace("00", "01")
+    torch.save(load(tmp_path / "u" / MODEL), second)
+    for models in (2, 0):
+        words = "has 2 model-parallel ranks or a pipeline" if models else "holds no .*_model_states.pt"
+        with pytest.raises(CheckpointError, match=words):
+            export(tmp_path / "u", tmp_path / "x.safetensors")
+        second.unlink(missing_ok=True)
+        for path in (tmp_path / "u").glob("*.pt"):
+            path.unlink()
+    assert sorted({*os.listdir(tmp_path)} - {"u", "latest_universal"}) == before
+
+
+def test_old_flag(checkpoint, tmp_path):
+    """The converter says where its flag has gone."""
+    words = ["--input_folder", checkpoint(1), "--safetensors", tmp_path / "x.safetensors"]
+    words = [sys.executable, ROOT / "ds_to_universal.py", *words]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "python ds_to_safetensors.py INPUT" in done.stderr
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_left_over_of_a_killed_one(checkpoint, tmp_path):
+    """It is swept away by the next one to the same file."""
+    source, output = checkpoint(1), tmp_path / "o" / "x.safetensors"
+    child = os.fork()
+    if not child:
+        sys.addaudithook(lambda event, _: os.kill(os.getpid(), 9) if event == "os.rename" else None)
+        export(source, output)
+    os.waitpid(child, 0)
+    assert os.listdir(output.parent) == [".x.safetensors.unfinished"]
+    export(source, output)
+    assert os.listdir(output.parent) == [output.name] and len(read(output)) == 3
+
+
+def test_replaced_at_once(checkpoint, tmp_path, monkeypatch):
+    """Who has mapped the older file keeps it; and there is no newer one before all of it is on the disk."""
+    source, output = checkpoint(1), tmp_path / "o" / "x.safetensors"
+    export(source, output)
+    with open(output, "rb") as older:
+        export(source, output)
+        assert os.fstat(older.fileno()).st_nlink == 0
+    before = os.stat(output)
+
+    class Library:
+        @staticmethod
+        def syncfs(descriptor):
+            ctypes.set_errno(errno.EIO)
+            return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: Library)
+    with pytest.raises(OSError, match=r"Input/output error: .*unfinished"):
+        export(source, output)
+    assert os.path.samestat(before, os.stat(output)) and os.listdir(output.parent) == [output.name]

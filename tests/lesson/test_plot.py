@@ -1,0 +1,119 @@
+"""plot.py: the numbers of the table, the joined CSV, the exit code, and zero drawn as zero."""
+
+import csv
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+import curves
+import plot as script
+
+
+def write(path, losses, val=None):
+    with open(path, "w") as file:
+        file.write("step,loss,val_loss,lr,grad_norm,loss_scale,tokens_per_second,seconds,layout\n")
+        file.writelines(
+            f"{s},{v!r},{(val or {}).get(s, '')},0.1,1.0,1.0,100.0,0.5,8 x 2 x 3\n" for s, v in losses.items()
+        )
+
+
+def plot(folder, *arguments):
+    command = [sys.executable, ROOT / "plot.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def logs(tmp_path):
+    write(tmp_path / "base.csv", {s: 5.0 - 0.25 * s for s in range(1, 11)}, {10: 2.75})
+    write(tmp_path / "same.csv", {s: 5.0 - 0.25 * s for s in range(6, 11)}, {10: 2.75})
+    write(tmp_path / "off.csv", {s: 5.0 - 0.25 * s + (2.0**-10 if s >= 8 else 0) for s in range(6, 11)}, {10: 3.0})
+    return tmp_path
+
+
+def test_table_picture_and_csv(logs):
+    result = plot(logs, "base.csv", "same.csv", "off.csv", "--output", "out/picture.png")
+    assert result.returncode == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines()]
+    layout = ["8", "x", "2", "x", "3", "=", "48"]
+    assert ["base", *layout, "1-10", "baseline", "2.0"] in rows
+    assert ["same", *layout, "6-10", "0.0e+00", "0.0e+00", "5", "of", "5", "0.0e+00", "2.0"] in rows
+    assert ["off", *layout, "6-10", "0.0e+00", "9.8e-04", "2", "of", "5", "2.5e-01", "2.0"] in rows
+    assert (logs / "out" / "picture.png").read_bytes()[:4] == b"\x89PNG"
+    with open(logs / "out" / "picture.csv", newline="") as file:
+        joined = list(csv.DictReader(file))
+    assert [row["step"] for row in joined] == [str(s) for s in range(1, 11)]
+    assert joined[8]["base loss"] == "2.75" and float(joined[8]["off loss"]) == 2.75 + 2.0**-10
+    assert joined[0]["same loss"] == "" and joined[9]["off val_loss"] == "3.0"
+
+
+def test_tolerance(logs):
+    result = plot(logs, "base.csv", "same.csv", "--tolerance", 0)
+    assert result.returncode == 0 and result.stdout.endswith("PASS: 0.0e+00 <= 0\n")
+    assert "PASS" not in plot(logs, "base.csv", "same.csv").stdout
+    result = plot(logs, "base.csv", "off.csv", "--tolerance", 1e-4)
+    assert result.returncode == 1
+    assert result.stderr == "plot.py: off differs by 9.8e-04 at step 8 (training), more than 0.0001\n"
+    assert plot(logs, "base.csv", "off.csv", "--tolerance", 0.3).returncode == 0
+    write(logs / "short.csv", {s: 5.0 - 0.25 * s for s in range(6, 9)})
+    result = plot(logs, "base.csv", "short.csv", "--tolerance", 0)
+    assert result.returncode == 1 and "PASS" not in result.stdout
+    assert result.stderr == "plot.py: the runs end at different steps: {'base': 10, 'short': 8}\n"
+
+
+def test_nan_is_a_difference(logs):
+    """A loss that is no number differs from every number, and from itself."""
+    write(logs / "nan.csv", {s: float("nan") for s in range(6, 11)})
+    assert plot(logs, "base.csv", "nan.csv", "--tolerance", 1e9).returncode == 1
+
+
+@pytest.mark.parametrize("content", [None, "", "a,b\n1,2\n", "step,loss,val_loss\n", "step,loss,val_loss\n1,x,\n"])
+def test_bad_log(logs, content):
+    if content is not None:
+        (logs / "bad.csv").write_text(content)
+    result = plot(logs, "base.csv", "bad.csv")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "bad.csv" in result.stderr
+
+
+def test_nothing_in_common(logs):
+    write(logs / "later.csv", {20: 1.0})
+    result = plot(logs, "base.csv", "later.csv")
+    assert result.returncode == 2 and "later has no step in common with base" in result.stderr
+
+
+@pytest.mark.parametrize("names", [["base.csv"], ["base.csv", "same.csv", "base.csv"]])
+def test_nothing_to_compare(logs, names):
+    result = plot(logs, *names)
+    assert result.returncode == 2 and "name two different logs, or more" in result.stderr
+
+
+def test_one_name_in_two_folders(logs):
+    (logs / "again").mkdir()
+    (logs / "same.csv").rename(logs / "again" / "base.csv")
+    result = plot(logs, "base.csv", "again/base.csv", "--tolerance", 0)
+    assert result.returncode == 0 and "again/base.csv" in result.stdout
+
+
+def test_zero_is_drawn_at_zero():
+    """A log axis has no place for zero; the axis of the differences has."""
+    runs = {"a": {"loss": {1: 2.0, 2: 1.0}, "val_loss": {}}, "b": {"loss": {1: 2.0, 2: 1.001}, "val_loss": {}}}
+    below = curves.draw(runs, [script.differences(*runs.values(), "loss")]).axes[1]
+    assert list(below.lines[0].get_ydata()) == pytest.approx([0.0, 0.001])
+    low, high = below.get_ylim()
+    assert low < 0 < 0.001 < high and below.transData.transform((1, 0.0))[1] > below.bbox.y0
+
+
+def test_legend():
+    """In words: what a run did, and its name only where two did the same."""
+
+    def legend(**layouts):
+        runs = {name: {"loss": {first: 1.0}, "layout": layout} for name, (first, layout) in layouts.items()}
+        return list(curves.in_words(runs))
+
+    words = ["4 ranks, uninterrupted", "resumed on 4 ranks", "resumed on 1 rank"]
+    assert legend(a=(1, "64 x 1 x 4"), b=(101, "64 x 1 x 4"), c=(101, "64 x 4 x 1")) == words
+    words = ["PyTorch, 4 micro-batches of 8", "DeepSpeed, 2 ranks, 1 micro-batch of 8"]
+    assert legend(grad_accu_4_pt=(1, "8 x 4 x 1"), a_ds_ws2=(1, "8 x 1 x 2")) == words
+    words = ["1 rank, 1 micro-batch of 32", *(f"1 rank, 4 micro-batches of 8 ({name})" for name in "bc"), "no layout"]
+    assert legend(a=(1, "32 x 1 x 1"), b=(1, "8 x 4 x 1"), c=(1, "8 x 4 x 1"), no_layout=(1, "")) == words

@@ -1,0 +1,86 @@
+"""docs/troubleshooting.md: every message that it quotes is in the sources of the program that prints it."""
+
+import ast
+import functools
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+SOURCES = {  # section: (files of a package, or of this repository)
+    "DeepSpeed": [("deepspeed", "runtime/engine.py"), ("deepspeed", "runtime/config.py")],
+    "torch and torchrun": [("torch", "serialization.py")],
+    "Trainer, accelerate, Lightning, Megatron-DeepSpeed": [
+        ("accelerate", "accelerator.py"),
+        ("transformers", "integrations/deepspeed.py"),
+        ("lightning", "pytorch/strategies/deepspeed.py"),
+    ],
+    "This repository": [
+        (None, name) for name in ("examples/megatron_info.py", *sorted(str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), *ROOT.glob("universal/*.py"))))
+    ],
+}
+OTHERS = ("Python's", "the linker's", "gloo's", "c10d's", "the C++ runtime's")  # whose sources are not in Python
+
+
+def messages(page):
+    """[(section, message)], but for what the page says comes from elsewhere."""
+    for section in re.split(r"^## ", page, flags=re.M)[1:]:
+        for heading, text in re.findall(r"^### (.*)\n(.*)", section, re.M):
+            if not any(f"(This is {other} message" in text for other in OTHERS):
+                yield section.split("\n")[0], re.search(r"`(.*)`", heading)[1]
+
+
+def strings(source):
+    """Every string of a source, with "..." for what is filled in."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+            yield " ".join("".join(parts).split())
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield " ".join(node.value.split())
+
+
+@functools.cache
+def printed(package, name):
+    """None where the package is not installed."""
+    if package and not importlib.util.find_spec(package):
+        return None
+    folder = Path(importlib.util.find_spec(package).origin).parent if package else ROOT
+    return "\n".join(strings((folder / name).read_text()))
+
+
+def found(section, message):
+    """Whether the sources of that section print it; None where one that may is not installed."""
+    texts = [printed(*where) for where in SOURCES[section]]
+    words = re.sub(r"\s*\.\.\.\s*", "...", message).strip(".")
+    if any(words in re.sub(r"[.\s]*\.\.\.\s*", "...", text) for text in texts if text):
+        return True
+    return None if None in texts else False
+
+
+@pytest.mark.parametrize("section, message", list(messages(PAGE)))
+def test_message(section, message):
+    answer = found(section, message)
+    if answer is None:
+        pytest.skip(f"not installed: {[package for package, name in SOURCES[section] if not printed(package, name)]}")
+    assert answer, message
+
+
+def test_a_wrong_message_is_seen():
+    assert len(list(messages(PAGE))) >= 18
+    for section, message in messages("## DeepSpeed\n### `Unable to find newest file at ...`\n\n"):
+        assert found(section, message) is False
+    assert not list(messages("## DeepSpeed\n### `view`\n(This is Python's message.)\n"))
+
+
+def test_every_variable_of_ours_is_listed():
+    table = PAGE.split("## Environment variables")[1]
+    used = set()
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), *ROOT.glob("demos/*.py")):
+        used |= set(re.findall(r'"((?:TORCH|DS|CUBLAS|OMP)_[A-Z_]+)"', path.read_text()))
+    assert {name for name in used if not name.startswith("TORCH_CPP")} <= set(re.findall(r"[A-Z]+_[A-Z_]+", table)), (
+        used
+    )

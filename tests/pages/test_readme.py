@@ -1,0 +1,369 @@
+"""README.md, CONTRIBUTING.md and docs/*.md: their commands parse, their links lead somewhere, their tables are those of
+assets/, and the lines for other people's scripts do what the README says."""
+
+import argparse
+import csv
+import fnmatch
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from deepspeed.launcher import runner
+from helpers import ROOT
+from torch.distributed.run import get_args_parser
+
+import plot
+from harness.ranks import compare, run
+
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
+PROGRAMS = ("python", "deepspeed", "torchrun", "make", "srun")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$|((?:^    [^\n]*\n)+)", re.M | re.S)
+
+
+# -----------------------------------------------------------------------------
+# what stands on a page
+
+
+def blocks(text):
+    """The lines of every fenced block, but for those in Python, and of every indented one. A blank line ends the
+    latter: it divides a command from what it prints."""
+    for language, fenced, indented in BLOCK.findall(text):
+        if language != "python":
+            yield (fenced or re.sub("^    ", "", indented, flags=re.M)).splitlines()
+
+
+def commands(text):
+    """Every command of a block, its continued lines joined, and of a code span in the prose."""
+    lines = [line for block in blocks(text) for line in re.sub(r"\\\n\s*", "", "\n".join(block)).split("\n")]
+    lines += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
+    lines = [re.sub(r"^(\w+=\S+ )+", "", part).strip() for line in lines for part in line.split(" && ")]
+    return {line for line in lines if re.match(rf"({'|'.join(PROGRAMS)}) .*\.py|make [\w -]+$|pip install -r", line)}
+
+
+COMMANDS = sorted({(page, command) for page, text in PAGES.items() for command in commands(text)})
+
+
+class Parsed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("page, command", COMMANDS)
+def test_command(page, command, monkeypatch):
+    """The script exists and takes these flags, the launcher takes its own; a make target exists."""
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in words[1:])
+        return
+    if words[0] == "pip":
+        assert (ROOT / words[-1]).is_file()
+        return
+    if words[:2] == ["python", "elastic.py"]:  # torchrun's flags; test_machines runs it
+        words[:2] = ["torchrun"]
+    number, script = next((i, word) for i, word in enumerate(words) if word.endswith(".py"))
+    made = script.startswith("out/")  # by an exercise, whose test runs it
+    assert made or (ROOT / script).is_file()
+    if words[0] == "torchrun":
+        get_args_parser().parse_args(words[1:])
+    if words[0] == "deepspeed":
+        runner.parse_args(words[1:])
+    if made:
+        return
+    if script.startswith("examples/"):  # they may import what is not installed
+        source = (ROOT / script).read_text()
+        assert all(f'"{word}"' in source for word in words[number + 1 :] if word.startswith("--"))
+        return
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(self, *arguments):
+        parse(self, *arguments)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    monkeypatch.setattr(sys, "argv", [script, *words[number + 1 :]])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(Parsed):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+def test_make_help():
+    """It is the list at the top of the Makefile, and that has every target."""
+    out = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
+    assert set(re.findall(r"\bmake ([\w-]+)", out)) == set(targets)
+
+
+def test_make_help_is_first_and_make_clean_removes_what_the_pages_make():
+    """Every folder that a command on a page names for its output; git ignores them all."""
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^([a-z][\w-]*):", makefile, re.M)[1] == "help"
+    removed = re.search(r"^clean:\n\trm -rf (.*)", makefile, re.M)[1].replace("$(CKPT)", "ds_transformer_checkpoint")
+    folders = {folder for _, c in COMMANDS for folder in re.findall(r"(?:_dir|--output) (?!/)([\w-]+)", c)}
+    assert len(folders) >= 5 and "out" in folders
+    for folder in folders:
+        assert any(fnmatch.fnmatch(folder, pattern) for pattern in removed.split()), folder
+    ignored = subprocess.run(["git", "check-ignore", *(f"{folder}/x" for folder in folders)], cwd=ROOT, timeout=60)
+    assert ignored.returncode == 0 and ".venv " not in removed
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) >= 45 and {page for page, _ in COMMANDS} >= set(PAGES) - {"docs/troubleshooting.md"}
+
+
+WRONG = ["deepspeed --num_gpus 2 train.py --no_such_flag", "deepspeed --no_such_flag train.py"]
+WRONG += ["torchrun --no_such_flag train.py", "make no_such_target", "python no_such_script.py"]
+WRONG += ["torchrun examples/hf_trainer.py --no_such_flag", "pip install -r no_such_file.txt"]
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_a_wrong_command_is_seen(command, monkeypatch):
+    """In a block, behind a variable, and in the prose."""
+    for text in (f"    {command}\n", f"```bash\n{command}\n```\n", f"then `VARIABLE=1 {command}` does it"):
+        assert commands(text) == {command}
+    with pytest.raises((SystemExit, AssertionError)):
+        test_command("README.md", command, monkeypatch)
+
+
+def broken_links(page, text):
+    """Those that lead to no file, or to no heading of it."""
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M) if anchor and path.is_file() else []
+        if (
+            not path.exists()
+            or anchor
+            and anchor not in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
+        ):
+            yield f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links(page):
+    assert not list(broken_links(page, PAGES[page]))
+
+
+def test_a_broken_link_is_seen():
+    text = "[a](no_such_page.md) [b](#no-such-heading) [c](clients.md#nowhere) [d](clients.md#measured) [e](#limits)"
+    assert list(broken_links("docs/layouts.md", text)) == ["no_such_page.md#", "#no-such-heading", "clients.md#nowhere"]
+
+
+def test_front_door():
+    """The README stays short, its first screen has the picture and the commands, and it leads to every page."""
+    lines = PAGES["README.md"].splitlines()
+    first = "\n".join(lines[:40])
+    assert len(lines) <= 260 and "(assets/resume_uc.png)" in first and "universal.install()" in first
+    assert len([c for c in commands(first) if c.endswith(".py") or ".py " in c or c.startswith("pip")]) >= 5
+    assert all(f"({page})" in PAGES["README.md"] for page in PAGES if page != "README.md")
+
+
+def test_files_to_copy_say_where_they_come_from():
+    """Licence, origin and one version: in somebody else's repository nothing else does."""
+    names = re.search(r"^\| (.*) \| to copy into your project", PAGES["CONTRIBUTING.md"], re.M)[1]
+    heads = [(ROOT / name).read_text() for name in re.findall("`(.*?)`", names)]
+    assert len(heads) == 8 and all(head.startswith("# SPDX-License-Identifier: MIT\n") for head in heads)
+    versions = {
+        re.search(r"^__version__ = (.*  # of the universal checkpoint tutorial.*)", head, re.M)[1] for head in heads
+    }
+    assert len(versions) == 1 and all("Python 3.10" in head for head in heads)
+
+
+# -----------------------------------------------------------------------------
+# the tables and numbers
+
+
+def differences(shown, tables):
+    """{table: lines that are wrong, or are missing} for {name: text} of tables and the blocks of all pages. A block
+    shows the table with which it has a line in common that no other table has; where it has "..." it may be a part."""
+    tables = {
+        name: [line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith("wrote ")]
+        for name, text in tables.items()
+    }
+    found = {}
+    for name, table in tables.items():
+        others = {line for other in tables if other != name for line in tables[other]}
+        blocks = [block for block in shown if {line.rstrip() for line in block} & (set(table) - others)]
+        lines = [line.rstrip() for block in blocks for line in block if line.strip()]
+        found[name] = [line for line in lines if line not in table and line.strip() != "..."]
+        if "..." not in map(str.strip, lines):
+            found[name] += [line for line in table if line not in lines]
+    return found
+
+
+def test_tables():
+    """What commands have written into assets/*.txt is what the pages show."""
+    tables = {path.name: path.read_text() for path in ROOT.glob("assets/*.txt")}
+    found = differences([block for text in PAGES.values() for block in blocks(text)], tables)
+    assert len(found) >= 4 and not any(found.values()), found
+
+
+def test_a_wrong_table_is_seen():
+    tables = {"x": "run loss\n\na 1\nb 2\nc 3\nwrote out/x.png\n", "y": "run loss\nd 4\n"}
+    y = ["run loss", "d 4"]
+    for right in (
+        [["run loss", "a 1", "b 2", "c 3"], y],
+        [["run loss", "a 1"], ["b 2", "c 3"], y],
+        [["a 1", "..."], y],
+    ):
+        assert differences(right, tables) == {"x": [], "y": []}
+    assert differences([["run loss", "a 1", "b 3", "c 3"], y], tables) == {"x": ["b 3", "b 2"], "y": []}
+    assert differences([["a 1", "b 2", "..."], ["run loss", "d 5"]], tables) == {"x": [], "y": ["run loss", "d 4"]}
+
+
+ROW = re.compile(r"^(\w+) .* = \d+ +\d+-\d+ +(\S+) +(\S+) +(\d+ of \d+)( +\d\S*e\S*)? +\S+$")
+
+
+def plotted():
+    """{run: what plot.py says of it} of the CSVs beside the pictures."""
+    found = {}
+    for path in sorted(ROOT.glob("assets/*.csv")):
+        rows = list(csv.DictReader(path.open(newline="")))
+        columns = [c for c in rows[0] if c.endswith(" loss")]
+        for name in (c.removesuffix(" loss") for c in columns):
+            run, baseline = (
+                {c: {int(r["step"]): float(r[f"{n} {c}"]) for r in rows if r[f"{n} {c}"]} for c in ("loss", "val_loss")}
+                for n in (name, columns[0].removesuffix(" loss"))
+            )
+            gaps, val = (list(plot.differences(baseline, run, c).values()) for c in ("loss", "val_loss"))
+            same = f"{gaps.count(0)} of {len(gaps)}"
+            found[name] = f"{gaps[0]:.1e}", f"{max(gaps):.1e}", same, f"{max(val):.1e}" if val else ""
+    return found
+
+
+def test_rows_of_plot():
+    """The numbers of plot.py's tables are those of the CSV beside the picture; the first page's is one of them."""
+    found, seen = plotted(), set()
+    for page, text in PAGES.items():
+        for row in (ROW.match(line) for block in blocks(text) for line in block):
+            if row and row[1] in found:
+                assert (row[2], row[3], row[4], (row[5] or "").strip()) == found[row[1]], (page, row[1])
+                seen.add(row[1])
+    assert seen >= {"resume_uc", "resume_uc_4gpu", "grad_accu_2_ds_ws2"}
+    assert f"**{found['resume_uc'][1]}**" in "".join(PAGES["README.md"].splitlines(True)[:40])
+
+
+# -----------------------------------------------------------------------------
+# the README's script
+
+
+def own_script():
+    """What the README shows the end of."""
+    script = (ROOT / "examples" / "own_loop.py").read_text()
+    assert script.endswith(re.search(r"```python\n(.*?)```", PAGES["README.md"], re.S)[1])
+    return script
+
+
+SCRIPT = """
+import deepspeed, sys, os, csv, logging
+import torch, torch.nn as nn, torch.nn.functional as F
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+torch.set_num_threads(1)
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.init_distributed()
+stage, folder, resumed, name = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "resume", sys.argv[4]
+exec(open("own.py").read())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix, self.norm = nn.Embedding(32, 24), nn.Linear(24, 24), nn.BatchNorm1d(24)
+        self.frozen, self.out = nn.Linear(24, 24), nn.Linear(24, 32, bias=False)
+        self.a, self.b = nn.Linear(24, 4, bias=False), nn.Linear(4, 24, bias=False)
+        self.out.weight = self.embed.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x, y):
+        x = F.dropout(self.norm(self.mix(self.embed(x))), 0.1, self.training)
+        return F.cross_entropy(self.out(self.frozen(x) + self.b(self.a(x))), y)
+
+
+torch.manual_seed(2 if resumed else 1)  # what is not restored is seen
+net = Net()
+trained = [p for p in net.parameters() if p.requires_grad]
+matrices, rest = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() < 2]
+groups = [{"params": matrices, "weight_decay": 0.5}, {"params": rest}]
+config = {
+    "train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": stage},
+    "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-2, "weight_decay": 0.0}},
+    "gradient_clipping": 1.0,
+}
+engine, *_ = deepspeed.initialize(model=net, model_parameters=groups, config=config)
+data = torch.randint(32, (200,), generator=torch.Generator().manual_seed(0))  # an epoch ends after 6 steps, with 8 over
+rows = []
+for step, loss in train(engine, torch.utils.data.TensorDataset(data, (7 * data + 3) % 32), 20, folder, resumed, 10):
+    loss = loss.double()
+    torch.distributed.all_reduce(loss)
+    rows.append((step, loss.item() / engine.world_size))
+os.makedirs("logs", exist_ok=True)
+if engine.global_rank == 0:
+    with open(f"logs/{name}.csv", "w") as file:
+        csv.writer(file).writerows([("step", "loss"), *rows])
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+
+def trained(folder, stage, own):
+    """Train 20 steps on 4 ranks, as the run "base", and leave the checkpoint of step 10."""
+    (folder / "own.py").write_text(own)
+    (folder / "script.py").write_text(SCRIPT)
+    run(folder, 4, folder / "script.py", stage, "c", "start", "base")
+    shutil.rmtree(folder / "c" / "global_step20")
+
+
+def resumed(folder, ranks, stage):
+    """|difference| to "base" over steps 11 to 20."""
+    (folder / "c" / "latest").write_text("global_step10")
+    run(folder, ranks, folder / "script.py", stage, "c", "resume", f"on_{ranks}")
+    shutil.rmtree(folder / "c" / "global_step20")
+    gaps = compare(folder, "base", f"on_{ranks}")
+    assert len(gaps) == 10
+    return max(gaps.values())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_own_script(tmp_path, stage):
+    """With these lines alone: BatchNorm, a frozen layer, tied weights and two groups, from 4 ranks to 4, 2 and 1."""
+    trained(tmp_path, stage, own_script())
+    for ranks in (4, 2, 1):
+        assert resumed(tmp_path, ranks, stage) <= (0.0 if ranks == 4 else 1e-5)
+
+
+@pytest.mark.parametrize(
+    "line, without",
+    [
+        ("torch.manual_seed(hash((seed, step, m)))", "pass"),
+        (
+            "first = (step * count + m) * size",
+            "first = (step * count + m % engine.gradient_accumulation_steps()) * size",
+        ),
+        ("epoch, step = divmod(step - 1,", "epoch, step = divmod(step - done - 1,"),
+    ],
+)
+def test_every_line_is_needed(tmp_path, line, without):
+    """Dropout that the rank draws, data that depend on the number of ranks, or on the step that a run starts from."""
+    script = own_script()
+    assert script.count(line) == 1
+    if "done" in without:
+        script = script.replace(
+            "    for step in range(done", "    globals()['done'] = done\n    for step in range(done"
+        )
+    trained(tmp_path, 1, script.replace(line, without))
+    assert resumed(tmp_path, 2, 1) > 1e-4
+
+
+def test_an_epoch_has_every_sample_once():
+    names = {}
+    exec(own_script(), names)
+    rows = torch.utils.data.TensorDataset(torch.arange(50))
+    for epoch in (0, 1):
+        steps = range(6 * epoch + 1, 6 * epoch + 7)
+        seen = [names["micro_batch"](rows, 4, m, 2, step, 0)[0] for step in steps for m in (0, 1)]
+        assert len(set(torch.cat(seen).tolist())) == 48
+    assert not torch.equal(*(names["micro_batch"](rows, 4, 0, 2, step, 0)[0] for step in (1, 7)))
