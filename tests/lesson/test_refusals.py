@@ -23,8 +23,9 @@ def refusal(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train.torch, "manual_seed", lambda seed: pytest.fail("not refused"))
 
     def say(ranks, arguments):
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        if ranks:  # a launcher has started it
+            monkeypatch.setenv("RANK", "0")
+            monkeypatch.setenv("WORLD_SIZE", str(ranks))
         monkeypatch.setattr("sys.argv", ["train.py", *arguments.split()])
         with pytest.raises(SystemExit) as stop:
             args = train.arguments().parse_args()
@@ -40,6 +41,7 @@ def refusal(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "ranks, arguments, words",
     [
+        (0, "", "start it with a launcher: deepspeed --num_gpus 4 train.py, or torchrun --nproc-per-node 4 train.py"),
         (3, "", "micro-batches of 64 on 3 ranks; the nearest that do: --train_batch_size 192 or 384;"),
         (6, "--train_micro_batch_size_per_gpu 8", "--train_batch_size 240 or 288;"),
         (2, "--n_head 5", "--n_embd 64 does not divide into --n_head 5 heads"),
