@@ -78,7 +78,7 @@ def load_checkpoint(
         load_lr_scheduler_states=load_lr_scheduler_states, load_module_only=load_module_only,
     )  # fmt: skip
     if Version(version := deepspeed.__version__) < Version("0.16.4"):
-        raise CheckpointError(f"universal.py needs DeepSpeed 0.16.4 or newer, and finds {version}")
+        raise CheckpointError(f"universal needs DeepSpeed 0.16.4 or newer, and finds {version}")
     if custom_load_fn:
         raise CheckpointError("custom_load_fn would get no weights: they are read from the shards of the optimizer")
     with conversation(timeout) as talk:
@@ -129,7 +129,7 @@ def install():
     As with DeepSpeed's, a first start finds nothing and goes on: an absent or empty folder, and no tag. A command that
     has no script starts with the folder start/ on its PYTHONPATH."""
     if (other := getattr(deepspeed.DeepSpeedEngine, "universal", __file__)) != __file__:
-        raise CheckpointError(f"two copies of universal.py: {other} is installed, {__file__} cannot be")
+        raise CheckpointError(f"two copies of universal: {other} is installed, {__file__} cannot be")
     deepspeed.DeepSpeedEngine.universal = __file__
     deepspeed.DeepSpeedEngine.load_checkpoint = functools.partialmethod(load_checkpoint, missing_ok=True)
 

@@ -167,4 +167,4 @@ def check_same_folder(folder, talk):
 
 def say(message):
     if dist.get_rank() == 0:
-        print(f"universal.py: {message}", flush=True)
+        print(f"universal: {message}", flush=True)
