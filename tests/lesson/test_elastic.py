@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, refused
 
 import data
 from harness import machines
@@ -30,7 +30,9 @@ def steps(work, run_name):
 
 @pytest.fixture(scope="module")
 def uninterrupted(work):
-    run(work, 2, "train_elastic.py", *COMMON, "--run_name", "uninterrupted", "--checkpoint_dir", "uninterrupted")
+    names = ("--run_name", "uninterrupted", "--checkpoint_dir", "uninterrupted")
+    run(work, 2, "train_elastic.py", *COMMON, *names, "--keep", 1)
+    assert [path.name for path in (work / "uninterrupted").iterdir() if path.is_dir()] == ["global_step12"]
 
 
 def train(work, ranks, name, *arguments, launch=launch, **options):
@@ -62,7 +64,7 @@ def at_step(step, rank, signal):
     return patch
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_sigterm(work, uninterrupted, stage):
     """One of 4 ranks gets the signal in step 6: all save step 6 and leave with 143; the same command goes on, on any
     ranks, and a job that is done is done."""
@@ -110,24 +112,26 @@ def test_enlist(monkeypatch):
             elastic.enlist(batch, micro, model_parallel)
 
 
-REFUSALS = [
-    (("--elastic", "--resume"), "leave out --resume"),
-    (("--elastic", "--train_micro_batch_size_per_gpu", 7), "none of 1 to 2 ranks trains micro-batches of 7"),
-    (("--mirror", 1), "--mirror is for --elastic"),
-    (("--dtype", "bf16", "--exact"), "--exact needs --dtype fp32: sums in bf16 have too few bits"),
-    (("--offload", "--exact"), "--exact does not go with --offload"),
-    (("--elastic", "--seed", 1, "--exact"), "seed is 1337 in uninterrupted/global_step12 and 1 here"),
-    (("--elastic",), "exact is True in uninterrupted/global_step12 and None here"),
-]
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--elastic", "--resume"), "leave out --resume"),
+        (("--elastic", "--train_micro_batch_size_per_gpu", 7), "none of 1 to 2 ranks trains micro-batches of 7"),
+        (("--mirror", 1), "--mirror is for --elastic"),
+        (("--exact", "--dtype", "bf16"), "--exact needs --dtype fp32: sums in bf16 have too few bits"),
+        (("--exact", "--offload"), "--exact does not go with --offload"),
+    ],
+)
+def test_refused(monkeypatch, arguments, words):
+    assert words in refused(monkeypatch, "train_elastic.py", 2, (*INEXACT, *arguments))
 
 
-@pytest.mark.parametrize("arguments, words", REFUSALS)
-def test_refusals(work, uninterrupted, arguments, words):
-    arguments = ("--run_name", "refused", "--checkpoint_dir", "uninterrupted", *arguments)
+@pytest.mark.parametrize("arguments, words", [(("--exact", "--seed", 1), "seed is 1337"), ((), "exact is True")])
+def test_another_run_is_refused(work, uninterrupted, arguments, words):
+    arguments = ("--elastic", "--run_name", "another", "--checkpoint_dir", "uninterrupted", *arguments)
     result = launch(work, 2, "train_elastic.py", *INEXACT, *arguments)
-    assert result.code == 2 and not (work / "logs" / "refused.csv").exists()
-    assert result.errors.startswith("train_elastic.py: error: ") and words in result.errors, result.errors
-    assert result.errors.count("\n") == 1
+    assert result.code == 2 and not (work / "logs" / "another.csv").exists()
+    assert result.errors.count("\n") == 1 and f"error: {words} in uninterrupted/global_step12 and" in result.errors
 
 
 def test_nothing_whole_is_not_a_start(work, uninterrupted):
@@ -164,11 +168,6 @@ def test_keep(tmp_path):
     (tmp_path / "latest").write_text("global_step60")
     elastic.remove_old(tmp_path, 1)
     assert {path.name for path in tmp_path.iterdir()} == {"global_step60", "global_step80", "mine", "latest"}
-
-
-def test_train_keeps_one(work, uninterrupted):
-    train(work, 2, "kept", "--keep", 1, launch=run)
-    assert [path.name for path in (work / "kept").iterdir() if path.is_dir()] == ["global_step12"]
 
 
 def test_pipeline(work):
@@ -258,7 +257,7 @@ def killed_while_saving(at, moment):
     return patch
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", ["after", pytest.param("before", marks=pytest.mark.slow)])
 def test_killed_while_saving(work, uninterrupted, moment):
     name = f"killed_{moment}"
     result = train(work, 4, name, patch=killed_while_saving(8, moment))
@@ -271,6 +270,7 @@ def test_killed_while_saving(work, uninterrupted, moment):
     assert shards == [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_saved_again(work, uninterrupted):
     """Gone on with from an older checkpoint, the job saves the later ones again, on fewer ranks: all of the old is
     gone."""

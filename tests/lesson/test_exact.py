@@ -173,21 +173,3 @@ def test_in_a_script_of_ones_own(tmp_path):
     """exact.py alone, on an engine that is not train.py's; and what it cannot make exact it refuses."""
     (tmp_path / "own.py").write_text(f"cases = {CASES}\n{SCRIPT}")
     run(tmp_path, 1, tmp_path / "own.py")
-
-
-def test_adamw_is_element_wise():
-    """torch's AdamW gives an element the same bits whatever slice of the parameters it is in."""
-    torch.manual_seed(0)
-    weights, gradients = torch.randn(1000), torch.randn(5, 1000)
-
-    def trained(slices):
-        parts = [torch.nn.Parameter(weights[s].clone()) for s in slices]
-        optimizer = torch.optim.AdamW(parts, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-        for gradient in gradients:
-            for part, s in zip(parts, slices, strict=True):
-                part.grad = gradient[s].clone()
-            optimizer.step()
-        return torch.cat([part.detach() for part in parts])
-
-    cuts = [0, 1, 3, 6, 13, 20, 51, 100, 231, 500, 733, 1000]
-    assert torch.equal(trained([slice(0, 1000)]), trained([slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]))
