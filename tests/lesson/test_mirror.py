@@ -268,7 +268,7 @@ deepspeed.init_distributed()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Linear(16, 8))
 model[0].requires_grad_(False)  # from elsewhere, and only in the checkpoint
-if os.path.exists("record"):
+if os.path.exists("record") and "did" in open("record").read():
     torch.nn.init.zeros_(model[0].weight)
 groups = [{"params": [model[2].weight, model[3].weight]}, {"params": [model[2].bias, model[3].bias], "lr": 1e-3}]
 config = {
