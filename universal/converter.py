@@ -24,7 +24,6 @@ from pathlib import Path
 
 from universal.checkpoint import describe, file_name, find_tag, left_over, lost_states
 from universal.torch_file import (
-    CHUNK,
     CheckpointError,
     Reader,
     Scalar,
@@ -93,19 +92,10 @@ def files_of(description, bare=False):
 
 
 def jobs_of(files, ranks):
-    """The files in lists of some megabytes, side by side in the shards: what follows is read on, and summed on."""
-    sizes = {name: sum(map(nbytes_of, sources)) for name, (_, sources) in files.items()}
-    job = []
-    size = 0
-    enough = min(16 * CHUNK, sum(sizes.values()) // (4 * ranks))
-    for name in files:
-        job.append(name)
-        size += sizes[name]
-        if size > enough:
-            yield job
-            job = []
-            size = 0
-    yield job
+    """The files in lists: what lies side by side in the shards is read on, and summed on."""
+    names = list(files)
+    count = max(1, min(64, len(names) // (8 * ranks)))
+    return [names[i : i + count] for i in range(0, len(names), count)]
 
 
 # -----------------------------------------------------------------------------
@@ -258,7 +248,6 @@ def convert(
             if rank == 0:
                 check_output(Path(os.path.realpath(source)), output)
             folder = beside(output, "unfinished")
-            show(progress, f"describing {source}")
             description = describe(source, num_extract_workers, opened)
             complain(description, strict, zero3_before_0_19_3)
             with about(source / "*_optim_states.pt"):
@@ -267,9 +256,8 @@ def convert(
                 stack.enter_context(unfinished(output))
                 for parent in {os.path.dirname(name) for name in files}:
                     os.makedirs(folder / parent, exist_ok=True)
-        show(progress, f"writing {len(files)} files")
         with together(gather):
-            mine = list(jobs_of(files, ranks))[rank::ranks]
+            mine = jobs_of(files, ranks)[rank::ranks]
             spans = write_files(folder, files, mine, opened, num_merge_workers, progress)
             if rank:
                 sync(folder)  # its machine's part; publish() does rank 0's
@@ -278,7 +266,6 @@ def convert(
             check_all(sorted(spans)[rank::ranks], spans, opened)
         with together(gather):
             if rank == 0:
-                show(progress, f"publishing {output}")
                 for name in files if check else ():
                     verify(folder / name)
                 link_second_names(folder)
@@ -344,11 +331,6 @@ def link_second_names(folder):
             os.link(path, second)
         except OSError:  # a file system without links
             shutil.copyfile(path, second)
-
-
-def show(progress, text):
-    if progress and sys.stderr.isatty():
-        print(f"ds_to_universal: {text}", file=sys.stderr)
 
 
 @contextlib.contextmanager
