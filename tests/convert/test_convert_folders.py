@@ -67,7 +67,7 @@ def test_command_line(source):
     done = converter(source.parent)
     assert done.code == 2 and done.err.count("\n") == 1 and done.err.endswith(": c, d\n")
     done = converter(source.parent / "no", source.parent / "v")
-    assert done.code == 2 and done.err == f"ds_to_universal.py: error: {source.parent}/no does not exist\n"
+    assert done.code == 2 and done.err == f"ds_to_universal: error: {source.parent}/no does not exist\n"
     for flag in ("--num_extract_workers", "--num_merge_workers"):
         done = converter(source, source.parent / "v", flag, 0)
         assert done.code == 2 and done.err.endswith("--num_merge_workers are at least 1\n")

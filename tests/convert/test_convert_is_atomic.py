@@ -191,7 +191,7 @@ def fails(source, output, code, text, **options):
     """The command ends with this exit code and this error, in one line."""
     done = converter(source, output, **options)
     assert done.code == code and done.err.count("\n") == 1, done.err
-    assert done.err.startswith("ds_to_universal.py: error: ") and text in done.err, done.err
+    assert done.err.startswith("ds_to_universal: error: ") and text in done.err, done.err
 
 
 def test_full_disk(tmp_path, large):

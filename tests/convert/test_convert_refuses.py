@@ -99,7 +99,7 @@ def test_flag_that_permits_it(laid_out, tmp_path):
     done = converter(source, tmp_path / "u")
     assert done.code == 2 and done.err.count("\n") == 1 and "extra" in done.err and "--no_strict" in done.err
     done = converter(source, tmp_path / "u", "--no_strict")
-    assert done.code == 0 and done.err.startswith("ds_to_universal.py: warning: ") and "extra" in done.err
+    assert done.code == 0 and done.err.startswith("ds_to_universal: warning: ") and "extra" in done.err
 
 
 def test_step_of_the_module(laid_out, tmp_path):
