@@ -115,6 +115,9 @@ def forked(work, limit=60):
             code = work() or 0
         except SystemExit as stop:
             code = stop.code or 0
+            if isinstance(code, str):  # as Python itself does it
+                print(code, file=sys.stderr)
+                code = 1
         except BaseException:
             traceback.print_exc()
         os._exit(code)
