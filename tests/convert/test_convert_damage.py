@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import content, edit, flip, forked, load, pickle_file, records, source_like, train_small
+from helpers import content, flip, forked, load, pickle_file, records, source_like, train_small
 
 from universal import CheckpointError, convert
 
@@ -344,10 +344,3 @@ def test_a_class_with_a_line_break_in_its_name(laid_out, tmp_path):
     with pytest.raises(CheckpointError, match=MODEL) as error:
         convert(source, tmp_path / "u")
     assert "\n" not in str(error.value)
-
-
-def test_a_number_of_ranks_that_is_a_word(laid_out, tmp_path):
-    source = laid_out(1)
-    edit(source, "*_optim_*", lambda shard: shard["optimizer_state_dict"].update(partition_count="x"))
-    with pytest.raises(CheckpointError, match="_optim_states.pt"):
-        convert(source, tmp_path / "u")

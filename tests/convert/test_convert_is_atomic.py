@@ -330,20 +330,6 @@ def test_second_starts_while_first_ends(tmp_path, two, older):
 # users, processes
 
 
-def test_process_of_another_user(tmp_path, monkeypatch, two):
-    """Nobody asks whether the process that left something behind still runs: on another user's that is an error."""
-
-    def fails(*arguments):
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    convert(two.early, tmp_path / "u")
-    for name in (f".u.unfinished.{os.uname().nodename}.1.0", ".u.unfinished"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setattr(os, "kill", fails)
-    convert(two.late, tmp_path / "u")
-    assert content(tmp_path / "u") == two.new
-
-
 def test_a_library_leaves_the_process_alone(tmp_path, monkeypatch, two):
     """Called inside a training, convert() changes nothing that belongs to the whole process."""
     seen, original = set(), open
