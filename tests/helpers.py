@@ -100,7 +100,7 @@ def flip(data, position, bit=0):
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
-def forked(work, limit=60):
+def forked(work, limit=120):
     """Call work() in a process forked from this one, which has imported what is needed. Returns end(), which waits for
     it: its exit code, or minus the signal that ended it, and what it printed, at most what a pipe holds."""
     pipes = [os.pipe() for _ in range(2)]
