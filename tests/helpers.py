@@ -194,19 +194,6 @@ def edit(folder, pattern, change):
         torch.save(whole, path)
 
 
-SMALL = ("--n_embd", 16, "--n_head", 2, "--n_layer", 1, "--seq_len", 14, "--steps", 4, "--checkpoint_interval", 2)
-SMALL = (*SMALL, "--train_batch_size", 12, "--train_micro_batch_size_per_gpu", 1)
-
-
-def train_small(folder, stage):
-    """The checkpoints of steps 2 and 4 of train.py with a frozen layer and a buffer on 3 ranks."""
-    from harness.ranks import run
-
-    layout = ("--zero_stage", stage, "--checkpoint_dir", "c")
-    run(folder, 3, "train.py", *SMALL, *layout, patch=frozen_and_buffer(1))
-    return folder / "c" / "global_step2", folder / "c" / "global_step4"
-
-
 def source_like(folder, checkpoint, changed):
     """The checkpoint with some files changed: {name: bytes, another file, or None to leave it out}."""
     folder.mkdir(parents=True)

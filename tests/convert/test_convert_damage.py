@@ -15,11 +15,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import content, flip, forked, load, pickle_file, records, source_like, train_small
+from helpers import content, flip, forked, frozen_and_buffer, load, pickle_file, records, source_like
 
+from harness.ranks import run
 from universal import CheckpointError, convert
 
 MODEL = "mp_rank_00_model_states.pt"
+SMALL = ("--n_embd", 16, "--n_head", 2, "--n_layer", 1, "--seq_len", 14, "--steps", 4, "--checkpoint_interval", 2)
+SMALL = (*SMALL, "--train_batch_size", 12, "--train_micro_batch_size_per_gpu", 1)
+
+
+def train_small(folder, stage):
+    """The checkpoints of steps 2 and 4 of train.py with a frozen layer and a buffer on 3 ranks."""
+    layout = ("--zero_stage", stage, "--checkpoint_dir", "c")
+    run(folder, 3, "train.py", *SMALL, *layout, patch=frozen_and_buffer(1))
+    return folder / "c" / "global_step2", folder / "c" / "global_step4"
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["zero1", "zero3"])
