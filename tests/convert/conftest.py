@@ -1,5 +1,7 @@
 """Fixtures of the converter's tests."""
 
+import ctypes
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -33,3 +35,16 @@ def laid_out(tmp_path):
         return folder
 
     return make
+
+
+@pytest.fixture
+def disk_fails(monkeypatch):
+    """disk_fails(): from here on the disk says that it has failed, when everything has to be on it."""
+
+    class Library:
+        @staticmethod
+        def syncfs(descriptor):
+            ctypes.set_errno(errno.EIO)
+            return -1
+
+    return lambda: monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: Library)

@@ -1,7 +1,6 @@
 """The converter when things go wrong around it: kill -9, full disks, a second conversion, an older result. The result
 is whole and right, or the older one is untouched; nothing else is left."""
 
-import ctypes
 import errno
 import fcntl
 import gc
@@ -215,17 +214,10 @@ def test_full_disk(tmp_path, large):
         subprocess.run(["umount", disk], timeout=9, check=True)
 
 
-def test_disk_fails_late(tmp_path, two, monkeypatch):
+def test_disk_fails_late(tmp_path, two, disk_fails):
     """What the disk says only when everything has to be on it: the older result stays."""
-
-    class Library:
-        @staticmethod
-        def syncfs(descriptor):
-            ctypes.set_errno(errno.EIO)
-            return -1
-
     convert(two.early, tmp_path / "u")
-    monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: Library)
+    disk_fails()
     with pytest.raises(OSError, match=r"Input/output error: .*unfinished"):
         convert(two.late, tmp_path / "u")
     settled(tmp_path / "u", two.old)

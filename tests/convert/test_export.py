@@ -1,8 +1,6 @@
 """The weights alone, `python -m universal.safetensors`: the file against the live engine, and in
 transformers; or one line, with nothing written."""
 
-import ctypes
-import errno
 import functools
 import json
 import os
@@ -256,7 +254,7 @@ def test_left_over_of_a_killed_one(laid_out, tmp_path):
     assert os.listdir(output.parent) == [output.name] and len(load_file(output)) == 3
 
 
-def test_replaced_at_once(laid_out, tmp_path, monkeypatch):
+def test_replaced_at_once(laid_out, tmp_path, disk_fails):
     """Who has mapped the older file keeps it; and there is no newer one before all of it is on the disk."""
     source, output = laid_out(1), tmp_path / "o" / "x.safetensors"
     export(source, output)
@@ -264,14 +262,7 @@ def test_replaced_at_once(laid_out, tmp_path, monkeypatch):
         export(source, output)
         assert os.fstat(older.fileno()).st_nlink == 0
     before = os.stat(output)
-
-    class Library:
-        @staticmethod
-        def syncfs(descriptor):
-            ctypes.set_errno(errno.EIO)
-            return -1
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: Library)
+    disk_fails()
     with pytest.raises(OSError, match=r"Input/output error: .*unfinished"):
         export(source, output)
     assert os.path.samestat(before, os.stat(output)) and os.listdir(output.parent) == [output.name]
