@@ -160,6 +160,8 @@ def unfinished(output):
         if old.exists() and not output.exists():
             old.rename(output)
         shutil.rmtree(old, ignore_errors=True)
+        if old.exists():  # another user's: it stays, and must not be in the way
+            old.rename(beside(output, f"replaced.{time.time_ns()}"))
         for left in folder.iterdir():
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() and not left.is_symlink() else left.unlink()
         try:
