@@ -1,10 +1,8 @@
 """What test modules share: patches, small checkpoints laid out by hand, comparisons."""
 
 import os
-import re
 import struct
 import sys
-import types
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -27,22 +25,6 @@ def fp16_is(supported):
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator().is_fp16_supported = lambda: supported
-
-    return patch
-
-
-def edited(*edits):
-    """A patch for run(): universal/loader.py with some of its code replaced, (pattern, replacement)."""
-
-    def patch():
-        source = (ROOT / "universal" / "loader.py").read_text()
-        for pattern, replacement in edits:
-            source, count = re.subn(pattern, replacement, source)
-            assert count, f"{pattern} is not in loader.py"
-        module = types.ModuleType("universal.loader")
-        module.__file__ = str(ROOT / "universal" / "loader.py")
-        sys.modules["universal.loader"] = module
-        exec(compile(source, "edited loader.py", "exec"), module.__dict__)
 
     return patch
 

@@ -1,4 +1,4 @@
-"""Checkpoints damaged in 105 ways, at ZeRO 1 and 3, on the ranks that saved them and on others: load_checkpoint()
+"""Checkpoints damaged in 118 ways, at ZeRO 1 and 3, on the ranks that saved them and on others: load_checkpoint()
 restores just what was saved, or raises one CheckpointError, the same on all ranks, within seconds. Which of the two is
 written down for every damage: a loader that refuses what is whole fails, and so does one that takes what is not."""
 
@@ -19,12 +19,13 @@ from harness.ranks import run
 
 SCRIPT = "tests/ranks/damage.py"
 DAMAGES = {}
+TAKEN = {}  # the tag that is loaded, where it is not "t"
 
 
 class Damage(NamedTuple):
     """change: what to do to a folder that holds the checkpoints "t" and "later". outcome: by ZeRO stage, "loads",
     "refused", "either", or "unknowable", where nothing in the files tells it from a checkpoint that is right. says: a
-    part of the line of the refusal."""
+    part of the line of the refusal, or of what is said while it loads."""
 
     change: object
     outcome: dict
@@ -223,10 +224,25 @@ def shard_of_another_step(folder):
     shutil.copy(shard(folder, 1, "later"), shard(folder, 1))
 
 
+def at_once(folder):
+    """As if all files were of one save."""
+    for path in (folder / "t").iterdir():
+        os.utime(path, (1, 1))
+
+
 @damage("refused", "unknowable", says="of different steps")
 def models_of_another_step(folder):
     for path in models(folder, "later"):
         shutil.copy(path, folder / "t")
+    at_once(folder)
+
+
+@damage("refused", says="step")
+def killed_between_models_and_shards(folder):
+    """The save of a later step under the same name, and its models are a minute younger than the shards."""
+    models_of_another_step(folder)
+    for path in models(folder):
+        os.utime(path, (61, 61))
 
 
 @damage("refused", says="step")
@@ -238,6 +254,7 @@ def last_model_of_another_step(folder):
 def shards_of_another_step(folder):
     for rank in (0, 1):
         shutil.copy(shard(folder, rank, "later"), folder / "t")
+    at_once(folder)
 
 
 # --- tags, folders, `latest`
@@ -490,10 +507,10 @@ def tag_is_a_link(folder):
     (folder / "t").symlink_to("elsewhere")
 
 
-@damage("loads")
-def files_without_their_times(folder):
-    for path in (folder / "t").iterdir():
-        os.utime(path, (1, 1))
+@damage("loads", says="left over from before")
+def shard_of_more_ranks(folder):
+    """As when it was saved by more ranks before, under the same name."""
+    shutil.copy(shard(folder, 1, "later"), str(shard(folder, 1)).replace("rank_1_", "rank_2_"))
 
 
 @latest
@@ -501,15 +518,79 @@ def latest_with_line_ends(folder):
     (folder / "latest").write_text("later\r\n")
 
 
-@latest
-def latest_names_the_earlier_one(folder):
-    """By hand, after both were written."""
-    (folder / "latest").write_text("t")
+# --- which is the newest that is whole
+
+
+def newest(taken, says="", latest="later", hours=(1, 2, 3)):
+    """No tag is given. hours: when "t", "later" and the file `latest` were written."""
+
+    def keep(change):
+        @functools.wraps(change)
+        def damaged(folder):
+            (folder / "latest").write_text(latest)
+            change(folder)
+            for name, hour in zip(("t/*.pt", "later/*.pt", "latest"), hours, strict=True):
+                for path in folder.glob(name):
+                    os.utime(path, (3600 * hour, 3600 * hour))
+            option(folder, tag=None)
+
+        TAKEN[change.__name__] = taken
+        return damage("loads", says=says)(damaged)
+
+    return keep
+
+
+@newest("later", "was written after it", latest="t", hours=(1, 2, 1))
+def killed_before_it_wrote_latest(folder):
+    pass
+
+
+@newest("t", latest="t")
+def somebody_goes_back(folder):
+    pass
+
+
+@newest("t", latest="t", hours=(2, 1, 2))
+def the_other_is_of_an_earlier_run(folder):
+    pass
+
+
+@newest("t", "later is not whole, and is passed over")
+def newest_lacks_a_shard(folder):
+    shard(folder, 1, "later").unlink()
+
+
+@newest("t", "later is not whole, and is passed over", latest="t", hours=(1, 2, 1))
+def newest_lacks_a_shard_and_latest_is_behind(folder):
+    shard(folder, 1, "later").unlink()
+
+
+@newest("t", "later is not whole, and is passed over")
+def newest_has_a_flipped_bit(folder):
+    flip(shard(folder, 1, "later"))
+
+
+@newest("t", "later is not whole, and is passed over")
+def newest_has_a_flipped_bit_in_a_buffer(folder):
+    for path in models(folder, "later"):
+        for record in records(path):
+            flip(path, record, 0)
+
+
+@newest("t", "later is not whole, and is passed over")
+def newest_has_a_model_cut_short(folder):
+    path = models(folder, "later")[-1]
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+@newest("later", "`latest` names nope, which holds no checkpoint", latest="nope", hours=(2, 1, 1))
+def latest_names_what_is_gone(folder):
+    pass
 
 
 # --- what comes of them
 
-TAKEN = {  # the tag, where it is not "t"
+TAKEN |= {
     "tag_a_number": "7", "tag_with_a_slash": "run/t", "tag_with_a_slash_beside_another": "run/t",
     "latest_with_a_slash": "run/later", "latest_a_folder": "later", "latest_absent": "later", "latest_gone": "later",
     "latest_binary": "later", "latest_empty": "later", "latest_half_saved": "later",
@@ -565,7 +646,7 @@ def problem(kind, stage, told, said):
         return None if wrong and warned else "it should be wrong, and say what can be said"
     if wrong or wanted == "refused":
         return f"loaded, and wrong: {wrong}"
-    return None
+    return None if wanted == "either" or says in said else f"loaded without a line that says {says}"
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
+from deepspeed.utils import groups
 from torch import nn
 from toy import Net, begin, held, make, same, train
 
@@ -91,7 +92,8 @@ def weights_alone(stage, saving):
     for options in ({"load_optimizer_states": False}, {"load_module_only": True}):
         engine = make(stage, seed=5, clip=0.125)
         load(engine, **options)
-        assert not set(wrong(engine, states=False)) - {"groups", "steps", "counters"}, options
+        lost = set(wrong(engine, states=False)) - {"groups", "steps", "counters"}
+        assert not lost, (options, lost)
         assert engine.optimizer.clip_grad == 0.125
         assert engine.global_steps == (2 if "load_optimizer_states" in options else 0)
         states = engine.optimizer.optimizer.state.values()
@@ -183,7 +185,8 @@ def another_optimizer(stage, saving):
         before = held(engine, states=False)
         refused(engine, "of another optimizer: it has", "load_optimizer_states=False")
         after = held(engine, states=False)
-        assert all(same(before[name], after[name]) for name in before)
+        changed = [name for name in before if not same(before[name], after[name])]
+        assert not changed, (other, changed, before, after)
     refused(make(stage), "another optimizer", tag="momentum")
 
 
@@ -416,6 +419,12 @@ def another_pipeline(stage, saving):
 
     if stage == 3:  # which pipelines do without
         return
+    patched = mock.patch.object(groups, "mpu", None)  # a pipeline's stays there, and the next engine would take it
+    with patched:
+        try_it(saving, make_it)
+
+
+def try_it(saving, make_it):
     if saving:
         engine = make_it(3)
         engine.train_batch((torch.ones(1, 8), torch.ones(1, 8)) for _ in range(99))
@@ -458,7 +467,7 @@ def one_rank_fails(stage, saving):
         keep_truth(trained(stage))
         return
     engine, own = make(stage, seed=5), stage == 3 and dist.get_world_size() == 2
-    for name in ("layout", "check_place", "make_shard", *(["of_rank"] if own else [])):
+    for name in ("layout", "check_places", "read_states", "make_shard", *(["of_rank"] if own else [])):
         good = getattr(loader, name)
 
         def bad(*args, name=name, good=good, **options):
