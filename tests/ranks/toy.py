@@ -82,7 +82,7 @@ def held(engine, states=True):
                 found[f"{name} {key}"] = safe_get_full_optimizer_state(p, key)
     found["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     scalars = [{k: float(v) for k, v in state.items() if not is_slice(v) and v is not None} for state in known]
-    found["steps"] = [of_one for i, of_one in enumerate(scalars) if of_one not in scalars[:i]]
+    found["steps"] = [of_one for i, of_one in enumerate(scalars) if of_one and of_one not in scalars[:i]]
     found["scheduler"] = engine.lr_scheduler and engine.lr_scheduler.state_dict()
     found["counters"] = [engine.global_steps, engine.skipped_steps, engine.global_samples]
     found["counters"].append(engine.micro_steps / engine.gradient_accumulation_steps())
