@@ -3,10 +3,11 @@
     python demos/versions.py --output assets/versions.txt
 
 Installs each below .venv-versions/, without its requirements and without a compiler, beside the torch of this Python.
-There it trains a model with two parameter groups, tied weights, a frozen layer and a buffer for 9 steps, and saves after the third on 4 ranks. A number is the largest difference of the 6 losses after that from those of
-the run that saved and went on. Beside what is ours stands what DeepSpeed does there by itself, and what differs without
-any checkpoint. A letter is an error, told below the table. Ends with an error where universal.py fails or is further
-away than rounding, and the control beside it is not.
+There it trains a model with two parameter groups, tied weights, a frozen layer and a buffer for 9 steps, saving after
+the third on 4 ranks. A number is the largest difference of the 6 losses after that from those of the run that saved and
+went on. Beside what is ours stands what DeepSpeed does there by itself, and what differs without any checkpoint. A
+letter is an error, told below the table. Ends with an error where universal.py fails or is further away than rounding,
+and the control beside it is not.
 """
 
 import argparse
