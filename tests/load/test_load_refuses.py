@@ -1,4 +1,4 @@
-"""Checkpoints damaged in 113 ways, at ZeRO 1 and 3, on the ranks that saved them and on others: load_checkpoint()
+"""Checkpoints damaged in 112 ways, at ZeRO 1 and 3, on the ranks that saved them and on others: load_checkpoint()
 restores just what was saved, or raises one CheckpointError, the same on all ranks, within seconds. Which of the two is
 written down for every damage: a loader that refuses what is whole fails, and so does one that takes what is not."""
 
@@ -330,11 +330,6 @@ def latest_absent(folder):
 
 
 @latest
-def latest_gone(folder):
-    (folder / "latest").write_text("nope")
-
-
-@latest
 def latest_binary(folder):
     (folder / "latest").write_bytes(b"\xff\xfe\x00\x81")
 
@@ -592,7 +587,7 @@ def latest_names_what_is_gone(folder):
 
 TAKEN |= {
     "tag_a_number": "7", "tag_with_a_slash": "run/t", "tag_with_a_slash_beside_another": "run/t",
-    "latest_with_a_slash": "run/later", "latest_a_folder": "later", "latest_absent": "later", "latest_gone": "later",
+    "latest_with_a_slash": "run/later", "latest_a_folder": "later", "latest_absent": "later",
     "latest_binary": "later", "latest_empty": "later", "latest_half_saved": "later",
     "latest_with_line_ends": "later",
 }  # fmt: skip
