@@ -3,13 +3,11 @@
 import contextlib
 import io
 import os
-import re
 import runpy
 import signal
 import struct
 import sys
 import traceback
-import types
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -24,6 +22,7 @@ from deepspeed.checkpoint import ds_to_universal as deepspeed_converter
 
 import ds_to_universal
 import universal
+from harness.ranks import launch
 
 
 def fp16_is(supported):
@@ -33,22 +32,6 @@ def fp16_is(supported):
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator().is_fp16_supported = lambda: supported
-
-    return patch
-
-
-def edited(*edits):
-    """A patch for run(): universal/loader.py with some of its code replaced, (pattern, replacement)."""
-
-    def patch():
-        source = (ROOT / "universal" / "loader.py").read_text()
-        for pattern, replacement in edits:
-            source, count = re.subn(pattern, replacement, source)
-            assert count, f"{pattern} is not in loader.py"
-        module = types.ModuleType("universal.loader")
-        module.__file__ = str(ROOT / "universal" / "loader.py")
-        sys.modules["universal.loader"] = module
-        exec(compile(source, "edited loader.py", "exec"), module.__dict__)
 
     return patch
 
@@ -203,7 +186,23 @@ def assert_equal_to_deepspeed(source, folder):
 SHAPES = [OrderedDict(a=torch.Size((5, 3)), b=torch.Size((7,))), OrderedDict(c=torch.Size((4,)))]
 
 
+def records(path, part="/data/"):
+    """The records of a .pt file, the largest last."""
+    with zipfile.ZipFile(path) as archive:
+        return sorted((i for i in archive.infolist() if part in i.filename and i.file_size), key=lambda i: i.file_size)
+
+
+def flip(path, record=None, at=0.5):
+    """Change one bit of a record of a .pt file; without one, in the middle of the largest tensor."""
+    record = record or records(path)[-1]
+    content, header = bytearray(path.read_bytes()), record.header_offset
+    names = sum(struct.unpack_from("<HH", content, header + 26))
+    content[header + 30 + names + int(record.file_size * at)] ^= 16
+    path.write_bytes(content)
+
+
 def edit(folder, pattern, change):
+    """Load each file of a pattern, change(its content), and save it again."""
     for path in sorted(folder.glob(pattern)):
         whole = load(path)
         change(whole)
@@ -261,3 +260,25 @@ def states(shard):
     """The optimizer's states by parameter group, of a shard of any stage."""
     optimizer = shard["optimizer_state_dict"]
     return (optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"])["state"].values()
+
+
+def scramble(shard):
+    """Numbers of its own for every rank."""
+    optimizer = shard["optimizer_state_dict"]
+    flats = [*(optimizer.get("fp32_flat_groups") or optimizer["single_partition_of_fp32_groups"])]
+    for flat in [*flats, *(state[key] for state in states(shard) for key in ("exp_avg", "exp_avg_sq"))]:
+        flat.copy_(torch.rand(flat.shape))
+
+
+def run_all(folder, ranks, script, *arguments, names):
+    """{name: error} of what has failed. The script does what is named, one after the other, and adds each name to the
+    file `ended`. What fails ends the launch: what comes after it gets another one."""
+    failed, left, ended = {}, list(names), Path(folder, "ended")
+    while left:
+        ended.write_text("")
+        result = launch(folder, ranks, script, *arguments, *left, limit=600)
+        left = left[len(ended.read_text().splitlines()) :]
+        assert left or result.code == 0, f"{script} {arguments} {result.codes}\n{result.errors}"
+        if left:
+            failed[left.pop(0)] = f"{result.codes} on {ranks} ranks\n{result.out}\n{result.errors}"
+    return failed
