@@ -22,9 +22,8 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from universal.checkpoint import describe, file_name, find_tag, lost_states
+from universal.checkpoint import describe, file_name, find_tag, left_over, lost_states
 from universal.torch_file import (
-    CHUNK,
     CheckpointError,
     Reader,
     Scalar,
@@ -93,19 +92,10 @@ def files_of(description, bare=False):
 
 
 def jobs_of(files, ranks):
-    """The files in lists of some megabytes, side by side in the shards: what follows is read on, and summed on."""
-    sizes = {name: sum(map(nbytes_of, sources)) for name, (_, sources) in files.items()}
-    job = []
-    size = 0
-    enough = min(16 * CHUNK, sum(sizes.values()) // (4 * ranks))
-    for name in files:
-        job.append(name)
-        size += sizes[name]
-        if size > enough:
-            yield job
-            job = []
-            size = 0
-    yield job
+    """The files in lists: what lies side by side in the shards is read on, and summed on."""
+    names = list(files)
+    count = max(1, min(64, len(names) // (8 * ranks)))
+    return [names[i : i + count] for i in range(0, len(names), count)]
 
 
 # -----------------------------------------------------------------------------
@@ -258,7 +248,6 @@ def convert(
             if rank == 0:
                 check_output(Path(os.path.realpath(source)), output)
             folder = beside(output, "unfinished")
-            show(progress, f"describing {source}")
             description = describe(source, num_extract_workers, opened)
             complain(description, strict, zero3_before_0_19_3)
             with about(source / "*_optim_states.pt"):
@@ -267,9 +256,8 @@ def convert(
                 stack.enter_context(unfinished(output))
                 for parent in {os.path.dirname(name) for name in files}:
                     os.makedirs(folder / parent, exist_ok=True)
-        show(progress, f"writing {len(files)} files")
         with together(gather):
-            mine = list(jobs_of(files, ranks))[rank::ranks]
+            mine = jobs_of(files, ranks)[rank::ranks]
             spans = write_files(folder, files, mine, opened, num_merge_workers, progress)
             if rank:
                 sync(folder)  # its machine's part; publish() does rank 0's
@@ -278,7 +266,6 @@ def convert(
             check_all(sorted(spans)[rank::ranks], spans, opened)
         with together(gather):
             if rank == 0:
-                show(progress, f"publishing {output}")
                 for name in files if check else ():
                     verify(folder / name)
                 link_second_names(folder)
@@ -292,14 +279,13 @@ def complain(description, strict, zero3_before_0_19_3):
     """What a conversion would lose is refused, or named in a warning; so is what is only odd."""
     if description.universal:
         raise CheckpointError(f"{description.folder} is a universal checkpoint already")
-    if strangers := description.strangers:
-        text = f"{next(iter(strangers.values()))}: it names {', '.join(sorted(strangers))}, which is none of torch's, "
-        warnings.warn(f"{text}DeepSpeed's, Megatron's, numpy's or Python's. It is handed on, not run", stacklevel=3)
     version = str(description.models[0].get("ds_version"))
     numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
     if description.stage == 3 and numbers and numbers < (0, 19, 3) and not zero3_before_0_19_3:
         text = f"saved at ZeRO-3 by DeepSpeed {version}, whose own universal loader cannot read the result: it wants "
         warnings.warn(f"{text}--zero3_before_0_19_3. universal.py, and DeepSpeed 0.19.3 and later, can", stacklevel=3)
+    for text in left_over(description):
+        warnings.warn(text, stacklevel=3)
     for problem in description.problems:
         if problem.fatal and strict:
             raise CheckpointError(f"{problem.text} (--no_strict continues without it)")
@@ -347,11 +333,6 @@ def link_second_names(folder):
             shutil.copyfile(path, second)
 
 
-def show(progress, text):
-    if progress and sys.stderr.isatty():
-        print(f"ds_to_universal.py: {text}", file=sys.stderr)
-
-
 @contextlib.contextmanager
 def bar(total, progress):
     """A function that moves a progress bar, where there are a terminal and tqdm, which comes with DeepSpeed."""
@@ -363,17 +344,6 @@ def bar(total, progress):
             shown = tqdm(total=total, unit="B", unit_scale=True)
     with shown or contextlib.nullcontext():
         yield shown.update if shown else lambda nbytes: None
-
-
-def end_group(group=None):
-    """End a process group; without one, all of them."""
-    import torch
-
-    # Before torch 2.8 the destructor holds the GIL while it joins the group's threads, and one of them may still need
-    # the GIL to release its last tensor (pytorch#154976).
-    if torch.__version__ < (2, 8):
-        time.sleep(0.2)
-    torch.distributed.destroy_process_group(group)
 
 
 @contextlib.contextmanager
