@@ -207,14 +207,14 @@ class Folder:
 
     def empty(self, place):
         self.place = place
-        self.holds = {}  # {tag: [the attempt that was known to be whole, and those begun since]}
+        self.holds = {}  # {tag: [attempts]}: files of an earlier one may be there, too
         self.promises = []  # [(tag, attempt, number of attempts before it)]
         self.copied = False  # without the times of its files, and there is no newer promise
 
     def whole(self, tag):
-        """The attempt that a tag holds for certain, or None."""
-        attempts = self.holds.get(tag, [])
-        return attempts[0] if len(attempts) == 1 and self.saves[attempts[0]]["whole"] else None
+        """The last attempt under a tag, if it is known to be whole; else None."""
+        attempt = self.holds[tag][-1]
+        return attempt if self.saves[attempt]["whole"] else None
 
     def promise(self, tag):
         self.promises.append((tag, self.whole(tag), len(self.saves)))
@@ -232,11 +232,12 @@ class Folder:
         if not kept:
             return set()
         tag, attempt, before = kept[-1]
-        if by_name:
-            return {attempt}
         latest = self.place / "latest"
-        if self.newest() == tag and latest.is_file() and latest.read_text() == tag and not self.copied:
-            return {attempt, *range(before, len(self.saves))}
+        if self.newest() == tag and not self.copied:
+            if by_name:
+                return {attempt}
+            if latest.is_file() and latest.read_text() == tag:
+                return {attempt, *range(before, len(self.saves))}
         step = self.saves[attempt]["step"]
         return {number for number, save in enumerate(self.saves) if save["step"] >= step}
 
@@ -247,14 +248,16 @@ class Folder:
             return True
         assert not expected or number in expected, f"{number} was loaded, and one of {sorted(expected)} was expected"
         save = self.saves[number]
-        mixed = [n for n in self.holds[tag] if self.saves[n]["step"] == save["step"]]
-        assert number in mixed and step == save["step"], f"{number} was loaded from {tag}, at step {step}"
-        if len(mixed) > 1:
+        attempts = self.holds[tag]
+        assert number in attempts and step == save["step"], f"{number} was loaded from {tag}, at step {step}"
+        mixed = [n for n in attempts if self.saves[n]["step"] == step]
+        if self.whole(tag) is None and len(mixed) > 1:
             save["digest"] = digest
             save["exact"] = all(self.saves[n]["exact"] for n in mixed)
         assert digest == save["digest"], f"{number} was loaded from {tag}, with other masters or moments"
         save["whole"] = True
-        self.holds[tag] = [number]
+        attempts.remove(number)
+        attempts.append(number)
         return save["exact"]
 
     def follow(self, lines, expected, exact):
@@ -272,7 +275,6 @@ class Folder:
                     self.holds.setdefault(tag, []).append(number)
                 case {"back": number, "tag": tag}:
                     self.saves[number]["whole"] = True
-                    self.holds[tag] = [number]
                     self.promise(tag)
         return gaps, exact
 
@@ -299,7 +301,7 @@ def edit_latest(folder, r):
 def copy(folder, r):
     """All files get new times, in the order of their names or in any other. But not where a save under the name of
     another step died: at ZeRO-3, nothing but times tells the new model states from those of the old shards."""
-    if len(folder.holds.get("last", [])) < 2:
+    if "last" not in folder.holds or folder.whole("last") is not None:
         source, folder.place = folder.place, folder.place.with_name(f"{folder.place.name}c")
         files = sorted(path.relative_to(source) for path in source.rglob("*") if path.is_file())
         for name in r.choice([files, r.sample(files, len(files))]):
