@@ -231,15 +231,11 @@ class Folder:
         kept = [promise for promise in self.promises if promise[1] in whole]
         if not kept:
             return set()
-        tag, attempt, before = kept[-1]
-        latest = self.place / "latest"
-        if self.newest() == tag and not self.copied:
-            if by_name:
-                return {attempt}
-            if latest.is_file() and latest.read_text() == tag:
-                return {attempt, *range(before, len(self.saves))}
-        step = self.saves[attempt]["step"]
-        return {number for number, save in enumerate(self.saves) if save["step"] >= step}
+        _, attempt, before = kept[-1]
+        if self.copied:
+            step = self.saves[attempt]["step"]
+            return {number for number, save in enumerate(self.saves) if save["step"] >= step}
+        return {attempt} if by_name else {attempt, *range(before, len(self.saves))}
 
     def loaded(self, expected, tag, number, step, digest):
         """Whether the steps after it are held to 1e-5. Raises AssertionError for what should not be loaded."""
