@@ -91,7 +91,7 @@ def content(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
-def flip(data, position, bit=0):
+def with_bit_flipped(data, position, bit=0):
     """The bytes with one bit the other way."""
     return data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
 
@@ -220,7 +220,7 @@ def source_like(folder, checkpoint, changed):
     return folder
 
 
-def records(path):
+def archived(path):
     """[(name, start of the local header, start of the data, size)] of an archive, and where its directory starts."""
     data, found = path.read_bytes(), []
     with zipfile.ZipFile(path) as archive:

@@ -15,7 +15,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import content, flip, forked, frozen_and_buffer, load, pickle_file, records, source_like
+from helpers import (
+    archived,
+    content,
+    forked,
+    frozen_and_buffer,
+    load,
+    pickle_file,
+    source_like,
+    with_bit_flipped,
+)
 
 from harness.ranks import run
 from universal import CheckpointError, convert
@@ -83,7 +92,7 @@ def fuzz(tmp_path, saved, cases, same):
 def damaged_bytes(checkpoint):
     rng = random.Random(1)
     for path in sorted(checkpoint.iterdir()):
-        data, (found, directory) = path.read_bytes(), records(path)
+        data, (found, directory) = path.read_bytes(), archived(path)
         end = data.index(b"PK\6\6", directory)
         lengths = [len(data) - 1, *(1 << n for n in range(len(data).bit_length()))]
         for length in lengths + rng.sample(range(len(data)), 6):
@@ -95,7 +104,7 @@ def damaged_bytes(checkpoint):
         for place, start, size in places:
             position, bit = start + rng.randrange(size), rng.randrange(8)
             label = f"{path.name} bit {bit} of byte {position} ({place}) flipped"
-            yield label, {path.name: flip(data, position, bit)}, path.name
+            yield label, {path.name: with_bit_flipped(data, position, bit)}, path.name
 
 
 # Of hundreds of cases every so many are tried by `make test`, and all of them by `make test-all`.
@@ -119,10 +128,10 @@ def test_a_wrong_step_count(tmp_path, saved):
     """Not strict, and the same in every shard: only its checksum tells it."""
     shards, two = {path.name: path.read_bytes() for path in saved.early.glob("*_optim_*")}, struct.pack("<f", 2.0)
     for name, data in shards.items():
-        places = [start for _, _, start, size in records(saved.early / name)[0] if data[start : start + size] == two]
+        places = [start for _, _, start, size in archived(saved.early / name)[0] if data[start : start + size] == two]
         assert len(places) == 2
         for place in places:
-            data = flip(data, place + 3)
+            data = with_bit_flipped(data, place + 3)
         shards[name] = data
     with pytest.raises(CheckpointError, match="_optim_states.pt is damaged"):
         convert(source_like(tmp_path / "s", saved.early, shards), tmp_path / "u", strict=False)
@@ -186,9 +195,9 @@ def test_verify(tmp_path, saved, kind):
             path = Path(str(arguments[0]))
             if path.name == kind and ".u.unfinished" in str(path):
                 damaged.append(path)
-                tensors = [(size, start) for name, _, start, size in records(path)[0] if name.startswith("data/")]
+                tensors = [(size, start) for name, _, start, size in archived(path)[0] if name.startswith("data/")]
                 size, start = max(tensors)
-                path.write_bytes(flip(path.read_bytes(), start + size // 2))
+                path.write_bytes(with_bit_flipped(path.read_bytes(), start + size // 2))
 
     def work():
         sys.addaudithook(damage)
@@ -343,7 +352,7 @@ def test_tensors_in_unknown_objects_are_checked(laid_out, tmp_path):
     convert(source, tmp_path / "u")
     assert torch.equal(load(tmp_path / "u" / MODEL)["note"].tensor, planted.tensor)
     data = (source / MODEL).read_bytes()
-    (source / MODEL).write_bytes(flip(data, data.index(struct.pack("<2q", 1000, 1001))))
+    (source / MODEL).write_bytes(with_bit_flipped(data, data.index(struct.pack("<2q", 1000, 1001))))
     with pytest.raises(CheckpointError, match=MODEL):
         convert(source, tmp_path / "u")
 

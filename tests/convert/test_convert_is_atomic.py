@@ -15,7 +15,7 @@ import sys
 import threading
 
 import pytest
-from helpers import SHAPES, content, converter, edit, flip, forked, records, source_like, states
+from helpers import SHAPES, archived, content, converter, edit, forked, source_like, states, with_bit_flipped
 
 from harness.lay_out import gpt_groups, lay_out
 from universal import CheckpointError, convert
@@ -117,8 +117,8 @@ def killed_before(change, source, output):
 def damaged(folder, checkpoint):
     """A copy of which one shard has a flipped bit in a weight."""
     shard = min(checkpoint.glob("*_optim_*"))
-    begin = max((size, begin) for name, _, begin, size in records(shard)[0] if name.startswith("data/"))[1]
-    return source_like(folder, checkpoint, {shard.name: flip(shard.read_bytes(), begin)})
+    begin = max((size, begin) for name, _, begin, size in archived(shard)[0] if name.startswith("data/"))[1]
+    return source_like(folder, checkpoint, {shard.name: with_bit_flipped(shard.read_bytes(), begin)})
 
 
 def test_killed_at_every_step(tmp_path, two):

@@ -182,9 +182,9 @@ def test_ordinary_client_states(laid_out, older):
     source = laid_out(1, model=lambda model: model.update(mine=wanted))
     if older:
         with zipfile.ZipFile(source / MODEL) as archive:
-            records = {name: archive.read(name) for name in archive.namelist()}
+            archived = {name: archive.read(name) for name in archive.namelist()}
         with zipfile.ZipFile(source / MODEL, "w") as archive:
-            for name, data in records.items():
+            for name, data in archived.items():
                 archive.writestr(name, data.replace(b"numpy._core", b"numpy.core") if "data.pkl" in name else data)
     model = converted(source)
     assert model["mine"].keys() == wanted.keys()

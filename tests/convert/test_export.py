@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, convert_with_deepspeed, flip, forked, load, records, same_bits
+from helpers import ROOT, archived, convert_with_deepspeed, forked, load, same_bits, with_bit_flipped
 from safetensors.torch import load_file
 from zoo import SAVED
 
@@ -208,8 +208,8 @@ def test_damage(laid_out, tmp_path, universal):
         weights = load(path)
         weights = weights["param"] if universal else weights["optimizer_state_dict"]["fp32_flat_groups"][0]
         begin = kept.index(weights.numpy().tobytes())
-        assert begin in [start for _, _, start, _ in records(path)[0]]
-        path.write_bytes(flip(kept, begin + weights.nbytes - 2))
+        assert begin in [start for _, _, start, _ in archived(path)[0]]
+        path.write_bytes(with_bit_flipped(kept, begin + weights.nbytes - 2))
         with pytest.raises(CheckpointError, match=f"{re.escape(str(path))} is damaged"):
             export(source, output)
         path.write_bytes(kept)
