@@ -19,7 +19,14 @@ SOURCES = {  # section: (files of a package, or of this repository)
         ("lightning", "pytorch/strategies/deepspeed.py"),
     ],
     "This repository": [
-        (None, name) for name in ("examples/megatron_info.py", *sorted(str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), *ROOT.glob("universal/*.py"))))
+        (None, name)
+        for name in (
+            "examples/megatron_info.py",
+            *sorted(
+                str(p.relative_to(ROOT))
+                for p in (*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), *ROOT.glob("universal/*.py"))
+            ),
+        )
     ],
 }
 OTHERS = ("Python's", "the linker's", "gloo's", "c10d's", "the C++ runtime's")  # whose sources are not in Python

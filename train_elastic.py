@@ -1,0 +1,116 @@
+"""The training of train.py in a job whose machines die and join. The same command starts it and, on whatever ranks are
+left, goes on from the newest whole checkpoint, on the disk or in the machines' memory.
+
+    torchrun --standalone --nproc-per-node 4 train_elastic.py --elastic --run_name elastic --checkpoint_dir ckpt_elastic
+    torchrun --standalone --nproc-per-node 2 train_elastic.py --elastic --run_name elastic --checkpoint_dir ckpt_elastic
+
+Told to stop by SIGTERM it saves and leaves with exit code 143. Without --elastic it starts and resumes as train.py does.
+train_tp_sp.py and train_3d.py, where more than one rank computes a micro-batch, stand on this file's functions.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+import train
+import universal
+from data import Log, check_batch, fail, positive
+from universal import elastic, exact, mirror
+
+
+def arguments(description):
+    parser = train.arguments()
+    parser.description = description
+    arg = parser.add_argument
+    arg("--elastic", action="store_true", help="start, or go on from the newest whole checkpoint of any layout")
+    arg("--keep", type=positive, metavar="N", help="remove all but the N newest checkpoints; default: keep all")
+    arg("--timeout", type=positive, default=600, help="seconds after which a silent rank is given up")
+    return parser
+
+
+@contextlib.contextmanager
+def refusing():
+    """What universal cannot do becomes one line."""
+    try:
+        yield
+    except (ValueError, universal.CheckpointError) as error:
+        fail(error)
+
+
+def prepare(args, model_parallel=1):
+    """Refuse what cannot be; make the process group. model_parallel: ranks that compute one micro-batch together."""
+    if args.elastic:
+        if args.resume or args.stock or args.universal_checkpoint or args.checkpoint_tag:
+            fail("--elastic finds the checkpoint by itself: leave out --resume and what belongs to it")
+        with refusing():
+            elastic.enlist(args.train_batch_size, args.train_micro_batch_size_per_gpu, model_parallel)
+    check_batch(args, model_parallel)
+    if not args.stock:
+        universal.install()
+    train.init_distributed(timeout=elastic.wait_at_most(args.timeout))
+
+
+def load(engine, args, run, memory):
+    """What was saved with the checkpoint that is to go on; its step is 0 where there is none."""
+    if not args.elastic and not args.resume:
+        return {"step": 0}
+    with refusing():
+        folder = (memory or mirror).gather(args.checkpoint_dir) if args.elastic else args.checkpoint_dir
+    saved = train.resume(engine, folder, args.checkpoint_tag, run)
+    if args.resume and not saved:
+        fail(f"{folder} has no such checkpoint")
+    return saved or {"step": 0}
+
+
+def go_on(engine, args, run, rows, memory=None):
+    """Resume, train, log, save, and exit. rows(done): does the steps after `done`, yields each one's row of the log.
+    memory: a Mirror."""
+    saved = load(engine, args, run, memory)
+    stop = elastic.listen(engine.device)  # for SIGTERM; on all ranks stop() says the same
+    step = saved["step"]
+    log = Log(args.run_name, done=step, last=saved.get("row"))
+    for row in rows(step):
+        state = {"step": (step := row["step"]), "run": run}
+        if memory:
+            memory(state | {"row": row})  # the next start logs it, if this one cannot
+        log.write(**row)
+        if (told := stop()) or step % args.checkpoint_interval == 0:
+            elastic.save(engine, args.checkpoint_dir, state, args.keep)
+        if told:
+            break
+    if memory and step == args.steps:
+        memory.close()
+    elastic.leave(finished=step == args.steps)
+
+
+def memory_folder(args):
+    """In each machine's memory, named after the job's checkpoints. MIRROR_ROOT is for several "machines" on one."""
+    job = str(Path(args.checkpoint_dir).resolve()).strip("/").replace("/", "_")
+    return Path(os.environ.get("MIRROR_ROOT", "/dev/shm"), job)
+
+
+def main():
+    parser = arguments(__doc__)
+    parser.add_argument("--mirror", type=positive, metavar="K", help="hold every K-th step in memory, on two machines")
+    parser.add_argument("--exact", action="store_true", help="every bit alike on any number of ranks; fp32")
+    args = parser.parse_args()
+    if args.mirror and not args.elastic:
+        fail("--mirror is for --elastic: without it nothing looks into the memory at the next start")
+    if args.exact and args.dtype != "fp32":
+        fail(f"--exact needs --dtype fp32: sums in {args.dtype} have too few bits to be exact")
+    prepare(args)
+    # ZeRO-3 multiplies in its own way, which rounds in its own way; unless it is told not to.
+    zero = {"stage": args.zero_stage, "memory_efficient_linear": not args.exact}
+    engine, text, run = train.start(args, zero_optimization=zero)
+    memory = None
+    with refusing():
+        if args.exact:
+            exact.install(engine)
+            run["exact"] = True
+        if args.mirror:
+            memory = mirror.Mirror(engine, memory_folder(args), args.mirror)
+    go_on(engine, args, run, lambda done: train.train(engine, args, text, done), memory)
+
+
+if __name__ == "__main__":
+    main()
