@@ -22,9 +22,17 @@ Output, the same at every stage, so that it resumes on any number of ranks and a
     zero_pp_rank_0_mp_rank_00_model_states.pt          the same file under the name that ZeRO-3 looks for
     ../latest_universal                                the name of the output folder
 
-A .pt file is a zip archive of one pickle and one stored record per tensor. Conversion only regroups byte ranges of
-those records. So it is done without torch, needs nothing but Python 3.10, and runs no code of a checkpoint:
-classes stay names. Each range is read once, checked against the archive's CRC-32 on the way, and written once.
+The work goes in five steps, each a function of universal/:
+
+    find_tag()          checkpoint.py   the folder with the files, where the one above it was given
+    describe()          checkpoint.py   which bytes of which shards make up each parameter, tensor-parallel ones too
+    write_files()       converter.py    each byte range is read once, compared with its checksum, and written once
+    check_all()         converter.py    what was read is what was saved: every record has its CRC-32
+    publish()           converter.py    all is on the disk; then the folder gets its name, and latest_universal last
+
+A .pt file is a zip archive of one pickle and one stored record per tensor (torch_file.py). Conversion only regroups
+byte ranges of those records. So it is done without torch, needs nothing but Python 3.10, and runs no code of a
+checkpoint: classes stay names.
 """
 
 import argparse
@@ -32,74 +40,50 @@ import contextlib
 import datetime
 import os
 import resource
-from pathlib import Path
 
 from universal import __version__
 from universal.checkpoint import find_tag
-from universal.converter import alone, beside, convert, end_group, in_one_line
+from universal.converter import alone, convert, in_one_line
 from universal.torch_file import CheckpointError
 
 
-def launched(distributed, local_rank):
-    """(rank, ranks) of this process if a launcher started it, or --distributed asks for it: a platform or a training
+def launched(args):
+    """(rank, ranks) of this process if a launcher started it, or --distributed says so: a platform or a training
     script, too, leaves RANK and WORLD_SIZE behind."""
-    names = "RANK", "WORLD_SIZE"
-    if not distributed and local_rank is None and "TORCHELASTIC_RUN_ID" not in os.environ:
-        names = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
-    try:
-        rank, ranks = (int(os.environ[name]) for name in names)
-    except KeyError as error:
-        if distributed:
-            raise CheckpointError(f"--distributed needs {error} in the environment, as launchers set it") from None
+    if not args.distributed and args.local_rank is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return 0, 1
-    except ValueError as error:
-        raise CheckpointError(f"{' and '.join(names)} in the environment are not numbers: {error}") from None
-    return rank, ranks
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"several processes need RANK and WORLD_SIZE, as launchers set them: {error}") from None
 
 
 @contextlib.contextmanager
-def meet(rank, ranks, output, seconds):
-    """Gives gather() for processes that a launcher has started: by torch.distributed, at MASTER_ADDR or, where the
-    launcher names none, through a file beside the output, which all must see."""
+def meet(ranks):
+    """Gives gather(), which returns the values of all processes that the launcher has started."""
+    if ranks == 1:
+        yield alone
+        return
     import torch.distributed as dist
 
-    job = "_".join(os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    where = "env://"
-    note = beside(output, f"meeting.{job}")
-    if "MASTER_ADDR" not in os.environ:
-        where = f"file://{note}"
-        output.parent.mkdir(parents=True, exist_ok=True)
+    from universal.ranks import conversation, end_group
+
     try:
-        patience = datetime.timedelta(seconds=seconds)
-        store = next(dist.rendezvous(where, rank, ranks, timeout=patience))[0]
-        store.set(f"rank {rank}", "is here")
-        store.wait([f"rank {other}" for other in range(ranks)], patience)
+        dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
     except Exception as error:
-        note.unlink(missing_ok=True)
-        problem = f"rank {rank} of {ranks}: not all processes came to {where} within {seconds:g} s"
-        raise CheckpointError(f"{problem}: {str(error).splitlines()[0]}") from None
-    # From here on a process waits for as long as another one writes; one that ends is noticed at once.
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(days=1))
-
-    def gather(value):
-        values = [None] * ranks
-        try:
-            dist.all_gather_object(values, value)
-        except RuntimeError:
-            raise CheckpointError("another process of this conversion is gone: nothing is published") from None
-        return values
-
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        why = str(error).splitlines()[0]
+        raise CheckpointError(f"not all of {ranks} processes met at {where} within 5 minutes: {why}") from None
     try:
-        gather(None)
-        note.unlink(missing_ok=True)  # all are connected; the store's own cleaning up misses it now and then
-        yield gather
+        with conversation(timeout=24 * 3600) as talk:  # a process waits for as long as another one writes
+            yield talk
     finally:
         end_group()
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arg, hidden = parser.add_argument, argparse.SUPPRESS
+    arg = parser.add_argument
     arg("--version", action="version", version=__version__)
     arg("--input_folder", required=True, help="ZeRO checkpoint, the folder with the *_states.pt files; or the one "
         "above it, where `latest` says which, or there is no other")  # fmt: skip
@@ -110,17 +94,11 @@ def parse_arguments():
     arg("--zero3_before_0_19_3", action="store_true", help="write for the universal loader of DeepSpeed before 0.19.3 "
         "at ZeRO-3: it fails on what others want (\"'dict' object has no attribute 'view'\")")  # fmt: skip
     arg("--verify", dest="check", action="store_true", help="read the result back before it is published")
-    arg("--distributed", action="store_true", help="share the work with the other processes that RANK and WORLD_SIZE "
-        "tell of; torchrun, deepspeed and srun need no flag")  # fmt: skip
-    arg("--timeout", type=float, default=300, metavar="SECONDS", help="how long several processes wait to meet")
+    arg("--distributed", action="store_true", help="share the work with the other processes that RANK, WORLD_SIZE, "
+        "MASTER_ADDR and MASTER_PORT tell of; torchrun and deepspeed need no flag")  # fmt: skip
     arg("--inject_missing_state", action="store_true", help="accepted, as DeepSpeed's converter does; not needed here")
     arg("--keep_temp_folder", action="store_true", help="accepted; there is none")
-    arg("--local_rank", type=int, help=hidden)  # the deepspeed launcher passes it
-    arg("--safetensors", help=hidden)
-    for flag in ("--trust", "--any_step"):  # of version 1.0; what they permitted needs no permission now
-        arg(flag, action="store_true", help=hidden)
-    for flag in ("--drop_states", "--unused_patterns"):
-        arg(flag, dest="strict", action="store_false", help=hidden)
+    arg("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     args = parser.parse_args()
     if min(args.num_extract_workers, args.num_merge_workers) < 1:
         parser.error("--num_extract_workers and --num_merge_workers are at least 1")
@@ -129,23 +107,17 @@ def parse_arguments():
 
 def main():
     args = parse_arguments()
-    program = "ds_to_universal.py"
-    with in_one_line(program):
-        if args.safetensors:
-            raise CheckpointError("--safetensors is a command of its own now: python ds_to_safetensors.py INPUT FILE")
-        rank, ranks = launched(args.distributed, args.local_rank)
+    with in_one_line("ds_to_universal"):
+        rank, ranks = launched(args)
     with contextlib.suppress(ValueError, OSError):  # every shard stays open, if the system permits it
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    with in_one_line(program, rank):
+    with in_one_line("ds_to_universal", rank), meet(ranks) as gather:
         output = args.output_folder or f"{os.path.abspath(find_tag(args.input_folder))}_universal"
-        met = meet(rank, ranks, Path(os.path.realpath(output)), args.timeout)
-        with met if ranks > 1 else contextlib.nullcontext(alone) as gather:
-            done = convert(
-                args.input_folder, output, args.num_extract_workers, args.num_merge_workers, strict=args.strict,
-                check=args.check, progress=not rank, zero3_before_0_19_3=args.zero3_before_0_19_3, rank=rank,
-                ranks=ranks, gather=gather,
-            )  # fmt: skip
-            gather(None)
+        done = convert(
+            args.input_folder, output, args.num_extract_workers, args.num_merge_workers, strict=args.strict,
+            check=args.check, progress=not rank, zero3_before_0_19_3=args.zero3_before_0_19_3, rank=rank, ranks=ranks,
+            gather=gather,
+        )  # fmt: skip
     if not rank:
         rate = done["bytes"] / done["seconds"] / 1e9
         print(

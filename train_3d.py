@@ -5,9 +5,9 @@
     deepspeed --num_gpus 4 train_3d.py --pipeline_parallel 2 --tensor_parallel 2 --steps 200 --run_name tp2_pp2_dp1 \
         --checkpoint_dir ckpt_3d --resume --checkpoint_tag global_step100
 
-A resume on another layout converts the checkpoint by itself. A pipeline numbers its layers, so its parameters have other
-names than train.py's: the checkpoints of the two do not resume each other. Takes --elastic, --keep and --timeout of
-train_elastic.py.
+A resume on another layout converts the checkpoint by itself. A pipeline numbers its layers, so its parameters have
+other names than train.py's: the checkpoints of the two do not resume each other. Takes --elastic, --keep and --timeout
+of train_elastic.py.
 """
 
 import functools
@@ -145,7 +145,7 @@ class Norm(nn.LayerNorm):
         return super().forward(inputs[0])
 
 
-def build(args, loss_function, **shape):
+def build(args, loss_function, *shape):
     """Every rank builds the whole GPT, so that it starts alike on every layout, and keeps its part."""
     stages, tensor, ranks = args.pipeline_parallel, args.tensor_parallel, dist.get_world_size()
     topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=ranks // (stages * tensor))
@@ -153,7 +153,7 @@ def build(args, loss_function, **shape):
         group = dist.new_group(members)
         if dist.get_rank() in members:
             mine = group
-    gpt = GPT(**shape)
+    gpt = GPT(*shape)
     norm = Norm(args.n_embd)
     norm.load_state_dict(gpt.ln_f.state_dict())
     tied = functools.partial(TiedLayerSpec, "wte", Embedding, gpt.wte.weight, tied_weight_attr="weight")
@@ -187,7 +187,7 @@ def build(args, loss_function, **shape):
 # training
 
 
-def train(engine, args, text, seen, done):
+def train(engine, args, texts, seen, done):
     """As in train.py, by the train_batch() of pipelines. seen: gets the micro-batches' losses on the last stage."""
     batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
     accumulation, ranks = engine.gradient_accumulation_steps(), engine.grid.get_data_parallel_world_size()
@@ -209,13 +209,15 @@ def train(engine, args, text, seen, done):
         return losses.mean().item() / args.tensor_parallel  # each loss was there so many times
 
     for step in range(done + 1, args.steps + 1):
-        began = time.perf_counter()
         row = {"step": step, "lr": engine.get_lr()[0], "layout": f"{micro} x {accumulation} x {ranks}"}
-        engine.train_batch(micro_batches(text[0], step))
-        row |= {"loss": mean_of_seen(), "grad_norm": float(engine.get_global_grad_norm())}
-        row |= {"loss_scale": engine.optimizer.loss_scale, "seconds": time.perf_counter() - began}
+        began = time.perf_counter()
+        engine.train_batch(micro_batches(texts[0], step))
+        row["loss"] = mean_of_seen()
+        row["seconds"] = time.perf_counter() - began
+        row["tokens_per_second"] = batch * args.seq_len / row["seconds"]
+        row |= {"grad_norm": float(engine.get_global_grad_norm()), "loss_scale": engine.optimizer.loss_scale}
         if step % args.eval_interval == 0 or step == args.steps:
-            engine.eval_batch(micro_batches(text[1], 0), num_micro_batches=accumulation)
+            engine.eval_batch(micro_batches(texts[1], 0), num_micro_batches=accumulation)
             row["val_loss"] = mean_of_seen()
         yield row
 
@@ -231,8 +233,8 @@ def main():
     # DeepSpeed makes the tied weights equal by it, once; no gradient is to go through that.
     warnings.filterwarnings("ignore", message="c10d::broadcast_")
     prepare(args, args.pipeline_parallel * args.tensor_parallel)
-    engine, text, run = start(args, functools.partial(build, args, loss_function))
-    go_on(engine, args, run, functools.partial(train, engine, args, text, seen))
+    engine, texts, run = start(args, functools.partial(build, args, loss_function))
+    go_on(engine, args, run, functools.partial(train, engine, args, texts, seen))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@ left, goes on from the newest whole checkpoint, on the disk or in the machines' 
     torchrun --standalone --nproc-per-node 4 train_elastic.py --elastic --run_name elastic --checkpoint_dir ckpt_elastic
     torchrun --standalone --nproc-per-node 2 train_elastic.py --elastic --run_name elastic --checkpoint_dir ckpt_elastic
 
-Told to stop by SIGTERM it saves and leaves with exit code 143. Without --elastic it starts and resumes as train.py does.
-train_tp_sp.py and train_3d.py, where more than one rank computes a micro-batch, stand on this file's functions.
+Told to stop (SIGTERM), it saves and leaves with 143. train_tp_sp.py and train_3d.py stand on this file's functions.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import train
 import universal
-from data import Log, check_batch, fail, positive
+from data import Log, check_arguments, check_run, fail, positive, say
 from universal import elastic, exact, mirror
 
 
@@ -29,8 +28,7 @@ def arguments(description):
 
 
 @contextlib.contextmanager
-def refusing():
-    """What universal cannot do becomes one line."""
+def refusing():  # in one line
     try:
         yield
     except (ValueError, universal.CheckpointError) as error:
@@ -44,7 +42,7 @@ def prepare(args, model_parallel=1):
             fail("--elastic finds the checkpoint by itself: leave out --resume and what belongs to it")
         with refusing():
             elastic.enlist(args.train_batch_size, args.train_micro_batch_size_per_gpu, model_parallel)
-    check_batch(args, model_parallel)
+    check_arguments(args, model_parallel)
     if not args.stock:
         universal.install()
     train.init_distributed(timeout=elastic.wait_at_most(args.timeout))
@@ -52,23 +50,23 @@ def prepare(args, model_parallel=1):
 
 def load(engine, args, run, memory):
     """What was saved with the checkpoint that is to go on; its step is 0 where there is none."""
-    if not args.elastic and not args.resume:
-        return {"step": 0}
-    with refusing():
-        folder = (memory or mirror).gather(args.checkpoint_dir) if args.elastic else args.checkpoint_dir
-    saved = train.resume(engine, folder, args.checkpoint_tag, run)
-    if args.resume and not saved:
-        fail(f"{folder} has no such checkpoint")
-    return saved or {"step": 0}
+    if args.elastic:
+        with refusing():
+            folder = (memory or mirror).gather(args.checkpoint_dir)
+            path, saved = universal.load_checkpoint(engine, folder, missing_ok=True)
+        if path:
+            check_run(path, saved["run"], run)
+            say(f"resumed from {path} at step {saved['step']}")
+            return saved
+    return train.resume(engine, args.checkpoint_dir, args.checkpoint_tag, run) if args.resume else {"step": 0}
 
 
 def go_on(engine, args, run, rows, memory=None):
-    """Resume, train, log, save, and exit. rows(done): does the steps after `done`, yields each one's row of the log.
-    memory: a Mirror."""
+    """Resume, train, log, save, and exit. rows(done) does the steps after `done` and yields their rows of the log."""
     saved = load(engine, args, run, memory)
     stop = elastic.listen(engine.device)  # for SIGTERM; on all ranks stop() says the same
     step = saved["step"]
-    log = Log(args.run_name, done=step, last=saved.get("row"))
+    log = Log(args.run_name, step, saved.get("row"), engine.monitor)
     for row in rows(step):
         state = {"step": (step := row["step"]), "run": run}
         if memory:
@@ -83,12 +81,6 @@ def go_on(engine, args, run, rows, memory=None):
     elastic.leave(finished=step == args.steps)
 
 
-def memory_folder(args):
-    """In each machine's memory, named after the job's checkpoints. MIRROR_ROOT is for several "machines" on one."""
-    job = str(Path(args.checkpoint_dir).resolve()).strip("/").replace("/", "_")
-    return Path(os.environ.get("MIRROR_ROOT", "/dev/shm"), job)
-
-
 def main():
     parser = arguments(__doc__)
     parser.add_argument("--mirror", type=positive, metavar="K", help="hold every K-th step in memory, on two machines")
@@ -98,18 +90,21 @@ def main():
         fail("--mirror is for --elastic: without it nothing looks into the memory at the next start")
     if args.exact and args.dtype != "fp32":
         fail(f"--exact needs --dtype fp32: sums in {args.dtype} have too few bits to be exact")
+    if args.exact and args.offload:
+        fail("--exact does not go with --offload: the optimizer of a CPU may round unlike that of a GPU")
     prepare(args)
     # ZeRO-3 multiplies in its own way, which rounds in its own way; unless it is told not to.
-    zero = {"stage": args.zero_stage, "memory_efficient_linear": not args.exact}
-    engine, text, run = train.start(args, zero_optimization=zero)
-    memory = None
+    zero = {"zero_optimization": {"stage": args.zero_stage, "memory_efficient_linear": False}}
+    engine, texts, run = train.start(args, **zero if args.exact else {})
     with refusing():
         if args.exact:
             exact.install(engine)
             run["exact"] = True
-        if args.mirror:
-            memory = mirror.Mirror(engine, memory_folder(args), args.mirror)
-    go_on(engine, args, run, lambda done: train.train(engine, args, text, done), memory)
+        # In a folder that is named after that of the checkpoints. MIRROR_ROOT plays several machines on one.
+        job = str(Path(args.checkpoint_dir).resolve()).strip("/").replace("/", "_")
+        place = Path(os.environ.get("MIRROR_ROOT", "/dev/shm"), job)
+        memory = mirror.Mirror(engine, place, args.mirror) if args.mirror else None
+    go_on(engine, args, run, lambda done: train.train(engine, args, texts, done), memory)
 
 
 if __name__ == "__main__":

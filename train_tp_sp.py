@@ -35,10 +35,10 @@ def parse_arguments():
     return args
 
 
-def build(args, **shape):
+def build(args, *shape):
     """Tensor-parallel ranks are neighbours, then come those that share a sequence, then the data-parallel ones. Gives
     the GPT the attention of its kind and its part of the sequences."""
-    model, rank = GPT(**shape), dist.get_rank()
+    model, rank = GPT(*shape), dist.get_rank()
     tensor, sequence = args.tensor_parallel, args.sequence_parallel
     if tensor > 1:
         groups._init_tp_mesh_device(tensor)
@@ -76,9 +76,8 @@ def main():
     changes = {"train_batch_size": args.train_batch_size * sequence}
     if tensor > 1:
         changes |= autotp(tensor) | {"mpu": groups}
-    engine, text, run = start(args, functools.partial(build, args), **changes)
-    share = dist.get_rank() // (tensor * sequence), dist.get_world_size() // (tensor * sequence)
-    go_on(engine, args, run, lambda done: train(engine, args, text, done, share))
+    engine, texts, run = start(args, functools.partial(build, args), **changes)
+    go_on(engine, args, run, functools.partial(train, engine, args, texts))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ imported when it is first used: what needs neither torch nor DeepSpeed, convert(
 
 from importlib import import_module
 
-__version__ = "0.1"
+__version__ = "1.0"
 HOME = {"install": "loader", "load_checkpoint": "loader", "mend": "loader", "convert": "converter"}
 HOME |= {"CheckpointError": "torch_file"}
 __all__ = ["CheckpointError", "convert", "install", "load_checkpoint", "mend"]

@@ -17,7 +17,6 @@ from universal.torch_file import (
     CheckpointError,
     Joined,
     Named,
-    PtFile,
     Scalar,
     Slices,
     Stub,
@@ -40,6 +39,7 @@ from universal.torch_file import (
 # 1. one data-parallel checkpoint: what is where, no tensor is read
 
 MISSING = object()
+BETWEEN_SAVES = 10  # seconds; no two files of one save, nor of a copy, have more between them and nothing else
 
 
 class Parameter(NamedTuple):
@@ -71,8 +71,9 @@ class Description(NamedTuple):
     {name: Tensor} of the module without trained parameters: buffers, frozen parameters, tensors of get_extra_state() or
     of a state_dict hook. extra: names in the module of what is no tensor. frozen, shared: as in the model states.
     param_groups: hyper-parameters. uneven: {(flat, key): why}, states of the optimizer that differ by rank or are not
-    cut like the weights. problems: what a conversion would lose. strangers: {class outside what is known: file}.
-    models: model states of each model-parallel rank, optimizer: rank 0's optimizer state; both without shards.
+    cut like the weights. problems: what a conversion would lose. models: model states of each model-parallel rank,
+    optimizer: rank 0's optimizer state; both without shards.
+    first: rank 0's file of model states. left: names of files that an earlier save under this name has left behind.
     """
 
     folder: Path
@@ -91,9 +92,10 @@ class Description(NamedTuple):
     param_groups: list
     uneven: dict
     problems: list
-    strangers: dict
     models: list
     optimizer: dict
+    first: Path
+    left: list
 
 
 def find_tag(folder):
@@ -126,23 +128,33 @@ def named_by_latest(folder):
 
 
 def tags(folder):
-    """{tag: file of model states} of the checkpoints in a folder, whole or not. A tag like epoch1/step5 is a folder in
-    a folder: those beside the one that `latest` names are found."""
-    found = {}
+    """The names of the checkpoints in a folder, whole or not. A tag like epoch1/step5 is a folder in a folder: those
+    beside the one that `latest` names are found."""
+    found = set()
     for place in {folder, (folder / named_by_latest(folder)).parent}:
-        for path in sorted(place.glob("[!.]*/*mp_rank_00_model_states.pt")):
+        for path in place.glob("[!.]*/*mp_rank_00_model_states.pt"):
             if not path.parent.name.endswith((".unfinished", ".replaced")):
-                found[os.path.relpath(path.parent, folder)] = path
-    return found
+                found.add(os.path.relpath(path.parent, folder))
+    return sorted(found)
+
+
+def first_models(folder):
+    """Rank 0's file of model states. Where two saves have left one each, that of the newest whole checkpoint."""
+    both = [folder / f"{prefix}mp_rank_00_model_states.pt" for prefix in ("", "zero_pp_rank_0_")]
+    found = [path for path in both if path.exists()]
+    if len(found) == 2 and not (folder / "zero").is_dir() or len(find_shards(folder)) > 1:
+        return describe(folder).first
+    return found[0] if found else both[0]
 
 
 def newest_first(folder, say):
     """The tags in a folder, in the order in which one would go on from them: the one that `latest` names, unless there
     is a later one. say(text) is told what is passed over."""
     named, steps, written = named_by_latest(folder), {}, {}
-    for name, path in tags(folder).items():
+    for name in tags(folder):
         try:
-            steps[name] = int(load(path)[0]["global_steps"])
+            path = first_models(folder / name)
+            steps[name] = int(load(path)["global_steps"])
             written[name] = path.stat().st_mtime
         except Exception as error:
             say(f"{name} is passed over: {type(error).__name__}: {error}")
@@ -160,21 +172,14 @@ def newest_first(folder, say):
 
 
 def find_shards(folder):
-    """The optimizer shards as {model-parallel rank: {data-parallel rank: path}}."""
+    """The optimizer shards as {prefix of the file, its dtype: {model-parallel rank: {data-parallel rank: path}}}."""
     shards = {}
     for path in sorted(folder.glob("*_optim_states.pt")):
-        match = re.fullmatch(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", path.name)
+        match = re.fullmatch(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", path.name)
         if match is None:
             raise CheckpointError(f"{path} is not the optimizer shard of a ZeRO checkpoint of dense layers")
-        rank, mp_rank = map(int, match.groups())
-        others = shards.setdefault(mp_rank, {})
-        if rank in others:
-            raise CheckpointError(f"{path} and {others[rank].name} are both the shard of rank {rank}")
-        others[rank] = path
-    if not shards:
-        raise CheckpointError(f"{folder} holds no *_optim_states.pt: it is no ZeRO checkpoint, nor a folder above")
-    if (folder / "offloaded_tensors").exists():
-        raise CheckpointError(f"{folder} has NVMe-offloaded states, which are not converted")
+        prefix, rank, mp_rank = match.groups()
+        shards.setdefault(prefix, {}).setdefault(int(mp_rank), {})[int(rank)] = path
     return shards
 
 
@@ -306,26 +311,21 @@ class DataParallel(NamedTuple):
     parameters: dict
     uneven: dict
     problems: list
-    strangers: dict
+    files: list  # rank 0's model states first
 
 
 def describe_ranks(folder, mp_rank, shards, pool, opened):
     low = min(shards)
     with about(shards[low]):
-        content, strange = load(shards[low])
-        first = content["optimizer_state_dict"]
+        first = load(shards[low])["optimizer_state_dict"]
         count = first["partition_count"]
         count = range(count if isinstance(count, int) else max(count)).stop  # a TypeError for what is no number
     for missing in (r for r in range(count) if r not in shards):
         name = shards[low].name.replace(f"_rank_{low}_", f"_rank_{missing}_", 1)
         raise CheckpointError(f"{folder / name} is missing")
-    if max(shards) >= count:
-        raise CheckpointError(f"{shards[max(shards)]} is one too many: {shards[low].name} says {count} ranks")
-    strangers = dict.fromkeys(strange, shards[low])
     prefixes = [f"zero_pp_rank_{r}_" for r in range(count)] if is_stage_3(first) else [""]
     paths = [folder / f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt" for prefix in prefixes]
-    model, frozen, strange = read_models(paths, shards[low], count, pool)
-    strangers |= dict.fromkeys(strange, paths[0])
+    model, frozen = read_models(paths, shards[low], count, pool)
     if list(folder.glob("layer_*_expert_*")) or model.get("ds_autoep_layers"):
         raise CheckpointError(f"{folder} has experts, which are not converted: DeepSpeed's own converter does AutoEP's")
     with about(shards[low]):
@@ -337,7 +337,9 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
         """[Flat] of a rank, and its settings."""
         path = shards[rank]
         with about(path):
-            optimizer = first if rank == low else load(path)[0]["optimizer_state_dict"]
+            optimizer = first if rank == low else load(path)["optimizer_state_dict"]
+            if optimizer["partition_count"] != first["partition_count"]:
+                raise CheckpointError(f"{path} and {shards[low].name} were saved by different numbers of ranks")
             if len(flat_groups(optimizer)) != len(groups):
                 raise CheckpointError(f"{path} has another number of parameter groups than {paths[0].name}")
             found = []
@@ -350,7 +352,8 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
     with about(shards[low]):
         parameters, uneven = put_together(shards, ranks, groups, model["param_shapes"], base_optimizer(first))
         uneven |= differences(settings)
-    problems = other_steps(paths[0], model, parameters)
+    files = [*paths, *(shards[rank] for rank in range(count))]
+    problems = other_steps(paths[0], files[len(paths) :], model, parameters, is_stage_3(first))
     if lost := ", ".join(lost_states(uneven, parameters, first)):
         text = f"{shards[low]}: {lost} of the optimizer: a universal checkpoint has no place for"
         problems.append(Problem(True, f"{text} what belongs to no single element"))
@@ -362,7 +365,7 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
                 problem = f"{paths[0]}: no parameter group holds {', '.join(lost)}, and DeepSpeed saved nothing of it"
                 problems.append(Problem(True, problem))
             model["frozen_param_fragments"] = None
-    return DataParallel(model, first, parameters, uneven, problems, strangers)
+    return DataParallel(model, first, parameters, uneven, problems, files)
 
 
 def put_together(shards, ranks, groups, shapes, base):
@@ -439,35 +442,40 @@ def lost_states(uneven, parameters, optimizer):
     return sorted({str(key) for key in keys} | {str(key) for _, key in uneven})
 
 
-def other_steps(path, model, parameters):
-    """The ranks agree on the step, the module may be of another: after a start with the weights alone, for one."""
+def other_steps(path, shards, model, parameters, stage_3):
+    """The ranks agree on the step, but the module may be of another: after a start with the weights alone, for one. At
+    ZeRO-3 nothing but the files' times tells that from a save that was killed between model states and shards."""
     with about(path):
         wanted = model["global_steps"] - model["skipped_steps"]
     steps = {number(p.scalars.get("step")) for p in parameters.values()} - {None, wanted}
-    return [Problem(False, f"{path} is of step {wanted}, the optimizer of step {sorted(steps)}")] if steps else []
+    if not steps:
+        return []
+    text = f"{path} is of step {wanted}, the optimizer of step {sorted(steps)}"
+    if stage_3 and path.stat().st_mtime > max(shard.stat().st_mtime for shard in shards) + BETWEEN_SAVES:
+        raise CheckpointError(
+            f"{text} and older: a save was killed before its shards (or was copied: touch the shards)"
+        )
+    return [Problem(False, text)]
 
 
 def read_models(paths, shard, count, pool):
-    """(rank 0's model states, [{frozen parameter: Tensor} of every rank] or None, names outside what is known)."""
-    like = PtFile(paths[0])
-    model, strange = like.content()
+    """(rank 0's model states, [{frozen parameter: Tensor} of every rank] or None)."""
+    model = load(paths[0])
     with about(paths[0]):
         if model["dp_world_size"] != count:
             raise CheckpointError(f"{paths[0]} is of {model['dp_world_size']} ranks, {shard.name} of {count}")
 
     def read_model(path):
-        names = model.get("frozen_param_shapes") or {}
-        if not names and like.same_pickle(path):  # most are
-            return {}
-        state = load(path)[0]
+        state = load(path)
         with about(path):
-            for key in ("param_shapes", "buffer_names", "frozen_param_shapes", "global_steps"):
+            for key in ("dp_world_size", "param_shapes", "buffer_names", "frozen_param_shapes", "global_steps"):
                 if state.get(key) != model.get(key):
                     raise CheckpointError(f"{path} has other {key} than {paths[0].name}")
+            names = model.get("frozen_param_shapes") or {}
             return {name: tensor_of(state["frozen_param_fragments"][name]) for name in names}
 
     # At ZeRO-1 and 2 all ranks share one file, in which frozen parameters are whole.
-    return model, list(pool.map(read_model, paths)) if "zero_pp_rank_" in paths[0].name else None, strange
+    return model, list(pool.map(read_model, paths)) if "zero_pp_rank_" in paths[0].name else None
 
 
 def place_of(value):
@@ -659,35 +667,61 @@ def describe(folder, workers=4, opened=None):
     with ThreadPoolExecutor(workers) as pool:
         if (folder / "zero").is_dir():
             return describe_universal(folder, pool, opened)
-        shards = find_shards(folder)
-        ranks = [describe_ranks(folder, mp, shards[mp], pool, opened) for mp in sorted(shards)]
+        found, problems = {}, []
+        for shards in find_shards(folder).values():
+            try:
+                one = describe_shards(folder, shards, pool, opened)
+                # Saved again under its name in another dtype, both may be whole. A doubt is one of the step.
+                found[one.models[0]["global_steps"], not one.problems, shards[0][0].stat().st_mtime] = one
+            except CheckpointError as error:
+                problems.append(str(error))
+    if found:
+        return found[max(found)]
+    nothing = f"{folder} holds no *_optim_states.pt: it is no ZeRO checkpoint, nor a folder above"
+    raise CheckpointError("; ".join(problems) or nothing)
+
+
+def describe_shards(folder, shards, pool, opened):
+    """The Description of the checkpoint that has these shards."""
+    if (folder / "offloaded_tensors").exists():
+        raise CheckpointError(f"{folder} has NVMe-offloaded states, which are not converted")
+    first = describe_ranks(folder, min(shards), shards[min(shards)], pool, opened)
     with about(folder):
-        model = ranks[0].model
-        optimizer = ranks[0].optimizer
+        model = first.model
         degrees = model.get("checkpoint_parallel_dimensions") or {}
         pipeline = degrees.get("pp_degree") or (1 if model["module"] is not None else len(shards))
         tensor = degrees.get("tp_degree") or len(shards) // pipeline
-        if sorted(shards) != list(range(tensor * pipeline)):
-            names = ", ".join(f"mp_rank_{mp:02d}" for mp in sorted(shards))
-            raise CheckpointError(f"{folder} should have {tensor} tensor x {pipeline} pipeline ranks, and has {names}")
+        if missing := set(range(tensor * pipeline)) - shards.keys():
+            names = ", ".join(f"mp_rank_{mp:02d}" for mp in sorted(missing))
+            raise CheckpointError(f"{folder} has {tensor} tensor x {pipeline} pipeline ranks, and lacks {names}")
+        others = [describe_ranks(folder, mp, shards[mp], pool, opened) for mp in range(1, tensor * pipeline)]
+        ranks = [first, *others]
+        used = {path.name for rank in ranks for path in rank.files}
         parameters, problems = join_ranks(folder, ranks, tensor, model.get("universal_checkpoint_info"))
-        models = [rank.model for rank in ranks]
         return described(
             folder,
-            models,
-            optimizer,
+            [rank.model for rank in ranks],
+            first.optimizer,
             parameters,
-            base_optimizer(optimizer)["param_groups"],
+            base_optimizer(first.optimizer)["param_groups"],
             universal=False,
-            stage=stage_of(optimizer),
+            stage=stage_of(first.optimizer),
             bf16=shards[0][0].name.startswith("bf16_"),
-            ranks=len(shards[0]),
+            ranks=model["dp_world_size"],
             tensor=tensor,
             pipeline=pipeline,
             uneven=dict(item for rank in ranks for item in rank.uneven.items()),
             problems=[problem for rank in ranks for problem in rank.problems] + problems,
-            strangers=dict(item for rank in ranks for item in rank.strangers.items()),
+            first=first.files[0],
+            left=sorted({path.name for path in folder.glob("*mp_rank_*_states.pt")} - used),
         )
+
+
+def left_over(description):
+    """[a line about what an earlier save has left in the folder], if it has."""
+    left = description.left
+    text = f"{description.folder} was saved again under its name; left over from before, and ignored: "
+    return [text + ", ".join(left[:3]) + (f" and {len(left) - 3} more" if left[3:] else "")] if left else []
 
 
 def described(folder, models, optimizer, parameters, groups, **facts):
@@ -704,8 +738,9 @@ def described(folder, models, optimizer, parameters, groups, **facts):
 def join_ranks(folder, ranks, tensor, info):
     """({name: Parameter}, problems) from every model-parallel rank, those of a pipeline stage side by side."""
     for rank in ranks:
-        if rank.model["global_steps"] != ranks[0].model["global_steps"]:
-            raise CheckpointError(f"{folder}: its model-parallel ranks are of different steps")
+        for key, what in (("global_steps", "steps"), ("dp_world_size", "numbers of ranks")):
+            if rank.model[key] != ranks[0].model[key]:
+                raise CheckpointError(f"{folder}: its model-parallel ranks are of different {what}")
         if len(rank.model["param_shapes"]) != len(ranks[0].model["param_shapes"]):  # the loader takes them by number
             raise CheckpointError(f"{folder}: a pipeline stage lacks a parameter group that others have")
     joined = {}
@@ -739,10 +774,10 @@ def describe_universal(folder, pool, opened):
     paths = sorted(folder.glob("mp_rank_*_model_states.pt")) or sorted(folder.glob("*_model_states.pt"))
     if not paths:
         raise CheckpointError(f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")
-    models = [load(path)[0] for path in paths]
+    models = [load(path) for path in paths]
     file = folder / "zero" / "optimizer_state.pt"
     with about(file):
-        optimizer, strange = load(file)
+        optimizer = load(file)
         base = base_optimizer(optimizer) if is_stage_3(optimizer) else {"state": {}}
         common = {key: scalar(value, opened) for key, value in base["state"].get(0, {}).items() if key == "step"}
         groups = optimizer.get("param_groups") or optimizer["optimizer_state_dict"]["param_groups"]
@@ -756,7 +791,7 @@ def describe_universal(folder, pool, opened):
         shape = None
         for path in [place / "fp32.pt", *sorted(set(place.glob("*.pt")) - {place / "fp32.pt"})]:
             with about(path):
-                content = load(path)[0]
+                content = load(path)
                 if path.stem == "step":
                     scalars = {"step": scalar(content, opened)}
                     continue
@@ -778,5 +813,6 @@ def describe_universal(folder, pool, opened):
             model["module"] = {name: compact(t) if isinstance(t, Tensor) else t for name, t in pairs}
     return described(
         folder, models, optimizer, parameters, groups, universal=True, stage=None, bf16=None, ranks=None, tensor=1,
-        pipeline=1, uneven={}, problems=[], strangers=dict.fromkeys(strange, file),
+        pipeline=1, uneven={}, problems=[],
+        first=paths[0], left=[],
     )  # fmt: skip

@@ -22,7 +22,7 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from universal.checkpoint import describe, file_name, find_tag, lost_states
+from universal.checkpoint import describe, file_name, find_tag, left_over, lost_states
 from universal.torch_file import (
     CHUNK,
     CheckpointError,
@@ -292,14 +292,13 @@ def complain(description, strict, zero3_before_0_19_3):
     """What a conversion would lose is refused, or named in a warning; so is what is only odd."""
     if description.universal:
         raise CheckpointError(f"{description.folder} is a universal checkpoint already")
-    if strangers := description.strangers:
-        text = f"{next(iter(strangers.values()))}: it names {', '.join(sorted(strangers))}, which is none of torch's, "
-        warnings.warn(f"{text}DeepSpeed's, Megatron's, numpy's or Python's. It is handed on, not run", stacklevel=3)
     version = str(description.models[0].get("ds_version"))
     numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
     if description.stage == 3 and numbers and numbers < (0, 19, 3) and not zero3_before_0_19_3:
         text = f"saved at ZeRO-3 by DeepSpeed {version}, whose own universal loader cannot read the result: it wants "
         warnings.warn(f"{text}--zero3_before_0_19_3. universal.py, and DeepSpeed 0.19.3 and later, can", stacklevel=3)
+    for text in left_over(description):
+        warnings.warn(text, stacklevel=3)
     for problem in description.problems:
         if problem.fatal and strict:
             raise CheckpointError(f"{problem.text} (--no_strict continues without it)")
@@ -349,7 +348,7 @@ def link_second_names(folder):
 
 def show(progress, text):
     if progress and sys.stderr.isatty():
-        print(f"ds_to_universal.py: {text}", file=sys.stderr)
+        print(f"ds_to_universal: {text}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -363,17 +362,6 @@ def bar(total, progress):
             shown = tqdm(total=total, unit="B", unit_scale=True)
     with shown or contextlib.nullcontext():
         yield shown.update if shown else lambda nbytes: None
-
-
-def end_group(group=None):
-    """End a process group; without one, all of them."""
-    import torch
-
-    # Before torch 2.8 the destructor holds the GIL while it joins the group's threads, and one of them may still need
-    # the GIL to release its last tensor (pytorch#154976).
-    if torch.__version__ < (2, 8):
-        time.sleep(0.2)
-    torch.distributed.destroy_process_group(group)
 
 
 @contextlib.contextmanager

@@ -169,6 +169,7 @@ def remove_old(folder, keep):
 
 def worker(_, script, *arguments):
     sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as stop:

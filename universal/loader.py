@@ -33,7 +33,16 @@ from packaging.version import Version
 from universal import checkpoint as files
 from universal import converter
 from universal.converter import together
-from universal.ranks import Reader, check_same_folder, check_weights, conversation, masters_of, say
+from universal.ranks import (
+    Damaged,
+    Reader,
+    check_same_folder,
+    check_weights,
+    conversation,
+    damage,
+    masters_of,
+    say,
+)  # fmt: skip
 from universal.torch_file import CheckpointError, Scalar, Tensor, compact, packed, tensor_of, verify
 from universal.torch_file import load as read
 
@@ -57,9 +66,10 @@ def load_checkpoint(
 
     Takes what DeepSpeed's takes and returns (folder of the checkpoint, client state). On another number of ranks than
     the checkpoint's, the client state is that of rank 0. tag None: the tag that `latest` names, or a later one, if it
-    is whole. load_module_strict=False: what is new here keeps its weights and begins with a fresh optimizer state, what
-    is gone is left out, and a line names both. missing_ok: return (None, {}) where load_dir holds no checkpoint at all,
-    not even a damaged one. timeout: seconds that a rank waits for another one.
+    is whole, else the newest that is; where the engine's config says load_universal, among the converted ones alone.
+    load_module_strict=False: what is new here keeps its weights and begins with a fresh optimizer state, what is gone
+    is left out, and a line names both. missing_ok: return (None, {}) where load_dir holds no checkpoint at all, not
+    even a damaged one. timeout: seconds that a rank waits for another one.
     Raises CheckpointError, on all ranks, when there is no such checkpoint, or it is damaged, not whole, or of another
     model or optimizer: it never continues with initial values. The engine may then be half loaded; do not train it.
     """
@@ -68,16 +78,25 @@ def load_checkpoint(
         load_lr_scheduler_states=load_lr_scheduler_states, load_module_only=load_module_only,
     )  # fmt: skip
     if Version(version := deepspeed.__version__) < Version("0.16.4"):
-        raise CheckpointError(f"universal.py needs DeepSpeed 0.16.4 or newer, and finds {version}")
+        raise CheckpointError(f"universal needs DeepSpeed 0.16.4 or newer, and finds {version}")
     if custom_load_fn:
         raise CheckpointError("custom_load_fn would get no weights: they are read from the shards of the optimizer")
     with conversation(timeout) as talk:
-        found = talk.on_rank_0(lambda: find(Path(load_dir), tag, missing_ok))
-        if found is None:
+        names = talk.on_rank_0(lambda: find(Path(load_dir), tag, missing_ok, engine.load_universal_checkpoint()))
+        if names is None:
             return None, {}
-        check_same_folder(found[0], talk)
-        discard_gradients(engine)
-        folder, client_state = load(engine, *found, options, talk)
+        why = "the lines above say why"
+        for name in names:
+            try:
+                folder, client_state = load(engine, Path(load_dir, name), options, talk)
+                break
+            except Damaged as error:
+                if tag is not None:
+                    raise
+                why = f"{name} is not: {error}"
+                say(f"{name} is not whole, and is passed over: {error}")
+        else:
+            raise CheckpointError(f"{load_dir} holds no checkpoint that is whole; {why}")
     count = engine.gradient_accumulation_steps()  # DeepSpeed counts the micro-batches of a step, and does not save it
     engine.micro_steps = (engine.micro_steps // count if load_module_only else engine.global_steps) * count
     return str(folder), client_state
@@ -101,9 +120,7 @@ def mend(engine, folder):
                 if left_out := saved.states.keys() - state.keys() - {"fp32"}:
                     raise CheckpointError(f"DeepSpeed's universal loader does not restore {left_out} of the optimizer")
         # Frozen parameters and buffers are in no optimizer, and the loader looks nowhere else.
-        reader = Reader()
-        keep(engine, checkpoint, unpack(checkpoint.models)["module"], reader, held, False, talk)
-        reader.check_together(talk)
+        keep(engine, kept_here(engine, checkpoint, held) | unpack(checkpoint.models)["module"], held, False, talk)
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 
@@ -112,47 +129,39 @@ def install():
     As with DeepSpeed's, a first start finds nothing and goes on: an absent or empty folder, and no tag. A command that
     has no script starts with the folder start/ on its PYTHONPATH."""
     if (other := getattr(deepspeed.DeepSpeedEngine, "universal", __file__)) != __file__:
-        raise CheckpointError(f"two copies of universal.py: {other} is installed, {__file__} cannot be")
+        raise CheckpointError(f"two copies of universal: {other} is installed, {__file__} cannot be")
     deepspeed.DeepSpeedEngine.universal = __file__
     deepspeed.DeepSpeedEngine.load_checkpoint = functools.partialmethod(load_checkpoint, missing_ok=True)
 
 
 # -----------------------------------------------------------------------------
 # 2. find, and describe: rank 0 looks into every file, and tells the others what is where
-def find(folder, tag, missing_ok):
-    """(folder, description) of that tag, or of the newest that is whole. None where there is nothing and may be."""
+def find(folder, tag, missing_ok, converted):
+    """The tag, or without one all there are, in the order in which one would go on from them. None where there is
+    nothing and may be. converted: universal checkpoints alone."""
     known = files.tags(folder)
     if tag is not None:
-        path = folder / str(tag)
-        if path.is_dir():
-            return path, describe(path)
-        raise CheckpointError(f"{path} does not exist; in {folder} there is: {', '.join(sorted(known))}")
+        if (folder / str(tag)).is_dir():
+            return [str(tag)]
+        raise CheckpointError(f"{folder / str(tag)} does not exist; in {folder} there is: {', '.join(known)}")
     if missing_ok and not known and not files.named_by_latest(folder):
         return say(f"nothing was loaded: {folder} holds no checkpoint")
-    why = "the lines above say why"
-    for name in files.newest_first(folder, say):
-        try:
-            return folder / name, describe(folder / name)
-        except Exception as error:
-            why = f"{name} is not: {error}"
-            say(f"{name} is not whole, and is passed over: {error}")
-    raise CheckpointError(f"{folder} holds no checkpoint that is whole; {why}")
+    return [name for name in files.newest_first(folder, say) if not converted or (folder / name / "zero").is_dir()]
 
 
 def describe(folder):
     """The converter's Description of a folder; None where it was saved without ZeRO. What has to be an object again is
     packed: `models` is rank 0's model states, with what of the module is no tensor; `optimizer` its optimizer state."""
-    first = min(folder.glob("*mp_rank_00_model_states.pt"), default=None)
-    sharded = (folder / "zero").is_dir() or any(folder.glob("*_optim_states.pt"))
-    if first and not sharded and read(first)[0].get("optimizer"):
+    alone = folder / "mp_rank_00_model_states.pt"
+    if alone.exists() and not any(folder.glob("*_optim_states.pt")) and read(alone).get("optimizer"):
         return None
     found = files.describe(folder)
     optimizer = {key: found.optimizer.get(key) for key in KEPT} | {"param_groups": found.param_groups}
     optimizer["beside"] = ({}, {}) if found.universal else files.beside_states(found.optimizer)
     doubts = [problem.text for problem in found.problems if not problem.fatal]  # it may be of two steps, say
     if found.tensor * found.pipeline == 1:
-        check_weights(found, first, doubts)
-    for text in doubts:
+        check_weights(found, doubts)
+    for text in doubts + files.left_over(found):
         say(text)
     return found._replace(models=pack_model(found, found.models[0]), optimizer=packed(optimizer))
 
@@ -249,12 +258,31 @@ def compare_optimizer(engine, checkpoint, model, saved):
         raise CheckpointError(f"there is no optimizer state of {lost[0]}{ALONE}")
 
 
-def make_shard(engine, checkpoint, saved, held, reader, states):
-    """What this rank would have saved, had these ranks at this stage written the checkpoint. states: not fp32 alone."""
-    optimizer, fp32, state = engine.optimizer, [], {}
+def read_states(engine, checkpoint, held, reader, states):
+    """[{"fp32": masters, "exp_avg": ..., "step": ...}], what this rank would have saved of each flat tensor, had these
+    ranks at this stage written the checkpoint. states: not fp32 alone."""
     parameters = {name: parameter for parameter, name in engine.param_names.items()}
-    whole = engine.zero_optimization_stage() < 3 and not getattr(optimizer, "cpu_offload", False)  # Muon's momentum
-    optimizer.refresh_fp32_params()  # not those of a load that failed; with those of weights that were frozen
+    whole = engine.zero_optimization_stage() < 3 and not getattr(engine.optimizer, "cpu_offload", False)
+    found = []
+    for flat, group, names, parts in held:
+        mine = {"fp32": flat}
+        if known := next((checkpoint.parameters[name] for name in names if name in checkpoint.parameters), None):
+            for key in known.states if states else ["fp32"]:
+                like, places = flat, parts
+                if whole and key == "momentum_buffer" and engine.optimizer.param_groups[group].get("use_muon"):
+                    places = []
+                    for name, *_ in parts:
+                        places.append((name, 0, sum(numel for *_, numel in places), parameters[name].numel()))
+                    like = torch.empty(sum(numel for *_, numel in places))
+                mine[key] = reader.fill_flat(like, key, known.states[key].dtype, places, checkpoint.parameters)
+            mine |= scalars(known)
+        found.append(mine)
+    return found
+
+
+def make_shard(engine, saved, held, found, states):
+    """The content of that file. found: by read_states()."""
+    optimizer, fp32, state = engine.optimizer, [], {}
     groups = [group | {"params": []} for group in optimizer.param_groups]
     for group, there in zip(groups, saved["param_groups"], strict=False):
         group |= there | {"params": []}
@@ -263,21 +291,9 @@ def make_shard(engine, checkpoint, saved, held, reader, states):
         follows = getattr(engine.lr_scheduler, "optimizer", None) is optimizer.optimizer  # DeepSpeed makes Adagrad anew
         for group, rate in zip(groups, follows and getattr(engine.lr_scheduler, "_last_lr", None) or [], strict=False):
             group["lr"] = rate
-    for i, (flat, group, names, parts) in enumerate(held):
-        for part in parts:
-            check_place(parameters[part[0]], flat, *part)
-        state[i] = {}
-        if known := next((checkpoint.parameters[name] for name in names if name in checkpoint.parameters), None):
-            for key in known.states if states else ["fp32"]:
-                like, places = flat, parts
-                if whole and key == "momentum_buffer" and groups[group].get("use_muon"):
-                    places = []
-                    for name, *_ in parts:
-                        places.append((name, 0, sum(numel for *_, numel in places), parameters[name].numel()))
-                    like = torch.empty(sum(numel for *_, numel in places))
-                state[i][key] = reader.fill_flat(like, key, known.states[key].dtype, places, checkpoint.parameters)
-            state[i] |= scalars(known)
-        fp32.append(state[i].pop("fp32", flat))
+    for i, ((_, group, _, _), mine) in enumerate(zip(held, found, strict=True)):
+        fp32.append(mine.pop("fp32"))
+        state[i] = mine
         groups[group]["params"].append(i)
     more, keys = saved["beside"] if states else ({}, {})
     base = keys | {"state": {i: own for i, own in state.items() if own} | more, "param_groups": groups}
@@ -294,25 +310,41 @@ def make_shard(engine, checkpoint, saved, held, reader, states):
     return shard
 
 
-def check_place(parameter, flat, name, start, at, numel):
-    """Raise CheckpointError where the masters, made of the weights a moment ago, are not those of this part."""
-    here = parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter.flatten()[start:]
-    here, there = here[:numel].nan_to_num(), flat[at : at + numel].to(here).nan_to_num()
-    if not torch.equal(here, there):
-        text = f"DeepSpeed {deepspeed.__version__} does not hold {name} as expected: "
-        raise CheckpointError(f"{text}{here[:3].tolist()} in the model, {there[:3].tolist()} there")
+def places_of(engine, held):
+    """(name, where the weights of a part of it are, the number of the flat tensor, the slice there), of all parts."""
+    parameters = {name: parameter for parameter, name in engine.param_names.items()}
+    for i, (_, _, _, parts) in enumerate(held):
+        for name, start, at, numel in parts:
+            parameter = parameters[name]
+            weights = parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter.flatten()[start:]
+            yield name, weights[:numel], i, slice(at, at + numel)
 
 
-def keep(engine, checkpoint, objects, reader, held, strict, talk, own=False):
-    """Whatever of the module's state the optimizer does not restore: frozen parameters, buffers, and what a module adds
-    to its state; of that, objects are no tensors. own: all but frozen parameters are in a file of this rank's own; else
-    rank 0 reads one after the other for all."""
-    module, saved, gone, done = engine.module, checkpoint.kept | objects, set(), set()
+def check_places(engine, held):
+    """Raise CheckpointError where masters that are made of the weights now are not in their places."""
+    engine.optimizer.refresh_fp32_params()  # not those of a load that failed
+    for name, weights, i, place in places_of(engine, held):
+        here, there = weights.nan_to_num(), held[i][0][place].to(weights).nan_to_num()
+        if not torch.equal(here, there):
+            text = f"DeepSpeed {deepspeed.__version__} does not hold {name} as expected: "
+            raise CheckpointError(f"{text}{here[:3].tolist()} in the model, {there[:3].tolist()} there")
+
+
+def kept_here(engine, checkpoint, held):
+    """{name: Tensor} of whatever of the module's state the optimizer does not restore: frozen parameters, buffers."""
+    trained = {name for _, _, names, _ in held for name in names}
+    frozen = dict(engine.module.named_parameters(remove_duplicate=False)).keys() - trained
+    names = checkpoint.parameters.keys() & frozen  # trained in the checkpoint
+    return checkpoint.kept | {name: masters_of(checkpoint.parameters[name]) for name in names}
+
+
+def keep(engine, saved, held, strict, talk, own=False):
+    """Restore that, and what a module adds to its state, which may be no tensor. own: all but frozen parameters are in
+    a file of this rank's own; else rank 0 reads one after the other for all."""
+    module, reader, gone, done = engine.module, Reader(), set(), set()
     trained = {name for _, _, names, _ in held for name in names}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     tensors = parameters | dict(module.named_buffers(remove_duplicate=False))
-    for name in checkpoint.parameters.keys() & parameters.keys() - trained:  # frozen now
-        saved[name] = masters_of(checkpoint.parameters[name])
     for name in sorted(saved):
         value, target = saved[name], tensors.get(name, name)
         if id(target) in done:  # some have two names
@@ -332,6 +364,7 @@ def keep(engine, checkpoint, objects, reader, held, strict, talk, own=False):
     lost = {name for name in module.state_dict().keys() - saved.keys() if id(tensors.get(name)) not in done}
     with together(talk):
         agree(lost, gone, "in the module's state", strict)
+    reader.check_together(talk)
 
 
 # -----------------------------------------------------------------------------
@@ -374,8 +407,10 @@ def choose(engine, checkpoint, options, trained):
     return "own"
 
 
-def load(engine, folder, checkpoint, options, talk):
-    """(folder, client state): the checkpoint is in the engine."""
+def load(engine, folder, options, talk):
+    """(folder, client state): the checkpoint is in the engine. Raises Damaged before the engine is touched."""
+    checkpoint = talk.on_rank_0(damage()(lambda: describe(folder)))
+    check_same_folder(folder, talk)
     trained = set().union(*talk({name for parameter, name in engine.param_names.items() if parameter.requires_grad}))
     with together(talk):
         how = choose(engine, checkpoint, options, trained)
@@ -388,11 +423,14 @@ def load(engine, folder, checkpoint, options, talk):
             output = folder.with_name(f"{folder.name}_universal")
             if not talk.on_rank_0(lambda: files.is_newer(output, folder)):
                 say(f"{folder} is of another tensor or pipeline layout: converting it into {output}")
-                converter.convert(folder, output, rank=dist.get_rank(), ranks=dist.get_world_size(), gather=talk)
-            return load(engine, output, talk.on_rank_0(lambda: describe(output)), options, talk)
-    with together(talk):  # DeepSpeed does not look at the checksums of the files that it is going to read
+                with damage():
+                    converter.convert(folder, output, rank=dist.get_rank(), ranks=dist.get_world_size(), gather=talk)
+            return load(engine, output, options, talk)
+    with together(talk), damage():  # DeepSpeed does not look at the checksums of the files that it is going to read
         for path in sorted(folder.rglob("*.pt"))[dist.get_rank() :: dist.get_world_size()]:
-            verify(path)
+            if checkpoint is None or path.name not in checkpoint.left:
+                verify(path)
+    discard_gradients(engine)
     with mock.patch.multiple(engine, load_universal_checkpoint=lambda: how == "universal"):
         _, client_state = deepspeed_load(engine, str(folder.parent), folder.name, **options)
     if checkpoint is None and not options["load_optimizer_states"] and hasattr(engine.optimizer, "refresh_fp32_params"):
@@ -412,19 +450,32 @@ def reshard(engine, checkpoint, folder, options, talk):
         if stage == 3:
             getattr(optimizer, "parameter_offload", optimizer).partition_all_parameters()
         if own:
-            checkpoint = of_rank(checkpoint, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+            with damage():
+                checkpoint = of_rank(checkpoint, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         model, saved, held = unpack(checkpoint.models), unpack(checkpoint.optimizer), layout(engine)
         compare_batch(engine, model)
         compare(engine, checkpoint, held, strict)
         if held and states:
             compare_optimizer(engine, checkpoint, model, saved)
-    keep(engine, checkpoint, model["module"], reader, held, strict, talk, own)
-    with together(talk):
-        client_state = load_rest(engine, folder, model, options)
-        shard = held and make_shard(engine, checkpoint, saved, held, reader, states)
-    reader.check_together(talk)
-    with together(talk):
         if held:
+            check_places(engine, held)
+    kept = kept_here(engine, checkpoint, held)
+    with together(talk), damage():
+        found = read_states(engine, checkpoint, held, reader, states)
+        for i, (name, tensor) in enumerate(kept.items()):  # rank 0 reads them again, when all are known to be right
+            if i % ranks == rank or own and name not in checkpoint.frozen:
+                for _ in tensor.storage.chunks(reader):
+                    pass
+    reader.check_together(talk)
+    discard_gradients(engine)
+    keep(engine, kept | model["module"], held, strict, talk, own)
+    with together(talk):
+        for name, weights, i, place in places_of(engine, held):
+            if name not in checkpoint.parameters:  # frozen in the checkpoint, or new
+                found[i]["fp32"][place].copy_(weights)
+        client_state = load_rest(engine, folder, model, options)
+        if held:
+            shard = make_shard(engine, saved, held, found, states)
             optimizer.load_state_dict([shard] * ranks, load_optimizer_states=states, load_from_fp32_weights=True)
             keep_dtypes(optimizer, shard, held if states else [])
     if stage < 3:
@@ -459,7 +510,7 @@ def load_rest(engine, folder, model, options):
 
 def of_rank(checkpoint, path):
     """The description with the client state, and what is neither trained nor frozen, of this rank's own file."""
-    model, kept = read(path)[0], dict(checkpoint.kept)
+    model, kept = read(path), dict(checkpoint.kept)
     for name in kept.keys() - checkpoint.frozen.keys():
         if tensor := tensor_of(model["module"].get(name)):
             kept[name] = compact(tensor)

@@ -16,12 +16,13 @@ import contextlib
 import datetime
 import os
 import socket
+import time
 
 import torch
 import torch.distributed as dist
 
 from universal import torch_file
-from universal.converter import alone, check_all, end_group, merged, together
+from universal.converter import alone, check_all, merged, together
 from universal.torch_file import CheckpointError, compact, load, tensor_of, whole
 
 
@@ -35,13 +36,41 @@ def conversation(timeout):
         end_group(talk.group)
 
 
+def end_group(group=None):
+    """End a process group; without one, all of them."""
+    # Before torch 2.8 the destructor holds the GIL while it joins the group's threads, and one of them may still need
+    # the GIL to release its last tensor (pytorch#154976).
+    if torch.__version__ < (2, 8):
+        time.sleep(0.2)
+    dist.destroy_process_group(group)
+
+
+class Silent(CheckpointError):
+    """A rank does not answer."""
+
+
+class Damaged(CheckpointError):
+    """A checkpoint is not whole; another one may be."""
+
+
+@contextlib.contextmanager
+def damage():
+    """What goes wrong here is the checkpoint's fault, but for what the system says."""
+    try:
+        yield
+    except (Silent, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise Damaged(error if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}") from error
+
+
 @contextlib.contextmanager
 def answers():
     """What gloo says of a rank that does not answer, in one line."""
     try:
         yield
     except RuntimeError as error:
-        raise CheckpointError(f"rank {dist.get_rank()}: a rank does not answer: {error}") from None
+        raise Silent(f"rank {dist.get_rank()}: a rank does not answer: {error}") from None
 
 
 class Conversation:
@@ -102,7 +131,7 @@ class Reader(torch_file.Reader):
     def check_together(self, talk):
         """Raise CheckpointError, on all ranks, where the ranks together have read what no checksum confirms."""
         spans = merged(talk(self.spans))
-        with together(talk):
+        with together(talk), damage():
             check_all(sorted(spans)[dist.get_rank() :: dist.get_world_size()], spans, self.opened)
 
 
@@ -111,18 +140,19 @@ def masters_of(parameter):
     return whole(masters.dtype, masters, parameter.shape)
 
 
-def check_weights(found, path, doubts):
+def check_weights(found, doubts):
     """The model states (at ZeRO-1 and 2 they hold the weights) and the shards are of one step. Read only where nobody
     counts steps, as with SGD, or there are doubts."""
     counts = any("step" in known for known in (*found.param_groups, *(p.scalars for p in found.parameters.values())))
-    module = {} if counts and not doubts else load(path)[0]["module"] or {}
+    module = {} if counts and not doubts else load(found.first)["module"] or {}
     for name, parameter in found.parameters.items():
         weight = tensor_of(module.get(name))
         if weight and weight.size == parameter.shape:  # at ZeRO-3 it is empty
             tensors = compact(weight), masters_of(parameter)
             weight, masters = (Reader().whole(tensor, alone, own=True) for tensor in tensors)
             if not torch.allclose(weight, masters.to(weight.dtype), 0, 0, equal_nan=True):
-                raise CheckpointError(f"{found.folder}: model states and shards are of different steps")
+                older = f"; older ones may be in the way: {', '.join(found.left)}" if found.left else ""
+                raise CheckpointError(f"{found.folder}: model states and shards are of different steps{older}")
 
 
 def check_same_folder(folder, talk):
@@ -137,4 +167,4 @@ def check_same_folder(folder, talk):
 
 def say(message):
     if dist.get_rank() == 0:
-        print(f"universal.py: {message}", flush=True)
+        print(f"universal: {message}", flush=True)

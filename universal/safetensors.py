@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """The weights of a DeepSpeed checkpoint, as one safetensors file that transformers and others read.
 
-    python ds_to_safetensors.py checkpoints/global_step100 model.safetensors
+    python -m universal.safetensors checkpoints/global_step100 model.safetensors
 
 The input is a ZeRO checkpoint, or the folder above it, or a universal checkpoint. The file holds all parameters, frozen
-ones too, and persistent buffers; tied weights once; bf16 and fp16 as fp32. Beside a config.json, from_pretrained()
-reads it. Like ds_to_universal.py, which has to lie beside it with torch_file.py, it needs nothing but Python 3.10.
+ones too, and persistent buffers; tied weights once. Beside a config.json, from_pretrained()
+reads it. It needs nothing but Python 3.10. Installed, its command is ds_to_safetensors.
 
 A safetensors file is a length in 8 bytes, a header in JSON that names dtype, shape and place of every tensor, and the
 tensors one after the other.
@@ -18,31 +18,19 @@ import os
 import struct
 import time
 import warnings
-from array import array
 from pathlib import Path
 
 from universal.checkpoint import describe, find_tag
 from universal.converter import bar, in_one_line, sync, unfinished
 from universal.torch_file import CheckpointError, Joined, Reader, about, check, whole, width
 
-__all__ = ["export"]
 FORMATS = {"float64": "F64", "float32": "F32", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8"}
 FORMATS |= {"uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL", "complex64": "C64"}
-FORMATS |= {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-HALVES = ("bfloat16", "float16")
-
-
-def widened(dtype, data):
-    """The bytes of one of the HALVES as those of fp32."""
-    if dtype == "float16":
-        return array("f", struct.unpack(f"<{len(data) // 2}e", data)).tobytes()
-    halves = array("H", bytes(2 * len(data)))  # bf16 is the upper half of fp32
-    halves[1::2] = array("H", bytes(data))
-    return halves.tobytes()
+FORMATS |= {"bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 
 
 def weights(folder, workers, strict):
-    """{name: (shape, what its bytes are made of)} of the parameters in fp32, and of what else the module keeps."""
+    """{name: (shape, what its bytes are made of)} of the parameters, fp32, and of what else the module keeps."""
     description = describe(folder, workers)
     if len(description.models) != 1 or description.models[0]["module"] is None:
         count = len(description.models)
@@ -50,7 +38,7 @@ def weights(folder, workers, strict):
     found = {n: (p.shape, p.states["fp32"]) for n, p in description.parameters.items()}
     lost = []
     for name, tensor in description.kept.items():
-        if tensor.dtype not in FORMATS and tensor.dtype not in HALVES:
+        if tensor.dtype not in FORMATS:
             lost.append(name)
             continue
         stride = whole(tensor.dtype, b"", tensor.size).stride  # it may be a view
@@ -65,15 +53,14 @@ def weights(folder, workers, strict):
 
 def header_of(found):
     """(header, names in the order of the file): wide elements come first, so that all are aligned."""
-    kinds = {name: "float32" if source.dtype in HALVES else source.dtype for name, (_, source) in found.items()}
-    order = sorted(found, key=lambda name: -width(kinds[name]))
+    order = sorted(found, key=lambda name: -width(found[name][1].dtype))
     places = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
-        shape = found[name][0]
+        shape, source = found[name]
         begin = end
-        end += math.prod(shape) * width(kinds[name])
-        places[name] = {"dtype": FORMATS[kinds[name]], "shape": shape, "data_offsets": (begin, end)}
+        end += math.prod(shape) * width(source.dtype)
+        places[name] = {"dtype": FORMATS[source.dtype], "shape": shape, "data_offsets": (begin, end)}
     header = json.dumps(places, ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
     return struct.pack("<Q", len(header)) + header, order
@@ -95,9 +82,8 @@ def export(input_folder, path, workers=4, *, strict=True, progress=False):
         with about(folder), open(folder / output.name, "xb", buffering=1 << 20) as file:
             file.write(header)
             for name in order:
-                dtype = found[name][1].dtype
-                for chunk, _ in found[name][1].chunks(reader):
-                    file.write(widened(dtype, chunk) if dtype in HALVES else chunk)
+                for chunk in found[name][1].chunks(reader):
+                    file.write(chunk)
                     shown(len(chunk))
             nbytes = file.tell() - len(header)
         for record, spans in reader.spans.items():
@@ -114,7 +100,7 @@ def main():
     parser.add_argument("output", help="the .safetensors file to write")
     parser.add_argument("--no_strict", dest="strict", action="store_false", help="leave out what the file cannot hold")
     args = parser.parse_args()
-    with in_one_line("ds_to_safetensors.py"):
+    with in_one_line("ds_to_safetensors"):
         done = export(args.input, args.output, strict=args.strict, progress=True)
     rate = done["bytes"] / done["seconds"] / 1e9
     text = f"{done['source']} -> {args.output}: {done['parameters']} parameters, {done['bytes']:,} bytes"

@@ -22,19 +22,12 @@ import re
 import resource
 import stat
 import struct
-import sys
 import zipfile
 import zlib
 from array import array
 from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
-
-__all__ = [
-    "CheckpointError", "Joined", "PtFile", "Reader", "Record", "Scalar", "Slices", "Stub", "Tensor", "about",
-    "begin_of", "check", "compact", "cut_along", "keep_open", "load", "packed", "pickled", "scalar", "tensor_of",
-    "verify", "whole", "width", "write_pt",
-]  # fmt: skip
 
 
 class CheckpointError(Exception):
@@ -70,7 +63,6 @@ STORAGES += " Byte:uint8 Bool:bool ComplexDouble:complex128 ComplexFloat:complex
 STORAGES += " QInt32:qint32 QUInt4x2:quint4x2 QUInt2x4:quint2x4 Untyped:byte"
 DTYPES = dict(pair.split(":") for pair in STORAGES.split())  # {kind of storage: dtype}
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
-PLAIN = {"torch", "deepspeed", "megatron", "numpy", "__builtin__", "copy_reg", *sys.stdlib_module_names}
 
 
 @functools.cache
@@ -302,28 +294,13 @@ class PtFile:
             return data
 
     def content(self):
-        """(content, names of classes outside torch, deepspeed, megatron, numpy and plain Python)."""
         with about(self.records["data.pkl"].path, "is damaged"):
             check_memo(self.data)
-            unpickler = Unpickler(self.data, self.records)
-            content = unpickler.load()
-            return content, {f"{m}.{name}" for m, name in unpickler.found if m.split(".")[0] not in PLAIN}
-
-    def same_pickle(self, path):
-        """Whether that file begins with the same pickle. Its directory stays unread: zipfile takes 5 ms for the 730
-        records that a rank of ZeRO-3 writes for nothing but their names."""
-        with about(path, "is damaged"), open_file(path) as file:
-            begin = os.pread(file.fileno(), 4096, 0)
-            name_size, extra_size = struct.unpack_from("<HH", begin, 26)
-            name = f"{Path(path).stem}/data.pkl".encode()
-            data = os.pread(file.fileno(), len(self.data), 30 + name_size + extra_size)
-            end = os.pread(file.fileno(), 4, os.fstat(file.fileno()).st_size - 22)
-            return begin[30 : 30 + name_size] == name and data == self.data and end == b"PK\5\6"
+            return Unpickler(self.data, self.records).load()
 
 
 def load(path):
-    """(content of a .pt file, names of classes outside torch, deepspeed, megatron, numpy and plain Python). Tensors are
-    Tensor, all other objects Stub. Raises CheckpointError, naming the file."""
+    """The content of a .pt file: tensors are Tensor, other objects Stub. Raises CheckpointError, naming the file."""
     return PtFile(path).content()
 
 
@@ -478,36 +455,19 @@ def write_pt(path, data, storages, reader):
 
 
 def write_archive(file, stem, data, storages, reader):
-    """The same into a file that is open, on a disk or in memory. Sizes and positions stand in 64 bits, so that there is
-    one way to write them."""
+    """The same into a file that is open, on a disk or in memory."""
     contents = {"data.pkl": data, "byteorder": b"little", "version": b"3\n"}
     contents |= {f"data/{key}": storage for key, storage in enumerate(storages)}
-    directory = b""
-    for name, content in contents.items():
-        name = os.fsencode(stem) + f"/{name}".encode()
-        nbytes = nbytes_of(content)
-        position = file.tell()
-        padding = -(position + 54 + len(name)) % 64  # torch aligns records, to map them
-        file.write(bytes(54 + len(name) + padding))  # the header is known after its record
-        crc = 0
-        for chunk, own in [(content, zlib.crc32(content))] if type(content) is bytes else content.chunks(reader):
-            file.write(chunk)
-            crc = crc_join(crc, own, len(chunk))
-        end = file.tell()
-        fields = struct.pack("<HHHHHIII", 45, 0x800, 0, 0, 0x21, crc, FULL, FULL)
-        extra = struct.pack("<HHQQHH", 1, 16, nbytes, nbytes, 0x4246, padding) + bytes(padding)
-        file.seek(position)
-        file.write(b"PK\3\4" + fields + struct.pack("<HH", len(name), len(extra)) + name + extra)
-        file.seek(end)
-        extra = struct.pack("<HHQQQ", 1, 24, nbytes, nbytes, position)
-        directory += b"PK\1\2" + struct.pack("<H", 45) + fields
-        directory += struct.pack("<HHHHHII", len(name), len(extra), 0, 0, 0, 0, FULL) + name + extra
-    start = file.tell()
-    count = len(contents)
-    tail = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, len(directory), start)
-    tail += b"PK\6\7" + struct.pack("<IQI", 0, start + len(directory), 1)
-    tail += b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, 0xFFFF, 0xFFFF, FULL, FULL, 0)
-    file.write(directory + tail)
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in contents.items():
+            info = zipfile.ZipInfo(f"{stem}/{name}")
+            big = nbytes_of(content) >= zipfile.ZIP64_LIMIT
+            header = 30 + len(info.filename.encode()) + 20 * big
+            padding = -(file.tell() + header + 4) % 64  # torch aligns records, to map them
+            info.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)
+            with archive.open(info, "w", force_zip64=big) as record:
+                for chunk in [content] if type(content) is bytes else content.chunks(reader):
+                    record.write(chunk)
 
 
 def packed(content):
@@ -556,7 +516,7 @@ class Reader:
         self.ahead = {}
 
     def read_into(self, buffer, record, start):
-        """Fill the buffer from a record. Returns the CRC-32 of these bytes."""
+        """Fill the buffer from a record."""
         nbytes = len(buffer)
         if nbytes < AHEAD:
             ahead, first = self.ahead.get(record, (b"", 0))
@@ -577,7 +537,6 @@ class Reader:
         else:
             spans[-1] = zlib.crc32(buffer, spans[-1]) if nbytes < SHORT else crc_join(spans[-1], crc, nbytes)
             spans[-2] += nbytes
-        return crc
 
     def read_slices(self, buffer, slices, start=0):
         """Fill the buffer with elements of Slices, from `start` on."""
@@ -620,23 +579,13 @@ class Slices(NamedTuple):
             within = 0
 
     def chunks(self, reader):
-        """(bytes, their CRC-32), a chunk at a time: use it before the next one is asked for."""
+        """The bytes, a chunk at a time: use it before the next one is asked for."""
+        rows = CHUNK // width(self.dtype)
         buffer = memoryview(bytearray(min(CHUNK, nbytes_of(self))))
-        filled = 0
-        crc = 0
-        for record, start, nbytes in self.cut():
-            end = start + nbytes
-            while start < end:
-                part = buffer[filled : filled + end - start]
-                own = reader.read_into(part, record, start)
-                crc = crc_join(crc, own, len(part)) if len(part) >= SHORT else zlib.crc32(part, crc)
-                start += len(part)
-                filled += len(part)
-                if filled == len(buffer):
-                    yield buffer, crc
-                    filled = 0
-                    crc = 0
-        yield buffer[:filled], crc
+        for start in range(0, self.numel, rows):
+            chunk = buffer[: min(rows, self.numel - start) * width(self.dtype)]
+            reader.read_slices(chunk, self, start)
+            yield chunk
 
     @classmethod
     def of(cls, tensor):
@@ -650,28 +599,6 @@ def nbytes_of(content):
     if isinstance(content, Record):
         return content.nbytes
     return len(content) if isinstance(content, bytes) else content.numel * width(content.dtype)
-
-
-class Part(io.RawIOBase):
-    """The bytes of Slices as a file that is read from its start to its end, a row of a tensor at a time."""
-
-    def __init__(self, slices, reader):
-        self.pieces = iter(slices.cut())
-        self.reader = reader
-        self.piece = (None, 0, 0)
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        record, start, nbytes = self.piece
-        if not nbytes:
-            record, start, nbytes = next(self.pieces, (None, 0, 0))
-        part = memoryview(buffer)[:nbytes]
-        if nbytes:
-            self.reader.read_into(part, record, start)
-        self.piece = record, start + len(part), nbytes - len(part)
-        return len(part)
 
 
 ROWS = 1 << 16  # elements that are read at a time where several ranks hold parts, or copies
@@ -691,38 +618,37 @@ class Joined(NamedTuple):
         return self.parts[0].dtype
 
     def chunks(self, reader):
-        """(bytes, their CRC-32) of the whole, in order."""
-        files = [io.BufferedReader(Part(part, reader), CHUNK) for part in self.parts]
+        """The bytes of the whole, in order."""
         left = self.numel * width(self.dtype)
-        for chunk in self.mean(files) if self.blocks is None else self.in_order(files, reader):
+        for chunk in self.mean(reader) if self.blocks is None else self.in_order(reader):
             chunk = chunk[:left]  # a vocabulary may be padded
-            yield chunk, zlib.crc32(chunk)
+            yield chunk
             left -= len(chunk)
         if left:
             raise CheckpointError(f"the shards of {self.name} do not cover its elements exactly once")
 
-    def mean(self, files):
+    def read(self, reader, rank, start, numel):
+        data = bytearray(numel * width(self.dtype))
+        reader.read_slices(memoryview(data), self.parts[rank], start)
+        return data
+
+    def mean(self, reader):
         """In the order and the precision of PyTorch's."""
         code = {"float32": "f", "float64": "d"}[self.dtype]
-        for _ in range(0, self.numel, ROWS):
-            total, *others = (array(code, file.read(ROWS * width(self.dtype))) for file in files)
+        count = len(self.parts)
+        for start in range(0, self.numel, ROWS):
+            numel = min(ROWS, self.numel - start)
+            total, *others = (array(code, bytes(self.read(reader, rank, start, numel))) for rank in range(count))
             for other in others:
                 total = array(code, (a + b for a, b in zip(total, other, strict=True)))
-            yield array(code, (value / len(files) for value in total)).tobytes()
+            yield array(code, (value / count for value in total)).tobytes()
 
-    def in_order(self, files, reader):
-        """Every rank's part is read from its start to its end, too, unless a map permutes it."""
-        at = [0] * len(files)
-        size = width(self.dtype)
+    def in_order(self, reader):
         end = 0
         last = b""
         joined = bytearray()
         for place, rank, here, numel in runs(self.blocks):
-            if here == at[rank]:
-                data = files[rank].read(numel * size)
-                at[rank] += numel
-            else:
-                data = b"".join(reader.read(*piece) for piece in self.parts[rank].cut(here, numel))
+            data = self.read(reader, rank, here, numel)
             if place == end:
                 joined += data
                 last = data

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: MIT
+"""Run a command with universal.install() in every Python process that it starts and that imports DeepSpeed:
+
+    python -m universal llamafactory-cli train full.yaml
+    python -m universal deepspeed --num_gpus 2 their_script.py --resume
+
+It puts the folder start/ in front of PYTHONPATH, which processes inherit, and becomes the command. Where a launcher
+starts processes on other machines it must pass PYTHONPATH on. `python -I` and `python -S` do not read it.
+"""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def fail(problem):
+    print(f"universal: error: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main():
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        sys.exit(print(__doc__))
+    if not sys.argv[1:]:
+        fail("no command was given: python -m universal deepspeed --num_gpus 2 script.py, say")
+    if find_spec("deepspeed") is None:
+        fail(f"{sys.executable} has no deepspeed")
+    start = Path(__file__).resolve().with_name("start")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(start), os.environ.get("PYTHONPATH")]))
+    try:
+        os.execvp(sys.argv[1], sys.argv[1:])
+    except OSError as error:
+        hint = f" (a script: python -m universal python {sys.argv[1]})" if sys.argv[1].endswith(".py") else ""
+        fail(f"{sys.argv[1]}: {error.strerror}{hint}")
+
+
+if __name__ == "__main__":
+    main()
