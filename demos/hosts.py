@@ -25,13 +25,13 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from demos import machines, soak  # noqa: E402
+from harness.machines import HOLDER, RENDEZVOUS, WARM, Job, Node, logged, read, train_alone  # noqa: E402
 
-SCRIPT, FOLDER, STEPS, TIMEOUT = "train_elastic.py", Path("ckpt_hosts"), 1000, 20
+FOLDER, STEPS, TIMEOUT = Path("ckpt_hosts"), 1000, 20
 TRAIN = "--n_embd 32 --seq_len 16 --n_layer 1 --train_batch_size 24 --train_micro_batch_size_per_gpu 4 --exact".split()
-TRAIN += f"--eval_interval 50 --checkpoint_interval 20 --steps {STEPS} --timeout {TIMEOUT}".split()
-WARM = [sys.executable, "-m", "universal.elastic"]  # torchrun with workers that have torch and DeepSpeed in memory
-AGENT = f"--nnodes 1:3 --nproc-per-node 1 --max-restarts 100 --rdzv-id job --rdzv-backend c10d --rdzv-conf"
+TRAIN += (
+    f"--eval_interval 50 --checkpoint_interval 20 --steps {STEPS} --timeout {TIMEOUT} --checkpoint_dir {FOLDER}".split()
+)
 ALONE = "setpriv --pdeathsig KILL unshare --map-root-user --net --mount --pid --fork --kill-child --mount-proc".split()
 
 # -----------------------------------------------------------------------------
@@ -70,7 +70,12 @@ class Host:
         self.memory, self.folder = self.root / "dev/shm", Path(f"{self.root}{FOLDER.resolve()}")
         ip(f"link add {self.port} type veth peer name eth0 netns {pid}")
         ip(f"link set {self.port} master switch up")
-        within = [*self.inside, "sh", "-c", f"ip link set lo up; ip link set eth0 up; ip addr add {self.address}/24 dev eth0"]
+        within = [
+            *self.inside,
+            "sh",
+            "-c",
+            f"ip link set lo up; ip link set eth0 up; ip addr add {self.address}/24 dev eth0",
+        ]
         subprocess.run(within, check=True)
 
     def cable(self, state):
@@ -81,32 +86,32 @@ class Host:
         self.holder.wait()
 
 
-class Job(machines.Job):
+class HostsJob(Job):
     """Three hosts, 1 to 3, and agents on them."""
 
-    def __init__(self, name, mirror, elsewhere=False, disk=None):
+    def __init__(self, name, mirror=True, elsewhere=False, disk=None):
+        """elsewhere: the rendezvous is held by a fourth host. disk: the size of a disk that each host has."""
         subprocess.run(["mount", "-t", "tmpfs", "shared", FOLDER], check=True)
-        self.hosts = {number: Host(number, disk) for number in (1, 2, 3)}
-        self.options = ["--elastic", "--checkpoint_dir", str(FOLDER), *["--mirror", "1"] * mirror]
+        self.hosts = {number: Host(number, disk) for number in ((1, 2, 3, 4) if elsewhere else (1, 2, 3))}
         run_name = "hosts_" + re.sub(r"\W+", "_", name)
-        super().__init__(WARM, [*TRAIN, *self.options, "--run_name", run_name], run_name)
+        train = [*TRAIN, "--elastic", *["--mirror", "1"] * mirror, "--run_name", run_name]
+        self.holder = 4 if elsewhere else 1
+        super().__init__(WARM, train, run_name, endpoint=f"{self.hosts[self.holder].address}:29400")
         self.log.unlink(missing_ok=True)
-        self.seen, self.disk, self.holds = {}, disk, 4 if elsewhere else 1
         if elsewhere:
-            self.hosts[4] = Host(4)
-            holder = soak.HOLDER.format(29400).replace("127.0.0.1", "0.0.0.0") + "; time.sleep(1e9)"
-            self.store = subprocess.Popen([*self.hosts[4].inside, sys.executable, "-c", holder])
-        self.over = threading.Event()
+            script = HOLDER.format(29400).replace("127.0.0.1", "0.0.0.0") + "; time.sleep(1e9)"
+            self.nodes[4] = Node([*self.hosts[4].inside, sys.executable, "-c", script], [])
+        self.disk, self.seen, self.over = disk, {}, threading.Event()
         self.watcher = threading.Thread(target=self.watch)
         self.watcher.start()
 
     def start(self, *numbers):
         for number in numbers:
             host = self.hosts[number]
-            where = f"{machines.RENDEZVOUS},is_host={int(number == self.holds)}"
-            meet = ["--rdzv-endpoint", f"{self.hosts[self.holds].address}:29400", "--local-addr", host.address]
-            command = [*host.inside, *self.launcher, *AGENT.split(), where, *meet, SCRIPT, *self.train]
-            self.nodes[number] = machines.Node(command, self.lines)
+            conf = f"{RENDEZVOUS},is_host={int(number == self.holder)}"
+            meet = ["--local-addr", host.address, "--rdzv-endpoint", self.endpoint, "--rdzv-conf", conf]
+            command = [*host.inside, *self.launcher, *meet, str(ROOT / "train_elastic.py"), *self.train]
+            self.nodes[number] = Node(command, self.lines)
 
     def pull(self, *numbers):
         """Returns when, and the last step before."""
@@ -324,9 +329,9 @@ def check(job, name):
     for node in job.nodes.values():
         node.terminate()
     for node in job.nodes.values():
-        assert node.agent.wait(timeout=60) == 1, "an agent that is told to stop says 1"
+        node.agent.wait(timeout=60)
         node.reader.join()
-    log, alone = (machines.read(Path("logs", f"{run}.csv")) for run in (job.log.stem, "hosts_alone"))
+    log, alone = read(job.log), read(logged("hosts_alone"))
     assert [int(row["step"]) for row in log] == list(range(1, len(log) + 1)), "a step is missing, or twice in the log"
     for row, wanted in zip(log, alone, strict=False):
         assert all(row[c] == wanted[c] for c in ("loss", "val_loss", "grad_norm")), f"{row} differs from {wanted}"
@@ -347,7 +352,6 @@ def check(job, name):
 def processes(job):
     """Those that are neither this one nor the hosts' own."""
     own = {os.getpid(), *(host.holder.pid for host in job.hosts.values())}
-    own |= {job.store.pid} if job.holds == 4 else set()
     found = [process for process in psutil.process_iter(["cmdline", "status"]) if process.pid not in own]
     return [process.info for process in found if process.info["status"] != psutil.STATUS_ZOMBIE]
 
@@ -355,7 +359,7 @@ def processes(job):
 def play(name):
     event, options = EVENTS[name]
     print(f"{name}:", flush=True)
-    job = Job(name, **({"mirror": True} | options))
+    job = HostsJob(name, **options)
     try:
         job.start(1, 2, 3)
         job.first(r"^step +25 \|", 0)
@@ -378,17 +382,17 @@ def main():
     for words in ("link set lo up", "link add switch type bridge", "link set switch up"):
         ip(words)
     FOLDER.mkdir(exist_ok=True)
-    machines.STEPS = STEPS
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
-    if not Path("logs/hosts_alone.csv").exists():
-        alone = ["--standalone", "--nproc-per-node", "1", SCRIPT, *TRAIN, "--checkpoint_dir", "/dev/shm/hosts_alone"]
-        subprocess.run([*machines.TORCHRUN, *alone, "--run_name", "hosts_alone"], check=True, capture_output=True)
+    if not logged("hosts_alone").exists():
+        train_alone([*TRAIN, "--checkpoint_dir", "/dev/shm/alone"], "hosts_alone")
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     print(f"--timeout {TIMEOUT}; 3 hosts of 1 rank, --mirror 1, ZeRO-1")
     print(f"  {'event':<44}step  ranks  again  seconds = timeout  rendezvous  start")
     for name in args.only:
         play(name)
-    print(f"every step once in the log, and no bit differs; load of the {os.cpu_count()} cores: {os.getloadavg()[2]:.0f}")
+    print(
+        f"every step once in the log, and no bit differs; load of the {os.cpu_count()} cores: {os.getloadavg()[2]:.0f}"
+    )
     FOLDER.rmdir()
 
 
