@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from universal.checkpoint import named_by_latest
-from universal.torch_file import load
+from universal.torch_file import CheckpointError, load
 
 state_of = operator.attrgetter("st_mtime_ns", "st_size")
 
@@ -88,7 +88,7 @@ class Mirror:
         """Bring together what the machines hold. Returns where the newest whole step is, this folder or `folder`."""
         disk = gather(folder)
         models = [*(disk / named_by_latest(disk)).glob("*model_states.pt")]
-        saved = max(share(load(models[0])[0]["global_steps"] if models else 0, self.group))
+        saved = max(share(load(models[0])["global_steps"] if models else 0, self.group))
         held = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
         slots = [slot for slot, _ in set().union(*share(held, self.group))]
         newest = max([f"step{saved:09}", *(slot for slot in slots if slot.endswith(f".{slots.count(slot)}"))])
@@ -130,9 +130,9 @@ def gather(folder):
 
 def ranks_of(path):
     """How many ranks saved the first one's model states; of other files, and of what is damaged, 0."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(CheckpointError):
         if re.match("(zero_pp_rank_0_)?mp_rank_00_model", path.name):
-            return load(path)[0]["dp_world_size"]
+            return load(path)["dp_world_size"]
     return 0
 
 
