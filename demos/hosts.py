@@ -121,17 +121,16 @@ class HostsJob(Job):
         return time.time(), self.step()
 
     def catch(self, number, sign):
-        """Freeze the host's rank while there is the sign, a function of the host."""
+        """Let the host's rank run for moments, until it is frozen while there is the sign, a function of the host."""
+        _, rank = self.nodes[number].workers()[0]
         while True:
-            _, rank = self.nodes[number].workers()[0]
-            while not sign(self.hosts[number]):
-                time.sleep(0.001)
             rank.suspend()
-            time.sleep(0.3)
             if sign(self.hosts[number]):
-                return rank
+                time.sleep(0.3)  # not just about to go
+                if sign(self.hosts[number]):
+                    return rank
             rank.resume()
-            time.sleep(0.1)
+            time.sleep(0.002)
 
     def watch(self):
         """Note every finished checkpoint as it is when it first has its name."""
@@ -381,14 +380,16 @@ def play(title, name, options, events):
     job = HostsJob(name, **options)
     try:
         job.start(1, 2, 3)
+        meet, _ = job.first("accumulation steps x 3 ranks", 0)
+        job.first(r"^step +\d+ \|", meet)
         for event in events:
-            job.first(r"^step +5 \|", 0)
             job.reach(job.step() + 5)
             event(job)
         stop(job)
         check(job)
     except BaseException:
-        print("".join(line for _, line in job.lines[-80:]))
+        print("".join(line for _, line in job.lines if not line.startswith(("step", "saved")))[-20000:])
+        print({number: (node.agent.poll(), node.workers()) for number, node in job.nodes.items()})
         raise
     finally:
         job.close()
