@@ -84,6 +84,8 @@ class Host:
 class HostsJob(Job):
     """Three hosts, 1 to 3, and agents on them."""
 
+    patience = 600  # on a machine that others load, too
+
     def __init__(self, name, mirror=True, elsewhere=False, disk=None):
         """elsewhere: a fourth host holds the rendezvous, not the first. disk: the size of a disk that each host has."""
         subprocess.run(["mount", "-t", "tmpfs", "shared", FOLDER], check=True)
