@@ -20,8 +20,6 @@ def fail(problem):
 
 
 def main():
-    if sys.argv[1:] in (["-h"], ["--help"]):
-        sys.exit(print(__doc__))
     if not sys.argv[1:]:
         fail("no command was given: python -m universal deepspeed --num_gpus 2 script.py, say")
     if find_spec("deepspeed") is None:
@@ -31,8 +29,7 @@ def main():
     try:
         os.execvp(sys.argv[1], sys.argv[1:])
     except OSError as error:
-        hint = f" (a script: python -m universal python {sys.argv[1]})" if sys.argv[1].endswith(".py") else ""
-        fail(f"{sys.argv[1]}: {error.strerror}{hint}")
+        fail(f"{sys.argv[1]}: {error.strerror}")
 
 
 if __name__ == "__main__":

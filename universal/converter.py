@@ -24,7 +24,6 @@ from pathlib import Path
 
 from universal.checkpoint import describe, file_name, find_tag, left_over, lost_states
 from universal.torch_file import (
-    CHUNK,
     CheckpointError,
     Reader,
     Scalar,
@@ -93,19 +92,10 @@ def files_of(description, bare=False):
 
 
 def jobs_of(files, ranks):
-    """The files in lists of some megabytes, side by side in the shards: what follows is read on, and summed on."""
-    sizes = {name: sum(map(nbytes_of, sources)) for name, (_, sources) in files.items()}
-    job = []
-    size = 0
-    enough = min(16 * CHUNK, sum(sizes.values()) // (4 * ranks))
-    for name in files:
-        job.append(name)
-        size += sizes[name]
-        if size > enough:
-            yield job
-            job = []
-            size = 0
-    yield job
+    """The files in lists: what lies side by side in the shards is read on, and summed on."""
+    names = list(files)
+    count = max(1, min(64, len(names) // (8 * ranks)))
+    return [names[i : i + count] for i in range(0, len(names), count)]
 
 
 # -----------------------------------------------------------------------------
@@ -159,7 +149,7 @@ def unfinished(output):
     """The empty folder beside the output to write into; gone in the end unless it was published. Sweeps away what a
     killed conversion has left."""
     folder = beside(output, "unfinished")
-    prefix = beside(output, "replaced.").name
+    old = beside(output, "replaced")
     with contextlib.ExitStack() as stack:
         if output.exists():  # one that has just given it this name still holds its lock
             stack.enter_context(locked(output, True))
@@ -167,11 +157,10 @@ def unfinished(output):
         folder.mkdir(parents=True, exist_ok=not made)
         stack.enter_context(locked(folder, made))
         mine = os.stat(folder)
-        found = [path for path in output.parent.iterdir() if path.name.startswith(prefix)]
-        olds = sorted(path for path in found if path.name.removeprefix(prefix).isdecimal())
-        if olds and not output.exists():
-            olds.pop().rename(output)
-        for left in (*olds, *folder.iterdir()):
+        if old.exists() and not output.exists():
+            old.rename(output)
+        shutil.rmtree(old, ignore_errors=True)
+        for left in folder.iterdir():
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() and not left.is_symlink() else left.unlink()
         try:
             yield folder
@@ -185,7 +174,7 @@ def publish(folder, output):
     """Write everything to the disk, give the finished folder its final name, and let `latest_universal` point to it.
     Whenever this is interrupted, the output is the old one or the new one, and whole; or, for a moment, the old one
     stands beside its place, and the next conversion brings it back."""
-    old = beside(output, f"replaced.{time.time_ns()}")
+    old = beside(output, "replaced")
     pointer = beside(output, "pointer")
     pointer.write_bytes(os.fsencode(output.name))
     sync(folder)
@@ -195,8 +184,6 @@ def publish(folder, output):
     pointer.rename(output.with_name("latest_universal"))
     sync(output.parent)
     shutil.rmtree(old, ignore_errors=True)
-    if old.exists():
-        warnings.warn(f"{old}: the former {output.name}, which could not be removed", stacklevel=2)
 
 
 def sync(folder):
@@ -258,18 +245,16 @@ def convert(
             if rank == 0:
                 check_output(Path(os.path.realpath(source)), output)
             folder = beside(output, "unfinished")
-            show(progress, f"describing {source}")
             description = describe(source, num_extract_workers, opened)
-            complain(description, strict, zero3_before_0_19_3)
+            complain(description, strict)
             with about(source / "*_optim_states.pt"):
                 files = files_of(description, zero3_before_0_19_3)
             if rank == 0:
                 stack.enter_context(unfinished(output))
                 for parent in {os.path.dirname(name) for name in files}:
                     os.makedirs(folder / parent, exist_ok=True)
-        show(progress, f"writing {len(files)} files")
         with together(gather):
-            mine = list(jobs_of(files, ranks))[rank::ranks]
+            mine = jobs_of(files, ranks)[rank::ranks]
             spans = write_files(folder, files, mine, opened, num_merge_workers, progress)
             if rank:
                 sync(folder)  # its machine's part; publish() does rank 0's
@@ -278,7 +263,6 @@ def convert(
             check_all(sorted(spans)[rank::ranks], spans, opened)
         with together(gather):
             if rank == 0:
-                show(progress, f"publishing {output}")
                 for name in files if check else ():
                     verify(folder / name)
                 link_second_names(folder)
@@ -288,15 +272,10 @@ def convert(
     return done | {"files": len(files) + len(description.models), "seconds": time.perf_counter() - began}
 
 
-def complain(description, strict, zero3_before_0_19_3):
+def complain(description, strict):
     """What a conversion would lose is refused, or named in a warning; so is what is only odd."""
     if description.universal:
         raise CheckpointError(f"{description.folder} is a universal checkpoint already")
-    version = str(description.models[0].get("ds_version"))
-    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
-    if description.stage == 3 and numbers and numbers < (0, 19, 3) and not zero3_before_0_19_3:
-        text = f"saved at ZeRO-3 by DeepSpeed {version}, whose own universal loader cannot read the result: it wants "
-        warnings.warn(f"{text}--zero3_before_0_19_3. universal.py, and DeepSpeed 0.19.3 and later, can", stacklevel=3)
     for text in left_over(description):
         warnings.warn(text, stacklevel=3)
     for problem in description.problems:
@@ -344,11 +323,6 @@ def link_second_names(folder):
             os.link(path, second)
         except OSError:  # a file system without links
             shutil.copyfile(path, second)
-
-
-def show(progress, text):
-    if progress and sys.stderr.isatty():
-        print(f"ds_to_universal: {text}", file=sys.stderr)
 
 
 @contextlib.contextmanager

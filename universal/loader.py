@@ -43,7 +43,7 @@ from universal.ranks import (
     masters_of,
     say,
 )  # fmt: skip
-from universal.torch_file import CheckpointError, Scalar, Tensor, compact, packed, tensor_of, verify
+from universal.torch_file import CheckpointError, Tensor, compact, packed, tensor_of, verify
 from universal.torch_file import load as read
 
 TIMEOUT = 1800  # seconds that a rank waits for another one, which may be reading
@@ -178,13 +178,7 @@ def unpack(data):
 
 def scalars(parameter):
     """What its optimizer state has beside tensors of its size, a step count say."""
-    found = {}
-    for key, t in parameter.scalars.items():
-        if isinstance(t, Scalar):
-            found[key] = torch.frombuffer(bytearray(t.data), dtype=getattr(torch, t.dtype)).view(t.shape)
-        else:
-            found[key] = unpack(packed(t))
-    return found
+    return unpack(packed({key: converter.as_tensor(value) for key, value in parameter.scalars.items()}))
 
 
 # -----------------------------------------------------------------------------

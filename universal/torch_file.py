@@ -483,7 +483,7 @@ def packed(content):
 # 4. bytes, read once
 
 CHUNK = 1 << 18
-SHORT = 1 << 14  # bytes below which it is quicker to sum twice than to join sums
+SHORT = 1 << 14  # bytes below which it is quicker to sum on than to join sums
 AHEAD = 1 << 12  # bytes below which so many are read at once, for the next parameters lie behind
 
 
@@ -711,32 +711,21 @@ def crc_multiply(a, b):
 
 
 @functools.lru_cache(4096)
-def crc_table(nbytes):
-    """What nbytes more make of a CRC-32: times x^(8 nbytes), for all 16 values of each of its 8 half-bytes."""
-    table = [[0] for _ in range(8)]
-    column = 0x80000000
-    power = 0x00800000
+def crc_power(nbytes):
+    """x^(8 nbytes): what nbytes more make of a CRC-32 is its product with this."""
+    power = 0x80000000
+    factor = 0x00800000
     while nbytes:
         if nbytes & 1:
-            column = crc_multiply(power, column)
-        power = crc_multiply(power, power)
+            power = crc_multiply(power, factor)
+        factor = crc_multiply(factor, factor)
         nbytes >>= 1
-    for bit in range(31, -1, -1):
-        part = table[bit // 4]
-        part[:] = [value ^ column * b for value in part for b in (0, 1)]
-        column = (column >> 1) ^ (0xEDB88320 if column & 1 else 0)
-    return table
+    return power
 
 
 def crc_join(first, second, nbytes):
     """CRC-32 of A + B from those of A and of B, B being nbytes long: every byte is summed once for two files."""
-    if not first:
-        return second
-    a, b, c, d, e, f, g, h = crc_table(nbytes)
-    return (
-        a[first & 15] ^ b[first >> 4 & 15] ^ c[first >> 8 & 15] ^ d[first >> 12 & 15]
-        ^ e[first >> 16 & 15] ^ f[first >> 20 & 15] ^ g[first >> 24 & 15] ^ h[first >> 28] ^ second
-    )  # fmt: skip
+    return crc_multiply(crc_power(nbytes), first) ^ second
 
 
 def checksum(opened, record, start, end, crc=0):
