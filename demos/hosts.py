@@ -25,13 +25,15 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from harness.machines import HOLDER, RENDEZVOUS, WARM, Job, Node, logged, read  # noqa: E402
+from harness.machines import HOLDER, WARM, Job, Node, logged, read  # noqa: E402
 from universal import checkpoint  # noqa: E402
 
 FOLDER, TIMEOUT = Path("ckpt_hosts"), 20
 TRAIN = "--n_embd 32 --seq_len 16 --n_layer 1 --train_batch_size 24 --train_micro_batch_size_per_gpu 4 --exact".split()
 TRAIN += "--steps 10000 --eval_interval 50 --checkpoint_interval 20 --keep 3".split()
 TRAIN += f"--timeout {TIMEOUT} --checkpoint_dir {FOLDER}".split()
+# With fewer seconds of silence the agents of a busy machine take each other for dead, and each trains alone.
+RENDEZVOUS = "keep_alive_interval=3,keep_alive_max_attempt=5,last_call_timeout=5"
 ALONE = "setpriv --pdeathsig KILL unshare --map-root-user --net --mount --pid --fork --kill-child --mount-proc".split()
 
 # -----------------------------------------------------------------------------
