@@ -245,9 +245,10 @@ def happen(job, what, nodes):
 
 def soak(job, minutes, steps, dice):
     """Returns [(what happened, steps done again, seconds until the next step)]."""
-    rows, end = [], time.time() + 60 * minutes
+    rows = []
     job.start(*NODES)
     *_, reached = job.went_on(0)
+    end = time.time() + 60 * minutes
     while time.time() < end and reached + 100 < steps:
         gap, what, nodes = throw(dice, job.nodes.keys())
         job.reach(min(reached + gap, steps))
