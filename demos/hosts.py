@@ -33,7 +33,7 @@ TRAIN = "--n_embd 32 --seq_len 16 --n_layer 1 --train_batch_size 24 --train_micr
 TRAIN += "--steps 10000 --eval_interval 50 --checkpoint_interval 20 --keep 3".split()
 TRAIN += f"--timeout {TIMEOUT} --checkpoint_dir {FOLDER}".split()
 # With fewer seconds of silence the agents of a busy machine take each other for dead, and each trains alone.
-RENDEZVOUS = "keep_alive_interval=3,keep_alive_max_attempt=5,last_call_timeout=5"
+RENDEZVOUS = "keep_alive_interval=3,keep_alive_max_attempt=5,last_call_timeout=5,read_timeout=120"
 ALONE = "setpriv --pdeathsig KILL unshare --map-root-user --net --mount --pid --fork --kill-child --mount-proc".split()
 
 # -----------------------------------------------------------------------------
@@ -137,16 +137,21 @@ class HostsJob(Job):
             time.sleep(0.002)
 
     def watch(self):
-        """Note every finished checkpoint as it is when it first has its name."""
+        """Start agents that have ended again, as a scheduler does; note every finished checkpoint as it is when it
+        first has its name."""
         while not self.over.wait(0.05):
+            self.start(*[number for number, node in [*self.nodes.items()] if node.agent.poll() is not None])
             for host in self.hosts.values():
                 for folder in host.folder.glob("global_step*"):
                     if not folder.suffix and folder not in self.seen:
                         self.seen[folder] = contents(folder)
 
-    def close(self):
+    def unwatched(self):
         self.over.set()
         self.watcher.join()
+
+    def close(self):
+        self.unwatched()
         super().close()
         for process in processes(self):
             process.kill()
@@ -251,15 +256,9 @@ def neighbours(job):
 
 
 def first(job):
-    """Without the rendezvous the agents of the other two end; a scheduler starts them again."""
-    since, reached = job.pull(1)
-    resumed(job, "host 1's cable is out, the rendezvous on it", since, reached, 1, lost=True)
-    for number in (2, 3):
-        assert job.nodes.pop(number).agent.wait(timeout=200), "an agent without its rendezvous ended with 0"
-    show("  the agents of hosts 2 and 3 end", reached, 0, 0, [time.time() - since])
-    when = job.plug(1)
-    job.start(2, 3)
-    resumed(job, "the cable is back, they are started again", *when, 3, cause=None)
+    """Without the rendezvous the agents of the other two end, and are started again."""
+    resumed(job, "host 1's cable is out, the rendezvous on it", *job.pull(1), 1, lost=True)
+    back(job, 1)
 
 
 def first_elsewhere(job):
@@ -332,6 +331,7 @@ EVENTS = {event.__name__: event for _, events in JOBS.values() for event in even
 def stop(job):
     """As a scheduler does it: SIGTERM."""
     job.reach(job.step() + 5)
+    job.unwatched()
     for node in job.nodes.values():
         node.terminate()
     for node in job.nodes.values():
