@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from universal.torch_file import (  # noqa: I001
+from universal.torch_file import (
     CheckpointError, Joined, Slices, Tensor, about, begin_of, compact, cut_along, keep_open, load, number, own_name,
     pickled, scalar, stub, tensor_of, whole,
 )  # fmt: skip

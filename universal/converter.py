@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from universal.checkpoint import describe, file_name, find_tag, left_over, lost_states
-from universal.torch_file import (  # noqa: I001
+from universal.torch_file import (
     CheckpointError, Reader, Slices, about, check, keep_open, nbytes_of, pickled, verify, whole, write_pt,
 )  # fmt: skip
 

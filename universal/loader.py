@@ -33,7 +33,7 @@ from packaging.version import Version
 from universal import checkpoint as files
 from universal import converter
 from universal.converter import together
-from universal.ranks import (  # noqa: I001
+from universal.ranks import (
     Damaged, Reader, check_same_folder, check_weights, conversation, damage, masters_of, say,
 )  # fmt: skip
 from universal.torch_file import CheckpointError, Tensor, compact, packed, tensor_of, verify
