@@ -22,14 +22,12 @@ SOURCES = {  # section: (files of a package, or of this repository)
         (None, name)
         for name in (
             "examples/megatron_info.py",
-            *sorted(
-                str(p.relative_to(ROOT))
-                for p in (*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"))
-            ),
+            *sorted(str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"))),
         )
     ],
 }
-OTHERS = ("torch's", "Python's", "the linker's", "gloo's", "c10d's", "the C++ runtime's")  # whose sources are not in Python
+# Whose sources are not in Python.
+OTHERS = ("torch's", "Python's", "the linker's", "gloo's", "c10d's", "the C++ runtime's")
 
 
 def messages(page):
