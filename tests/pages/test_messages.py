@@ -83,7 +83,7 @@ def test_a_wrong_message_is_seen():
 
 def lacking(page):
     """Errors that `make versions` has seen DeepSpeed print, and the page has not: numbers stand for any."""
-    said = "\n".join(re.findall(r"^### (.*)$", page, re.M))
+    said = re.sub(r"\d+", "...", "\n".join(re.findall(r"^### (.*)$", page, re.M)))
     errors = re.findall(r"^[a-z]: \w+: (.*)", (ROOT / "assets" / "versions.txt").read_text(), re.M)
     assert len(errors) >= 3
     shorter = [re.sub(r"\d+", "...", error.split(". Automatic")[0].strip()) for error in errors]

@@ -28,7 +28,7 @@ from harness.ranks import compare, run
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
 THEIRS = ("your_script.py",)  # what the reader has
-COMMAND = re.compile(r"(python|deepspeed|torchrun) .*\.py|python -m universal|make [\w -]+$|pip install -r")
+COMMAND = re.compile(r"(python|deepspeed|torchrun) .*\.py|python -m universal(\.\w+)? \w|make [\w -]+$|pip install -r")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$|((?:^    [^\n]*\n)+)", re.M | re.S)
 
 
@@ -112,7 +112,8 @@ def test_command(page, command, monkeypatch):
 def test_make_help():
     """It is the list at the top of the Makefile, and that has every target."""
     out = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
-    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    targets = re.search(r"^\.PHONY: (.*)$", makefile, re.M)[1].split()
     assert set(re.findall(r"\bmake ([\w-]+)", out)) == set(targets)
 
 
