@@ -157,7 +157,7 @@ def try_events(args):
 def draw(wanted, runs, path):
     """runs: {name: (log, events)}, the first without a mirror, the second with one."""
     plt.rcParams.update({"font.size": 11, "axes.titlesize": 11})  # to be read on a telephone
-    figure, (top, below) = plt.subplots(2, 1, figsize=(6, 6.4), height_ratios=[2, 4.4], layout="constrained")
+    figure, (top, below) = plt.subplots(2, 1, figsize=(6, 5.8), height_ratios=[1.6, 4.2], layout="constrained")
     looks = {"color": "#0072B2", "ls": "-"}, {"color": "#D55E00", "ls": (0, (3, 3))}
     steps = range(1, STEPS + 1)
     top.plot(steps, [float(row["loss"]) for row in wanted], color="0.8", lw=7, label="one rank, undisturbed")
@@ -174,10 +174,9 @@ def draw(wanted, runs, path):
         labels.append(f"{event['event']}, {before} to {event['ranks']} ranks")
     below.set(yticks=[place + 0.2 for place in range(len(labels))], yticklabels=labels, xlabel="steps done again")
     below.invert_yaxis()
-    below.legend(loc="upper right", frameon=False)
-    top.set(
-        xlabel="step", ylabel="training loss", title=f"{len(labels)} events in {STEPS} steps: the loss does not notice"
-    )
+    below.legend(loc="lower right", frameon=False, borderaxespad=0)
+    top.set(xlabel="step", ylabel="training loss")
+    figure.suptitle(f"{len(labels)} events in {STEPS} steps: the loss does not notice", size=11)
     top.legend(loc="upper right", frameon=False)
     for axis in (top, below):
         axis.spines[["top", "right"]].set_visible(False)

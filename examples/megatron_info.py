@@ -11,8 +11,8 @@ Without it a change of the tensor-parallel degree goes wrong in silence:
                             size: --make-vocab-size-divisible-by times the degree as before
 
 Rewrites *mp_rank_00_model_states.pt, the file that converters read; a second run changes nothing. Needs neither torch
-nor Megatron, but ds_to_universal.py and torch_file.py, one folder up or beside it. For Megatron-DeepSpeed since its
-commit 676a482c, which changed how Q, K and V are cut; and for attention with as many heads for keys as for queries.
+nor Megatron, but the package universal: installed, or its folder one up. For Megatron-DeepSpeed since its commit
+676a482c, which changed how Q, K and V are cut; and for attention with as many heads for keys as for queries.
 """
 
 import os

@@ -49,7 +49,7 @@ def global_state(description):
     # The loader of ZeRO-3 gives every group what the first one says. Where the groups differ it had better say nothing.
     shared = {key: value for key, value in groups[0].items() if all(group.get(key) == value for group in groups)}
     if left_out := lost_states(description.uneven, description.parameters, description.optimizer):
-        state["left_out"] = left_out  # universal.py asks for it
+        state["left_out"] = left_out  # the loader asks for it
     state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": [shared]}
     if version := description.models[0].get("ds_version"):  # ZeRO-1/2 asks for it, ZeRO-3 does not save it
         state.setdefault("ds_version", version)

@@ -14,7 +14,7 @@ file: nothing is converted or written, any optimizer is restored. The steps stan
 the ranks that saved it, too; but tensor and pipeline parallelism change what a parameter is: such a checkpoint is
 converted first, DeepSpeed's universal loader reads it, and mend() restores what that loader leaves out.
 
-Needs Python 3.10, torch, DeepSpeed, and collective.py, ds_to_universal.py and torch_file.py beside it.
+Needs Python 3.10, torch and DeepSpeed.
 """
 
 import functools

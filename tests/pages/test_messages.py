@@ -26,14 +26,8 @@ SOURCES = {  # section: (files of a package, or of this repository)
         )
     ],
 }
-OTHERS = (
-    "torch's",
-    "Python's",
-    "the linker's",
-    "gloo's",
-    "c10d's",
-    "the C++ runtime's",
-)  # whose sources are not in Python
+# Whose sources are not in Python.
+OTHERS = ("torch's", "Python's", "the linker's", "gloo's", "c10d's", "the C++ runtime's")
 
 
 def messages(page):
@@ -89,7 +83,7 @@ def test_a_wrong_message_is_seen():
 
 def lacking(page):
     """Errors that `make versions` has seen DeepSpeed print, and the page has not: numbers stand for any."""
-    said = "\n".join(re.findall(r"^### (.*)$", page, re.M))
+    said = re.sub(r"\d+", "...", "\n".join(re.findall(r"^### (.*)$", page, re.M)))
     errors = re.findall(r"^[a-z]: \w+: (.*)", (ROOT / "assets" / "versions.txt").read_text(), re.M)
     assert len(errors) >= 3
     shorter = [re.sub(r"\d+", "...", error.split(". Automatic")[0].strip()) for error in errors]
