@@ -14,9 +14,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from data import Log, accumulation_steps, fail, global_batch, load_data, positive
-from launch import init_distributed
-from model import GPT, parameter_groups
+from data import Log, accumulation_steps, fail, global_batch, load_data, positive, say
+from model import GPT, parameter_groups, settle
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.error = fail
@@ -27,8 +26,9 @@ parser.add_argument("--run_name", default=Path(__file__).stem, help="the log is 
 parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
 args = parser.parse_args()
 
-torch.set_num_threads(1)
-init_distributed()
+settle()
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # on CPUs it compiles for a minute; gloo will do
+deepspeed.init_distributed()
 rank, ranks = dist.get_rank(), dist.get_world_size()
 batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
 accumulation = accumulation_steps(batch, micro, ranks)
@@ -41,9 +41,8 @@ config["zero_optimization"] = {"stage": 1}
 engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 device = engine.device
 train, _, _ = load_data()
-if rank == 0:
-    print(f"{batch} = {micro} per rank x {accumulation} accumulation steps x {ranks} ranks")
-    log = Log(args.run_name, f"{micro} x {accumulation} x {ranks}")
+say(f"{batch} = {micro} per rank x {accumulation} accumulation steps x {ranks} ranks")
+log = Log(args.run_name)
 
 for step in range(1, args.steps + 1):
     start, mean = time.perf_counter(), torch.zeros((), dtype=torch.float64, device=device)
@@ -58,8 +57,7 @@ for step in range(1, args.steps + 1):
     dist.all_reduce(mean)
     norm = engine.get_global_grad_norm()
     row = {"step": step, "loss": mean.item(), "lr": optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
-    seconds = time.perf_counter() - start
-    if rank == 0:
-        log.write(**row, seconds=seconds, tokens_per_second=targets.numel() / seconds)
+    row |= {"seconds": time.perf_counter() - start, "layout": f"{micro} x {accumulation} x {ranks}"}
+    log.write(**row, tokens_per_second=targets.numel() / row["seconds"])
 dist.barrier()  # a rank that leaves early can take the others down
 dist.destroy_process_group()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from data import Log, accumulation_steps, fail, global_batch, load_data, positive
-from model import GPT, parameter_groups
+from data import Log, accumulation_steps, fail, global_batch, load_data, positive, say
+from model import GPT, parameter_groups, settle
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.error = fail
@@ -23,7 +23,7 @@ parser.add_argument("--steps", type=positive, default=100)
 parser.add_argument("--run_name", default=Path(__file__).stem, help="the log is logs/<run_name>.csv")
 args = parser.parse_args()
 
-torch.set_num_threads(1)
+settle()
 rank, ranks = 0, 1
 batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
 accumulation = accumulation_steps(batch, micro, ranks)
@@ -34,9 +34,8 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 model.to(device)
 optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95))
 train, _, _ = load_data()
-if rank == 0:
-    print(f"{batch} = {micro} per rank x {accumulation} accumulation steps x {ranks} ranks")
-    log = Log(args.run_name, f"{micro} x {accumulation} x {ranks}")
+say(f"{batch} = {micro} per rank x {accumulation} accumulation steps x {ranks} ranks")
+log = Log(args.run_name)
 
 for step in range(1, args.steps + 1):
     start, mean = time.perf_counter(), torch.zeros((), dtype=torch.float64, device=device)
@@ -51,6 +50,5 @@ for step in range(1, args.steps + 1):
     optimizer.step()
     optimizer.zero_grad()
     row = {"step": step, "loss": mean.item(), "lr": optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
-    seconds = time.perf_counter() - start
-    if rank == 0:
-        log.write(**row, seconds=seconds, tokens_per_second=targets.numel() / seconds)
+    row |= {"seconds": time.perf_counter() - start, "layout": f"{micro} x {accumulation} x {ranks}"}
+    log.write(**row, tokens_per_second=targets.numel() / row["seconds"])

@@ -28,7 +28,7 @@ for name in (
     "setuptools", "distutils.ccompiler", "distutils.sysconfig", "torch._dynamo", "torch._inductor.compile_fx",
     "torch._subclasses.schema_check_mode", "deepspeed.comm.mori", "deepspeed.sequence.layer",
     "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.module_inject.auto_ep_layer", "launch", "parallel", "universal.exact", "saving", "model",
+    "deepspeed.module_inject.auto_ep_layer", "universal.exact", "model",
 ):  # fmt: skip
     importlib.import_module(name)
 deepspeed.ops.__compatible_ops__  # noqa: B018  it looks for compilers when it is first asked
