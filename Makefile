@@ -1,16 +1,19 @@
 # make help      this list
-# make demo      Tests 1 to 3: train, resume, convert, resume on fewer ranks; pictures and numbers in out/; 4 minutes
+# make demo      Tests 1 to 3: train, resume on fewer ranks, accumulate, convert; pictures and numbers in out/; 5 minutes
 # make elastic   machines that die and come back while a job trains; 20 minutes
+# make hosts     hosts whose cable is pulled, in network namespaces of this machine; 25 minutes, as root
 # make exact     the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of checkpoints; 20 to 30 minutes
 # make 3d        change the tensor, pipeline and sequence layout; 40 minutes
 # make resume    what it costs to resume a model of 86 million parameters, in three ways
 # make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
-# make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks
+# make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; an hour
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; writes assets/versions.txt
+# make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 15 minutes
 # make gpu       on NVIDIA cards: precisions, optimizers, from GPUs to CPU ranks and back, time, memory
+# make deepspeed-suite  DeepSpeed's own checkpoint tests through this loader; DEEPSPEED=folder of its repository
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
-# make test      the quick tests, in an environment of their own making
-# make test-all  every change of ranks and stage, too
+# make test      the quick tests, in an environment of their own making; 4 minutes
+# make test-all  these and the long ones: every change of ranks and stage, random lives, long chains
 # make lint      ruff
 # make clean     remove what these, and the commands on the pages, have made, but not .venv
 
@@ -22,7 +25,8 @@ export TORCH_EXTENSIONS_DIR = $(CURDIR)/.venv/torch_extensions
 
 TRAIN   = train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --steps 200 --checkpoint_dir $(CKPT)
 RESUME  = $(TRAIN) --resume --checkpoint_interval 400
-SHARED  = launch.py checkpoint.py saving.py data.py model.py $(wildcard universal/*.py)
+LESSON  = model.py data.py
+PACKAGE = $(wildcard universal/*.py)
 OUT     = out
 
 # $(call run,command,name): show the command; what it prints goes to logs/name.txt
@@ -31,16 +35,28 @@ define run
 @mkdir -p logs; $(1) > logs/$(2).txt 2>&1 || { tail -n 20 logs/$(2).txt; exit 1; }
 endef
 
-.PHONY: help demo elastic exact 3d resume clients clients-cli versions gpu assets test test-all lint clean
+# $(call plot,logs,tolerance): compare them; the table goes beside the picture
+define plot
+@mkdir -p $(OUT)
+$(PY) plot.py $(1) --output $@ --tolerance $(2) > $(basename $@).txt
+@cat $(basename $@).txt
+endef
+
+.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions lesson gpu deepspeed-suite assets \
+	test test-all lint clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^# make/make/p' $(firstword $(MAKEFILE_LIST))
 
-demo: $(OUT)/resume_no_uc.txt $(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/resume_uc.png $(OUT)/traps.txt
+demo: $(OUT)/resume.png $(OUT)/stock.txt $(OUT)/resume_no_uc.png $(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/resume_uc.png
 
+# Without an NVIDIA driver torch's CPU build will do: 200 megabytes in place of gigabytes.
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
+	@command -v nvidia-smi > /dev/null || .venv/bin/pip install -q --no-deps --retries 1 --timeout 15 \
+		--index-url https://download.pytorch.org/whl/cpu $(shell grep ^torch== requirements.txt) 2> /dev/null \
+		|| echo "torch: its CPU build is not to be had; this installs PyPI's, with gigabytes of CUDA libraries"
 	.venv/bin/pip install -q -r requirements.txt
 	touch $@
 
@@ -48,8 +64,8 @@ demo: $(OUT)/resume_no_uc.txt $(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/res
 	.venv/bin/pip install -q -r requirements-dev.txt
 	touch $@
 
-.venv/installed-clients: .venv/installed-dev requirements-clients.txt
-	.venv/bin/pip install -q -r requirements-clients.txt
+.venv/installed-clients: .venv/installed-dev demos/clients/requirements.txt
+	.venv/bin/pip install -q -r demos/clients/requirements.txt
 	touch $@
 
 # Three processes on two cores, because some tests wait. A module's tests stay together, because they share what its
@@ -64,7 +80,9 @@ lint: .venv/installed-dev
 	.venv/bin/ruff format --check .
 
 test-all: test
-	$(TEST) -m slow
+	$(TEST) -m slow tests/load
+	$(TEST) -m slow tests/convert tests/pages
+	$(TEST) -m slow tests/lesson
 
 clean:
 	rm -rf .venv-versions .venv-clients-cli logs out runs ckpt_* $(CKPT)
@@ -72,20 +90,27 @@ clean:
 assets: .venv/installed
 	$(MAKE) OUT=assets demo elastic exact 3d resume
 
-# Test 1: an ordinary ZeRO checkpoint resumes on the same number of ranks, and on no other
-logs/default.csv: .venv/installed train.py $(SHARED)
+# Test 1: a checkpoint of 4 ranks resumes on 2, and on 4; DeepSpeed alone refuses the 2
+logs/default.csv: .venv/installed train.py $(LESSON) $(PACKAGE)
 	$(call run,$(RANKS) 4 $(TRAIN) --run_name default --checkpoint_interval 100,default)
+
+logs/resume.csv: logs/default.csv
+	$(call run,$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name resume,resume)
+
+$(OUT)/resume.png: logs/default.csv logs/resume.csv plot.py
+	$(call plot,logs/default.csv logs/resume.csv,1e-5)
+
+$(OUT)/stock.txt: logs/default.csv
+	@mkdir -p $(OUT)
+	@echo "$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name stock --stock"
+	@$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name stock --stock > logs/stock.txt 2>&1; test $$? -ne 0
+	@grep -o -m 1 "[A-Za-z]*Exception: The checkpoint.*" logs/stock.txt | tee $@
 
 logs/resume_no_uc.csv: logs/default.csv
 	$(call run,$(RANKS) 4 $(RESUME) --checkpoint_tag global_step100 --run_name resume_no_uc,resume_no_uc)
 
-$(OUT)/resume_no_uc.txt: logs/resume_no_uc.csv plot.py curves.py
-	@echo "$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name refused"
-	@$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name refused > logs/refused.txt 2>&1; test $$? -eq 2
-	@grep "train.py: error" logs/refused.txt
-	@mkdir -p $(OUT)
-	$(PY) plot.py logs/default.csv logs/resume_no_uc.csv --output out/resume_no_uc.png --tolerance 0 > $@
-	@cat $@
+$(OUT)/resume_no_uc.png: logs/default.csv logs/resume_no_uc.csv plot.py
+	$(call plot,logs/default.csv logs/resume_no_uc.csv,0)
 
 $(OUT)/folders.png: logs/default.csv demos/folders.py
 	$(PY) demos/folders.py $(CKPT)/global_step100 --output $@
@@ -93,34 +118,27 @@ $(OUT)/folders.png: logs/default.csv demos/folders.py
 # Test 2: accumulation, in PyTorch and on DeepSpeed
 RUN2 = $(basename $(notdir $@))
 ACCU = --steps 100 --run_name $(RUN2) --train_batch_size 32 --train_micro_batch_size_per_gpu
-logs/no_grad_accu_pt.csv: .venv/installed grad_accu_pt.py data.py model.py
+logs/no_grad_accu_pt.csv: .venv/installed grad_accu_pt.py $(LESSON)
 	$(call run,$(PY) grad_accu_pt.py $(ACCU) 32,$(RUN2))
 
-logs/grad_accu_4_pt.csv: .venv/installed grad_accu_pt.py data.py model.py
+logs/grad_accu_4_pt.csv: .venv/installed grad_accu_pt.py $(LESSON)
 	$(call run,$(PY) grad_accu_pt.py $(ACCU) 8,$(RUN2))
 
-logs/no_grad_accu_ds.csv: .venv/installed grad_accu_ds.py $(SHARED)
+logs/no_grad_accu_ds.csv: .venv/installed grad_accu_ds.py $(LESSON)
 	$(call run,$(RANKS) 1 grad_accu_ds.py $(ACCU) 32,$(RUN2))
 
-logs/grad_accu_4_ds.csv: .venv/installed grad_accu_ds.py $(SHARED)
+logs/grad_accu_4_ds.csv: .venv/installed grad_accu_ds.py $(LESSON)
 	$(call run,$(RANKS) 1 grad_accu_ds.py $(ACCU) 8,$(RUN2))
 
-logs/grad_accu_2_ds_ws2.csv: .venv/installed grad_accu_ds.py $(SHARED)
+logs/grad_accu_2_ds_ws2.csv: .venv/installed grad_accu_ds.py $(LESSON)
 	$(call run,$(RANKS) 2 grad_accu_ds.py $(ACCU) 8,$(RUN2))
 
 GRAD_ACCU = $(patsubst %,logs/%.csv,no_grad_accu_pt grad_accu_4_pt no_grad_accu_ds grad_accu_4_ds grad_accu_2_ds_ws2)
-$(OUT)/grad_accu.png: $(GRAD_ACCU) plot.py curves.py
-	@mkdir -p $(OUT)
-	$(PY) plot.py $(GRAD_ACCU) --output $@ --tolerance 1e-5 > $(OUT)/grad_accu.txt
-	@cat $(OUT)/grad_accu.txt
+$(OUT)/grad_accu.png: $(GRAD_ACCU) plot.py
+	$(call plot,$(GRAD_ACCU),1e-5)
 
-$(OUT)/traps.txt: .venv/installed demos/traps.py grad_accu_pt.py grad_accu_ds.py $(SHARED)
-	@mkdir -p $(OUT)
-	$(PY) demos/traps.py > $@
-	@cat $@
-
-# Test 3: a universal checkpoint resumes on any
-$(CKPT)/latest_universal: logs/default.csv ds_to_universal.py $(wildcard universal/*.py)
+# Test 3: a universal checkpoint resumes on any number of ranks, with DeepSpeed's own loader, too
+$(CKPT)/latest_universal: logs/default.csv ds_to_universal.py $(PACKAGE)
 	$(PY) ds_to_universal.py --input_folder $(CKPT)/global_step100/ --output_folder $(CKPT)/global_step100_universal \
 		--num_extract_workers 4 --num_merge_workers 4
 
@@ -131,26 +149,28 @@ logs/resume_uc_4gpu.csv: $(CKPT)/latest_universal
 logs/resume_uc.csv: $(CKPT)/latest_universal
 	$(call run,$(RANKS) 2 $(RESUME) --run_name resume_uc,resume_uc)
 
-$(OUT)/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc.csv plot.py curves.py
-	@mkdir -p $(OUT)
-	$(PY) plot.py logs/default.csv logs/resume_uc_4gpu.csv logs/resume_uc.csv --output $@ --tolerance 1e-5 > $(OUT)/resume_uc.txt
-	@cat $(OUT)/resume_uc.txt
+$(OUT)/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc.csv plot.py
+	$(call plot,logs/default.csv logs/resume_uc_4gpu.csv logs/resume_uc.csv,1e-5)
 
 # Machines that die and come back
 elastic: $(OUT)/elastic.txt
 
-$(OUT)/elastic.txt: .venv/installed demos/machines.py train.py $(SHARED)
+$(OUT)/elastic.txt: .venv/installed demos/machines.py train_elastic.py train.py $(LESSON) $(PACKAGE)
 	@mkdir -p $(OUT)
 	$(PY) demos/machines.py --output $(OUT)/elastic.png > $@
-	$(PY) demos/machines.py --mirror 1 --zero_stage 3 --warm >> $@
-	$(PY) demos/machines.py --mirror 1 --rounding --warm >> $@
+	$(PY) demos/machines.py --mirror 1 --zero_stage 3 >> $@
+	$(PY) demos/machines.py --mirror 1 --rounding >> $@
 	$(PY) demos/machines.py --settings >> $@
 	@cat $@
+
+hosts: .venv/installed
+	@mkdir -p $(OUT)
+	$(PY) demos/hosts.py | tee $(OUT)/hosts.txt
 
 # --exact: every bit alike
 exact: $(OUT)/exact.txt
 
-$(OUT)/exact.txt: .venv/installed demos/exact.py harness/ranks.py plot.py curves.py train.py $(SHARED)
+$(OUT)/exact.txt: .venv/installed demos/exact.py plot.py train_elastic.py train.py $(LESSON) $(PACKAGE)
 	@mkdir -p $(OUT)
 	$(PY) demos/exact.py --output $(OUT)/exact.png > $@
 	@cat $@
@@ -158,15 +178,15 @@ $(OUT)/exact.txt: .venv/installed demos/exact.py harness/ranks.py plot.py curves
 # Test 4: other layouts
 3d: $(OUT)/3d.txt
 
-$(OUT)/3d.txt: .venv/installed-dev demos/layouts.py harness/ranks.py plot.py curves.py train.py train_3d.py parallel.py $(SHARED)
+$(OUT)/3d.txt: .venv/installed-dev demos/layouts.py plot.py train_3d.py train.py $(LESSON) $(PACKAGE)
 	@mkdir -p $(OUT)
 	$(PY) demos/layouts.py --output $(OUT)/3d.png > $@
 	cat $@
 
 # What a resume costs, of a model of 86 million parameters
-resume: $(OUT)/resume.txt
+resume: $(OUT)/resume_cost.txt
 
-$(OUT)/resume.txt: .venv/installed benchmarks/resume.py model.py $(wildcard universal/*.py)
+$(OUT)/resume_cost.txt: .venv/installed benchmarks/resume.py model.py $(PACKAGE)
 	@mkdir -p $(OUT)
 	$(PY) benchmarks/resume.py | grep -v WARNING > $@
 	@cat $@
@@ -174,13 +194,13 @@ $(OUT)/resume.txt: .venv/installed benchmarks/resume.py model.py $(wildcard univ
 # Training loops that are not ours
 clients: .venv/installed-clients
 	@mkdir -p $(OUT)
-	CLIENTS_TABLE=$(OUT)/clients.txt $(PY) -m pytest -q -m "clients or not clients" tests/test_clients.py
+	CLIENTS_TABLE=$(OUT)/clients.txt $(PY) -m pytest -q -m "clients or not clients" tests/pages/test_clients.py
 	cat $(OUT)/clients.txt
 
 # Commands that have no script
 clients-cli: .venv/installed-clients
 	rm -rf runs/clients_cli
-	$(PY) demos/clients_cli.py --output assets/clients_cli.txt
+	$(PY) demos/clients/clients_cli.py --output assets/clients_cli.txt
 
 # What a GPU does. Without a network: whatever Python has torch and DeepSpeed
 gpu:
@@ -189,3 +209,9 @@ gpu:
 # The DeepSpeeds that people have
 versions: .venv/installed
 	$(PY) demos/versions.py --output assets/versions.txt
+
+lesson: .venv/installed-dev
+	$(PY) demos/lesson.py
+
+deepspeed-suite: .venv/installed-dev
+	$(PY) demos/deepspeed_suite.py $(DEEPSPEED)

@@ -165,7 +165,8 @@ def newest_first(folder, say):
         later = [name for name in order if steps[name] > steps[named] and written[name] > since]
         if later:
             say(f"`latest` names {named}, and {later[0]} was written after it: the later one is taken, if it is whole")
-        return list(dict.fromkeys([*later, named, *order]))
+        earlier = [name for name in order if steps[name] <= steps[named]]  # what is neither was given up
+        return list(dict.fromkeys([*later, named, *earlier, *order]))
     if named:
         say(f"`latest` names {named}, which holds no checkpoint")
     return order
@@ -667,16 +668,17 @@ def describe(folder, workers=4, opened=None):
     with ThreadPoolExecutor(workers) as pool:
         if (folder / "zero").is_dir():
             return describe_universal(folder, pool, opened)
-        found, problems = {}, []
+        found, problems = [], []
         for shards in find_shards(folder).values():
             try:
                 one = describe_shards(folder, shards, pool, opened)
-                # Saved again under its name in another dtype, both may be whole. A doubt is one of the step.
-                found[one.models[0]["global_steps"], not one.problems, shards[0][0].stat().st_mtime] = one
+                found.append((not one.problems, one.models[0]["global_steps"], shards[0][0].stat().st_mtime, one))
             except CheckpointError as error:
                 problems.append(str(error))
     if found:
-        return found[max(found)]
+        # Saved again under its name in another dtype, both may be whole. A copy has no times; a doubt is of the step.
+        newest = max(written for _, _, written, _ in found) - BETWEEN_SAVES
+        return max((one for one in found if one[2] > newest), key=lambda one: one[:3])[3]
     nothing = f"{folder} holds no *_optim_states.pt: it is no ZeRO checkpoint, nor a folder above"
     raise CheckpointError("; ".join(problems) or nothing)
 

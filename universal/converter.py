@@ -149,7 +149,7 @@ def unfinished(output):
     """The empty folder beside the output to write into; gone in the end unless it was published. Sweeps away what a
     killed conversion has left."""
     folder = beside(output, "unfinished")
-    prefix = beside(output, "replaced.").name
+    old = beside(output, "replaced")
     with contextlib.ExitStack() as stack:
         if output.exists():  # one that has just given it this name still holds its lock
             stack.enter_context(locked(output, True))
@@ -157,11 +157,10 @@ def unfinished(output):
         folder.mkdir(parents=True, exist_ok=not made)
         stack.enter_context(locked(folder, made))
         mine = os.stat(folder)
-        found = [path for path in output.parent.iterdir() if path.name.startswith(prefix)]
-        olds = sorted(path for path in found if path.name.removeprefix(prefix).isdecimal())
-        if olds and not output.exists():
-            olds.pop().rename(output)
-        for left in (*olds, *folder.iterdir()):
+        if old.exists() and not output.exists():
+            old.rename(output)
+        shutil.rmtree(old, ignore_errors=True)
+        for left in folder.iterdir():
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() and not left.is_symlink() else left.unlink()
         try:
             yield folder
@@ -175,7 +174,7 @@ def publish(folder, output):
     """Write everything to the disk, give the finished folder its final name, and let `latest_universal` point to it.
     Whenever this is interrupted, the output is the old one or the new one, and whole; or, for a moment, the old one
     stands beside its place, and the next conversion brings it back."""
-    old = beside(output, f"replaced.{time.time_ns()}")
+    old = beside(output, "replaced")
     pointer = beside(output, "pointer")
     pointer.write_bytes(os.fsencode(output.name))
     sync(folder)
@@ -185,8 +184,6 @@ def publish(folder, output):
     pointer.rename(output.with_name("latest_universal"))
     sync(output.parent)
     shutil.rmtree(old, ignore_errors=True)
-    if old.exists():
-        warnings.warn(f"{old}: the former {output.name}, which could not be removed", stacklevel=2)
 
 
 def sync(folder):
@@ -249,7 +246,7 @@ def convert(
                 check_output(Path(os.path.realpath(source)), output)
             folder = beside(output, "unfinished")
             description = describe(source, num_extract_workers, opened)
-            complain(description, strict, zero3_before_0_19_3)
+            complain(description, strict)
             with about(source / "*_optim_states.pt"):
                 files = files_of(description, zero3_before_0_19_3)
             if rank == 0:
@@ -275,15 +272,10 @@ def convert(
     return done | {"files": len(files) + len(description.models), "seconds": time.perf_counter() - began}
 
 
-def complain(description, strict, zero3_before_0_19_3):
+def complain(description, strict):
     """What a conversion would lose is refused, or named in a warning; so is what is only odd."""
     if description.universal:
         raise CheckpointError(f"{description.folder} is a universal checkpoint already")
-    version = str(description.models[0].get("ds_version"))
-    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
-    if description.stage == 3 and numbers and numbers < (0, 19, 3) and not zero3_before_0_19_3:
-        text = f"saved at ZeRO-3 by DeepSpeed {version}, whose own universal loader cannot read the result: it wants "
-        warnings.warn(f"{text}--zero3_before_0_19_3. universal.py, and DeepSpeed 0.19.3 and later, can", stacklevel=3)
     for text in left_over(description):
         warnings.warn(text, stacklevel=3)
     for problem in description.problems:

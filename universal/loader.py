@@ -494,7 +494,9 @@ def keep_dtypes(optimizer, shard, held):
 def load_rest(engine, folder, model, options):
     """DeepSpeed's loader for all but the module and the optimizer: counters, scheduler. Returns the client state."""
     model |= {"mp_world_size": engine.mp_world_size, "dp_world_size": engine.dp_world_size}
-    with mock.patch.multiple(
+    # With load_module_only it would make the masters, which are read already, of the engine's weights again.
+    unread = mock.patch.object(engine.optimizer, "refresh_fp32_params", lambda: None, create=True)
+    with unread, mock.patch.multiple(
         engine, _get_all_ckpt_names=lambda *_: [str(folder)], load_module_state_dict=lambda *_, **__: None,
         checkpoint_engine=types.SimpleNamespace(load=lambda *_, **__: model), load_universal_checkpoint=lambda: False,
     ):  # fmt: skip

@@ -167,4 +167,4 @@ def check_same_folder(folder, talk):
 
 def say(message):
     if dist.get_rank() == 0:
-        print(f"universal: {message}", flush=True)
+        print(f"universal: {message}".encode(errors="backslashreplace").decode(), flush=True)  # a path may be no UTF-8
