@@ -140,15 +140,18 @@ def newest_first(folder, say):
             written[name] = path.stat().st_mtime
         except Exception as error:
             say(f"{name} is passed over: {type(error).__name__}: {error}")
-    order = sorted(steps, key=lambda name: (steps[name], not (folder / name / "zero").is_dir()), reverse=True)
+    # One with fewer steps that was saved later: the run went back, and gave up what it had. Converted ones are late.
+    saved = {name: not (folder / name / "zero").is_dir() for name in steps}
+    pairs = ((a, b) for a in steps for b in steps if saved[b] and steps[b] < steps[a])
+    given_up = {a for a, b in pairs if written[b] > written[a] + BETWEEN_SAVES}
+    order = sorted(steps, key=lambda name: (name not in given_up, steps[name], saved[name]), reverse=True)
     # A job killed before it wrote `latest` leaves a newer one; an earlier run's is older, or `latest` was edited since.
     if named in steps:
         since = (folder / ("latest" if (folder / "latest").is_file() else "latest_universal")).stat().st_mtime
         later = [name for name in order if steps[name] > steps[named] and written[name] > since]
         if later:
             say(f"`latest` names {named}, and {later[0]} was written after it: the later one is taken, if it is whole")
-        earlier = [name for name in order if steps[name] <= steps[named]]  # what is neither was given up
-        return list(dict.fromkeys([*later, named, *earlier, *order]))
+        return list(dict.fromkeys([*later, named, *order]))
     if named:
         say(f"`latest` names {named}, which holds no checkpoint")
     return order
