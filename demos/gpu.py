@@ -1,4 +1,4 @@
-"""What this repository does on a GPU: `make gpu`, under 8 minutes on one card, without a network.
+"""What this repository does on a GPU: `make gpu`, some minutes on one card, without a network.
 
     python demos/gpu.py --output out/gpu.txt
     python demos/gpu.py --device cpu                 the same with CPU ranks in the GPUs' place: fewer cases, shorter
@@ -6,16 +6,16 @@
 Trains in fp32, bf16 and fp16 at every ZeRO stage, with the optimizer on the GPU, in CPU memory, and DeepSpeed's
 FusedAdam. Goes on from a checkpoint on the same ranks, an ordinary one (Test 1) and a universal one (Test 3), from the
 GPUs' on 4 CPU ranks, and from that of CPU ranks on the GPUs. A number is the largest difference of the losses from
-then on. Then another number of ranks, --exact, tokens/s beside a bare loop of PyTorch, and the memory of a load.
-What could not be done stands below; ends with an error where it should have been done, or a number is off.
+then on. Then another number of ranks, and train_elastic.py --exact. What could not be done stands below; ends with an
+error where it should have been done, or a number is off.
 """
 
 import argparse
 import os
 import platform
 import re
+import runpy
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from harness import processes  # noqa: E402
-from harness.changed import CHANGES, prepare  # noqa: E402
 
 CPU_RANKS, LIMIT, ANY, FIRST = 4, 240, float("inf"), "--dtype fp32 --zero_stage 3"
 SMALL = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --dropout 0"
@@ -34,9 +33,44 @@ MORE = ["--dtype fp32 --zero_stage 1", "--dtype bf16 --zero_stage 2", "--dtype b
 MORE += ["--dtype fp16 --zero_stage 3 scaling", "--dtype fp32 --zero_stage 1 FusedAdam"]  # on GPUs alone
 ROUNDING = {"fp32": (1e-5, 1e-3), "bf16": (1e-3, 2e-2), "fp16": (1e-3, 2e-2)}  # on one kind of device, between two
 COLUMNS = ("Test 1", "Test 3", "to CPU", "from CPU", "no checkpoint")
-# for time and memory: layers, heads, width, length, batch, micro-batch
-LARGE = {"cuda": (12, 12, 768, 512, 32, 8), "cpu": (2, 4, 64, 32, 64, 16)}
-SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "train_batch_size", "train_micro_batch_size_per_gpu")
+CHANGES = ("scaling", "FusedAdam", "one_card", "forget")
+
+
+def prepare(changes):
+    """Make changes to a rank that train.py has no flags for, before it runs.
+
+    scaling: fp16, on a CPU, too, with a loss scale that grows every 8 steps, and stays where no number of ranks
+    overflows. FusedAdam: DeepSpeed's own optimizer on GPUs, which it compiles. one_card: all ranks share the first GPU,
+    by gloo, as NCCL refuses. forget: a load loses the first moments of the optimizer.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    from universal import loader
+
+    device, initialize, load = get_accelerator(), deepspeed.initialize, loader.load_checkpoint
+    if "one_card" in changes:
+        os.environ["LOCAL_RANK"] = "0"
+        device._communication_backend_name = "gloo"
+    if "scaling" in changes:
+        device.is_fp16_supported = lambda: True  # slow on many a CPU, but there
+
+    def changed(config, **options):
+        if "scaling" in changes:
+            config["fp16"] |= {"initial_scale_power": 10, "loss_scale_window": 8}
+        if "FusedAdam" in changes:
+            del config["optimizer"]["params"]["torch_adam"]
+        return initialize(config=config, **options)
+
+    def forgetful(engine, *arguments, **options):
+        result = load(engine, *arguments, **options)
+        for state in engine.optimizer.optimizer.state.values():
+            state["exp_avg"].zero_()
+        return result
+
+    deepspeed.initialize = changed
+    if "forget" in changes:
+        loader.load_checkpoint = forgetful  # which install() installs
 
 
 class Lab:
@@ -50,19 +84,19 @@ class Lab:
         print(*lines, sep="\n", flush=True)
         self.lines += lines
 
-    def train(self, ranks, name, folder, flags, size=SMALL):
-        """What train.py prints. Minus so many `ranks`: on CPUs. It saves where the folder has the run's name."""
+    def train(self, ranks, name, folder, flags, script="train.py"):
+        """Run the script. Minus so many `ranks`: on CPUs. It saves where the folder has the run's name."""
         interval = self.saved if name == folder else 10**6
-        words = f"{flags} {size} --steps {self.steps} --run_name {name} --checkpoint_interval {interval}".split()
+        words = f"{SMALL} {flags} --steps {self.steps} --run_name {name} --checkpoint_interval {interval}".split()
         changes = {word for word in words if word in CHANGES}
         words = [word for word in words if word not in CHANGES] + ["--checkpoint_dir", folder]
         if ranks > 0:
-            words = (ROOT / "harness" / "changed.py", ",".join(changes), *words)
+            words = (__file__, "rank", ",".join(changes), script, *words)
             return processes.run(self.work, ranks, self.environment, *words, limit=LIMIT)
         from harness.ranks import launch
 
         changes.discard("FusedAdam")  # it has to be compiled
-        result = launch(self.work, -ranks, "train.py", *words, patch=lambda: prepare(changes), limit=LIMIT)
+        result = launch(self.work, -ranks, script, *words, patch=lambda: prepare(changes), limit=LIMIT)
         if result.code:
             raise processes.Failed(processes.last_error(result.errors))
         return result.out
@@ -72,10 +106,10 @@ class Lab:
 
         return max(max(compare(self.work, base, name, column).values()) for column in columns)
 
-    def resume(self, ranks, folder, flags):
-        """The difference of a run that goes on from where the run `folder` has saved."""
+    def resume(self, ranks, folder, flags, kind=""):
+        """The difference of a run that goes on from where the run `folder` has saved. kind: _universal, converted."""
         name = f"{folder}_{len(list(self.work.glob('logs/*.csv')))}"
-        self.train(ranks, name, folder, flags)
+        self.train(ranks, name, folder, f"{flags} --resume --checkpoint_tag global_step{self.saved}{kind}")
         return self.compare(folder, name)
 
     def attempt(self, what, measure, most=ANY, least=0.0):
@@ -88,10 +122,9 @@ class Lab:
             self.problems.append(f"{what}: {value:.1e} is off")
         return value
 
-    def line(self, what, measure, *limits, form=".1e"):
+    def line(self, what, measure, *limits):
         value = self.attempt(what, measure, *limits)
-        self.say(f"{what:<66}{'-' if value is None else format(value, form):>12}")
-        return value
+        self.say(f"{what:<66}{'-' if value is None else format(value, '.1e'):>12}")
 
 
 def name_of(flags, where):
@@ -104,19 +137,19 @@ def case(lab, ranks, flags):
 
     gpu, cpu, found = name_of(flags, "gpu"), name_of(flags, "cpu"), {}
     alike, apart = ROUNDING[flags.split()[1]]
-    tag = f"global_step{lab.saved}_universal"
 
     def universal():
-        convert(lab.work / gpu / f"global_step{lab.saved}", lab.work / gpu / tag)
-        return lab.resume(ranks, gpu, f"{flags} --resume --universal_checkpoint --checkpoint_tag {tag}")
+        saved = lab.work / gpu / f"global_step{lab.saved}"
+        convert(saved, f"{saved}_universal")
+        return lab.resume(ranks, gpu, f"{flags} --universal_checkpoint", "_universal")
 
     for column, measure, limit in (
         ("training", lambda: len(lab.train(ranks, gpu, gpu, flags)), ANY),
         ("training on CPUs", lambda: len(lab.train(-CPU_RANKS, cpu, cpu, flags)), ANY),
         ("no checkpoint", lambda: lab.compare(gpu, cpu), ANY),
-        ("Test 1", lambda: lab.resume(ranks, gpu, f"{flags} --resume"), alike),
-        ("to CPU", lambda: lab.resume(-CPU_RANKS, gpu, f"{flags} --elastic"), apart),
-        ("from CPU", lambda: lab.resume(ranks, cpu, f"{flags} --elastic"), apart),
+        ("Test 1", lambda: lab.resume(ranks, gpu, flags), alike),
+        ("to CPU", lambda: lab.resume(-CPU_RANKS, gpu, flags), apart),
+        ("from CPU", lambda: lab.resume(ranks, cpu, flags), apart),
         ("Test 3", universal, alike),
     ):
         found[column] = lab.attempt(f"{flags}: {column}", measure, limit)
@@ -138,41 +171,15 @@ def other_ranks(lab, ranks, others, change):
     there = f"{others} rank{'s' * (others > 1)}{' on one card, by gloo' * bool(change)}"
 
     def exact(ranks, name, change=""):
-        lab.train(ranks, name, name, f"--exact --zero_stage 3 {change}", SMALL.replace("dropout 0", "dropout 0.1"))
+        lab.train(ranks, name, name, f"--exact --zero_stage 3 --dropout 0.1 {change}", "train_elastic.py")
         return lab.compare("exact", name, columns)
 
-    lab.line(f"{ranks} to {there}", lambda: lab.resume(others, base, f"{FIRST} --elastic {change}"), 1e-5)
-    mistaken = f"{FIRST} --elastic forget"
+    lab.line(f"{ranks} to {there}", lambda: lab.resume(others, base, f"{FIRST} {change}"), 1e-5)
+    mistaken = f"{FIRST} forget"
     lab.line("the first moments forgotten: no rounding", lambda: lab.resume(-CPU_RANKS, base, mistaken), ANY, 1e-3)
     lab.line(f"--exact, all bits: {ranks}", lambda: exact(ranks, "exact"), 0.0)
     lab.line(f"--exact, all bits: {ranks} once more", lambda: exact(ranks, "again"), 0.0)
     lab.line(f"--exact, all bits: {there}", lambda: exact(others, "others", change), 0.0)
-
-
-def costs(lab):
-    """Tokens per second of one rank, in turn with a bare loop; what a load takes."""
-    numbers = LARGE[lab.device]
-    size = " ".join(f"--{name} {number}" for name, number in zip(SHAPE, numbers, strict=True))
-
-    def ours(dtype):
-        out = lab.train(1, f"speed_{dtype}", "speed", f"--dtype {dtype} --eval_interval 1000", size)
-        return statistics.median(float(n.replace(",", "")) for n in re.findall(r"(\S+) tokens/s", out)[10:])
-
-    def bare(dtype):
-        types = {"fp32": "float32", "bf16": "bfloat16"}
-        words = (ROOT / "benchmarks" / "speed.py", "--bare", lab.device, types[dtype], *numbers)
-        seconds = processes.run(lab.work, 1, lab.environment, *words, limit=LIMIT).split()[-1]
-        return numbers[3] * numbers[4] / float(seconds)
-
-    def load():
-        lab.train(1, "memory", "memory", "", size)
-        out = lab.train(1, "load", "memory", "--elastic", size)
-        return int(re.search(r"MEMORY (\d+)", out)[1]) / 1e6
-
-    for dtype in ("fp32", "bf16"):
-        for name, speed in (("train.py", ours), ("a bare loop", bare)):
-            lab.line(f"tokens/s, {dtype}, one rank, {name}", lambda speed=speed, dtype=dtype: speed(dtype), form=",.0f")
-    lab.line(f"MB of {lab.device} memory that a load takes for a while", load, form=",.0f")
 
 
 def look(device):
@@ -205,7 +212,6 @@ def main():
     lab.say(f"{there}, Python {platform.python_version()}")
     cases(lab, ranks)
     other_ranks(lab, ranks, others, change)
-    costs(lab)
     lab.say(f"{time.time() - began:.0f} seconds", *lab.problems)
     args.output.write_text("\n".join(line.rstrip() for line in lab.lines) + "\n")
     missing = [one for one in lab.problems if not re.search("is off$", one) and re.search("FusedAdam|one card", one)]
@@ -214,4 +220,9 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["rank"]:  # one of a run
+        prepare(sys.argv[2].split(","))
+        sys.argv = sys.argv[3:]
+        runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
+    else:
+        main()

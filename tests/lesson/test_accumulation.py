@@ -25,22 +25,6 @@ LAYOUTS = {  # run: (script, ranks, micro-batch, accumulation steps)
 }
 
 
-@pytest.mark.parametrize("edits", [{}, traps.TOKENS], ids=["equal", "ragged"])
-def test_five_layouts_one_curve(tmp_path, edits):
-    """PyTorch and DeepSpeed, one batch of 32 or 4 micro-batches or 2 on 2 ranks: 1e-5 over 20 steps. The same for
-    sequences of unequal length, each micro-batch weighted by its tokens."""
-    for name, (script, ranks, micro, accumulation) in LAYOUTS.items():
-        (tmp_path / script).write_text(traps.edited(script, edits.get(script, [])))
-        arguments = ("--steps", 20, "--run_name", name, "--train_micro_batch_size_per_gpu", micro)
-        out = run(tmp_path, ranks, tmp_path / script, *arguments, "--train_batch_size", 32)
-        assert f"32 = {micro} per rank x {accumulation} accumulation steps x {ranks} ranks" in out
-        for column in ("loss", "grad_norm"):
-            gaps = compare(tmp_path, "no_grad_accu_pt", name, column)
-            assert len(gaps) == 20 and max(gaps.values()) <= 1e-5, (name, column, max(gaps.values()))
-    losses = list(read_log(tmp_path, "no_grad_accu_pt")["loss"].values())
-    assert losses[0] > 5.5 and losses[-1] < 4.5  # it learns, so the curves had something to disagree about
-
-
 def record_rows():
     """Every sequence that passes through the model, by rank."""
     forward = model.GPT.forward
@@ -55,7 +39,10 @@ def record_rows():
 
 def rows_by_step(folder, ranks, steps):
     """[sorted rows of step 1, of step 2, ...] over all ranks; None where they do not divide into steps."""
-    seen = [Path(folder, f"rows.{rank}").read_text().splitlines() for rank in range(ranks)]
+    files = [Path(folder, f"rows.{rank}") for rank in range(ranks)]
+    seen = [file.read_text().splitlines() for file in files]
+    for file in files:
+        file.unlink()
     share = len(seen[0]) // steps
     return [sorted(row for rows in seen for row in rows[s * share : (s + 1) * share]) for s in range(steps)]
 
@@ -66,16 +53,27 @@ def wanted_rows(steps):
     for step in range(1, steps + 1):
         inputs, targets = data.global_batch(train, 1337, step, 32, 32)
         wanted.append(sorted(str(row) for row in torch.cat([inputs, targets[:, -1:]], dim=1).tolist()))
-        assert len(set(wanted[-1])) == 32
+        assert len(set(wanted[-1])) > 28  # hardly any two are the same, so counting them means something
     return wanted
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_sequence_once(tmp_path, layout):
-    """Each of the 32 sequences of a step passes through the model once, over ranks and micro-batches."""
-    script, ranks, micro, _ = layout
-    run(tmp_path, ranks, script, "--steps", 3, "--train_micro_batch_size_per_gpu", micro, patch=record_rows)
-    assert rows_by_step(tmp_path, ranks, 3) == wanted_rows(3)
+@pytest.mark.parametrize("edits", [{}, traps.TOKENS], ids=["equal", "ragged"])
+def test_five_layouts_one_curve(tmp_path, edits):
+    """PyTorch and DeepSpeed, one batch of 32 or 4 micro-batches or 2 on 2 ranks: 1e-5 over 20 steps, and each of the 32
+    sequences of a step passes through the model once. The same curve for sequences of unequal length, each micro-batch
+    weighted by its tokens."""
+    for name, (script, ranks, micro, accumulation) in LAYOUTS.items():
+        (tmp_path / script).write_text(traps.edited(script, edits.get(script, [])))
+        arguments = ("--steps", 20, "--run_name", name, "--train_micro_batch_size_per_gpu", micro)
+        patch = None if edits else record_rows
+        out = run(tmp_path, ranks, tmp_path / script, *arguments, "--train_batch_size", 32, patch=patch)
+        assert f"32 = {micro} per rank x {accumulation} accumulation steps x {ranks} ranks" in out
+        for column in ("loss", "grad_norm"):
+            gaps = compare(tmp_path, "no_grad_accu_pt", name, column)
+            assert len(gaps) == 20 and max(gaps.values()) <= 1e-5, (name, column, max(gaps.values()))
+        assert edits or rows_by_step(tmp_path, ranks, 20) == wanted_rows(20)
+    losses = list(read_log(tmp_path, "no_grad_accu_pt")["loss"].values())
+    assert losses[0] > 5.5 and losses[-1] < 4.5  # it learns, so the curves had something to disagree about
 
 
 def test_feeding_everything_every_time_matches_and_is_seen(tmp_path):
@@ -84,11 +82,9 @@ def test_feeding_everything_every_time_matches_and_is_seen(tmp_path):
     (tmp_path / "everything.py").write_text(traps.edited("grad_accu_pt.py", edits))
     run(tmp_path, 1, "grad_accu_pt.py", "--run_name", "right", "--steps", 20)
     command = (tmp_path / "everything.py", "--steps", 20, "--run_name", "everything")
-    command = (*command, "--train_micro_batch_size_per_gpu", 8)
-    run(tmp_path, 1, *command)
+    run(tmp_path, 1, *command, "--train_micro_batch_size_per_gpu", 8, patch=record_rows)
     assert max(compare(tmp_path, "right", "everything").values()) <= 1e-5
-    run(tmp_path, 1, *command, "--steps", 3, patch=record_rows)
-    assert rows_by_step(tmp_path, 1, 3) != wanted_rows(3)
+    assert rows_by_step(tmp_path, 1, 20) != wanted_rows(20)
 
 
 @pytest.mark.parametrize("uneven", [False, True], ids=["equal", "ragged"])
@@ -154,7 +150,7 @@ def test_the_pair_is_alike():
     pt, ds = ((ROOT / f"grad_accu_{kind}.py").read_text().splitlines() for kind in ("pt", "ds"))
     code = "\n".join(pt).split('"""', 2)[2].replace("or DeepSpeed's engine does", "").lower()
     assert "deepspeed" not in code and "distributed" not in code and "engine" not in code
-    ours = r"import deepspeed|distributed|dist\.|engine|config|leave|rank, ranks = |local_rank"
+    ours = r"import deepspeed|distributed|dist\.|engine|config|leave|rank, ranks = |local_rank|shm_comm"
     theirs = r"rank, ranks = 0, 1|device|loss = model\(|\(loss / accumulation\)\.backward|clip_grad_norm_|optimizer\."
     for line in difflib.ndiff(pt, ds):
         allowed = {"+": ours, "-": theirs}.get(line[0])

@@ -7,7 +7,6 @@ import sys
 import pytest
 from helpers import ROOT
 
-import curves
 import plot as script
 
 
@@ -98,7 +97,7 @@ def test_one_name_in_two_folders(logs):
 def test_zero_is_drawn_at_zero():
     """A log axis has no place for zero; the axis of the differences has."""
     runs = {"a": {"loss": {1: 2.0, 2: 1.0}, "val_loss": {}}, "b": {"loss": {1: 2.0, 2: 1.001}, "val_loss": {}}}
-    below = curves.draw(runs, [script.differences(*runs.values(), "loss")]).axes[1]
+    below = script.draw(runs, [script.differences(*runs.values(), "loss")]).axes[1]
     assert list(below.lines[0].get_ydata()) == pytest.approx([0.0, 0.001])
     low, high = below.get_ylim()
     assert low < 0 < 0.001 < high and below.transData.transform((1, 0.0))[1] > below.bbox.y0
@@ -109,7 +108,7 @@ def test_legend():
 
     def legend(**layouts):
         runs = {name: {"loss": {first: 1.0}, "layout": layout} for name, (first, layout) in layouts.items()}
-        return list(curves.in_words(runs))
+        return list(script.in_words(runs))
 
     words = ["4 ranks, uninterrupted", "resumed on 4 ranks", "resumed on 1 rank"]
     assert legend(a=(1, "64 x 1 x 4"), b=(101, "64 x 1 x 4"), c=(101, "64 x 4 x 1")) == words
