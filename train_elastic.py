@@ -11,6 +11,7 @@ import contextlib
 import os
 from pathlib import Path
 
+import data
 import train
 import universal
 from data import Log, check_arguments, check_run, fail, positive, say
@@ -92,6 +93,7 @@ def main():
         fail(f"--exact needs --dtype fp32: sums in {args.dtype} have too few bits to be exact")
     if args.exact and args.offload:
         fail("--exact does not go with --offload: the optimizer of a CPU may round unlike that of a GPU")
+    data.RUN += ("exact",) * args.exact  # what was rounded differently does not go on alike
     prepare(args)
     # ZeRO-3 multiplies in its own way, which rounds in its own way; unless it is told not to.
     zero = {"zero_optimization": {"stage": args.zero_stage, "memory_efficient_linear": False}}
@@ -99,7 +101,6 @@ def main():
     with refusing():
         if args.exact:
             exact.install(engine)
-            run["exact"] = True
         # In a folder that is named after that of the checkpoints. MIRROR_ROOT plays several machines on one.
         job = str(Path(args.checkpoint_dir).resolve()).strip("/").replace("/", "_")
         place = Path(os.environ.get("MIRROR_ROOT", "/dev/shm"), job)

@@ -69,6 +69,8 @@ def draw(groups, path):
     figure.legend(names.values(), names, title="The loss against that of 1 rank:", **where)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
+    columns = {f"{what} {title}": run for title, runs in groups.items() for what, run in runs.items()}
+    plot.write_joined(columns, path.with_suffix(".csv"))
 
 
 def play(stage, arguments):
@@ -113,7 +115,7 @@ def over_seeds():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("out/exact.png"), help="the picture")
+    parser.add_argument("--output", type=Path, default=Path("out/exact.png"), help="picture, with its .csv beside it")
     args = parser.parse_args()
     shutil.rmtree(FOLDER, ignore_errors=True)
     print("largest difference of the loss from one rank's, in 200 steps")

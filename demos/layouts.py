@@ -102,7 +102,7 @@ def print_table(table):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("out/3d.png"), help="the picture")
+    parser.add_argument("--output", type=Path, default=Path("out/3d.png"), help="picture, with its .csv beside it")
     args = parser.parse_args()
     train(TPSP, 1, (1, 1, 1), ONE, "ckpt_3d/one")
     table, differences = {}, []
@@ -114,7 +114,9 @@ def main():
     (layouts,) = ([name_of(PIPE, other) for other in others] for *_, others in CHANGES if len(others) == 6)
     name = f"train_3d ZeRO-1 {layouts[0]}"
     runs = {layouts[0]: plot.read_log(f"logs/{name}.csv")}
-    draw(runs | {f"then {there}": plot.read_log(f"logs/{name} to {there}.csv") for there in layouts}, args.output)
+    runs |= {f"then {there}": plot.read_log(f"logs/{name} to {there}.csv") for there in layouts}
+    draw(runs, args.output)
+    plot.write_joined(runs, args.output.with_suffix(".csv"))
     print(f"largest difference {max(differences):.1e}")
     if max(differences) > 1e-5:
         sys.exit("demos/layouts.py: a loss differs by more than 1e-5")

@@ -94,7 +94,7 @@ def play(job):
         since = time.time()
         event(job)
         reached = job.step()
-        began, ranks, stepped, first = job.went_on(since)
+        began, ranks, stepped, first = job.went_on(since, 4 if name == "start" else r"\d+")
         created = min(when for node in job.nodes.values() for when, _ in node.workers() if when > since)
         spare, again = job.ranks * len(job.nodes) - ranks, max(reached + 1 - first, 0)
         assert not job.memory or not again or name == NEIGHBOURS, f"{name}: steps are done again"
@@ -218,9 +218,10 @@ def happen(job, what, nodes):
 
 def soak(job, minutes, steps, dice):
     """Returns [(what happened, steps done again, seconds until the next step)]."""
-    rows, end = [], time.time() + 60 * minutes
+    rows = []
     job.start(*NODES)
-    *_, reached = job.went_on(0)
+    *_, reached = job.went_on(0, len(NODES))
+    end = time.time() + 60 * minutes
     while time.time() < end and reached + 100 < steps:
         gap, what, nodes = throw(dice, job.nodes.keys())
         job.reach(min(reached + gap, steps))

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from demos import versions
-from demos.machines import Node
+from harness.machines import Node
 from harness.processes import free_port
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -45,6 +45,8 @@ def rank_main(rank, ranks, script, arguments, patch):
         os.dup2(os.open(f".{stream}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     sys.argv = [script, *map(str, arguments)]
+    for name in ("train", "train_elastic"):  # where a test has imported it, it would not see what patch() changes
+        sys.modules.pop(name, None)
     code = 0
     try:
         if patch:

@@ -1,7 +1,10 @@
 """What test modules share: patches, small checkpoints laid out by hand, comparisons."""
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import sys
 import types
 from collections import OrderedDict
@@ -11,6 +14,7 @@ from types import SimpleNamespace
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 ROOT = Path(__file__).resolve().parent.parent
 
+import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal as deepspeed_converter
 
@@ -71,6 +75,18 @@ def frozen_and_buffer(seed):
         model.GPT = Variant
 
     return patch
+
+
+def refused(patched, script, ranks, arguments):
+    """The line with which rank 0 of so many refuses the arguments before it meets the others; in this process."""
+    said = io.StringIO()
+    patched.setattr(sys, "argv", [script, *map(str, arguments)])
+    patched.setattr(os, "environ", os.environ | {"RANK": "0", "WORLD_SIZE": str(ranks)})
+    with pytest.raises(SystemExit) as stop, contextlib.redirect_stderr(said):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    line = said.getvalue()
+    assert stop.value.code == 2 and line.count("\n") == 1 and line.startswith(f"{script}: error: "), line
+    return line
 
 
 def load(path):

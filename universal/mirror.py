@@ -17,7 +17,6 @@ import contextlib
 import fcntl
 import operator
 import os
-import re
 import shutil
 import time
 from pathlib import Path
@@ -25,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from universal.checkpoint import named_by_latest
+from universal.checkpoint import describe, named_by_latest
 from universal.torch_file import load
 
 state_of = operator.attrgetter("st_mtime_ns", "st_size")
@@ -88,7 +87,7 @@ class Mirror:
         """Bring together what the machines hold. Returns where the newest whole step is, this folder or `folder`."""
         disk = gather(folder)
         models = [*(disk / named_by_latest(disk)).glob("*model_states.pt")]
-        saved = max(share(load(models[0])[0]["global_steps"] if models else 0, self.group))
+        saved = max(share(load(models[0])["global_steps"] if models else 0, self.group))
         held = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
         slots = [slot for slot, _ in set().union(*share(held, self.group))]
         newest = max([f"step{saved:09}", *(slot for slot in slots if slot.endswith(f".{slots.count(slot)}"))])
@@ -106,34 +105,26 @@ class Mirror:
 
 
 def gather(folder):
-    """Give each machine the files of the checkpoints in its `folder` that only others have, or have newer. What ranks
-    have left of a checkpoint that fewer saved again, under its name, is removed. Returns the folder. Raises ValueError
-    where no machine has model states: a loader would find nothing there, and begin anew."""
+    """Give each machine the files of the checkpoints in its `folder` that only others have, or have newer. Returns the
+    folder. Where a checkpoint was saved again under its name, what machines have left of the first save is removed, as
+    soon as the last one is whole. Raises ValueError where no machine has model states: a loader would find nothing
+    there, and begin anew."""
     folder, group = Path(folder), dist.new_group(backend="gloo")
     places = places_of(folder, group)
     leaders = {places.index(place) for place in places}
     paths = [path for path in folder.glob("[!.]*/*.pt") if path.parent.suffix != ".unfinished"]
-    held = share({str(path.relative_to(folder)): (*state_of(path.stat()), ranks_of(path)) for path in paths}, group)
+    held = share({str(path.relative_to(folder)): state_of(path.stat()) for path in paths}, group)
     found = dict(sorted((name, (state, at)) for at in leaders for name, state in held[at].items()))  # the newest last
     if found and not any("mp_rank_00_model_states" in name for name in found):
         raise ValueError(f"{folder}: mp_rank_00_model_states.pt is on no machine, but {', '.join(found)}")
-    models = {Path(name).parent: state for state, name in sorted((found[name][0], name) for name in found) if state[2]}
-    for name in [*found]:
-        written, _, ranks = models.get(Path(name).parent, (0, 0, 0))
-        if int(re.search(r"pp_rank_(\d+)|$", name)[1] or 0) >= ranks and found[name][0][0] < written:
-            del found[name]
-            (folder / name).unlink(missing_ok=True)
     moves = [(name, *found[name], to) for to in leaders for name in found if held[to].get(name) != found[name][0]]
     exchange(folder, moves, group)
+    for tag in {folder / Path(name).parent for name, *_ in moves} if dist.get_rank() in leaders else ():
+        with contextlib.suppress(Exception):  # it is not whole
+            for name in describe(tag).left:
+                (tag / name).unlink(missing_ok=True)
+    dist.barrier(group=group)
     return folder
-
-
-def ranks_of(path):
-    """How many ranks saved the first one's model states; of other files, and of what is damaged, 0."""
-    with contextlib.suppress(Exception):
-        if re.match("(zero_pp_rank_0_)?mp_rank_00_model", path.name):
-            return load(path)[0]["dp_world_size"]
-    return 0
 
 
 def places_of(folder, group):
@@ -146,7 +137,7 @@ def places_of(folder, group):
 def exchange(folder, moves, group):
     """moves: [(file, (time, size), from rank, to rank), ...], alike on all ranks. When it returns, all are there."""
     rank, waiting = dist.get_rank(), []
-    for name, (written, size, *_), source, to in moves:
+    for name, (written, size), source, to in moves:
         if rank in (source, to) and source != to:
             path = folder / name
             file = path if rank == source else folder / f"{name}.{size}.part"
