@@ -62,7 +62,7 @@ def main(folder):
     files = sorted(Path(folder).glob("*mp_rank_*_model_states.pt"))
     if not files:
         sys.exit(f"megatron_info.py: {folder} holds no *mp_rank_*_model_states.pt")
-    states = {path: torch_file.load(path)[0] for path in files}
+    states = {path: torch_file.load(path) for path in files}
     first = next(path for path in files if "mp_rank_00" in path.name)
     if "universal_checkpoint_info" not in states[first]:
         sys.exit(f"megatron_info.py: {first} has no universal_checkpoint_info")

@@ -82,6 +82,8 @@ class Node:
 class Job:
     """train_elastic.py on nodes that are called "node 1", "node 2", ..."""
 
+    patience = 180  # seconds that first() waits
+
     def __init__(self, launcher, train, name, ranks=1, endpoint="127.0.0.1:29400", rendezvous=None, memory=None):
         """ranks: of each node. rendezvous: settings of --rdzv-conf when it is not the agent of node 1 that holds it.
         memory: the folder with one for each node, of a job that mirrors its shards."""
@@ -140,7 +142,7 @@ class Job:
 
     def first(self, pattern, since):
         """(time, match) of the first line since then that has the pattern; waits for it."""
-        deadline = time.time() + 180
+        deadline = time.time() + self.patience
         while time.time() < deadline:
             for when, line in list(self.lines):
                 if when > since and (found := re.search(pattern, line)):

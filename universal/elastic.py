@@ -119,10 +119,12 @@ def save(engine, folder, client_state, keep=None):
     so many, the newest, with what was converted from them; those that `latest` and `latest_universal` name stay."""
     folder, tag, rank = Path(folder), f"global_step{engine.global_steps}", dist.get_rank()
     leads = os.environ.get("LOCAL_RANK", "0") == "0"  # its machine's first rank
+    attempt = number_of_save(folder)
     for left in folder.glob(f"{tag}.*") if leads else ():  # by a job that was killed while it saved
         shutil.rmtree(left, ignore_errors=True)
     dist.barrier()
-    unfinished, own = folder / f"{tag}.unfinished", folder / f"{tag}.{rank}.unfinished"
+    # A rank that was cut off in an earlier attempt, and writes on, must not do so into this one.
+    unfinished, own = (folder / f"{tag}.{name}.unfinished" for name in (attempt, f"{attempt}-{rank}"))
     engine.save_checkpoint(folder, tag=unfinished.name, client_state=client_state, save_latest=False)
     if leads:
         os.sync()  # a machine that goes down must not leave a whole folder with empty files
@@ -137,6 +139,27 @@ def save(engine, folder, client_state, keep=None):
     dist.barrier()
     if rank == 0:
         print(f"saved {folder / tag}", flush=True)
+
+
+SAVES = {}  # folder: the last attempt of these ranks to save into it
+
+
+def number_of_save(folder):
+    """The same new number on all ranks. They end, to be started again, where others have saved since they did: agents
+    that take each other for dead, as torch's do after a few silent seconds, train the same job twice at once."""
+    said, last = [time.time_ns()], folder / ".last_save"
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder in SAVES and last.read_text() != SAVES[folder]:
+            print(f"others train this job, too, and have saved into {folder}: the agents meet again", flush=True)
+            said = [None]
+        else:
+            SAVES[folder] = str(said[0])
+            last.write_text(SAVES[folder])
+    dist.broadcast_object_list(said)
+    if said[0] is None:
+        leave(finished=False)
+    return said[0]
 
 
 def publish(own, final):

@@ -1,6 +1,7 @@
 """Every state of every optimizer, every kind of parameter and buffer: what the live engine held, bit for bit.
 
-The model and the training are in tests/zoo.py. One launch trains all runs of a stage; each is converted as it is saved.
+The model and the training are in tests/ranks/zoo.py. One launch trains all runs of a stage; each is converted as it is
+saved.
 """
 
 import json
@@ -8,7 +9,8 @@ import re
 
 import pytest
 import torch
-from helpers import assert_equal_to_deepspeed, content, convert_with_deepspeed, edited, load, same_bits
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from helpers import assert_equal_to_deepspeed, content, load, same_bits
 from zoo import KEYS, SAVED, STATES
 
 import universal
@@ -207,35 +209,29 @@ def test_mend(trained, stage, ranks):
     """After DeepSpeed's universal loader, on the ranks that saved and on others."""
     names = {1: ("AdamW", "amsgrad", "plain"), 2: ("AdamW", "plain"), 3: ("AdamW", "plain", "AdamW groups")}[stage]
     jobs = {name: runs_of(stage)[name] for name in names}  # at ZeRO-3 the loader raises KeyError for amsgrad
-    for name, (lost, difference) in goes_on(trained(stage), ranks, jobs, "universal", mended=True).items():
+    for name, (lost, difference) in goes_on(trained(stage), ranks, jobs, "universal", how="mend").items():
         assert not lost, (name, lost)
         assert difference <= bound(name, ranks == 3), (name, difference)
 
 
-@pytest.fixture(scope="session")
-def by_deepspeed(trained):
-    """The folder of ZeRO-3 whose run "plain" DeepSpeed's own converter has made universal as well."""
-    convert_with_deepspeed(trained(3) / "plain" / f"global_step{SAVED}", trained(3) / "plain" / "theirs")
-    return trained(3)
+def test_what_is_to_be_mended(trained):
+    """The control: DeepSpeed's universal loader alone leaves out, or gets wrong, what test_mend() finds restored."""
+    jobs = {"plain": runs_of(3)["plain"]}
+    ((lost, difference),) = goes_on(trained(3), 3, jobs, "universal", how="stock").values()
+    assert {path.split("/")[1].split("[")[0] for path in lost} == {"groups", "frozen", "buffers", "extra", "counters"}
+    assert difference > 1e-3
 
 
-@pytest.mark.parametrize(
-    "edit, lost",
-    [
-        ((r"group\.update\(.*", "pass"), {"groups"}),  # ZeRO-3 gives every group what the first one has
-        ((r"    keep\(engine, .*, False, talk\)", "    pass"), {"frozen", "buffers", "extra"}),
-        ((r"engine\.micro_steps = .*", "pass"), {"counters"}),
-        ((r"state\.(pop\(\"step\"|update).*", "pass"), set()),  # one step count for all groups: seen by the loss alone
-    ],
-)
-def test_mend_without_one_of_its_mends(by_deepspeed, edit, lost):
-    """DeepSpeed's folder has no whole frozen parameters at ZeRO-3; ours leaves the loader less to get wrong."""
-    folder, jobs = by_deepspeed, {"plain": runs_of(3)["plain"]}
-    load_from = "universal" if "frozen" in lost or not lost else "theirs"
-    ((missing, difference),) = goes_on(folder, 3, jobs, load_from, edited(edit), mended=True).values()
-    whole = {"frozen"} if load_from == "theirs" else set()
-    assert {path.split("/")[1].split("[")[0] for path in missing} == lost | whole
-    assert difference > 1e-5 or lost == {"counters"}
+@pytest.mark.parametrize("option, value", [("load_module_only", True), ("load_optimizer_states", False)])
+def test_weights_alone(trained, option, value):
+    """What a fine-tuning starts from, at another stage: fp32 weights, frozen ones, buffers; not the counters."""
+    for stage, to in ((1, 3), (3, 1), (2, 2)):
+        changes = {"options": {option: value}, "stage": to}
+        jobs = {"SGD": runs_of(stage)["SGD"]}
+        ((lost, _),) = goes_on(trained(stage, jobs), 2, jobs, **changes).values()
+        lost = {path.split("/")[1].split("[")[0] for path in lost}
+        assert not lost & {"states", "module", "frozen", "buffers", "extra"}, lost
+        assert ("counters" in lost) == (option == "load_module_only")
 
 
 # DeepSpeed's options, each of which cuts or keeps the shards in another way.
@@ -295,24 +291,27 @@ def test_second_copy_of_the_parameters(hpz, ranks):
     assert_all_goes_on(hpz, ranks, {"hpZ": HPZ}, ranks == 4)
 
 
-def test_without_the_weights_of_the_model_renewed(trained):
-    """The control: the optimizer has the checkpoint's weights, the model not yet."""
-    jobs, patch = {"plain": runs_of(1)["plain"]}, edited((r"optimizer\.update_lp_params\(\)", "pass"))
-    ((_, difference),) = goes_on(trained(1), 2, jobs, patch=patch).values()
+def test_the_model_gets_the_weights_of_the_optimizer(trained):
+    """The control: without DeepSpeed's last step, the optimizer has the checkpoint's weights, and the model not yet."""
+
+    def patch():
+        DeepSpeedZeroOptimizer.update_lp_params = lambda self: None
+
+    ((_, difference),) = goes_on(trained(1), 2, {"plain": runs_of(1)["plain"]}, patch=patch).values()
     assert difference > 1e-4
 
 
 @pytest.mark.slow
 def test_muon_at_another_stage(tmp_path):
-    """Before ZeRO-3 a rank keeps the whole momentum of each matrix of which it has a part. The control has zeros."""
+    """Before ZeRO-3 a rank keeps the whole momentum of each matrix of which it has a part. The control has none."""
     jobs = {stage: {"optimizer": "Muon", "stage": stage, "zero": {"reduce_scatter": False}} for stage in (1, 3)}
     jobs = {f"from {stage}": job | {"name": f"from {stage}"} for stage, job in jobs.items()}
     run(tmp_path, 3, ZOO, json.dumps(list(jobs.values())))
     jobs = {name: job | {"stage": 4 - job["stage"]} for name, job in jobs.items()}
     for ranks in (3, 2):
         assert max(difference for _, difference in goes_on(tmp_path, ranks, jobs).values()) < 5e-7
-    control = goes_on(tmp_path, 2, jobs, patch=edited((r"places\.append\(\(name", "places.append((None")))
-    assert control["from 3"][1] > 1e-4
+    control = goes_on(tmp_path, 2, jobs, options={"load_optimizer_states": False})
+    assert all(difference > 1e-4 for _, difference in control.values())
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

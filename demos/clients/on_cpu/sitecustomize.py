@@ -1,5 +1,5 @@
-"""On PYTHONPATH of demos/clients_cli.py: what a command needs on CPUs, and not on GPUs. At ZeRO-3 the model is cut
-before DeepSpeed knows the ranks, its all-reduce would be compiled, and older ones gather into views that autograd
+"""On PYTHONPATH of demos/clients/clients_cli.py: what a command needs on CPUs, and not on GPUs. At ZeRO-3 the model is
+cut before DeepSpeed knows the ranks, its all-reduce would be compiled, and older ones gather into views that autograd
 forbids gloo to write to."""
 
 import os
