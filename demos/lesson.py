@@ -86,7 +86,8 @@ class Clock:
 
 
 def execute(notebook):
-    client = NotebookClient(notebook, timeout=3600, record_timing=False, resources={"metadata": {"path": "docs"}})
+    place = {"metadata": {"path": NOTEBOOK.parent}}
+    client = NotebookClient(notebook, timeout=3600, startup_timeout=600, record_timing=False, resources=place)
     client.on_cell_executed = clock = Clock(client)
     client.execute()
     clock.report()

@@ -22,7 +22,7 @@ CODE = {cell["id"]: cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "
 PAGE = "\n\n".join("".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "markdown")
 EXERCISES = dict(re.findall(r"\*\*Exercise (\d+)\.(.*?)(?=\*\*Exercise|\Z)", PAGE, re.S))
 FENCED = re.compile(r"```python\n(.*?)```", re.S)
-STEPS, SAVED = 12, 6
+STEPS, SAVED = 10, 5
 Popen = subprocess.Popen
 
 
@@ -119,10 +119,10 @@ WRONG = [("[at : at", "[at + 1 : 1 + at"), ("cat(slices)", "cat(slices[::-1])"),
 @pytest.mark.parametrize("right, wrong", WRONG)
 def test_a_wrong_converter_fails(lesson, right, wrong):
     """Off by one, ranks in another order, a difference too small for any loss."""
-    code = EXERCISES["3"]
+    (code,) = FENCED.findall(EXERCISES["3"])
     assert code.count(right) == 1
     names = dict(lesson.names)
-    execute(FENCED.findall(code.replace(right, wrong))[0], names)
+    execute(code.replace(right, wrong), names)
     with pytest.raises((AssertionError, RuntimeError)):
         execute(CODE["check"]["source"], names)
 
@@ -186,8 +186,9 @@ def test_traps(lesson):
     """Every trap shows where the page says that it does, and what is right does not."""
     found = lesson.names["found"]
     largest = {name: max(trap["gaps"]) for name, trap in found.items()}
-    harmless = {"no trap", "whole local batch in every micro-step", "unequal sequences, weighted by tokens"}
-    assert {name for name in found if largest[name] < 1e-5} == harmless | {"dropout by micro-batch"}
+    del largest["loss not divided"]  # so long as the gradients are clipped, the loss does not show it
+    right = {"no trap", "unequal sequences, weighted by tokens", "dropout by micro-batch"}
+    assert {name for name in largest if largest[name] < 1e-5} == right | {"whole local batch in every micro-step"}
     norms = {name: trap["norm"] for name, trap in found.items()}
     assert norms.pop("loss not divided") == pytest.approx(4, rel=1e-4)
     assert norms.pop("loss divided twice") == pytest.approx(1 / 4, rel=1e-4)
@@ -196,13 +197,6 @@ def test_traps(lesson):
     assert {name for name in found if found[name]["sequences"] != 32} == {"whole local batch in every micro-step"}
     assert found["whole local batch in every micro-step"]["sequences"] == 4 * 32
     assert {name for name in found if found[name]["rate"] > 1.01} == {"schedule at every micro-step"}
-
-
-def test_without_its_trap_a_run_is_right(lesson):
-    """So the numbers of the table are those of the traps."""
-    measure, traps = lesson.names["measure"], lesson.names["TRAPS"]
-    for name in ("loss not divided", "unequal sequences, mean of means", "dropout by rank"):
-        assert max(measure(None, traps[name][1])["gaps"]) < 1e-5
 
 
 # -----------------------------------------------------------------------------
