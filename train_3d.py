@@ -1,23 +1,19 @@
 """Train the same GPT as a pipeline with tensor parallelism inside, ZeRO-1; save; resume on any other layout.
 
     deepspeed --num_gpus 8 train_3d.py --pipeline_parallel 2 --tensor_parallel 2 --steps 200 --run_name tp2_pp2_dp2 \
-        --train_batch_size 256 --train_micro_batch_size_per_gpu 32 --checkpoint_dir ckpt_3d --checkpoint_interval 100
-    python ds_to_universal.py --input_folder ckpt_3d/global_step100 --output_folder ckpt_3d/global_step100_universal
+        --checkpoint_dir ckpt_3d --checkpoint_interval 100
     deepspeed --num_gpus 4 train_3d.py --pipeline_parallel 2 --tensor_parallel 2 --steps 200 --run_name tp2_pp2_dp1 \
-        --train_batch_size 256 --train_micro_batch_size_per_gpu 32 --checkpoint_dir ckpt_3d \
-        --resume --universal_checkpoint
+        --checkpoint_dir ckpt_3d --resume --checkpoint_tag global_step100
 
-A pipeline numbers its layers, so its parameters have other names than train.py's: the checkpoints of the two do not
-resume each other.
+A resume on another layout converts the checkpoint by itself. A pipeline numbers its layers, so its parameters have
+other names than train.py's: the checkpoints of the two do not resume each other. Takes --elastic, --keep and --timeout
+of train_elastic.py.
 """
 
-import argparse
 import functools
 import time
 import warnings
-from pathlib import Path
 
-import deepspeed
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -25,28 +21,24 @@ import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-import universal
-from checkpoint import go_on, report
-from data import Log, fail, global_batch, positive
-from launch import add_arguments, base_config, check_arguments, count_ranks, set_up
-from model import GPT, parameter_groups
-from saving import remove_old, save
-from universal import elastic
+from data import fail, global_batch, positive
+from model import GPT
+from train import start
+from train_elastic import arguments, go_on, prepare
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = arguments(__doc__)
     parser.set_defaults(checkpoint_dir="ckpt_3d", run_name="default_3d", train_micro_batch_size_per_gpu=32)
-    arg = parser.add_argument
-    arg("--pipeline_parallel", type=positive, default=1, metavar="N", help="stages that share the layers")
+    for kind, shared in (("tensor", "each layer"), ("pipeline", "the layers")):
+        parser.add_argument(f"--{kind}_parallel", type=positive, default=1, metavar="N", help=f"ranks share {shared}")
     args = parser.parse_args()
-    count_ranks(args, pipeline_parallel=args.pipeline_parallel, tensor_parallel=args.tensor_parallel)
-    check_arguments(args)
     if args.n_head % args.tensor_parallel:
         fail(f"--n_head {args.n_head} does not divide by --tensor_parallel {args.tensor_parallel}")
     if args.pipeline_parallel > args.n_layer:
         fail(f"--pipeline_parallel {args.pipeline_parallel} stages want at least as many layers, not {args.n_layer}")
+    if args.zero_stage > 1:
+        fail(f"DeepSpeed's pipelines go with --zero_stage 1, not {args.zero_stage}")
     return args
 
 
@@ -153,16 +145,15 @@ class Norm(nn.LayerNorm):
         return super().forward(inputs[0])
 
 
-def build(args, loss_function):
+def build(args, loss_function, *shape):
     """Every rank builds the whole GPT, so that it starts alike on every layout, and keeps its part."""
-    topology = PipeModelDataParallelTopology(
-        num_pp=args.pipeline_parallel, num_mp=args.tensor_parallel, num_dp=args.data_parallel
-    )
-    for ranks in topology.get_axis_comm_lists("model") or [[rank] for rank in range(args.ranks)]:
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
+    stages, tensor, ranks = args.pipeline_parallel, args.tensor_parallel, dist.get_world_size()
+    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=ranks // (stages * tensor))
+    for members in topology.get_axis_comm_lists("model") or [[rank] for rank in range(ranks)]:
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
             mine = group
-    gpt = GPT(args.n_layer, args.n_head, args.n_embd, args.seq_len, args.dropout)
+    gpt = GPT(*shape)
     norm = Norm(args.n_embd)
     norm.load_state_dict(gpt.ln_f.state_dict())
     tied = functools.partial(TiedLayerSpec, "wte", Embedding, gpt.wte.weight, tied_weight_attr="weight")
@@ -192,22 +183,47 @@ def build(args, loss_function):
     return module
 
 
-def deepspeed_config(args):
-    return base_config(args) | {
-        "zero_optimization": {"stage": 1},
-        "train_batch_size": args.train_batch_size,
-        "train_micro_batch_size_per_gpu": args.train_micro_batch_size_per_gpu,
-        "checkpoint": {"load_universal": args.universal_checkpoint},
-    }
-
-
 # -----------------------------------------------------------------------------
 # training
 
 
-def start_engine(args):
-    """Returns (engine, a list that gets the loss of each micro-batch in turn on the last stage)."""
-    seen = []
+def train(engine, args, texts, seen, done):
+    """As in train.py, by the train_batch() of pipelines. seen: gets the micro-batches' losses on the last stage."""
+    batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
+    accumulation, ranks = engine.gradient_accumulation_steps(), engine.grid.get_data_parallel_world_size()
+    rank = engine.grid.get_data_parallel_rank()
+    mine = range(rank * accumulation, (rank + 1) * accumulation)
+
+    def micro_batches(text, step):
+        inputs, targets = global_batch(text, args.seed, step, batch, args.seq_len)
+        for m in mine:
+            rows = slice(m * micro, (m + 1) * micro)
+            yield (inputs[rows], torch.tensor([args.seed, step, m])), targets[rows]
+
+    def mean_of_seen():
+        losses = torch.zeros(batch // micro, dtype=torch.float64, device=engine.device)
+        if engine.is_last_stage():
+            losses[mine.start : mine.stop] = torch.stack(seen)
+        seen.clear()
+        dist.all_reduce(losses)
+        return losses.mean().item() / args.tensor_parallel  # each loss was there so many times
+
+    for step in range(done + 1, args.steps + 1):
+        row = {"step": step, "lr": engine.get_lr()[0], "layout": f"{micro} x {accumulation} x {ranks}"}
+        began = time.perf_counter()
+        engine.train_batch(micro_batches(texts[0], step))
+        row["loss"] = mean_of_seen()
+        row["seconds"] = time.perf_counter() - began
+        row["tokens_per_second"] = batch * args.seq_len / row["seconds"]
+        row |= {"grad_norm": float(engine.get_global_grad_norm()), "loss_scale": engine.optimizer.loss_scale}
+        if step % args.eval_interval == 0 or step == args.steps:
+            engine.eval_batch(micro_batches(texts[1], 0), num_micro_batches=accumulation)
+            row["val_loss"] = mean_of_seen()
+        yield row
+
+
+def main():
+    args, seen = parse_arguments(), []
 
     def loss_function(logits, targets):
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -216,84 +232,9 @@ def start_engine(args):
 
     # DeepSpeed makes the tied weights equal by it, once; no gradient is to go through that.
     warnings.filterwarnings("ignore", message="c10d::broadcast_")
-    module = build(args, loss_function)
-    groups = parameter_groups(module, weight_decay=0.1)
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=deepspeed_config(args))
-    engine.lr_scheduler.step()  # without it DeepSpeed's schedule gives the first step a learning rate of 0
-    return engine, seen
-
-
-def resume(engine, args, checkpoint, client_state):
-    """As train.py does. Returns the checkpoint's step."""
-    if args.elastic:
-        return go_on(engine, args, client_state)["step"]
-    if not args.resume:
-        return 0
-    folder = Path(args.checkpoint_dir, args.checkpoint_tag)
-    path, _ = engine.load_checkpoint(args.checkpoint_dir, tag=args.checkpoint_tag)
-    assert path is not None, f"DeepSpeed did not load {folder}"
-    if args.universal_checkpoint:
-        universal.mend(engine, folder)
-    report(engine, folder, checkpoint["run"], client_state)
-    return checkpoint["run"]["step"]
-
-
-def main():
-    args = parse_arguments()
-    degrees = f"{args.ranks} ranks = {args.data_parallel} DP x {args.tensor_parallel} TP x {args.pipeline_parallel} PP"
-    train, validation, client_state, checkpoint = set_up(args, "train_3d.py", degrees)
-    engine, seen = start_engine(args)
-    batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
-    accumulation = engine.gradient_accumulation_steps()
-    if dist.get_rank() == 0:
-        arithmetic = f"{batch} = {micro} per rank x {accumulation} accumulation steps"
-        print(f"{arithmetic} x {args.data_parallel} data-parallel ({degrees})", flush=True)
-    done = resume(engine, args, checkpoint, client_state)
-    stop = elastic.listen(engine.device)
-    if dist.get_rank() == 0:
-        log = Log(args.run_name, f"{micro} x {accumulation} x {args.data_parallel}", done)
-    data_rank = engine.grid.get_data_parallel_rank()
-    mine = range(data_rank * accumulation, (data_rank + 1) * accumulation)
-    losses = torch.zeros(batch // micro, dtype=torch.float64, device=engine.device)
-
-    def micro_batches(sequences, step):
-        inputs, targets = sequences
-        for m in mine:
-            rows = slice(m * micro, (m + 1) * micro)
-            yield (inputs[rows], torch.tensor([args.seed, step, m])), targets[rows]
-
-    def mean_of_seen():
-        losses.zero_()
-        if engine.is_last_stage():
-            losses[mine.start : mine.stop] = torch.stack(seen)
-        seen.clear()
-        dist.all_reduce(losses)
-        return losses.mean().item() / args.tensor_parallel  # each loss was there so many times
-
-    step = done
-    for step in range(done + 1, args.steps + 1):
-        start = time.perf_counter()
-        row = {"step": step, "lr": engine.get_lr()[0]}
-        sequences = global_batch(train, args.seed, step, batch, args.seq_len)
-        engine.train_batch(micro_batches(sequences, step))
-        row["loss"] = mean_of_seen()
-        row["grad_norm"] = float(engine.get_global_grad_norm())
-        row["seconds"] = time.perf_counter() - start
-        if step % args.eval_interval == 0 or step == args.steps:
-            sequences = global_batch(validation, args.seed, 0, batch, args.seq_len)
-            engine.eval_batch(micro_batches(sequences, 0), num_micro_batches=accumulation)
-            row["val_loss"] = mean_of_seen()
-        if dist.get_rank() == 0:
-            speed = batch * args.seq_len / row["seconds"]
-            log.write(**row, loss_scale=engine.optimizer.loss_scale, tokens_per_second=speed)
-            engine.monitor.write_events([(name, row[name], step) for name in ("loss", "val_loss") if name in row])
-        told = stop()
-        if told or step % args.checkpoint_interval == 0:
-            save(engine, args.checkpoint_dir, client_state | {"step": step})
-            remove_old(args.checkpoint_dir, args.keep)
-        if told:
-            break
-    elastic.leave(finished=step == args.steps)
+    prepare(args, args.pipeline_parallel * args.tensor_parallel)
+    engine, texts, run = start(args, functools.partial(build, args, loss_function))
+    go_on(engine, args, run, functools.partial(train, engine, args, texts, seen))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python demos/exact.py --output out/exact.png
 
-Trains 200 steps on 1, 2, 4 and 8 ranks, and on 4, 2, 8 and 1 in turn through universal checkpoints, with --exact at
-ZeRO 1, 2 and 3 and without it at ZeRO-1; compares all with one rank, and draws ZeRO-1. Then trains with and without it
-over seeds, on 2 ranks. The ranks are forked from this process. Ends with an error when a bit of a loss or gradient norm
-differs with --exact, or when it changes what is learned by more than the seeds do.
+Trains 200 steps on 1, 2, 4 and 8 ranks, and on 4, 2, 8 and 1 in turn by --resume, with --exact at ZeRO 1, 2 and 3 and
+without it at ZeRO-1; compares all with one rank, and draws ZeRO-1. Then trains with and without it over seeds, on 2
+ranks. The ranks are forked from this process. Ends with an error when a bit of a loss or gradient norm differs with
+--exact, or when it changes what is learned by more than the seeds do.
 """
 
 import argparse
@@ -19,56 +19,28 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import curves  # noqa: E402
 import plot  # noqa: E402
-import universal  # noqa: E402
-from harness.ranks import compare, read_log, run  # noqa: E402
+from harness.ranks import compare, ends_after, read_log, run  # noqa: E402
 
 TRAIN = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 200".split()
 FOLDER, RANKS, CHAIN, IN_TURN = Path("ckpt_exact"), (1, 2, 4, 8), (4, 2, 8, 1), "4, 2, 8, 1 in turn"
 
 
-def train(ranks, run_name, *arguments, interval=400, patch=None):
-    folder = ("--checkpoint_dir", FOLDER / run_name, "--checkpoint_interval", interval)
+def train(ranks, run_name, *arguments, patch=None):
+    folder = ("--checkpoint_dir", FOLDER / run_name, "--checkpoint_interval", 50)
     arguments = (*TRAIN, *arguments, *folder, "--run_name", run_name)
-    run(Path.cwd(), ranks, "train.py", *arguments, patch=patch, limit=1200)
+    run(Path.cwd(), ranks, "train_elastic.py", *arguments, patch=patch, limit=1200)
     return run_name
 
 
-def ends_after(last):
-    """A patch: the run ends when it asks for the data of the next step."""
-
-    def patch():
-        import data
-
-        batch = data.global_batch
-
-        def draw(text, seed, step, *sizes):
-            return batch(text, seed, step, *sizes) if step <= last else sys.exit(0)
-
-        data.global_batch = draw
-
-    return patch
-
-
-def train_along_the_chain(run_name, *arguments):
-    """50 steps on each number of ranks, and a universal checkpoint between them."""
-    resume = ()
-    for step, ranks in zip((50, 100, 150, 200), CHAIN, strict=True):
-        train(ranks, run_name, *arguments, *resume, interval=50, patch=ends_after(step))
-        tag = f"global_step{step}"
-        universal.convert(FOLDER / run_name / tag, FOLDER / run_name / f"{tag}_universal")
-        resume = ("--resume", "--universal_checkpoint", "--checkpoint_tag", f"{tag}_universal")
-    return run_name
-
-
-def train_all(prefix, stage, *arguments):
+def train_all(how, stage, *arguments):
     """{what: run name} of the runs at this stage, one rank first."""
-    runs = {}
+    runs, arguments = {}, ("--zero_stage", stage, *arguments)
     for ranks in RANKS:
-        what = f"{ranks} rank{'s' * (ranks > 1)}"
-        runs[what] = train(ranks, f"{prefix}_zero{stage}_{ranks}_ranks", "--zero_stage", stage, *arguments)
-    runs[IN_TURN] = train_along_the_chain(f"{prefix}_zero{stage}_in_turn", "--zero_stage", stage, *arguments)
+        runs[f"{ranks} rank{'s' * (ranks > 1)}"] = train(ranks, f"{how}_zero{stage}_{ranks}_ranks", *arguments)
+    runs[IN_TURN] = f"{how}_zero{stage}_in_turn"
+    for step, ranks in zip((50, 100, 150, 200), CHAIN, strict=True):
+        train(ranks, runs[IN_TURN], *arguments, *["--resume"] * (step > 50), patch=ends_after(step))
     return runs
 
 
@@ -82,18 +54,19 @@ def draw(groups, path):
         worst, names = 0.0, {}
         for i, (what, other) in enumerate(others):
             gaps = plot.differences(baseline, other, "loss")
-            look = curves.style(i) | {"ls": "", "ms": 5}
-            names[what] = curves.draw_line(axis, gaps, **look, markevery=(3 * i, 12), clip_on=False)
+            look = plot.style(i) | {"ls": "", "ms": 5}
+            what = what.replace(IN_TURN, "4, then 2, 8, 1 ranks")
+            names[what] = plot.draw_line(axis, gaps, **look, markevery=(3 * i, 12), clip_on=False)
             worst = max(worst, *gaps.values())
-        names["float32 rounding step"] = curves.scale(axis, baseline, 1e-3)
         for step in (50, 100, 150):
-            names["in turn: change of ranks"] = axis.axvline(step + 0.5, color="0.4", ls="--", lw=1)
-        how = f"the loss differs by up to {worst:.0e}" if worst else "every bit of the loss is equal"
+            names["where those change"] = axis.axvline(step + 0.5, color="0.4", ls="--", lw=1)
+        names["float32 rounding step"] = plot.scale(axis, baseline, 1e-3)
+        how = f"up to {worst:.0e} apart" if worst else "every bit is equal"
         axis.set_title(f"{title}: {how}")
         axis.set_ylabel("|difference|\n(nats per byte)")
     axis.set_xlabel("step (each run at every twelfth)")
     where = {"loc": "outside upper center", "ncols": 2, "frameon": False, "labelspacing": 0.2}
-    figure.legend(names.values(), names, title="compared with 1 rank:", **where)
+    figure.legend(names.values(), names, title="The loss against that of 1 rank:", **where)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
     columns = {f"{what} {title}": run for title, runs in groups.items() for what, run in runs.items()}

@@ -1,11 +1,10 @@
-"""Every change of the tensor, pipeline and sequence layout in one table, and the curves of the 3D ones.
+"""Every change of the tensor, pipeline and sequence layout in one table, and the curves of the 3D ones: `make 3d`.
 
-    python demos/layouts.py
+    python demos/layouts.py --output out/3d.png
 
-Each layout trains 160 steps from scratch and is compared with one rank; its checkpoint of step 60 is converted and goes
-on, on other layouts, to step 160; those 100 steps are compared with the uninterrupted run. The ranks are forked from
-this process, which has imported DeepSpeed already. Ends with an error when any loss differs by more than 1e-5, or
-the same layout by a bit.
+Each layout trains 160 steps from scratch and is compared with one rank; its checkpoint of step 60 goes on, on other
+layouts, to step 160; those 100 steps are compared with the uninterrupted run. The ranks are forked from this process.
+Ends with an error when any loss differs by more than 1e-5, or the same layout by a bit.
 """
 
 import argparse
@@ -17,36 +16,33 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import curves  # noqa: E402
 import plot  # noqa: E402
-import universal  # noqa: E402
 from harness.ranks import compare, run  # noqa: E402
 
 COMMON = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 160 --checkpoint_interval 60".split()
 COMMON += ["--lr", "1e-3"]
-ONE = "one_rank"  # the run that all are compared with
-AXES = {"train.py": ("tensor", "sequence"), "train_3d.py": ("tensor", "pipeline")}
+ONE, TPSP, PIPE = "one_rank", "train_tp_sp.py", "train_3d.py"  # ONE: the run that all are compared with
+AXES = {TPSP: ("tensor", "sequence"), PIPE: ("tensor", "pipeline")}
 # script, ZeRO stage, layout that saves, layouts that go on: (first of the axes, second, data-parallel ranks)
 CHANGES = [
-    *(("train.py", s, (2, 1, 2), [(2, 1, 2), (2, 1, 1), (1, 1, 2), (4, 1, 1)]) for s in (1, 2, 3)),
-    *(("train.py", s, (1, 1, 1), [(2, 1, 1)]) for s in (1, 2, 3)),
-    *(("train.py", s, (1, 2, 2), [(1, 2, 2), (1, 2, 1), (1, 1, 2), (1, 4, 1)]) for s in (1, 3)),
-    *(("train.py", s, (2, 2, 1), [(2, 2, 1), (1, 1, 2)]) for s in (1, 3)),
-    ("train_3d.py", 1, (2, 2, 2), [(2, 2, 2), (2, 2, 1), (1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]),
-    *(("train_3d.py", 1, layout, []) for layout in [(2, 2, 1), (1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]),
+    *((TPSP, s, (2, 1, 2), [(2, 1, 2), (2, 1, 1), (1, 1, 2), (4, 1, 1)]) for s in (1, 2, 3)),
+    *((TPSP, s, (1, 1, 1), [(2, 1, 1)]) for s in (1, 2, 3)),
+    *((TPSP, s, (1, 2, 2), [(1, 2, 2), (1, 2, 1), (1, 1, 2), (1, 4, 1)]) for s in (1, 3)),
+    *((TPSP, s, (2, 2, 1), [(2, 2, 1), (1, 1, 2)]) for s in (1, 3)),
+    (PIPE, 1, (2, 2, 2), [(2, 2, 2), (2, 2, 1), (1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]),
+    *((PIPE, 1, layout, []) for layout in [(2, 2, 1), (1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]),
 ]
 
 
 def name_of(script, layout):
     tensor, other, data = layout
-    kind = "SP" if script == "train.py" else "PP"
+    kind = "SP" if script == TPSP else "PP"
     return f"TP {tensor}, {kind} {other}, DP {data}"
 
 
 def train(script, stage, layout, run_name, folder, *arguments):
     degrees = [f"--{axis}_parallel={n}" for axis, n in zip(AXES[script], layout, strict=False)]
-    if script == "train.py":
-        degrees += ["--zero_stage", stage]
+    degrees += ["--zero_stage", stage]
     names = ("--run_name", run_name, "--checkpoint_dir", folder)
     run(Path.cwd(), math.prod(layout), script, *COMMON, *degrees, *names, *arguments, limit=1200)
 
@@ -64,12 +60,13 @@ def draw(runs, path):
     (name, baseline), (_, same), *others = runs.items()
     gaps = {there: plot.differences(baseline, run, "loss") for there, run in others}
     most = max(gaps, key=lambda there: max(gaps[there].values()))
-    shown = {f"{name}, uninterrupted": baseline, "resumed on the same layout": same}
+    shown = {f"{name}: uninterrupted": baseline, "resumed on the same layout": same}
     shown[f"resumed on {most.removeprefix('then ')}"] = runs[most]
     strips = [plot.differences(baseline, same, "loss"), gaps[most]]
-    figure = curves.draw({label: run | {"val_loss": {}} for label, run in shown.items()}, strips)
-    figure.axes[0].get_legend().set_title("ranks: tensor (TP), pipeline (PP), data (DP)")
-    figure.axes[-1].set_xlabel(f"step (of {len(others)} other layouts, the one that differs most)")
+    figure = plot.draw({label: run | {"val_loss": {}} for label, run in shown.items()}, strips)
+    figure.axes[0].get_legend().set_title("ranks: tensor (TP) x pipeline (PP) x data (DP)")
+    far = f"{max(gaps[most].values()):.1e}"
+    figure.axes[0].set_title(f"Another layout after step {min(same['loss']) - 1}: at most {far} apart")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
 
@@ -82,13 +79,11 @@ def play(script, stage, layout, others):
     shutil.rmtree(folder, ignore_errors=True)
     train(script, stage, layout, name, folder)
     found = {(script, "scratch", here): largest(ONE, name)}
-    tag = folder / "global_step60_universal"
-    universal.convert(folder / "global_step60", tag)
     for other in others:
         there = name_of(script, other)
         resumed = f"{name} to {there}"
-        resume = ("--resume", "--universal_checkpoint", "--checkpoint_tag", tag.name)
-        train(script, stage, other, resumed, folder, *resume, "--checkpoint_interval", 400)
+        resume = ("--resume", "--checkpoint_tag", "global_step60", "--checkpoint_interval", 400)
+        train(script, stage, other, resumed, folder, *resume)
         found[script, here, there] = difference = largest(name, resumed)
         assert other != layout or difference == 0.0, f"{resumed} is not the same, bit by bit"
     return found
@@ -109,19 +104,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/3d.png"), help="picture, with its .csv beside it")
     args = parser.parse_args()
-    train("train.py", 1, (1, 1, 1), ONE, "ckpt_3d/one")
+    train(TPSP, 1, (1, 1, 1), ONE, "ckpt_3d/one")
     table, differences = {}, []
     for script, stage, layout, others in CHANGES:
         for change, difference in play(script, stage, layout, others).items():
             table.setdefault(change, {})[stage] = difference
             differences.append(difference)
     print_table(table)
-    baseline = "train_3d ZeRO-1 TP 2, PP 2, DP 2"
-    others = next(others for script, _, _, others in CHANGES if script == "train_3d.py")
-    layouts = [name_of("train_3d.py", other) for other in others]
-    runs = {layouts[0]: plot.read_log(f"logs/{baseline}.csv")}
-    for layout in layouts:
-        runs[f"then {layout}"] = plot.read_log(f"logs/{baseline} to {layout}.csv")
+    (layouts,) = ([name_of(PIPE, other) for other in others] for *_, others in CHANGES if len(others) == 6)
+    name = f"train_3d ZeRO-1 {layouts[0]}"
+    runs = {layouts[0]: plot.read_log(f"logs/{name}.csv")}
+    runs |= {f"then {there}": plot.read_log(f"logs/{name} to {there}.csv") for there in layouts}
     draw(runs, args.output)
     plot.write_joined(runs, args.output.with_suffix(".csv"))
     print(f"largest difference {max(differences):.1e}")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a training script needs, beside universal.py, so that machines may leave and join while it trains under
-torchrun's elastic agent:
+"""What a training script needs so that machines may leave and join while it trains under torchrun's elastic agent:
 
     elastic.enlist(batch, micro_batch)          # first of all: ranks that do not divide the batch stand by
     ...deepspeed.init_distributed(), deepspeed.initialize()...
@@ -8,8 +7,9 @@ torchrun's elastic agent:
     stop = elastic.listen(engine.device)
     for step in ...:
         ...
-        if stop():                              # the same answer on all ranks
-            ...engine.save_checkpoint()...
+        if (told := stop()) or ...:             # the same answer on all ranks
+            elastic.save(engine, "checkpoints", client_state)
+        if told:
             break
     elastic.leave(finished=step == steps)
 
@@ -17,18 +17,21 @@ torchrun starts all processes anew whenever a machine leaves or joins; the same 
 Needs Python 3.10 and torch 2.6 or newer.
 """
 
+import contextlib
 import datetime
 import os
 import runpy
+import shutil
 import signal
 import sys
 import time
 from multiprocessing import forkserver
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from packaging.version import Version
-from torch.distributed import run
+from torch.distributed import distributed_c10d, run
 from torch.distributed.launcher.api import elastic_launch
 
 GO_ON = 143  # the exit code of "stopped, not finished". To the agents 0 says that the job is done, and they end it.
@@ -51,6 +54,14 @@ def enlist(batch, micro_batch, model_parallel=1):
     os.environ |= {"WORLD_SIZE": str(ranks), "STANDING_BY": str(present - ranks)}
     if rank >= ranks:
         stand_by(rank, f"{present} ranks do not divide a batch of {batch}, {ranks} do")
+
+
+def wait_at_most(seconds):
+    """All process groups made from now on give a silent rank up after so long; DeepSpeed makes some of its own. Returns
+    the time as deepspeed.init_distributed(timeout=...) takes it."""
+    timeout = datetime.timedelta(seconds=seconds)
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+    return timeout
 
 
 def store():
@@ -99,13 +110,89 @@ def leave(finished):
 
 
 # -----------------------------------------------------------------------------
+# checkpoints that are whole or not there
+
+
+def save(engine, folder, client_state, keep=None):
+    """engine.save_checkpoint(), all ranks, under the name global_step<N>: a folder that has its name is whole, and on
+    the disk, whenever the job dies. Machines may share `folder` or have a disk each. keep: remove all checkpoints but
+    so many, the newest, with what was converted from them; those that `latest` and `latest_universal` name stay."""
+    folder, tag, rank = Path(folder), f"global_step{engine.global_steps}", dist.get_rank()
+    leads = os.environ.get("LOCAL_RANK", "0") == "0"  # its machine's first rank
+    attempt = number_of_save(folder)
+    for left in folder.glob(f"{tag}.*") if leads else ():  # by a job that was killed while it saved
+        shutil.rmtree(left, ignore_errors=True)
+    dist.barrier()
+    # A rank that was cut off in an earlier attempt, and writes on, must not do so into this one.
+    unfinished, own = (folder / f"{tag}.{name}.unfinished" for name in (attempt, f"{attempt}-{rank}"))
+    engine.save_checkpoint(folder, tag=unfinished.name, client_state=client_state, save_latest=False)
+    if leads:
+        os.sync()  # a machine that goes down must not leave a whole folder with empty files
+    dist.barrier()
+    if leads:
+        with contextlib.suppress(FileNotFoundError):  # where the folder is shared one machine is the first
+            unfinished.rename(own)
+        if own.exists():
+            publish(own, folder / tag)
+            if keep:
+                remove_old(folder, keep)
+    dist.barrier()
+    if rank == 0:
+        print(f"saved {folder / tag}", flush=True)
+
+
+SAVES = {}  # folder: the last attempt of these ranks to save into it
+
+
+def number_of_save(folder):
+    """The same new number on all ranks. They end, to be started again, where others have saved since they did: agents
+    that take each other for dead, as torch's do after a few silent seconds, train the same job twice at once."""
+    said, last = [time.time_ns()], folder / ".last_save"
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder in SAVES and last.read_text() != SAVES[folder]:
+            print(f"others train this job, too, and have saved into {folder}: the agents meet again", flush=True)
+            said = [None]
+        else:
+            SAVES[folder] = str(said[0])
+            last.write_text(SAVES[folder])
+    dist.broadcast_object_list(said)
+    if said[0] is None:
+        leave(finished=False)
+    return said[0]
+
+
+def publish(own, final):
+    replaced, latest = final.with_name(f"{final.name}.old.unfinished"), final.with_name("latest.unfinished")
+    if final.exists():
+        final.rename(replaced)
+    own.rename(final)
+    latest.write_text(final.name)
+    latest.rename(final.with_name("latest"))
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove_old(folder, keep):
+    pointers = (folder / "latest", folder / "latest_universal")
+    kept = {path.read_text().strip() for path in pointers if path.is_file()}
+    written = {path.parent.name: path.stat().st_mtime for path in folder.glob("global_step*[0-9]/*_states.pt")}
+    kept |= {*sorted(written, key=written.get)[-keep:]}
+    for path in sorted(folder.glob("global_step*"), reverse=True):  # a left-over before what could get its name
+        tag = path.name.split(".")[0]
+        if kept.isdisjoint({tag, tag.removesuffix("_universal")}):
+            # Half removed it must not have the name of a whole one.
+            shutil.rmtree(path if path.suffix else path.rename(f"{path}.unfinished"), ignore_errors=True)
+
+
+# -----------------------------------------------------------------------------
 # torchrun whose workers start with torch and DeepSpeed imported, forked from a process that has done it once:
-#     python elastic.py [torchrun's flags] train.py --elastic
+#     python -m universal.elastic [torchrun's flags] train_elastic.py --elastic
 # Tried on CPUs. Where an import starts CUDA, a forked process cannot use it.
 
 
 def worker(_, script, *arguments):
     sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as stop:
@@ -119,9 +206,7 @@ def warm(config, entrypoint):
 
 
 if __name__ == "__main__":
-    from universal import (
-        elastic,  # a worker looks for worker() in the module of its name, and __main__ is another one there
-    )
+    from universal import elastic  # a worker looks for worker() in the module of this name, and __main__ is another one
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # torch.optim imports torch._dynamo, and DeepSpeed's Muon torch._inductor: half of what a start takes.

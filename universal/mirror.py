@@ -13,6 +13,7 @@ Every rank saves its files into its machine's memory, and sends them to a rank o
 if two such neighbours die at once. Machines with disks of their own need gather() alone. Needs Linux, Python 3.10.
 """
 
+import contextlib
 import fcntl
 import operator
 import os
@@ -22,6 +23,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from universal.checkpoint import describe, named_by_latest
+from universal.torch_file import load
 
 state_of = operator.attrgetter("st_mtime_ns", "st_size")
 
@@ -64,9 +68,8 @@ class Mirror:
         own = self.folder / f".own{self.rank}"
         self.engine.save_checkpoint(str(own), tag="own", client_state=client_state, save_latest=False)
         files = [*own.glob("own/*.pt")]
-        moves = sum(
-            share([(path.name, state_of(path.stat()), self.rank, self.partner) for path in files], self.group), []
-        )
+        sends = [(path.name, state_of(path.stat()), self.rank, self.partner) for path in files]
+        moves = sum(share(sends, self.group), [])
         count = len({name for name, *_ in moves})
         slot = self.folder / f"step{step:09}-{self.attempt}.{count}"  # with fewer files it was being written
         slot.mkdir(exist_ok=True)
@@ -83,10 +86,8 @@ class Mirror:
     def gather(self, folder):
         """Bring together what the machines hold. Returns where the newest whole step is, this folder or `folder`."""
         disk = gather(folder)
-        latest = disk / "latest"
-        models = [*(disk / latest.read_text().strip()).glob("*model_states.pt")] if latest.is_file() else []
-        step = torch.load(models[0], map_location="cpu", weights_only=False)["global_steps"] if models else 0
-        saved = max(share(step, self.group))
+        models = [*(disk / named_by_latest(disk)).glob("*model_states.pt")]
+        saved = max(share(load(models[0])["global_steps"] if models else 0, self.group))
         held = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
         slots = [slot for slot, _ in set().union(*share(held, self.group))]
         newest = max([f"step{saved:09}", *(slot for slot in slots if slot.endswith(f".{slots.count(slot)}"))])
@@ -105,7 +106,9 @@ class Mirror:
 
 def gather(folder):
     """Give each machine the files of the checkpoints in its `folder` that only others have, or have newer. Returns the
-    folder. Raises ValueError where no machine has model states: a loader would find nothing there, and begin anew."""
+    folder. Where a checkpoint was saved again under its name, what machines have left of the first save is removed, as
+    soon as the last one is whole. Raises ValueError where no machine has model states: a loader would find nothing
+    there, and begin anew."""
     folder, group = Path(folder), dist.new_group(backend="gloo")
     places = places_of(folder, group)
     leaders = {places.index(place) for place in places}
@@ -116,6 +119,11 @@ def gather(folder):
         raise ValueError(f"{folder}: mp_rank_00_model_states.pt is on no machine, but {', '.join(found)}")
     moves = [(name, *found[name], to) for to in leaders for name in found if held[to].get(name) != found[name][0]]
     exchange(folder, moves, group)
+    for tag in {folder / Path(name).parent for name, *_ in moves} if dist.get_rank() in leaders else ():
+        with contextlib.suppress(Exception):  # it is not whole
+            for name in describe(tag).left:
+                (tag / name).unlink(missing_ok=True)
+    dist.barrier(group=group)
     return folder
 
 

@@ -1,12 +1,11 @@
-"""Tensor, pipeline and sequence parallelism, alone and together: from scratch every layout tracks one rank, and through
-a universal checkpoint the loss goes on from any layout on any other. Dropout and clipping are on."""
+"""Tensor, pipeline and sequence parallelism, alone and together: from scratch every layout tracks one rank, and a
+checkpoint of any layout goes on on any other. Dropout and clipping are on."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_equal_to_deepspeed, fp16_is
+from helpers import assert_equal_to_deepspeed, refused
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import universal
@@ -15,7 +14,7 @@ from harness.ranks import compare, launch, read_log, run
 SHAPE = ("--n_layer", 2, "--n_head", 4, "--n_embd", 32, "--seq_len", 16, "--eval_interval", 2)
 BATCH = ("--train_batch_size", 8, "--train_micro_batch_size_per_gpu", 2)
 COMMON = (*SHAPE, *BATCH, "--steps", 4, "--warmup_steps", 2, "--checkpoint_interval", 2)
-RESUME = ("--resume", "--universal_checkpoint", "--checkpoint_tag", "global_step2_universal")
+RESUME = ("--resume", "--checkpoint_tag", "global_step2")
 
 
 def largest(work, baseline, run_name):
@@ -23,17 +22,30 @@ def largest(work, baseline, run_name):
 
 
 def train(work, stage, data, tensor, sequence, name, *arguments, **options):
-    """Run train.py on data x tensor x sequence ranks."""
+    """Run train_tp_sp.py on data x tensor x sequence ranks."""
     layout = ("--zero_stage", stage, "--tensor_parallel", tensor, "--sequence_parallel", sequence)
-    return run(work, data * tensor * sequence, "train.py", *COMMON, *layout, "--run_name", name, *arguments, **options)
+    arguments = (*COMMON, *layout, "--run_name", name, *arguments)
+    return run(work, data * tensor * sequence, "train_tp_sp.py", *arguments, **options)
+
+
+def train_3d(work, tensor, pipeline, data, name, *arguments, **options):
+    layout = ("--tensor_parallel", tensor, "--pipeline_parallel", pipeline, "--run_name", name)
+    return run(work, tensor * pipeline * data, "train_3d.py", *COMMON, *layout, *arguments, **options)
 
 
 def start(work, name, script, *layout):
-    """A run that saves, and the universal checkpoint of its step 2. script: train or train_3d of this file. Returns its
-    output."""
-    out = script(work, *layout, name, "--checkpoint_dir", name)
-    universal.convert(work / name / "global_step2", work / name / "global_step2_universal", check=True)
-    return out
+    """A run that saves. script: train or train_3d of this file. Returns its output."""
+    return script(work, *layout, name, "--checkpoint_dir", name)
+
+
+def goes_on(work, name, script, *layout):
+    """The largest difference of a run that goes on from step 2 on this layout. On another one the checkpoint is
+    converted, once, with nothing said of it on the command line."""
+    resumed, converted = f"{name}_to_{'x'.join(map(str, layout))}", work / name / "global_step2_universal"
+    before = converted.exists()
+    out = script(work, *layout, resumed, "--checkpoint_dir", name, *RESUME)
+    assert ("converting it into" in out) == (converted.exists() and not before)
+    return largest(work, name, resumed)
 
 
 def slow(*values):
@@ -46,76 +58,41 @@ def one_rank(work):
     start(work, "one", train, 1, 1, 1, 1)
 
 
-def goes_on(work, name, stage, *layout):
-    resumed = f"{name}_to_{'x'.join(map(str, layout))}_at_{stage}"
-    train(work, stage, *layout, resumed, "--checkpoint_dir", name, *RESUME)
-    return largest(work, name, resumed)
+# ZeRO stage, the layout that saves, others that go on: data x tensor x sequence ranks
+TENSOR, SEQUENCE = (2, 2, 1), (2, 1, 2)
+QUICK = [(3, SEQUENCE, [(2, 1, 1)]), (2, TENSOR, [(1, 4, 1)])]
+REST = [(stage, TENSOR, [(1, 2, 1), (2, 1, 1), (1, 4, 1), (1, 1, 2)]) for stage in (1, 2, 3)]
+REST += [(stage, SEQUENCE, [(1, 1, 2), (2, 1, 1), (1, 1, 4)]) for stage in (1, 3)]
 
 
-TENSOR = (2, 2, 1), [(1, 2, 1), (2, 1, 1), (1, 4, 1)]  # the layout that saves, others that go on
-SEQUENCE = (2, 1, 2), [(1, 1, 2), (2, 1, 1), (1, 1, 4)]
-QUICK = [(2, (2, 2, 1), [(1, 4, 1)]), (3, (2, 1, 2), [(2, 1, 1)])]
-SLOW = [slow(stage, *change) for stage, change in [(1, TENSOR), (2, TENSOR), (3, TENSOR), (1, SEQUENCE), (3, SEQUENCE)]]
-
-
-@pytest.mark.parametrize("stage, layout, others", [*QUICK, *SLOW])
+@pytest.mark.parametrize("stage, layout, others", [*QUICK, *(slow(*change) for change in REST)])
 def test_one_of_them(work, one_rank, stage, layout, others):
     """From scratch like one rank; gone on with on the same layout to the bit, on others to 1e-5."""
-    name = f"{'x'.join(map(str, layout))}_at_{stage}"
+    name = f"{'x'.join(map(str, layout))}_at_{stage}_{len(others)}"
     start(work, name, train, stage, *layout)
     assert largest(work, "one", name) <= 1e-5
-    assert goes_on(work, name, stage, *layout) == 0.0
+    assert goes_on(work, name, train, stage, *layout) == 0.0
     for other in others:
-        assert goes_on(work, name, stage, *other) <= 1e-5
+        assert goes_on(work, name, train, stage, *other) <= 1e-5
 
 
 @pytest.mark.parametrize("stage", [3, slow(1), slow(2)])
 def test_from_none(work, one_rank, stage):
-    assert goes_on(work, "one", stage, 1, 2, 1) <= 1e-5
+    assert goes_on(work, "one", train, stage, 1, 2, 1) <= 1e-5
 
 
-@pytest.mark.parametrize("stage", [3, slow(1), slow(2)])
+@pytest.mark.parametrize("stage", [3, slow(1)])
 def test_both(work, one_rank, stage):
-    """Tensor and sequence parallelism at once, and how the batch is made up, printed."""
-    name = f"tpsp_{stage}"
-    out = start(work, name, train, stage, 1, 2, 2)
-    assert "8 = 2 per rank x 4 accumulation steps x 1 data-parallel (4 ranks = 1 DP x 2 TP x 2 SP)" in out
-    assert largest(work, "one", name) <= 1e-5
-    if stage != 2:
-        assert goes_on(work, name, stage, 1, 2, 2) == 0.0
-        assert goes_on(work, name, 4 - stage, 2, 1, 1) <= 1e-5  # and to the other stage
+    """Tensor and sequence parallelism at once, and on to the other stage without them."""
+    out = start(work, f"tpsp_{stage}", train, stage, 1, 2, 2)
+    assert "8 = 2 per rank x 4 accumulation steps x 1 ranks" in out
+    assert largest(work, "one", f"tpsp_{stage}") <= 1e-5
+    assert goes_on(work, f"tpsp_{stage}", train, stage, 1, 2, 2) == 0.0
+    assert goes_on(work, f"tpsp_{stage}", train, 4 - stage, 2, 1, 1) <= 1e-5
 
 
-def by_load_checkpoint():
-    """A patch: the scripts load by universal.load_checkpoint(), and do not refuse another layout before."""
-    import launch
-    import universal
-
-    def open_any(args, client_state):
-        files = Path(args.checkpoint_dir, args.checkpoint_tag).glob("*mp_rank_00_model_states.pt")
-        return torch.load(sorted(files)[0], mmap=True, weights_only=False)
-
-    launch.open_checkpoint = open_any
-    universal.install()
-
-
-@pytest.mark.parametrize("stage", [1, slow(3)])
-def test_load_checkpoint(work, stage):
-    """Nothing is converted by hand. With tensor parallelism on one side load_checkpoint() converts by itself, once."""
-    name = f"any_{stage}"
-    train(work, stage, 2, 2, 1, name, "--checkpoint_dir", name)
-    told = []
-    for layout in ((2, 2, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
-        resumed = f"{name}_on_{'x'.join(map(str, layout))}"
-        arguments = ("--checkpoint_dir", name, "--resume", "--checkpoint_tag", "global_step2")
-        told.append(train(work, stage, *layout, resumed, *arguments, patch=by_load_checkpoint))
-        assert largest(work, name, resumed) <= (0.0 if layout == (2, 2, 1) else 1e-5)
-    assert ["converting it into" in out for out in told] == [False, True, False, False]
-
-
-def train_3d(work, tensor, pipeline, data, name, *arguments, **options):
-    layout = ("--tensor_parallel", tensor, "--pipeline_parallel", pipeline, "--run_name", name)
-    return run(work, tensor * pipeline * data, "train_3d.py", *COMMON, *layout, *arguments, **options)
+# -----------------------------------------------------------------------------
+# pipelines
 
 
 @pytest.fixture(scope="module")
@@ -130,40 +107,27 @@ def test_pipeline_from_scratch(work, pipeline):
         assert largest(work, "one", name) <= 1e-5
 
 
-SAME, FEWER_STAGES, ONE_RANK = (2, 2, 2), (2, 1, 2), (1, 1, 1)
-OTHERS = [slow(layout) for layout in [(2, 2, 1), (1, 1, 2), (1, 2, 2)]]
+OTHERS = [(1, 1, 1), (2, 1, 2), *(slow(*layout) for layout in [(2, 2, 1), (1, 1, 2), (1, 2, 2)])]
 
 
-@pytest.mark.parametrize("layout", [SAME, FEWER_STAGES, ONE_RANK, *OTHERS])
-def test_pipeline_goes_on(work, pipeline, layout):
-    name = f"three_to_{'x'.join(map(str, layout))}"
-    train_3d(work, *layout, name, "--checkpoint_dir", "three", *RESUME)
-    difference = largest(work, "three", name)
-    assert difference == 0.0 if layout == (2, 2, 2) else difference <= 1e-5
+def test_pipeline_same_layout(work, pipeline):
+    assert goes_on(work, "three", train_3d, 2, 2, 2) == 0.0
 
 
-@pytest.mark.parametrize("layout", [SAME, ONE_RANK, slow((2, 2, 1))])
-def test_pipeline_load_checkpoint(work, pipeline, layout):
-    folder, name = work / "three_alone", f"three_alone_to_{'x'.join(map(str, layout))}"
-    shutil.copytree(work / "three" / "global_step2", folder / "global_step2", dirs_exist_ok=True)
-    arguments = ("--checkpoint_dir", folder, "--resume", "--checkpoint_tag", "global_step2")
-    train_3d(work, *layout, name, *arguments, patch=by_load_checkpoint)
-    assert (folder / "global_step2_universal").exists() or layout == (2, 2, 2)
-    assert largest(work, "three", name) <= (0.0 if layout == (2, 2, 2) else 1e-5)
+@pytest.mark.parametrize("tensor, pipelines, data", OTHERS)
+def test_pipeline_goes_on(work, pipeline, tensor, pipelines, data):
+    assert goes_on(work, "three", train_3d, tensor, pipelines, data) <= 1e-5
 
 
 def test_pipeline_from_one_rank(work, pipeline):
     """What one rank wrote is whole, and still says how two cut it."""
-    train_3d(work, 2, 2, 1, "flat_to_2x2x1", "--checkpoint_dir", "flat", *RESUME)
-    assert largest(work, "flat", "flat_to_2x2x1") <= 1e-5
+    assert goes_on(work, "flat", train_3d, 2, 2, 1) <= 1e-5
 
 
 def test_more_stages(work):
     """3 stages of one layer each: each has something of both parameter groups."""
     for name, layout, resume in (("stages", (1, 3, 1), ()), ("stages_to_1", (1, 1, 1), RESUME)):
         train_3d(work, *layout, name, "--n_layer", 3, "--checkpoint_dir", "stages", *resume)
-        if not resume:
-            universal.convert(work / "stages" / "global_step2", work / "stages" / "global_step2_universal")
     assert largest(work, "stages", "stages_to_1") <= 1e-5
 
 
@@ -186,12 +150,9 @@ def test_a_stage_without_a_parameter_group(work, pipeline, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16"])
-def test_pipeline_dtype(work, dtype):
+def test_pipeline_in_bf16(work):
     for name, layout, resume in (("bf", (2, 2, 1), ()), ("bf_same", (2, 2, 1), RESUME), ("bf_1", (1, 1, 1), RESUME)):
-        train_3d(work, *layout, name, "--dtype", dtype, "--checkpoint_dir", "bf", *resume)
-        if not resume:
-            universal.convert(work / "bf" / "global_step2", work / "bf" / "global_step2_universal")
+        train_3d(work, *layout, name, "--dtype", "bf16", "--checkpoint_dir", "bf", *resume)
     assert largest(work, "bf", "bf_same") == 0.0
     assert 0 < max(compare(work, "bf", "bf_1").values()) <= 1e-2
 
@@ -209,60 +170,39 @@ def test_weights_cut_in_another_way_are_seen(work, pipeline, tmp_path):
         state = torch.load(path, weights_only=False)
         state["universal_checkpoint_info"]["parameter_with_row_parallelism_patterns"] = []
         torch.save(state, path)
-    universal.convert(tmp_path / "c" / "global_step2", tmp_path / "c" / "global_step2_universal")
-    options = ("--tensor_parallel", 1, "--pipeline_parallel", 1, "--run_name", "wrong", *RESUME)
-    run(work, 1, "train_3d.py", *COMMON, *options, "--checkpoint_dir", tmp_path / "c")
+    train_3d(work, 1, 1, 1, "wrong", *RESUME, "--checkpoint_dir", tmp_path / "c")
     assert max(compare(work, "three", "wrong").values()) > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("script", "ranks", "arguments", "words"),
-    [
-        ("train.py", 2, ("--checkpoint_dir", "three", *RESUME), "was written by train_3d.py, whose parameters have"),
-        ("train_3d.py", 2, ("--checkpoint_dir", "one", *RESUME), "was written by train.py, whose parameters have"),
-        (
-            "train_3d.py",
-            4,
-            ("--checkpoint_dir", "three", "--resume", "--checkpoint_tag", "global_step2"),
-            "is cut for 8 ranks = 2",
-        ),
-        ("train_3d.py", 4, ("--checkpoint_dir", "no", *RESUME), "no/global_step2_universal does not exist"),
-        ("train_3d.py", 4, ("--pipeline_parallel", 3), "4 ranks do not divide by --pipeline_parallel 3"),
-        (
-            "train_3d.py",
-            3,
-            ("--pipeline_parallel", 3),
-            "--pipeline_parallel 3 stages want at least as many layers, not",
-        ),
-        ("train_3d.py", 3, ("--tensor_parallel", 3), "--n_head 4 does not divide by --tensor_parallel 3"),
-        ("train_3d.py", 1, ("--dtype", "fp16"), "--dtype fp16 does not run on this cpu"),
-    ],
-)
-def test_refused(work, pipeline, script, ranks, arguments, words):
-    """By rank 0, before it meets the others: they need not run."""
-    command = (script, *COMMON, "--run_name", "refused", *arguments)
-    result = launch(work, ranks, *command, patch=fp16_is(False), started=1, limit=60)
-    assert result.code == 2 and result.errors.count("\n") == 1 and words in result.errors, result.errors
-    assert result.errors.startswith(f"{script}: error: ") and not (work / "logs" / "refused.csv").exists()
+TP, PP, SP = "--tensor_parallel", "--pipeline_parallel", "--sequence_parallel"
+REFUSED = [
+    ("train_tp_sp.py", 3, (TP, 3), "--n_head 4 does not divide by --tensor_parallel 3 x --sequence_parallel 1"),
+    ("train_tp_sp.py", 2, (SP, 2, "--seq_len", 15), "--seq_len 15 does not divide by --sequence_parallel 2"),
+    ("train_tp_sp.py", 2, (TP, 4, "--elastic"), "none of 1 to 2 ranks trains micro-batches of 2, 4 ranks to each"),
+    ("train_3d.py", 3, (PP, 2), "3 ranks do not divide by 2"),
+    ("train_3d.py", 3, (PP, 3), "--pipeline_parallel 3 stages want at least as many layers, not 2"),
+    ("train_3d.py", 3, (TP, 3), "--n_head 4 does not divide by --tensor_parallel 3"),
+    ("train_3d.py", 1, ("--zero_stage", 2), "DeepSpeed's pipelines go with --zero_stage 1, not 2"),
+]
 
 
-@pytest.mark.parametrize("script", ["train.py", "train_3d.py"])
-def test_fp16_where_the_device_has_it(tmp_path, script):
-    """test_refused has the other half: the device decides, and a CPU can have fp16, too."""
-    arguments = (*SHAPE, *BATCH, "--steps", 4, "--dtype", "fp16", "--run_name", "half")
-    run(tmp_path, 2, script, *arguments, patch=fp16_is(True))
-    log = read_log(tmp_path, "half", "loss", "loss_scale")
-    assert len(log["loss"]) == 4 and all(0 < loss < 6 for loss in log["loss"].values())
-    assert log["loss_scale"][1] > 1  # it is fp16 that trains
+@pytest.mark.parametrize(("script", "ranks", "arguments", "words"), REFUSED)
+def test_refused(monkeypatch, script, ranks, arguments, words):
+    assert words in refused(monkeypatch, script, ranks, (*COMMON, *arguments))
 
 
-@pytest.mark.parametrize("script", ["train.py", "train_3d.py"])
-def test_tensorboard(work, script):
+@pytest.mark.parametrize("script, name", [("train_tp_sp.py", "three"), ("train_3d.py", "one")])
+def test_names_of_a_pipeline_are_others(work, pipeline, script, name):
+    result = launch(work, 1, script, *COMMON, "--checkpoint_dir", name, *RESUME)
+    assert result.code == 2 and result.errors.count("\n") == 1
+    assert "trained here, and not in the checkpoint" in result.errors
+
+
+def test_tensorboard(work):
     """--tensorboard writes the same losses as the log, in float32."""
-    name = f"board_{script[:-3]}"
-    run(work, 1, script, *COMMON, "--steps", 4, "--tensorboard", "--run_name", name, "--checkpoint_dir", name)
-    board = EventAccumulator(str(next((work / "runs" / name).rglob("*tfevents*"))), {"scalars": 0}).Reload()
-    for column, losses in read_log(work, name).items():
+    train_3d(work, 1, 1, 1, "board", "--tensorboard")
+    board = EventAccumulator(str(next((work / "runs" / "board").rglob("*tfevents*"))), {"scalars": 0}).Reload()
+    for column, losses in read_log(work, "board").items():
         events = {event.step: event.value for event in board.Scalars(column)}
         assert len(losses) == {"loss": 4, "val_loss": 2}[column]
         assert events == pytest.approx(losses, rel=1e-7, abs=0)
