@@ -123,8 +123,11 @@ def test_a_wrong_converter_fails(lesson, right, wrong):
     assert code.count(right) == 1
     names = dict(lesson.names)
     execute(code.replace(right, wrong), names)
-    with pytest.raises((AssertionError, RuntimeError)):
-        execute(CODE["check"]["source"], names)
+    try:
+        with pytest.raises((AssertionError, RuntimeError)):
+            execute(CODE["check"]["source"], names)
+    finally:
+        execute(CODE["check"]["source"], lesson.names)
 
 
 def test_a_file_too_few_fails(lesson):
