@@ -43,7 +43,7 @@ def test_a_step_that_was_given_up(life, tmp_path):
     life(2, 0)
     life(3, 1, every=5)  # step 5
     (tmp_path / "c" / "latest").write_text("checkpoint-2")
-    life(4, 2, fatal=3, places={1: [0, 0.5]})  # step 4 comes back; in step 6 rank 1 dies, and rank 0 has written `latest`
+    life(4, 2, fatal=3, places={1: [0, 0.5]})  # step 4 comes back; in 6 rank 1 dies, and rank 0 has written `latest`
     assert life(0, 4)[0] == 4
 
 
