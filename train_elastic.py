@@ -66,8 +66,7 @@ def go_on(engine, args, run, rows, memory=None):
     """Resume, train, log, save, and exit. rows(done) does the steps after `done` and yields their rows of the log."""
     saved = load(engine, args, run, memory)
     stop = elastic.listen(engine.device)  # for SIGTERM; on all ranks stop() says the same
-    step = saved["step"]
-    log = Log(args.run_name, step, saved.get("row"), engine.monitor)
+    log = Log(args.run_name, step := saved["step"], saved.get("row"), engine.monitor)
     for row in rows(step):
         state = {"step": (step := row["step"]), "run": run}
         if memory:
@@ -101,9 +100,8 @@ def main():
     with refusing():
         if args.exact:
             exact.install(engine)
-        # In a folder that is named after that of the checkpoints. MIRROR_ROOT plays several machines on one.
         job = str(Path(args.checkpoint_dir).resolve()).strip("/").replace("/", "_")
-        place = Path(os.environ.get("MIRROR_ROOT", "/dev/shm"), job)
+        place = Path(os.environ.get("MIRROR_ROOT", "/dev/shm"), job)  # MIRROR_ROOT plays several machines on one
         memory = mirror.Mirror(engine, place, args.mirror) if args.mirror else None
     go_on(engine, args, run, lambda done: train.train(engine, args, texts, done), memory)
 

@@ -132,7 +132,7 @@ def try_events(args):
     for mirror in args.mirror:
         name = f"elastic_zero{args.zero_stage}{f'_mirror{mirror}' * bool(mirror)}{'_rounding' * args.rounding}"
         kind = f"--mirror {mirror}" if mirror else "checkpoints only"
-        how = f"{'universal.elastic' if args.warm else 'torchrun'}, {'without' if args.rounding else 'with'} --exact"
+        how = f"{'harness.warm' if args.warm else 'torchrun'}, {'without' if args.rounding else 'with'} --exact"
         print(f"ZeRO-{args.zero_stage}, {kind}, {how}")
         options = ["--elastic", "--zero_stage", str(args.zero_stage), "--run_name", name]
         options += ["--mirror", str(mirror)] * bool(mirror)
@@ -291,7 +291,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=1)
     parser.add_argument("--rounding", action="store_true", help="without --exact: the last digits may differ")
-    parser.add_argument("--warm", action="store_true", help="start the workers by universal.elastic, not by torchrun")
+    parser.add_argument("--warm", action="store_true", help="start the workers by harness.warm, not by torchrun")
     every = "hold every K-th step in memory; 0: checkpoints only; several: one run after the other"
     parser.add_argument("--mirror", type=int, nargs="+", default=[0, 1], metavar="K", help=every)
     parser.add_argument("--settings", action="store_true", help="time torchrun's settings instead, by one event")

@@ -21,7 +21,7 @@ RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
 QUIET |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-WARM = [sys.executable, "-m", "universal.elastic"]  # torchrun with workers that have torch and DeepSpeed in memory
+WARM = [sys.executable, "-m", "harness.warm"]  # torchrun with workers that have torch and DeepSpeed in memory
 # A rendezvous that no machine holds, to be formatted with a port, for python -c.
 HOLDER = "import time, torch.distributed as d; s = d.TCPStore('127.0.0.1', {}, is_master=True, wait_for_workers=False)"
 

@@ -13,6 +13,12 @@ imported when it is first used: what needs neither torch nor DeepSpeed, convert(
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from universal.converter import convert
+    from universal.loader import install, load_checkpoint, mend
+    from universal.torch_file import CheckpointError
 
 __version__ = "1.0"
 HOME = {"install": "loader", "load_checkpoint": "loader", "mend": "loader", "convert": "converter"}

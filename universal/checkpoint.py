@@ -320,8 +320,6 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
         path = shards[rank]
         with about(path):
             optimizer = first if rank == low else load(path)["optimizer_state_dict"]
-            if optimizer["partition_count"] != first["partition_count"]:
-                raise CheckpointError(f"{path} and {shards[low].name} were saved by different numbers of ranks")
             if len(flat_groups(optimizer)) != len(groups):
                 raise CheckpointError(f"{path} has another number of parameter groups than {paths[0].name}")
             found = []

@@ -19,6 +19,7 @@ import sys
 import time
 import warnings
 from array import array
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -209,9 +210,10 @@ def together(gather):
 
 
 def convert(
-    input_folder, output_folder=None, num_extract_workers=4, num_merge_workers=2, *,
-    strict=True, check=False, progress=False, rank=0, ranks=1, gather=alone, zero3_before_0_19_3=False,
-):  # fmt: skip
+    input_folder: str, output_folder: str | None = None, num_extract_workers: int = 4, num_merge_workers: int = 2, *,
+    strict: bool = True, check: bool = False, progress: bool = False, rank: int = 0, ranks: int = 1,
+    gather: Callable[[object], list] = alone, zero3_before_0_19_3: bool = False,
+) -> dict:  # fmt: skip
     """Convert the ZeRO checkpoint in input_folder, or in the folder below it that find_tag() finds, into a universal
     checkpoint at output_folder: without a name, the input's with _universal behind it.
 

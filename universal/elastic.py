@@ -20,19 +20,16 @@ Needs Python 3.10 and torch 2.6 or newer.
 import contextlib
 import datetime
 import os
-import runpy
 import shutil
 import signal
 import sys
 import time
-from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from packaging.version import Version
-from torch.distributed import distributed_c10d, run
-from torch.distributed.launcher.api import elastic_launch
+from torch.distributed import distributed_c10d
 
 GO_ON = 143  # the exit code of "stopped, not finished". To the agents 0 says that the job is done, and they end it.
 
@@ -182,35 +179,3 @@ def remove_old(folder, keep):
         if kept.isdisjoint({tag, tag.removesuffix("_universal")}):
             # Half removed it must not have the name of a whole one.
             shutil.rmtree(path if path.suffix else path.rename(f"{path}.unfinished"), ignore_errors=True)
-
-
-# -----------------------------------------------------------------------------
-# torchrun whose workers start with torch and DeepSpeed imported, forked from a process that has done it once:
-#     python -m universal.elastic [torchrun's flags] train_elastic.py --elastic
-# Tried on CPUs. Where an import starts CUDA, a forked process cannot use it.
-
-
-def worker(_, script, *arguments):
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as stop:
-        if stop.code:  # 0 is said by returning
-            raise
-
-
-def warm(config, entrypoint):
-    config.start_method = "forkserver"
-    return elastic_launch(config, worker)
-
-
-if __name__ == "__main__":
-    from universal import elastic  # a worker looks for worker() in the module of this name, and __main__ is another one
-
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # torch.optim imports torch._dynamo, and DeepSpeed's Muon torch._inductor: half of what a start takes.
-    forkserver.set_forkserver_preload(["deepspeed", "torch._dynamo", "torch._inductor.compile_fx"])
-    forkserver.ensure_running()  # while the agents meet
-    run.elastic_launch = elastic.warm
-    run.main()

@@ -52,9 +52,10 @@ deepspeed_load = deepspeed.DeepSpeedEngine.load_checkpoint
 # -----------------------------------------------------------------------------
 # 1. what others call
 def load_checkpoint(
-    engine, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
-    load_module_only=False, custom_load_fn=None, missing_ok=False, timeout=TIMEOUT,
-):  # fmt: skip
+    engine: deepspeed.DeepSpeedEngine, load_dir: str, tag: str | None = None, load_module_strict: bool = True,
+    load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+    custom_load_fn: None = None, missing_ok: bool = False, timeout: float = TIMEOUT,
+) -> tuple[str | None, dict]:  # fmt: skip
     """engine.load_checkpoint() for any number of ranks, any ZeRO stage, ordinary and universal checkpoints.
 
     Takes what DeepSpeed's takes and returns (folder of the checkpoint, client state). On another number of ranks than
@@ -95,7 +96,7 @@ def load_checkpoint(
     return str(folder), client_state
 
 
-def mend(engine, folder):
+def mend(engine: deepspeed.DeepSpeedEngine, folder: str) -> None:
     """Restore what DeepSpeed's universal loader leaves out of the universal checkpoint `folder`: hyper-parameters, step
     counts, frozen parameters, buffers, the count of micro-batches. Raises CheckpointError where it cannot."""
     with conversation(TIMEOUT) as talk:
@@ -117,7 +118,7 @@ def mend(engine, folder):
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 
-def install():
+def install() -> None:
     """Let whatever calls engine.load_checkpoint(), Hugging Face's Trainer say, call load_checkpoint() of this file.
     As with DeepSpeed's, a first start finds nothing and goes on: an absent or empty folder, and no tag. A command that
     has no script starts with the folder start/ on its PYTHONPATH."""
