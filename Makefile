@@ -49,7 +49,8 @@ endef
 help:
 	@sed -n 's/^# make/make/p' $(firstword $(MAKEFILE_LIST))
 
-demo: $(OUT)/resume.png $(OUT)/stock.txt $(OUT)/resume_no_uc.png $(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/resume_uc.png
+demo: $(OUT)/resume.png $(OUT)/stock.txt $(OUT)/resume_no_uc.png \
+	$(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/grad_accu_ds.png $(OUT)/resume_uc.png $(OUT)/traps.txt
 
 # Without an NVIDIA driver torch's CPU build will do: 200 megabytes in place of gigabytes.
 .venv/installed: requirements.txt
@@ -133,9 +134,16 @@ logs/grad_accu_4_ds.csv: .venv/installed grad_accu_ds.py $(LESSON)
 logs/grad_accu_2_ds_ws2.csv: .venv/installed grad_accu_ds.py $(LESSON)
 	$(call run,$(RANKS) 2 grad_accu_ds.py $(ACCU) 8,$(RUN2))
 
-GRAD_ACCU = $(patsubst %,logs/%.csv,no_grad_accu_pt grad_accu_4_pt no_grad_accu_ds grad_accu_4_ds grad_accu_2_ds_ws2)
-$(OUT)/grad_accu.png: $(GRAD_ACCU) plot.py
-	$(call plot,$(GRAD_ACCU),1e-5)
+$(OUT)/grad_accu.png: logs/no_grad_accu_pt.csv logs/grad_accu_4_pt.csv logs/grad_accu_2_ds_ws2.csv plot.py
+	$(call plot,$(filter %.csv,$^),1e-5)
+
+$(OUT)/grad_accu_ds.png: logs/no_grad_accu_pt.csv logs/no_grad_accu_ds.csv logs/grad_accu_4_ds.csv plot.py
+	$(call plot,$(filter %.csv,$^),1e-5)
+
+$(OUT)/traps.txt: .venv/installed demos/traps.py grad_accu_pt.py grad_accu_ds.py $(LESSON)
+	@mkdir -p $(OUT)
+	$(PY) demos/traps.py > $@
+	@cat $@
 
 # Test 3: a universal checkpoint resumes on any number of ranks, with DeepSpeed's own loader, too
 $(CKPT)/latest_universal: logs/default.csv ds_to_universal.py $(PACKAGE)

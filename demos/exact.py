@@ -55,17 +55,18 @@ def draw(groups, path):
         for i, (what, other) in enumerate(others):
             gaps = plot.differences(baseline, other, "loss")
             look = plot.style(i) | {"ls": "", "ms": 5}
+            what = what.replace(IN_TURN, "4, then 2, 8, 1 ranks")
             names[what] = plot.draw_line(axis, gaps, **look, markevery=(3 * i, 12), clip_on=False)
             worst = max(worst, *gaps.values())
-        names["float32 rounding step"] = plot.scale(axis, baseline, 1e-3)
         for step in (50, 100, 150):
-            names["in turn: change of ranks"] = axis.axvline(step + 0.5, color="0.4", ls="--", lw=1)
-        how = f"the loss differs by up to {worst:.0e}" if worst else "every bit of the loss is equal"
+            names["where those change"] = axis.axvline(step + 0.5, color="0.4", ls="--", lw=1)
+        names["float32 rounding step"] = plot.scale(axis, baseline, 1e-3)
+        how = f"up to {worst:.0e} apart" if worst else "every bit is equal"
         axis.set_title(f"{title}: {how}")
         axis.set_ylabel("|difference|\n(nats per byte)")
     axis.set_xlabel("step (each run at every twelfth)")
     where = {"loc": "outside upper center", "ncols": 2, "frameon": False, "labelspacing": 0.2}
-    figure.legend(names.values(), names, title="compared with 1 rank:", **where)
+    figure.legend(names.values(), names, title="The loss against that of 1 rank:", **where)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
     columns = {f"{what} {title}": run for title, runs in groups.items() for what, run in runs.items()}

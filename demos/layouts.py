@@ -60,12 +60,13 @@ def draw(runs, path):
     (name, baseline), (_, same), *others = runs.items()
     gaps = {there: plot.differences(baseline, run, "loss") for there, run in others}
     most = max(gaps, key=lambda there: max(gaps[there].values()))
-    shown = {f"{name}, uninterrupted": baseline, "resumed on the same layout": same}
+    shown = {f"{name}: uninterrupted": baseline, "resumed on the same layout": same}
     shown[f"resumed on {most.removeprefix('then ')}"] = runs[most]
     strips = [plot.differences(baseline, same, "loss"), gaps[most]]
     figure = plot.draw({label: run | {"val_loss": {}} for label, run in shown.items()}, strips)
-    figure.axes[0].get_legend().set_title("ranks: tensor (TP), pipeline (PP), data (DP)")
-    figure.axes[-1].set_xlabel(f"step (of {len(others)} other layouts, the one that differs most)")
+    figure.axes[0].get_legend().set_title("ranks: tensor (TP) x pipeline (PP) x data (DP)")
+    far = f"{max(gaps[most].values()):.1e}"
+    figure.axes[0].set_title(f"Another layout after step {min(same['loss']) - 1}: at most {far} apart")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
 

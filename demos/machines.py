@@ -94,7 +94,7 @@ def play(job):
         since = time.time()
         event(job)
         reached = job.step()
-        began, ranks, stepped, first = job.went_on(since)
+        began, ranks, stepped, first = job.went_on(since, 4 if name == "start" else r"\d+")
         created = min(when for node in job.nodes.values() for when, _ in node.workers() if when > since)
         spare, again = job.ranks * len(job.nodes) - ranks, max(reached + 1 - first, 0)
         assert not job.memory or not again or name == NEIGHBOURS, f"{name}: steps are done again"
@@ -156,59 +156,32 @@ def try_events(args):
 
 def draw(wanted, runs, path):
     """runs: {name: (log, events)}, the first without a mirror, the second with one."""
-    figure, (top, below) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, height_ratios=[5, 2], layout="constrained")
-    colours = ["#2b6ca3", "#c8443f"]
-    top.plot(range(1, STEPS + 1), [float(row["loss"]) for row in wanted], color="0.8", lw=7, label="one rank, no event")
-    for (name, (log, _)), colour, style in zip(runs.items(), colours, ("-", (0, (3, 3))), strict=True):
-        top.plot(range(1, STEPS + 1), [float(row["loss"]) for row in log], color=colour, lw=1.4, ls=style, label=name)
-    log, events = [*runs.values()][-1]
-    shade((top, below), [int(row["layout"].split(" x ")[2]) for row in log])
-    for number, event in enumerate(events[1:], 1):
-        for axis in (top, below):
-            axis.axvline(event["step"] + 0.5, color="0.45", ls=":", lw=0.8)
-        high = 0.93 if number % 2 else 0.82
-        top.text(event["step"] + 0.5, high, number, transform=top.get_xaxis_transform(), ha="center", size=10,
-                 bbox={"boxstyle": "circle,pad=0.15", "fc": "white", "ec": "0.45", "lw": 0.8})  # fmt: skip
-    texts = ["\n".join(str(number) for number in range(1, len(events))), "\n".join(e["event"] for e in events[1:])]
-    for text, x, side in zip(texts, (1.045, 1.06), ("right", "left"), strict=True):
-        top.text(x, 1, text, transform=top.transAxes, va="top", ha=side, size=10, linespacing=1.35)
-    for lane, ((_, events), colour) in zip((0, -1.6), zip(runs.values(), colours, strict=True), strict=True):
-        draw_repeated(below, lane, events[1:], colour)
-    below.set(ylim=(-2.1, 0.9), xlim=(0.5, STEPS + 0.5), xlabel="step", ylabel="steps\ndone again")
-    below.set(yticks=[0, -1.6], yticklabels=[*runs])
-    top.set(ylabel="training loss", ylim=(1.8, None))
-    top.set_title("Machines die and come back: the loss is that of one rank to which nothing happened", size=11)
-    top.legend(framealpha=1, edgecolor="white", loc="upper right", bbox_to_anchor=(1, 0.76), fontsize=10)
+    plt.rcParams.update({"font.size": 11, "axes.titlesize": 11})  # to be read on a telephone
+    figure, (top, below) = plt.subplots(2, 1, figsize=(6, 5.8), height_ratios=[1.6, 4.2], layout="constrained")
+    looks = {"color": "#0072B2", "ls": "-"}, {"color": "#D55E00", "ls": (0, (3, 3))}
+    steps = range(1, STEPS + 1)
+    top.plot(steps, [float(row["loss"]) for row in wanted], color="0.8", lw=7, label="one rank, undisturbed")
+    for i, ((name, (log, events)), look) in enumerate(zip(runs.items(), looks, strict=True)):
+        top.plot(steps, [float(row["loss"]) for row in log], **look, lw=1.4, label=name)
+        again = [max(event["step"] - event["from"], 0) for event in events[1:]]
+        places = [place + 0.4 * i for place in range(len(again))]
+        below.barh(places, again, 0.4, color=look["color"], label=f"{name}: {sum(again)}")
+        for place, count in zip(places, again, strict=True):
+            below.text(count + 0.2, place, count or "", va="center", size=9, color=look["color"])
+    ranks = [event["ranks"] for event in events]
+    labels = []
+    for before, event in zip(ranks, events[1:], strict=False):
+        labels.append(f"{event['event']}, {before} to {event['ranks']} ranks")
+    below.set(yticks=[place + 0.2 for place in range(len(labels))], yticklabels=labels, xlabel="steps done again")
+    below.invert_yaxis()
+    below.legend(loc="lower right", frameon=False, borderaxespad=0)
+    top.set(xlabel="step", ylabel="training loss")
+    figure.suptitle(f"{len(labels)} events in {STEPS} steps: the loss does not notice", size=11)
+    top.legend(loc="upper right", frameon=False)
     for axis in (top, below):
         axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
-
-
-def draw_repeated(axis, lane, events, colour):
-    """An arrow back over the steps that are done again after each event, and how many they are; a dot for none."""
-    last, again = 0, sum(max(event["step"] - event["from"], 0) for event in events)
-    axis.text(1.015, 0.72 + 0.32 * lane, f"{again} steps", transform=axis.transAxes, color=colour, size=10)
-    for event in events:
-        end, start = event["step"] + 0.5, event["from"] + 0.5
-        if start >= end:
-            axis.plot(end, lane, "o", color=colour, ms=5)
-            continue
-        high = lane if start >= last else lane - 0.5  # below the one that it would cover
-        arrow = {"arrowstyle": "-|>", "color": colour, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
-        axis.annotate("", (start, high), (end, high), arrowprops=arrow)
-        axis.text(end + 1, high, event["step"] - event["from"], va="center", size=10)
-        last = end
-
-
-def shade(axes, ranks):
-    """The number of ranks at every step, as the colour behind it."""
-    ends = [0, *(i for i in range(1, STEPS) if ranks[i] != ranks[i - 1]), STEPS]
-    for first, last in zip(ends, ends[1:], strict=False):
-        for axis in axes:
-            axis.axvspan(first + 0.5, last + 0.5, color={2: "#fdf0d5", 4: "#e3edf7", 6: "#e6f2e1"}[ranks[first]], lw=0)
-        name = ranks[first] if first else f"{ranks[first]} ranks"
-        axes[0].text((first + last) / 2 + 0.5, 1.9, name, ha="center", size=10, color="0.35")
 
 
 # -----------------------------------------------------------------------------
@@ -247,7 +220,7 @@ def soak(job, minutes, steps, dice):
     """Returns [(what happened, steps done again, seconds until the next step)]."""
     rows = []
     job.start(*NODES)
-    *_, reached = job.went_on(0)
+    *_, reached = job.went_on(0, len(NODES))
     end = time.time() + 60 * minutes
     while time.time() < end and reached + 100 < steps:
         gap, what, nodes = throw(dice, job.nodes.keys())

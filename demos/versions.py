@@ -3,15 +3,17 @@
     python demos/versions.py --output assets/versions.txt
 
 Installs each below .venv-versions/, without its requirements and without a compiler, beside the torch of this Python.
-There harness/any_version.py trains a model with two parameter groups, tied weights, a frozen layer and a buffer for 9
-steps, and saves after the third on 4 ranks. A number is the largest difference of the 6 losses after that from those of
-the run that saved and went on. Beside what is ours stands what DeepSpeed does there by itself, and what differs without
-any checkpoint. A letter is an error, told below the table. Ends with an error where universal.py fails or is further
-away than rounding, and the control beside it is not.
+There it trains a model with two parameter groups, tied weights, a frozen layer and a buffer for 9 steps, saving after
+the third on 4 ranks. A number is the largest difference of the 6 losses after that from those of the run that saved and
+went on. Beside what is ours stands what DeepSpeed does there by itself, and what differs without any checkpoint. A
+letter is an error, told below the table. Ends with an error where universal.py fails or is further away than rounding,
+and the control beside it is not.
 """
 
 import argparse
+import importlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,10 +21,18 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import time
 import venv
 import warnings
+from contextlib import suppress
 from importlib.metadata import version as version_of
 from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -51,8 +61,160 @@ ROWS = {
     "DeepSpeed's converter and universal loader (*)": None,
 }
 NOTHING = "nothing loaded"
+SAVED, STEPS, BATCH, ACCUMULATION = 3, 9, 24, 2
+# What DeepSpeed imports when it makes an engine: once here instead of once in every rank.
+LATER = ("setuptools", "distutils.ccompiler", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.comm.torch")
+LATER += ("torch._subclasses.schema_check_mode", "deepspeed.sequence.layer", "deepspeed.checkpoint.ds_to_universal")
 
 
+# -----------------------------------------------------------------------------
+# 1. under one version: what its ranks do, forked from a process that has imported it, and whatever it imports later
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.out.weight = self.embed.weight
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.hidden, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, tokens, targets):
+        self.calls += 1
+        hidden = self.norm(self.hidden(self.frozen(self.embed(tokens)).tanh()).relu())
+        return nn.functional.cross_entropy(self.out(hidden) * (1 + 0.01 * self.calls), targets)
+
+
+def make_engine(ranks, stage, seed, converted, one_group):
+    import deepspeed
+
+    torch.manual_seed(1)
+    frozen = Net().frozen
+    torch.manual_seed(seed)
+    model = Net()
+    if converted:  # DeepSpeed's universal loader leaves both out: here they come from elsewhere
+        model.frozen = frozen
+        model.calls += SAVED * ACCUMULATION
+    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    config = {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": BATCH // ACCUMULATION // ranks,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": 0.5,  # the default was none, and is 1 since 0.19.3
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "checkpoint": {"load_universal": converted},
+    }
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 2e-2}]
+    optimizer = torch.optim.AdamW([{"params": decayed + others}] if one_group else groups, lr=1e-2)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1, (step + 1) / STEPS)),
+    )  # fmt: skip
+    return engine
+
+
+def train(name, ranks, stage, folder=None, save=None, load=None, how=None, seed=1, one_group=False):
+    """Train to the last step. load: a tag, by `how`, in a model of another seed; save: a tag, at step 3 or a load."""
+    if how == "convert":
+        from deepspeed.checkpoint import ds_to_universal
+
+        options = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
+        options |= dict(input_folder=f"{folder}/{load}", output_folder=f"{folder}/{save}", inject_missing_state=True)
+        ds_to_universal.main(SimpleNamespace(**options))
+        return []
+    engine = make_engine(ranks, stage, seed=seed + bool(load), converted=how == "universal", one_group=one_group)
+    if load and how == "ours":
+        universal.load_checkpoint(engine, folder, load)
+    elif load:
+        assert engine.load_checkpoint(folder, load)[0], "nothing was loaded"
+    if load and save:
+        engine.save_checkpoint(folder, tag=save)
+    rank, losses = dist.get_rank(), []
+    for step in range(engine.global_steps, STEPS):
+        data = torch.randint(11, (BATCH, 2), generator=torch.Generator().manual_seed(step))
+        mean = torch.zeros((), dtype=torch.float64)
+        for rows in data.chunk(ACCUMULATION):
+            mine = rows[rank::ranks]
+            loss = engine(mine[:, 0], mine[:, 1])
+            engine.backward(loss)
+            engine.step()
+            mean += loss.detach().double() / ACCUMULATION / ranks
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+        if save and step + 1 == SAVED:
+            engine.save_checkpoint(folder, tag=save)
+    return losses[-(STEPS - SAVED) :]
+
+
+def rank_main(rank, job, result):
+    import deepspeed
+
+    code = 0
+    try:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["ranks"])}
+        dist.init_process_group("gloo", init_method=f"file://{result}.store", rank=rank, world_size=job["ranks"])
+        deepspeed.init_distributed("gloo")
+        found = {"losses": train(**job)}
+    except BaseException as error:
+        text = next((line for line in str(error).splitlines() if line.strip()), "")
+        found, code = {"error": f"{type(error).__name__}: {text}"}, 1
+        logging.exception(job["name"])
+    if rank == 0 or code:
+        Path(f"{result}.{rank}").write_text(json.dumps(found))
+    os._exit(code)  # nothing of the parent's is to be finished here
+
+
+def play(job, limit=90):
+    """The result of the rank that failed first, or of rank 0; the others of a rank that fails may wait for ever."""
+    with tempfile.TemporaryDirectory() as folder:
+        result, children, first = f"{folder}/result", set(), None
+        sys.stdout.flush()
+        for rank in range(job["ranks"]):
+            if not (child := os.fork()):
+                os.dup2(2, 1)
+                rank_main(rank, job, result)
+            children.add(child)
+        deadline = time.monotonic() + limit
+        while children and time.monotonic() < deadline:
+            for child in list(children):
+                pid, status = os.waitpid(child, os.WNOHANG)
+                if pid:
+                    children.remove(pid)
+                    if status and first is None:
+                        first, deadline = pid, min(deadline, time.monotonic() + 5)
+            time.sleep(0.01)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        written = sorted(Path(folder).glob("result.[0-9]*"), key=lambda path: path.stat().st_mtime_ns)
+        found = [json.loads(path.read_text()) for path in written]
+        if first is None and not children and found:
+            return found[0]
+        errors = [one for one in found if "error" in one]
+        return errors[0] if errors else {"error": f"no answer within {limit} seconds, or a rank that died"}
+
+
+def play_all(jobs):
+    """Of each job one line of JSON on stdout: its losses, or the error that one of its ranks raised."""
+    # Older DeepSpeeds gather into views that autograd forbids gloo to write to, and not NCCL.
+    dist.all_gather_into_tensor = torch.no_grad()(dist.all_gather_into_tensor)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork
+    for name in LATER:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it needs a compiler
+    for job in jobs:
+        print(json.dumps({"name": job["name"], "version": deepspeed.__version__} | play(job)), flush=True)
+
+
+# -----------------------------------------------------------------------------
+# 2. the versions, each in a process of its own
 def install(version):
     """The folder to put on PYTHONPATH: deepspeed alone. All else, torch too, is that of this Python."""
     folder, builder = HERE / version, HERE / "build"
@@ -76,9 +238,10 @@ def install(version):
 
 
 def run(version, jobs, log):
-    """{name: result} of harness/any_version.py under that version."""
-    environment = os.environ | {"PYTHONPATH": "" if version == NEW else str(install(version))}
-    command = [sys.executable, ROOT / "harness" / "any_version.py", json.dumps(jobs)]
+    """{name: result} of the jobs under that version."""
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = "" if version == NEW else str(install(version))
+    command = [sys.executable, __file__, "--jobs", json.dumps(jobs)]
     with open(log, "a") as errors:
         options = dict(stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, start_new_session=True)
         with subprocess.Popen(command, **options) as process:
@@ -150,6 +313,8 @@ def measure(version, work):
     return results, {one["name"]: (who, one) for who, one in done}
 
 
+# -----------------------------------------------------------------------------
+# 3. the numbers, and what of them is wrong
 def differences(results, new, only=None):
     """{(row, stage): difference or error}. new: the results of NEW, which saved some of what was loaded."""
     found = {}
@@ -264,7 +429,10 @@ def main():
     parser.add_argument("--output", type=Path, default=Path("out/versions.txt"))
     parser.add_argument("--work", type=Path, default=Path("runs/versions"), help="checkpoints and logs")
     parser.add_argument("versions", nargs="*", default=OLD)
+    parser.add_argument("--jobs", type=json.loads, help="these alone, under whatever DeepSpeed PYTHONPATH names")
     args = parser.parse_args()
+    if args.jobs:
+        return play_all(args.jobs)
     everything, legend, problems, notes, new = {}, {}, [], [], None
     for version in (NEW, *args.versions):
         results, done = measure(version, args.work.resolve())

@@ -5,7 +5,7 @@
     torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
 
 Saves step 7 and 14, goes on from the newest. The lines marked (1) to (3) are what a change of ranks asks of the loop.
-Needs accelerate; and universal.py and ds_to_universal.py where Python finds them: one folder up, or beside the script.
+Needs accelerate; and the package universal: installed (pip install .), or its folder beside the script or one up.
 """
 
 import argparse

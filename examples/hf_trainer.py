@@ -6,8 +6,7 @@
     python plot.py logs/trainer_4_ranks.csv logs/trainer_2_ranks.csv --output out/trainer.png --tolerance 1e-5
 
 A tiny Llama and data made here, nothing to download; CPU or GPUs. Needs transformers, accelerate and, for --lora, peft;
-and universal.py, collective.py, ds_to_universal.py and torch_file.py where Python finds them: one folder up, or beside
-the script.
+and the package universal: installed (pip install .), or its folder beside the script or one up.
 """
 
 import argparse

@@ -4,9 +4,8 @@
     rm -r ckpt_lightning/step=14.ckpt         # as if it had died after step 13
     torchrun --standalone --nproc-per-node 2 examples/lightning_module.py
 
-Saves step 7 and 14, goes on from the newest. The lines marked (1) to (4) are what a
-change of ranks asks of the module. Needs lightning; and universal.py and ds_to_universal.py where Python finds them:
-one folder up, or beside the script.
+Saves step 7 and 14, goes on from the newest. The lines marked (1) to (4) are what a change of ranks asks of the module.
+Needs lightning; and the package universal: installed (pip install .), or its folder beside the script or one up.
 """
 
 import argparse

@@ -11,8 +11,8 @@ Without it a change of the tensor-parallel degree goes wrong in silence:
                             size: --make-vocab-size-divisible-by times the degree as before
 
 Rewrites *mp_rank_00_model_states.pt, the file that converters read; a second run changes nothing. Needs neither torch
-nor Megatron, but ds_to_universal.py and torch_file.py, one folder up or beside it. For Megatron-DeepSpeed since its
-commit 676a482c, which changed how Q, K and V are cut; and for attention with as many heads for keys as for queries.
+nor Megatron, but the package universal: installed, or its folder one up. For Megatron-DeepSpeed since its commit
+676a482c, which changed how Q, K and V are cut; and for attention with as many heads for keys as for queries.
 """
 
 import os
@@ -62,7 +62,7 @@ def main(folder):
     files = sorted(Path(folder).glob("*mp_rank_*_model_states.pt"))
     if not files:
         sys.exit(f"megatron_info.py: {folder} holds no *mp_rank_*_model_states.pt")
-    states = {path: torch_file.load(path)[0] for path in files}
+    states = {path: torch_file.load(path) for path in files}
     first = next(path for path in files if "mp_rank_00" in path.name)
     if "universal_checkpoint_info" not in states[first]:
         sys.exit(f"megatron_info.py: {first} has no universal_checkpoint_info")

@@ -133,9 +133,10 @@ class Job:
         for node in self.nodes.values():
             node.reader.join()  # a spare rank may say so after the others have begun to train
 
-    def went_on(self, since):
-        """(when ranks were there again, how many train, when they have done a step, which one it is)"""
-        began, ranks = self.first(r"= \d+ per rank x \d+ accumulation steps x (\d+) ranks", since)
+    def went_on(self, since, ranks=r"\d+"):
+        """(when ranks were there again, how many train, when they have done a step, which one it is). ranks: wait until
+        there are so many: on a busy machine a node may be late, and joins a job that has begun."""
+        began, ranks = self.first(rf"= \d+ per rank x \d+ accumulation steps x ({ranks}) ranks", since)
         stepped, step = self.first(r"^step +(\d+) \|", began)
         return began, int(ranks[1]), stepped, int(step[1])
 

@@ -3,10 +3,12 @@
 import contextlib
 import io
 import os
-import re
 import runpy
+import signal
+import struct
 import sys
-import types
+import traceback
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,9 @@ import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal as deepspeed_converter
 
+import ds_to_universal
 import universal
+from harness.ranks import launch
 
 
 def fp16_is(supported):
@@ -28,22 +32,6 @@ def fp16_is(supported):
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator().is_fp16_supported = lambda: supported
-
-    return patch
-
-
-def edited(*edits):
-    """A patch for run(): universal/loader.py with some of its code replaced, (pattern, replacement)."""
-
-    def patch():
-        source = (ROOT / "universal" / "loader.py").read_text()
-        for pattern, replacement in edits:
-            source, count = re.subn(pattern, replacement, source)
-            assert count, f"{pattern} is not in loader.py"
-        module = types.ModuleType("universal.loader")
-        module.__file__ = str(ROOT / "universal" / "loader.py")
-        sys.modules["universal.loader"] = module
-        exec(compile(source, "edited loader.py", "exec"), module.__dict__)
 
     return patch
 
@@ -103,10 +91,63 @@ def content(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
-def command(source, output=None, *flags):
-    """The converter's, for a process of its own."""
-    words = [sys.executable, ROOT / "ds_to_universal.py", "--input_folder", source, *flags]
-    return list(map(str, words)) + ([] if output is None else ["--output_folder", str(output)])
+def with_bit_flipped(data, position, bit=0):
+    """The bytes with one bit the other way."""
+    return data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
+
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+
+
+def forked(work, limit=120):
+    """Call work() in a process forked from this one, which has imported what is needed. Returns end(), which waits for
+    it: its exit code, or minus the signal that ended it, and what it printed, at most what a pipe holds."""
+    pipes = [os.pipe() for _ in range(2)]
+    child = os.fork()
+    if not child:
+        code = 1
+        signal.alarm(limit)
+        for fd, (_, end) in enumerate(pipes, 1):
+            os.dup2(end, fd)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        try:
+            code = work() or 0
+        except SystemExit as stop:
+            code = stop.code or 0
+            if isinstance(code, str):  # as Python itself does it
+                print(code, file=sys.stderr)
+                code = 1
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+    for _, end in pipes:
+        os.close(end)
+
+    def end():
+        out, err = (os.fdopen(read).read() for read, _ in pipes)
+        return SimpleNamespace(code=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), out=out, err=err)
+
+    return end
+
+
+def start_converter(source, output=None, *flags, before=lambda: None, **environment):
+    """forked() with ds_to_universal.py's main(); before() is called ahead of it."""
+    words = ["ds_to_universal.py", "--input_folder", source, *flags]
+    words += [] if output is None else ["--output_folder", output]
+
+    def work():
+        for name in LAUNCHERS:
+            os.environ.pop(name, None)
+        os.environ.update(environment)
+        sys.argv = list(map(str, words))
+        before()
+        ds_to_universal.main()
+
+    return forked(work)
+
+
+def converter(*arguments, **options):
+    return start_converter(*arguments, **options)()
 
 
 def assert_equal_to_deepspeed(source, folder):
@@ -145,11 +186,74 @@ def assert_equal_to_deepspeed(source, folder):
 SHAPES = [OrderedDict(a=torch.Size((5, 3)), b=torch.Size((7,))), OrderedDict(c=torch.Size((4,)))]
 
 
+def records(path, part="/data/"):
+    """The records of a .pt file, the largest last."""
+    with zipfile.ZipFile(path) as archive:
+        return sorted((i for i in archive.infolist() if part in i.filename and i.file_size), key=lambda i: i.file_size)
+
+
+def flip(path, record=None, at=0.5):
+    """Change one bit of a record of a .pt file; without one, in the middle of the largest tensor."""
+    record = record or records(path)[-1]
+    content, header = bytearray(path.read_bytes()), record.header_offset
+    names = sum(struct.unpack_from("<HH", content, header + 26))
+    content[header + 30 + names + int(record.file_size * at)] ^= 16
+    path.write_bytes(content)
+
+
 def edit(folder, pattern, change):
+    """Load each file of a pattern, change(its content), and save it again."""
     for path in sorted(folder.glob(pattern)):
         whole = load(path)
         change(whole)
         torch.save(whole, path)
+
+
+def source_like(folder, checkpoint, changed):
+    """The checkpoint with some files changed: {name: bytes, another file, or None to leave it out}."""
+    folder.mkdir(parents=True)
+    for name, new in ({path.name: path for path in checkpoint.iterdir()} | changed).items():
+        if isinstance(new, bytes):
+            (folder / name).write_bytes(new)
+        elif new is not None:
+            (folder / name).symlink_to(new)
+    return folder
+
+
+def archived(path):
+    """[(name, start of the local header, start of the data, size)] of an archive, and where its directory starts."""
+    data, found = path.read_bytes(), []
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            lengths = struct.unpack("<HH", data[info.header_offset + 26 : info.header_offset + 30])
+            start = info.header_offset + 30 + sum(lengths)
+            found.append((info.filename.split("/", 1)[1], info.header_offset, start, info.file_size))
+        return found, archive.start_dir
+
+
+def pickle_file(path, data):
+    """A .pt file of this pickle."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{path.stem}/data.pkl", data)
+        archive.writestr(f"{path.stem}/byteorder", b"little")
+
+
+def double(folder):
+    """Make it a checkpoint of two tensor-parallel ranks that hold the same."""
+    edit(folder, "*_model_*", lambda model: model["checkpoint_parallel_dimensions"].update(tp_degree=2))
+    for path in list(folder.iterdir()):
+        torch.save(load(path), path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
+
+
+def rename_parameter(new):
+    """A change of model states and shards: b has another name."""
+
+    def change(content):
+        for names in content.get("param_shapes") or content["optimizer_state_dict"]["param_slice_mappings"]:
+            for name in list(names):
+                names[new if name == "b" else name] = names.pop(name)
+
+    return change
 
 
 def states(shard):
@@ -164,3 +268,17 @@ def scramble(shard):
     flats = [*(optimizer.get("fp32_flat_groups") or optimizer["single_partition_of_fp32_groups"])]
     for flat in [*flats, *(state[key] for state in states(shard) for key in ("exp_avg", "exp_avg_sq"))]:
         flat.copy_(torch.rand(flat.shape))
+
+
+def run_all(folder, ranks, script, *arguments, names):
+    """{name: error} of what has failed. The script does what is named, one after the other, and adds each name to the
+    file `ended`. What fails ends the launch: what comes after it gets another one."""
+    failed, left, ended = {}, list(names), Path(folder, "ended")
+    while left:
+        ended.write_text("")
+        result = launch(folder, ranks, script, *arguments, *left, limit=600)
+        left = left[len(ended.read_text().splitlines()) :]
+        assert left or result.code == 0, f"{script} {arguments} {result.codes}\n{result.errors}"
+        if left:
+            failed[left.pop(0)] = f"{result.codes} on {ranks} ranks\n{result.out}\n{result.errors}"
+    return failed

@@ -14,25 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from universal.torch_file import (
-    CheckpointError,
-    Joined,
-    Named,
-    Scalar,
-    Slices,
-    Stub,
-    Tensor,
-    about,
-    begin_of,
-    compact,
-    cut_along,
-    keep_open,
-    load,
-    own_name,
-    pickled,
-    scalar,
-    stub,
-    tensor_of,
-    whole,
+    CheckpointError, Joined, Slices, Tensor, about, begin_of, compact, cut_along, keep_open, load, number, own_name,
+    pickled, scalar, stub, tensor_of, whole,
 )  # fmt: skip
 
 # -----------------------------------------------------------------------------
@@ -45,8 +28,8 @@ BETWEEN_SAVES = 10  # seconds; no two files of one save, nor of a copy, have mor
 class Parameter(NamedTuple):
     """shape: of the whole. flat: the number of the flat tensor, that is of the dict in param_shapes, which holds it; of
     a ZeRO-3 sub-group, then. group: its parameter group. states: {state: Slices, or Joined of several tensor-parallel
-    ranks}, fp32 first. scalars: {key: Scalar or plain value}, what else its optimizer state has, the same for all of a
-    flat tensor. how: what a state file says beside the tensor."""
+    ranks}, fp32 first. scalars: {key: Tensor with its bytes, or plain value}, what else its optimizer state has, the
+    same for all of a flat tensor. how: what a state file says beside the tensor."""
 
     shape: tuple
     flat: int
@@ -66,14 +49,14 @@ class Problem(NamedTuple):
 class Description(NamedTuple):
     """A ZeRO or universal checkpoint without its data. Python's own pickle takes it to other processes.
 
-    stage: 1, 2 or 3; BF16_Optimizer says 0, universal folders None. ranks: data-parallel ones that wrote it, or None.
-    tensor, pipeline: degrees. parameters: {name: Parameter}. flats: [[name]], in the order of the flat tensors. kept:
-    {name: Tensor} of the module without trained parameters: buffers, frozen parameters, tensors of get_extra_state() or
-    of a state_dict hook. extra: names in the module of what is no tensor. frozen, shared: as in the model states.
-    param_groups: hyper-parameters. uneven: {(flat, key): why}, states of the optimizer that differ by rank or are not
-    cut like the weights. problems: what a conversion would lose. models: model states of each model-parallel rank,
-    optimizer: rank 0's optimizer state; both without shards.
-    first: rank 0's file of model states. left: names of files that an earlier save under this name has left behind.
+    stage: 1, also of ZeRO-2, or 3; of BF16_Optimizer 0, of universal folders None. ranks: data-parallel ones that wrote
+    it, or None. tensor, pipeline: degrees. parameters: {name: Parameter}. flats: [[name]], in the order of the flat
+    tensors. kept: {name: Tensor} of the module without trained parameters: buffers, frozen parameters, tensors of
+    get_extra_state() or of a state_dict hook. extra: names in the module of what is no tensor. frozen: as in the model
+    states. param_groups: hyper-parameters. uneven: {(flat, key): why}, states of the optimizer that differ by rank or
+    are not cut like the weights. problems: what a conversion would lose. models: model states of each model-parallel
+    rank, optimizer: rank 0's optimizer state; both without shards. first: rank 0's file of model states. left: names of
+    files that an earlier save under this name has left behind.
     """
 
     folder: Path
@@ -88,7 +71,6 @@ class Description(NamedTuple):
     kept: dict
     extra: list
     frozen: dict
-    shared: dict
     param_groups: list
     uneven: dict
     problems: list
@@ -158,15 +140,18 @@ def newest_first(folder, say):
             written[name] = path.stat().st_mtime
         except Exception as error:
             say(f"{name} is passed over: {type(error).__name__}: {error}")
-    order = sorted(steps, key=lambda name: (steps[name], not (folder / name / "zero").is_dir()), reverse=True)
+    # One with fewer steps that was saved later: the run went back, and gave up what it had. Converted ones are late.
+    saved = {name: not (folder / name / "zero").is_dir() for name in steps}
+    pairs = ((a, b) for a in steps for b in steps if saved[b] and steps[b] < steps[a])
+    given_up = {a for a, b in pairs if written[b] > written[a] + BETWEEN_SAVES}
+    order = sorted(steps, key=lambda name: (name not in given_up, steps[name], saved[name]), reverse=True)
     # A job killed before it wrote `latest` leaves a newer one; an earlier run's is older, or `latest` was edited since.
     if named in steps:
         since = (folder / ("latest" if (folder / "latest").is_file() else "latest_universal")).stat().st_mtime
         later = [name for name in order if steps[name] > steps[named] and written[name] > since]
         if later:
             say(f"`latest` names {named}, and {later[0]} was written after it: the later one is taken, if it is whole")
-        earlier = [name for name in order if steps[name] <= steps[named]]  # what is neither was given up
-        return list(dict.fromkeys([*later, named, *earlier, *order]))
+        return list(dict.fromkeys([*later, named, *order]))
     if named:
         say(f"`latest` names {named}, which holds no checkpoint")
     return order
@@ -276,7 +261,7 @@ class Flat(NamedTuple):
     """What one shard holds of a group, or ZeRO-3 sub-group."""
 
     states: dict  # {state: Tensor}
-    scalars: dict  # {key: Scalar or plain value}
+    scalars: dict  # {key: Tensor with its bytes, or plain value}
     odd: dict  # those that are not cut like the weights
     needed: int  # elements that the others must hold
 
@@ -298,10 +283,6 @@ def flat_states(optimizer, group, needed, opened):
         else:
             odd[key] = tensor
     return Flat(states, scalars, odd, needed)
-
-
-def number(step):
-    return step.value if isinstance(step, Scalar) else step
 
 
 class DataParallel(NamedTuple):
@@ -411,7 +392,7 @@ def differences(values):
     for rank, mine in enumerate(values):
         for key in {**values[0], **mine}:
             a, b = (held.get(key, MISSING) for held in (values[0], mine))
-            if a != b and ({type(a), type(b)} & {Scalar, object} or pickled(a)[0] != pickled(b)[0]):
+            if a != b and ({type(a), type(b)} & {Tensor, object} or pickled(a)[0] != pickled(b)[0]):
                 found[key] = f"differs between ranks 0 and {rank}"
     return found
 
@@ -652,10 +633,7 @@ class TensorParallel:
 
 
 def stage_of(optimizer):
-    stage = optimizer.get("zero_stage", 0)
-    if isinstance(stage, Named):  # as Python 3.11.0 to 3.11.3 pickle the member of an enum
-        return {"gradients": 2, "weights": 3}.get(stage.__qualname__.rpartition(".")[2], 1)
-    return 3 if is_stage_3(optimizer) else int(stage.args[0] if isinstance(stage, Stub) else stage)
+    return 3 if is_stage_3(optimizer) else int("zero_stage" in optimizer)
 
 
 def describe(folder, workers=4, opened=None):
@@ -733,7 +711,7 @@ def described(folder, models, optimizer, parameters, groups, **facts):
         flats=[list(names) for names in models[0]["param_shapes"]],
         kept={name: tensor for name, tensor in module.items() if isinstance(tensor, Tensor)},
         extra=[name for name, thing in module.items() if not isinstance(thing, Tensor)],
-        frozen=models[0].get("frozen_param_shapes") or {}, shared=models[0].get("shared_params") or {}, **facts,
+        frozen=models[0].get("frozen_param_shapes") or {}, **facts,
     )  # fmt: skip
 
 

@@ -24,18 +24,7 @@ from pathlib import Path
 
 from universal.checkpoint import describe, file_name, find_tag, left_over, lost_states
 from universal.torch_file import (
-    CheckpointError,
-    Reader,
-    Scalar,
-    Slices,
-    about,
-    check,
-    keep_open,
-    nbytes_of,
-    pickled,
-    verify,
-    whole,
-    write_pt,
+    CheckpointError, Reader, Slices, about, check, keep_open, nbytes_of, pickled, verify, whole, write_pt,
 )  # fmt: skip
 
 # -----------------------------------------------------------------------------
@@ -49,10 +38,6 @@ def state_pickle(dtype, shape, bare, *how):
     return pickled(tensor if bare else {"param": tensor} | dict(how))[0]
 
 
-def as_tensor(value):
-    return whole(value.dtype, value.data, value.shape) if isinstance(value, Scalar) else value
-
-
 def global_state(description):
     """zero/optimizer_state.pt: what the loaders of ZeRO-1/2 and of ZeRO-3 each ask for, without a shard."""
     groups = description.param_groups
@@ -64,8 +49,8 @@ def global_state(description):
     # The loader of ZeRO-3 gives every group what the first one says. Where the groups differ it had better say nothing.
     shared = {key: value for key, value in groups[0].items() if all(group.get(key) == value for group in groups)}
     if left_out := lost_states(description.uneven, description.parameters, description.optimizer):
-        state["left_out"] = left_out  # universal.py asks for it
-    state["optimizer_state_dict"] = {"state": {0: {"step": as_tensor(step)}}, "param_groups": [shared]}
+        state["left_out"] = left_out  # the loader asks for it
+    state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": [shared]}
     if version := description.models[0].get("ds_version"):  # ZeRO-1/2 asks for it, ZeRO-3 does not save it
         state.setdefault("ds_version", version)
     return state
@@ -85,7 +70,7 @@ def files_of(description, bare=False):
         step = parameter.scalars.get("step")
         if step is not None:
             if id(step) not in steps:  # most parameters share theirs
-                steps[id(step)] = pickled(as_tensor(step))
+                steps[id(step)] = pickled(step)
             files[f"{folder}/step.pt"] = steps[id(step)]
     files["zero/optimizer_state.pt"] = pickled(global_state(description))
     return files | {f"mp_rank_{i:02d}_model_states.pt": pickled(model) for i, model in enumerate(description.models)}
@@ -160,6 +145,8 @@ def unfinished(output):
         if old.exists() and not output.exists():
             old.rename(output)
         shutil.rmtree(old, ignore_errors=True)
+        if old.exists():  # another user's: it stays, and must not be in the way
+            old.rename(beside(output, f"replaced.{time.time_ns()}"))
         for left in folder.iterdir():
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() and not left.is_symlink() else left.unlink()
         try:

@@ -14,7 +14,7 @@ file: nothing is converted or written, any optimizer is restored. The steps stan
 the ranks that saved it, too; but tensor and pipeline parallelism change what a parameter is: such a checkpoint is
 converted first, DeepSpeed's universal loader reads it, and mend() restores what that loader leaves out.
 
-Needs Python 3.10, torch, DeepSpeed, and collective.py, ds_to_universal.py and torch_file.py beside it.
+Needs Python 3.10, torch and DeepSpeed.
 """
 
 import functools
@@ -34,14 +34,7 @@ from universal import checkpoint as files
 from universal import converter
 from universal.converter import together
 from universal.ranks import (
-    Damaged,
-    Reader,
-    check_same_folder,
-    check_weights,
-    conversation,
-    damage,
-    masters_of,
-    say,
+    Damaged, Reader, check_same_folder, check_weights, conversation, damage, masters_of, say,
 )  # fmt: skip
 from universal.torch_file import CheckpointError, Tensor, compact, packed, tensor_of, verify
 from universal.torch_file import load as read
@@ -178,7 +171,7 @@ def unpack(data):
 
 def scalars(parameter):
     """What its optimizer state has beside tensors of its size, a step count say."""
-    return unpack(packed({key: converter.as_tensor(value) for key, value in parameter.scalars.items()}))
+    return unpack(packed(parameter.scalars))
 
 
 # -----------------------------------------------------------------------------
@@ -383,7 +376,7 @@ def choose(engine, checkpoint, options, trained):
         if states:
             compare_optimizer(engine, checkpoint, unpack(checkpoint.models), unpack(checkpoint.optimizer))
     degrees = [bwc.bwc_tensor_model_parallel_world_size(engine.mpu), bwc.bwc_pipeline_parallel_world_size(engine.mpu)]
-    written = 0 if kind == "BF16_Optimizer" else stage
+    written = 0 if kind == "BF16_Optimizer" else 3 if stage == 3 else 1
     here = [written, engine.seq_dp_world_size, engine.bfloat16_enabled(), *degrees]
     there = [checkpoint.stage, checkpoint.ranks, checkpoint.bf16, checkpoint.tensor, checkpoint.pipeline]
     if not odd:

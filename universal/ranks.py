@@ -7,9 +7,8 @@
         with together(talk):                 # no rank comes out of it unless all do
             ...
 
-Whatever goes wrong on one rank is one CheckpointError, the same on all of them, and no rank waits forever. universal.py
-stands on this file, which knows nothing of DeepSpeed's engine; together() is the converter's. Needs Python 3.10, torch,
-and ds_to_universal.py and torch_file.py beside it.
+Whatever goes wrong on one rank is one CheckpointError, the same on all of them, and no rank waits forever. loader.py
+stands on this file, which knows nothing of DeepSpeed's engine; together() is the converter's. Needs Python 3.10, torch.
 """
 
 import contextlib

@@ -264,44 +264,34 @@ def open_file(path):
     return file
 
 
-class PtFile:
-    """records: {name in the archive: Record}; data: the pickle."""
-
-    def __init__(self, path):
-        self.records = {}
-        path = Path(path)
-        with about(path, "is damaged"), open_file(path) as file:
-            for info in zipfile.ZipFile(file).infolist():
-                prefix, _, name = info.filename.partition("/")
-                if prefix not in (path.stem, "archive"):  # torch.save writes the file's name into the archive
-                    raise CheckpointError(f"it was written as {prefix}.pt, and renamed")
-                header = os.pread(file.fileno(), 30, info.header_offset)
-                mark, name_size, extra_size = struct.unpack("<4s22xHH", header)
-                if mark != b"PK\3\4" or info.compress_type or info.file_size != info.compress_size:
-                    raise CheckpointError(f"{path} is damaged: {name} is not stored as torch.save does")
-                begin = info.header_offset + 30 + name_size + extra_size
-                self.records[name] = Record(str(path), begin, info.file_size, info.CRC)
-            self.data, byteorder = (self.stored(file, name) for name in ("data.pkl", "byteorder"))
-            if byteorder not in (None, b"little"):
-                raise CheckpointError("it was written on a big-endian machine")
-
-    def stored(self, file, name):
-        if name in self.records:
-            record = self.records[name]
-            data = os.pread(file.fileno(), record.nbytes, record.offset)
-            if zlib.crc32(data) != record.crc:
-                raise CheckpointError(f"{record.path} is damaged: {name} does not match its checksum")
-            return data
-
-    def content(self):
-        with about(self.records["data.pkl"].path, "is damaged"):
-            check_memo(self.data)
-            return Unpickler(self.data, self.records).load()
-
-
 def load(path):
     """The content of a .pt file: tensors are Tensor, other objects Stub. Raises CheckpointError, naming the file."""
-    return PtFile(path).content()
+    path = Path(path)
+    records = {}
+
+    def stored(name):
+        record = records.get(name, Record(str(path), 0, 0, 0))
+        data = os.pread(file.fileno(), record.nbytes, record.offset)
+        if zlib.crc32(data) != record.crc:
+            raise CheckpointError(f"{path} is damaged: {name} does not match its checksum")
+        return data
+
+    with about(path, "is damaged"), open_file(path) as file:
+        for info in zipfile.ZipFile(file).infolist():
+            prefix, _, name = info.filename.partition("/")
+            if prefix not in (path.stem, "archive"):  # torch.save writes the file's name into the archive
+                raise CheckpointError(f"it was written as {prefix}.pt, and renamed")
+            header = os.pread(file.fileno(), 30, info.header_offset)
+            mark, name_size, extra_size = struct.unpack("<4s22xHH", header)
+            if mark != b"PK\3\4" or info.compress_type or info.file_size != info.compress_size:
+                raise CheckpointError(f"{path} is damaged: {name} is not stored as torch.save does")
+            begin = info.header_offset + 30 + name_size + extra_size
+            records[name] = Record(str(path), begin, info.file_size, info.CRC)
+        if stored("byteorder") not in (b"", b"little"):
+            raise CheckpointError("it was written on a big-endian machine")
+        data = stored("data.pkl")
+        check_memo(data)
+        return Unpickler(data, records).load()
 
 
 # -----------------------------------------------------------------------------
@@ -766,24 +756,13 @@ CODES = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": 
 CODES |= {"uint8": "B", "bool": "?"}
 
 
-class Scalar(NamedTuple):
-    """A tensor of one element, read: a step count."""
-
-    dtype: str
-    shape: tuple
-    data: bytes
-
-    @property
-    def value(self):
-        return struct.unpack(f"<{CODES[self.dtype]}", self.data)[0]
-
-    @property
-    def numel(self):
-        return 1
+def number(value):
+    """The number in a tensor of one element that scalar() has read; any other value as it is."""
+    return struct.unpack(f"<{CODES[value.dtype]}", value.storage)[0] if isinstance(value, Tensor) else value
 
 
 def scalar(value, opened):
-    """A tensor of one element, read and checked; any other value as it is."""
+    """A tensor of one element with its bytes, read and checked; any other value as it is."""
     tensor = tensor_of(value)
     if tensor is None or math.prod(tensor.size) != 1:
         return value
@@ -791,4 +770,4 @@ def scalar(value, opened):
     record, begin = begin_of(tensor, 1)
     data = reader.read(record, begin, width(tensor.dtype))
     check(record, reader.spans[record], opened)
-    return Scalar(tensor.dtype, tensor.size, bytes(data))
+    return whole(tensor.dtype, bytes(data), tensor.size)

@@ -22,14 +22,12 @@ SOURCES = {  # section: (files of a package, or of this repository)
         (None, name)
         for name in (
             "examples/megatron_info.py",
-            *sorted(
-                str(p.relative_to(ROOT))
-                for p in (*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), *ROOT.glob("universal/*.py"))
-            ),
+            *sorted(str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"))),
         )
     ],
 }
-OTHERS = ("Python's", "the linker's", "gloo's", "c10d's", "the C++ runtime's")  # whose sources are not in Python
+# Whose sources are not in Python.
+OTHERS = ("torch's", "Python's", "the linker's", "gloo's", "c10d's", "the C++ runtime's")
 
 
 def messages(page):
@@ -81,6 +79,21 @@ def test_a_wrong_message_is_seen():
     for section, message in messages("## DeepSpeed\n### `Unable to find newest file at ...`\n\n"):
         assert found(section, message) is False
     assert not list(messages("## DeepSpeed\n### `view`\n(This is Python's message.)\n"))
+
+
+def lacking(page):
+    """Errors that `make versions` has seen DeepSpeed print, and the page has not: numbers stand for any."""
+    said = re.sub(r"\d+", "...", "\n".join(re.findall(r"^### (.*)$", page, re.M)))
+    errors = re.findall(r"^[a-z]: \w+: (.*)", (ROOT / "assets" / "versions.txt").read_text(), re.M)
+    assert len(errors) >= 3
+    shorter = [re.sub(r"\d+", "...", error.split(". Automatic")[0].strip()) for error in errors]
+    return [error for error in shorter if error not in said]
+
+
+def test_what_other_versions_print():
+    assert not lacking(PAGE)
+    (zero_3,) = lacking(PAGE.replace("The size of tensor", "The size"))
+    assert zero_3.startswith("The size of tensor a (...) must match")
 
 
 def test_every_variable_of_ours_is_listed():

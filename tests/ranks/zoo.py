@@ -1,24 +1,22 @@
 """Trains a small odd model with DeepSpeed: zoo.py '[{"name": "a", "stage": 1, "optimizer": "AdamW"}, ...]', job by job.
 
 A job trains 6 steps and, after the third, saves <name>/global_step3 and <name>/truth.pt: what the live engine held.
-With "load" it goes on from <name>/<load> instead, in a model of another seed; with "again" it saves that as
-<name>/<label>_again. Losses go to <name>/<label>.json.
+With "load" it goes on from <name>/<load> instead, in a model of another seed; "how": by our loader, or by DeepSpeed's
+universal one, "stock", or by that and "mend"; with "again" it saves that as <name>/<label>_again. Losses go to
+<name>/<label>.json.
 """
 
 import json
-import logging
 import os
 import sys
-import warnings
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
+from toy import begin
 
 import universal
 
@@ -165,7 +163,7 @@ def dump_truth(engine, path, optimizer, stage):
 
 def work(
     name, stage, optimizer, dtype="fp32", groups=1, scalar=False, keys=KEYS, load=None, label="losses", zero=None,
-    accumulate=None, mended=False, empty=0, options=None, wider=0, rename=False,
+    accumulate=None, how="ours", empty=0, options=None, wider=0, rename=False,
     again=False,
 ):  # fmt: skip
     torch.manual_seed(2 if load else 1)
@@ -178,7 +176,7 @@ def work(
         "zero_force_ds_cpu_optimizer": False,
         "data_types": {"grad_accum_dtype": accumulate},
         "bf16": {"enabled": dtype == "bf16"},
-        "checkpoint": {"load_universal": mended},
+        "checkpoint": {"load_universal": how != "ours"},
     }
     model = Zoo(scalar, keys)
     if wider:
@@ -197,9 +195,10 @@ def work(
         model=model, optimizer=made, model_parameters=trained, config=config,
         lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1, (step + 1) / STEPS)),
     )  # fmt: skip
-    if load and mended:
+    if load and how != "ours":
         assert engine.load_checkpoint(folder, tag=load)[0] is not None
-        universal.mend(engine, folder / load)
+        if how == "mend":
+            universal.mend(engine, folder / load)
     elif load:
         try:
             options = {"load_dir": folder, "tag": load} | (options or {})
@@ -233,12 +232,8 @@ def work(
 
 
 if __name__ == "__main__":
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")  # Muon's arithmetic would be compiled for minutes
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    begin()
     for job in json.loads(sys.argv[1]):
         work(**job)
     dist.barrier()

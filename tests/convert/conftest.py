@@ -1,0 +1,50 @@
+"""Fixtures of the converter's tests."""
+
+import ctypes
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from helpers import SHAPES, edit
+
+from harness.lay_out import lay_out
+
+
+@pytest.fixture
+def tmp_path(tmp_path):
+    """In memory where there is a folder for that: every conversion waits until the disk has its result."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def laid_out(tmp_path):
+    """laid_out(stage, model=change, shard=change): a checkpoint of 2 ranks, with the parameters a, b and c in 2 groups,
+    in tmp_path/c; its contents changed."""
+
+    def make(stage=1, model=None, shard=None):
+        folder = tmp_path / "c"
+        lay_out(folder, SHAPES, 2, stage)
+        if model:
+            edit(folder, "*_model_*", model)
+        if shard:
+            edit(folder, "*_optim_*", shard)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def disk_fails(monkeypatch):
+    """disk_fails(): from here on the disk says that it has failed, when everything has to be on it."""
+
+    class Library:
+        @staticmethod
+        def syncfs(descriptor):
+            ctypes.set_errno(errno.EIO)
+            return -1
+
+    return lambda: monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: Library)

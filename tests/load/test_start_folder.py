@@ -1,0 +1,173 @@
+"""universal/start/sitecustomize.py: what it promises to whoever has it on PYTHONPATH."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+START = ROOT / "universal" / "start"
+SITE = "sitecustomize.py"
+PROCESS = """
+class HfTrainerDeepSpeedConfig:
+    def trainer_config_process(self, args, auto=False):
+        print(args.gradient_accumulation_steps, auto)
+"""
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """copy(name, (old, new), ...): a folder as `start`, in a package universal that says when it is installed."""
+
+    def make(name="one", *edits):
+        folder = tmp_path / name
+        write(folder / "universal" / "__init__.py", "def install():\n    print('installed')\n")
+        write(folder / "data.py", "print('not theirs')\n")
+        text = (START / SITE).read_text()
+        for old, new in edits:
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        write(folder / "universal" / "start" / SITE, text)
+        return folder / "universal" / "start"
+
+    return make
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    """A folder with packages named deepspeed and transformers."""
+    folder = tmp_path / "theirs"
+    write(folder / "deepspeed" / "__init__.py", "print('deepspeed')\n")
+    write(folder / "transformers" / "__init__.py", "")
+    write(folder / "transformers" / "integrations" / "__init__.py", "")
+    write(folder / "transformers" / "integrations" / "deepspeed.py", PROCESS)
+    return folder
+
+
+def python(code, *path, check=True):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "DS_ACCELERATOR": "cpu"}
+    options = dict(capture_output=True, text=True, timeout=120, env=environment, cwd="/")  # -c looks there first
+    result = subprocess.run([sys.executable, "-c", code], **options)
+    assert "Traceback" not in result.stderr and (not result.returncode or not check), result.stderr
+    return result.stdout.split()
+
+
+def test_installs_after_the_import_of_deepspeed(copy, theirs):
+    assert python("import deepspeed; print('end')", copy(), theirs) == ["deepspeed", "installed", "end"]
+
+
+def test_a_script_that_imports_universal_first(copy, theirs):
+    folder = copy()
+    write(folder.parent / "universal.py", "import deepspeed\ndef install():\n    print('installed')\n")
+    code = "import universal; universal.install(); print('end')"
+    assert python(code, folder, folder.parent, theirs) == ["deepspeed", "installed", "end"]
+
+
+def test_looking_for_deepspeed_does_not_use_it_up(copy, theirs):
+    code = "from importlib.util import find_spec; find_spec('deepspeed'); print('found'); import deepspeed"
+    assert python(code, copy(), theirs) == ["found", "deepspeed", "installed"]
+
+
+def test_deepspeed_itself():
+    """The real one: what a trainer calls is our load_checkpoint(), with the contract of a first start."""
+    code = "import deepspeed, universal; f = vars(deepspeed.DeepSpeedEngine)['load_checkpoint']; "
+    code += "print(f.func is universal.load_checkpoint, f.keywords['missing_ok'], universal.__file__)"
+    assert python(code, START)[-3:] == ["True", "True", str(ROOT / "universal" / "__init__.py")]
+
+
+def test_costs_nothing_where_deepspeed_is_not_imported():
+    code = "import sys, json; print(*{'torch', 'deepspeed', 'universal', 'transformers'} & {*sys.modules})"
+    assert python(code, START) == []
+    new = "import sys; print(len(sys.modules))"
+    (with_it,), (without,) = python(new, START), python(new)
+    assert int(with_it) - int(without) <= 25  # sitecustomize, and what of importlib it names
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_runs_another_sitecustomize(copy, theirs, tmp_path, first):
+    """Python runs the first of that name. The one behind it is not lost, the one before it is left alone."""
+    write(tmp_path / "other" / SITE, "print('other')\n")
+    path = [copy(), tmp_path / "other"]
+    words = python("import deepspeed", *(path if first else path[::-1]), theirs)
+    assert words == (["other", "deepspeed", "installed"] if first else ["other", "deepspeed"])
+
+
+@pytest.mark.parametrize("how", ["link", "slash", "twice"])
+def test_however_the_folder_is_named(copy, theirs, tmp_path, how):
+    folder = copy()
+    write(tmp_path / "other" / SITE, "print('other')\n")
+    (tmp_path / "link").symlink_to(folder)
+    name = {"link": [tmp_path / "link"], "slash": [f"{folder}/"], "twice": [folder, f"{folder}/"]}[how]
+    assert python("import deepspeed", *name, tmp_path / "other", theirs) == ["other", "deepspeed", "installed"]
+
+
+def test_hides_nobodys_module(copy, theirs, tmp_path):
+    """The folder of universal.py has a data.py, too."""
+    write(tmp_path / "script" / "data.py", "print('theirs')\n")
+    assert python("import deepspeed, data", copy(), theirs, tmp_path / "script")[-1] == "theirs"
+    code = "import deepspeed, sys; from importlib.util import find_spec; print(find_spec('data'), *sys.path)"
+    assert python(code, copy(), theirs)[2] == "None"
+
+
+def test_universal_is_the_one_beside_it(copy, theirs):
+    write(theirs / "universal.py", "print('another')\n")
+    assert python("import deepspeed", copy(), theirs) == ["deepspeed", "installed"]
+
+
+def test_survives_a_second_hook_of_its_kind(copy, theirs):
+    """Both take part: neither asks the other for ever, and neither hides the other."""
+    other = copy("two", ('getattr(import_module("universal"), "install", str)()', "print('two')"))
+    assert sorted(python("import deepspeed", copy(), other, theirs)) == ["deepspeed", "installed", "two"]
+    assert sorted(python("import deepspeed", other, copy(), theirs)) == ["deepspeed", "installed", "two"]
+
+
+class TestKeepBatch:
+    CODE = """
+from types import SimpleNamespace
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig as Config
+args = SimpleNamespace(per_device_train_batch_size=2, world_size={ranks}, gradient_accumulation_steps=3)
+config = Config()
+config.config = {config}
+config.trainer_config_process(args, True)
+"""
+
+    @pytest.mark.parametrize(
+        "ranks, config, steps",
+        [
+            (4, {"train_batch_size": 24}, 3),
+            (2, {"train_batch_size": 24}, 6),
+            (6, {"train_batch_size": 24}, 2),
+            (5, {"train_batch_size": 24}, 3),  # does not divide: Trainer says so
+            (2, {"train_batch_size": "auto"}, 3),
+            (2, {}, 3),
+        ],
+    )
+    def test_the_number_in_the_json_decides(self, copy, theirs, ranks, config, steps):
+        code = self.CODE.format(ranks=ranks, config=config)
+        assert python(code, copy(), theirs) == [str(steps), "True"]
+
+
+# Each promise without the line that keeps it.
+@pytest.mark.parametrize(
+    "edit, test",
+    [
+        (("    sys.path.remove(ROOT)\n", ""), test_hides_nobodys_module),
+        (("sys.path.insert(0, ROOT)", "sys.path.append(ROOT)"), test_universal_is_the_one_beside_it),
+        (("sys.meta_path.index(Hook) + 1 :", ":0"), test_installs_after_the_import_of_deepspeed),
+        (("sys.meta_path.index(Hook) + 1 :", "-1:"), test_survives_a_second_hook_of_its_kind),  # PathFinder alone,
+    ],
+)
+def test_without_it_the_promise_is_seen_to_break(copy, theirs, tmp_path, edit, test):
+    def broken(name="one", *edits):
+        return copy(name, *edits, edit)
+
+    arguments = {"copy": broken, "theirs": theirs, "tmp_path": tmp_path}
+    names = test.__code__.co_varnames[: test.__code__.co_argcount]
+    with pytest.raises(AssertionError):
+        test(**{name: arguments[name] for name in names})
