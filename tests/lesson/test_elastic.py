@@ -1,6 +1,7 @@
 """Killed, stopped, hung, joined: the same command goes on from the newest whole checkpoint, and no step is lost, done
 twice, or different in one bit."""
 
+import contextlib
 import csv
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, refused
@@ -289,8 +291,29 @@ def test_others_save_the_same_job(work, uninterrupted):
     """All ranks end before they write, to be started again with the others."""
     result = train(work, 2, "split", patch=others_save(6))
     assert result.code == 143, result.errors
-    assert {path.name for path in (work / "split").iterdir()} == {".last_save", "global_step4", "latest"}
+    assert {path.name for path in (work / "split").glob("global_step*")} == {"global_step4"}
     go_on(work, "split", 4, 1)
+
+
+def test_a_late_writer(tmp_path, monkeypatch):
+    """A rank that was cut off in a save, and writes on while the others save the step again, does not reach them."""
+    one = {"get_rank": lambda: 0, "barrier": lambda: None, "broadcast_object_list": lambda said: None}
+    monkeypatch.setattr(elastic, "dist", SimpleNamespace(**one))
+    begun = []
+
+    def save_checkpoint(folder, tag, **options):
+        begun.append(folder / tag)
+        begun[-1].mkdir(parents=True)
+        if len(begun) == 1:
+            raise ConnectionError("cut off")
+        with contextlib.suppress(FileNotFoundError):
+            (begun[0] / "late.pt").touch()
+
+    engine = SimpleNamespace(global_steps=20, save_checkpoint=save_checkpoint)
+    with pytest.raises(ConnectionError):
+        elastic.save(engine, tmp_path, {})
+    elastic.save(engine, tmp_path, {})
+    assert [*(tmp_path / "global_step20").iterdir()] == []
 
 
 @pytest.mark.slow
