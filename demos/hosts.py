@@ -293,7 +293,7 @@ def full(job):
     with filler.open("wb") as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(1 << 16))
-    since, _ = job.first("No space left|PytorchStreamWriter failed", time.time())
+    since, _ = job.first("No space left|inline_container", time.time())
     filler.unlink()
     resumed(job, "host 2's disk is full in a save", since, job.step(), 3)
 

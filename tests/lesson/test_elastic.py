@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, refused
@@ -260,12 +261,36 @@ def test_killed_while_saving(work, uninterrupted, moment):
     name = f"killed_{moment}"
     result = train(work, 4, name, patch=killed_while_saving(8, moment))
     assert result.code == -signal.SIGKILL
-    assert (work / name / "global_step8.unfinished").is_dir() and not (work / name / "global_step8").exists()
+    assert [*(work / name).glob("global_step8.*unfinished")] and not (work / name / "global_step8").exists()
     go_on(work, name, 4, 2)
     # What the 4 ranks left behind is not among the shards of the 2.
     assert not list((work / name).glob("*unfinished"))
     shards = sorted(path.name for path in (work / name / "global_step8").glob("*optim_states.pt"))
     assert shards == [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+
+
+def others_save(at):
+    """In step `at` another start of the job saves into the same folder: torch's agents can split a job in two."""
+
+    def patch():
+        batch = data.global_batch
+
+        def drawing(text, seed, number, *sizes):
+            if number == at and os.environ["RANK"] == "0":
+                Path("split/.last_save").write_text("theirs")
+            return batch(text, seed, number, *sizes)
+
+        data.global_batch = drawing
+
+    return patch
+
+
+def test_others_save_the_same_job(work, uninterrupted):
+    """All ranks end before they write, to be started again with the others."""
+    result = train(work, 2, "split", patch=others_save(6))
+    assert result.code == 143, result.errors
+    assert {path.name for path in (work / "split").iterdir()} == {".last_save", "global_step4", "latest"}
+    go_on(work, "split", 4, 1)
 
 
 @pytest.mark.slow

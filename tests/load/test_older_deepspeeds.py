@@ -10,7 +10,7 @@ OLDEST = versions.OLD[0]
 
 def test_the_page_has_the_table_as_it_was_measured():
     short = (ROOT / "assets" / "versions.txt").read_text().split("\n\n")[0]
-    assert short in (ROOT / "docs" / "operations.md").read_text()
+    assert short in (ROOT / "docs" / "troubleshooting.md").read_text()
 
 
 def test_the_oldest(tmp_path):

@@ -24,7 +24,7 @@ import universal.elastic
 import universal.exact
 import universal.mirror
 import universal.safetensors
-from harness.ranks import compare, run
+from harness.ranks import compare, launch, run
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
 THEIRS = ("your_script.py",)  # what the reader has
@@ -304,7 +304,7 @@ def test_what_the_readme_says_of_its_pictures():
     found, passed = plotted(), {}
     for command in commands(PAGES["README.md"]):
         output = re.search(r"--output out/(\w+)\.png --tolerance (\S+)", command)
-        if output and (ROOT / "assets" / f"{output[1]}.csv").is_file():
+        if output and f"(assets/{output[1]}.png)" in PAGES["README.md"]:
             _, *runs = re.findall(r"logs/(\w+)", command)
             worst = max(float(found[run][column] or 0) for run in runs for column in (1, 3))
             passed[output[1]] = f"PASS: {worst:.1e} <= {float(output[2]):g}"
@@ -435,3 +435,59 @@ def test_an_epoch_has_every_sample_once():
         seen = [names["micro_batch"](rows, 4, m, 2, step, 0)[0] for step in steps for m in (0, 1)]
         assert len(set(torch.cat(seen).tolist())) == 48
     assert not torch.equal(*(names["micro_batch"](rows, 4, 0, 2, step, 0)[0] for step in (1, 7)))
+
+
+# -----------------------------------------------------------------------------
+# the lines of docs/elastic.md
+
+ELASTIC = """
+import deepspeed, logging, os, sys
+import torch
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+exec(open("own.py").read())
+batch, micro, folder, steps, every, last = 8, 2, "c", 9, 3, int(sys.argv[1])
+dataset, one_step = torch.utils.data.TensorDataset(torch.arange(64.0)[:, None]), train_step
+
+
+def train_step(*arguments):
+    loss, step = one_step(*arguments), arguments[-1]
+    print(f"STEP {step}.", flush=True)
+    if step == last:
+        os.kill(os.getpid(), 9)
+    return loss
+
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def make_engine():
+    deepspeed.init_distributed()
+    optimizer = {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}}
+    config = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "optimizer": optimizer}
+    net = Net(1, 1)
+    config |= {"zero_optimization": {"stage": 1}}
+    return deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
+
+
+"""
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_elastic_page(tmp_path):
+    """Killed after step 7, before it was committed, with a checkpoint of step 6: they go on from step 6 in memory, on
+    more ranks, and leave nothing there."""
+    (lines,) = re.findall(r"^```python\n(.*?)^```$", PAGES["docs/elastic.md"], re.M | re.S)
+    for there, here in ("...  # deepspeed.initialize()", "engine = make_engine()"), ("/dev/shm/job", "memory"):
+        assert lines.count(there) == 1
+        lines = lines.replace(there, here)
+    (tmp_path / "own.py").write_text(own_script())
+    (tmp_path / "script.py").write_text(ELASTIC + lines)
+    killed = launch(tmp_path, 2, tmp_path / "script.py", 7, grace=5)
+    assert killed.code and "STEP 7." in killed.out and (tmp_path / "memory").is_dir()
+    shutil.rmtree(tmp_path / "c" / "global_step6")
+    out = run(tmp_path, 4, tmp_path / "script.py", 99)
+    assert "written by 2 ranks, loaded on 4 without conversion" in out
+    assert re.findall(r"STEP (\d)\.", out) == ["7", "8", "9"] and not (tmp_path / "memory").exists()

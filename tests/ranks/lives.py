@@ -45,7 +45,8 @@ from harness.ranks import launch  # noqa: I001  before DeepSpeed: it says which 
 import deepspeed
 import torch
 import torch.distributed as dist
-from damage import adam, held, make
+from deepspeed.runtime.lr_schedules import WarmupLR
+from toy import adam, held, make
 from torch import nn
 
 import universal
@@ -85,6 +86,10 @@ def train(engine, step):
         total += loss.detach()
     dist.all_reduce(total)
     return total.item() / 12
+
+
+def warm_up(optimizer):
+    return WarmupLR(optimizer, warmup_max_lr=0.02, warmup_num_steps=LAST)
 
 
 def digest(engine):
@@ -144,8 +149,7 @@ def live(plan):
             ledger.write(json.dumps(what) + "\n")
 
     universal.install()
-    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": LAST}}
-    engine = make(plan["stage"], Net, adam, clip=1.0, scheduler=schedule, bf16={"enabled": plan["bf16"]})
+    engine = make(plan["stage"], Net, adam, clip=1.0, scheduler=warm_up, bf16={"enabled": plan["bf16"]})
     try:
         with contextlib.redirect_stdout(ledger):
             path, state = engine.load_checkpoint(folder, tag=plan["tag"])
