@@ -12,8 +12,6 @@ What must be loaded. A save that came back on all ranks is a promise, and so is 
 - While nothing was written over the last promise and `latest` names it: that one, or a save that was begun after it.
 - A copy without the times of its files, and a `latest` that the dying rank 0 wrote before the others had their shards,
   hide in which order tags were written. Then: any step not before that of the last promise nothing was written over.
-- A save of another dtype or stage has other file names. If it dies, an earlier whole one may be left beside it under
-  its name, and taken: if its step is not before that of the promise.
 - Where something was written over every promise, nothing may be whole: any save, or a start from the beginning, or one
   CheckpointError of one line, the same on all ranks. It is allowed nowhere else.
 - What is loaded has the masters and moments of its save, to the last bit. But when a save dies over another one of its
@@ -237,15 +235,12 @@ class Folder:
         kept = [promise for promise in self.promises if promise[1] in whole]
         if not kept:
             return set()
-        _, attempt, before = kept[-1]
-        not_before = {n for n, save in enumerate(self.saves) if save["step"] >= self.saves[attempt]["step"]}
-        if self.copied:
-            return not_before
-        if by_name:
-            return {attempt}
-        begun = {*range(before, len(self.saves))}
-        beside = set().union(*(attempts for attempts in self.holds.values() if begun.intersection(attempts)))
-        return {attempt} | begun | beside & not_before
+        tag, attempt, before = kept[-1]
+        latest = Path(self.place, "latest")
+        if self.copied or not by_name and latest.exists() and latest.read_text() != tag:
+            step = self.saves[attempt]["step"]
+            return {number for number, save in enumerate(self.saves) if save["step"] >= step}
+        return {attempt} if by_name else {attempt, *range(before, len(self.saves))}
 
     def loaded(self, expected, tag, number, step, digest):
         """Whether the steps after it are held to 1e-5. Raises AssertionError for what should not be loaded."""
