@@ -10,7 +10,6 @@
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; writes assets/versions.txt
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 15 minutes
 # make gpu       on NVIDIA cards: precisions, optimizers, from GPUs to CPU ranks and back, time, memory
-# make deepspeed-suite  DeepSpeed's own checkpoint tests through this loader; DEEPSPEED=folder of its repository
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
 # make test      the quick tests, in an environment of their own making; 4 minutes
 # make test-all  these and the long ones: every change of ranks and stage, random lives, long chains
@@ -42,7 +41,7 @@ $(PY) plot.py $(1) --output $@ --tolerance $(2) > $(basename $@).txt
 @cat $(basename $@).txt
 endef
 
-.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions lesson gpu deepspeed-suite assets \
+.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions lesson gpu assets \
 	test test-all lint clean
 .DELETE_ON_ERROR:
 
@@ -220,6 +219,3 @@ versions: .venv/installed
 
 lesson: .venv/installed-dev
 	$(PY) demos/lesson.py
-
-deepspeed-suite: .venv/installed-dev
-	$(PY) demos/deepspeed_suite.py $(DEEPSPEED)

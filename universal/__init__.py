@@ -30,3 +30,7 @@ def __getattr__(name):
     if name not in HOME:
         raise AttributeError(f"module 'universal' has no attribute {name!r}")
     return getattr(import_module(f"universal.{HOME[name]}"), name)
+
+
+def __dir__():
+    return __all__

@@ -20,7 +20,7 @@ import time
 import warnings
 from pathlib import Path
 
-from universal.checkpoint import describe, find_tag
+from universal.checkpoint import describe, find_tag, left_over
 from universal.converter import bar, in_one_line, sync, unfinished
 from universal.torch_file import CheckpointError, Joined, Reader, about, check, whole, width
 
@@ -35,6 +35,8 @@ def weights(folder, workers, strict):
     if len(description.models) != 1 or description.models[0]["module"] is None:
         count = len(description.models)
         raise CheckpointError(f"{folder} has {count} model-parallel ranks or a pipeline: its weights are not exported")
+    for text in left_over(description):
+        warnings.warn(text, stacklevel=3)
     found = {n: (p.shape, p.states["fp32"]) for n, p in description.parameters.items()}
     lost = []
     for name, tensor in description.kept.items():

@@ -39,9 +39,12 @@ def results(folder, output):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)
         convert(folder, output / "u", check=True)
-        texts = [str(one.message) for one in told]
-    export(folder, output / "x.safetensors")
-    return content(output), [text for text in texts if "left over" in text]
+        converted = len(told)
+        export(folder, output / "x.safetensors")
+    texts = [str(one.message) for one in told]
+    of_both = [[text for text in said if "left over" in text] for said in (texts[:converted], texts[converted:])]
+    assert of_both[0] == of_both[1]
+    return content(output), of_both[0]
 
 
 def damage(path):
