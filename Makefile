@@ -8,7 +8,7 @@
 # make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
 # make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; an hour
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; writes assets/versions.txt
-# make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 15 minutes
+# make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 4 minutes
 # make gpu       on NVIDIA cards: precisions, optimizers, from GPUs to CPU ranks and back, time, memory
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
 # make test      the quick tests, in an environment of their own making; 4 minutes
@@ -185,7 +185,7 @@ $(OUT)/exact.txt: .venv/installed demos/exact.py plot.py train_elastic.py train.
 # Test 4: other layouts
 3d: $(OUT)/3d.txt
 
-$(OUT)/3d.txt: .venv/installed-dev demos/layouts.py plot.py train_3d.py train.py $(LESSON) $(PACKAGE)
+$(OUT)/3d.txt: .venv/installed-dev demos/layouts.py plot.py train_3d.py train_tp_sp.py train_elastic.py train.py $(LESSON) $(PACKAGE)
 	@mkdir -p $(OUT)
 	$(PY) demos/layouts.py --output $(OUT)/3d.png > $@
 	cat $@
