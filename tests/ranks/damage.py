@@ -31,12 +31,12 @@ def save(stage):
 
 def load(engine, folder):
     """{"error"} or {"tag", "step", "wrong": what is not as it was saved, by name}, and the seconds."""
-    options = {"load_dir": folder, "tag": "t"}
+    options = {"load_dir": folder, "tag": "t", "timeout": 30}
     if (folder / "options.json").exists():
         options |= json.loads((folder / "options.json").read_text())
     began = time.monotonic()
     try:
-        path, client_state = universal.load_checkpoint(engine, **options, timeout=30)
+        path, client_state = universal.load_checkpoint(engine, **options)
         told = {"tag": str(Path(path).relative_to(folder)), "step": client_state["step"]}
     except universal.CheckpointError as error:
         told = {"error": str(error)}

@@ -27,7 +27,6 @@ import hashlib
 import io
 import itertools
 import json
-import logging
 import os
 import random
 import shutil
@@ -46,7 +45,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.lr_schedules import WarmupLR
-from toy import adam, held, make
+from toy import adam, begin, held, make, train
 from torch import nn
 
 import universal
@@ -66,26 +65,8 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(24)
         self.b = nn.Linear(24, 3)
 
-    def forward(self, x, keep):
-        """The loss of inputs x [1, 8]. keep [24]: the mask of the dropout."""
-        hidden = self.norm(self.a(x)).tanh() * keep
-        return (self.b(hidden) - 2 * x[:, :3].sin()).pow(2).mean()
-
-
-def train(engine, step):
-    """An optimizer step; its loss, the mean over the micro-batches of all ranks."""
-    count = engine.gradient_accumulation_steps()
-    dtype = next(engine.module.parameters()).dtype
-    total = torch.zeros((), dtype=torch.float64)
-    for i in range(dist.get_rank() * count, (dist.get_rank() + 1) * count):
-        own = torch.Generator().manual_seed(100 * step + i)
-        x = torch.randn(1, 8, generator=own).to(dtype)
-        loss = engine(x, torch.rand(24, generator=own) > 0.1)
-        engine.backward(loss)
-        engine.step()
-        total += loss.detach()
-    dist.all_reduce(total)
-    return total.item() / 12
+    def forward(self, x):
+        return (self.b(self.norm(self.a(x)).tanh()) - 2 * x[:, :3].sin()).pow(2).mean()
 
 
 def warm_up(optimizer):
@@ -392,12 +373,9 @@ def main(seeds):
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore")
     if "RANK" in os.environ:
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        torch.set_num_threads(1)
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed()
+        begin()
         live(json.loads(sys.argv[1]))
     else:
+        warnings.filterwarnings("ignore")
         sys.exit(main(sys.argv[1:]))
