@@ -1,16 +1,15 @@
 """Every option and every kind of engine and optimizer that load_checkpoint() knows, on the ranks that saved and on
 others: it restores what was saved, or refuses with the line that says why. The cases are in tests/ranks/cases.py."""
 
-import re
-
 import pytest
-from helpers import ROOT, run_all
+from cases import CASES
+from helpers import run_all
 
 SCRIPT = "tests/ranks/cases.py"
-CASES = re.findall(r"(?m)^@case\ndef (\w+)", (ROOT / SCRIPT).read_text())
+ALL = [(case, stage) for case, (_, stages) in CASES.items() for stage in stages]
 # ZeRO-2 is like ZeRO-1 but for its gradients.
-QUICK = [(case, stage) for case in CASES for stage in (1, 3)] + [("half_a_step", 2)]
-SLOW = [pytest.param(case, 2, marks=pytest.mark.slow) for case in CASES if (case, 2) not in QUICK]
+QUICK = [(case, stage) for case, stage in ALL if stage != 2 or case == "half_a_step"]
+SLOW = [pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in QUICK]
 
 
 @pytest.fixture(scope="module")

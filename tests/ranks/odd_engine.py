@@ -6,7 +6,7 @@ STAGES; beside it in truth <tag>.pt what rank 0 sees of the live engine. For tes
 
 import torch
 from torch import nn
-from toy import KINDS, Odd, begin, cut, held, make
+from toy import KINDS, Odd, begin, cut, held, keep, make
 
 STAGES = {"1": {"stage": 1}, "2": {"stage": 2}, "3": {"stage": 3}}
 STAGES |= {f"elastic {stage}": {"stage": stage, "elastic_checkpoint": True} for stage in (1, 2)}
@@ -47,9 +47,7 @@ def train(tag):
         engine.step()
     client = {"masks": [torch.eye(3).to_sparse(), torch.tensor([1, 2], dtype=torch.uint32)]}
     engine.save_checkpoint(".", tag=tag, client_state=client)
-    whole = truth(engine)
-    if engine.global_rank == 0:
-        torch.save(whole, f"truth {tag}.pt")
+    keep(truth(engine), f"truth {tag}.pt")
 
 
 if __name__ == "__main__":

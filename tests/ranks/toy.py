@@ -151,6 +151,13 @@ def held(engine, states=True):
     return found
 
 
+def keep(thing, path):
+    """Rank 0 saves it; then it is there for all."""
+    if dist.get_rank() == 0:
+        torch.save(thing, path)
+    dist.barrier()
+
+
 def same(a, b):
     if not isinstance(a, torch.Tensor):
         return a == b

@@ -15,7 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
-from toy import KINDS, Odd, begin, cut, held, make
+from toy import KINDS, Odd, begin, cut, held, keep, make
 
 import universal
 
@@ -114,12 +114,7 @@ def work(
         checkpoint={"load_universal": how != "ours"},
     )  # fmt: skip
 
-    def keep(path):
-        truth = held(engine, states_of if optimizer == "Muon" else True)
-        if rank == 0:
-            torch.save(truth, path)
-        dist.barrier()
-
+    states = states_of if optimizer == "Muon" else True
     if load and how != "ours":
         assert engine.load_checkpoint(folder, tag=load)[0] is not None
         if how == "mend":
@@ -130,7 +125,7 @@ def work(
         opened = {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
         assert not [path for path in opened if path.endswith(".pt")]  # another checkpoint may get this path
     if load:
-        keep(folder / f"{label}.pt")
+        keep(held(engine, states), folder / f"{label}.pt")
         if again:
             engine.save_checkpoint(folder, tag=f"{label}_again")
     losses = []
@@ -145,7 +140,7 @@ def work(
         losses.append(mean.item() / ranks)
         if not load and step + 1 == SAVED:
             engine.save_checkpoint(folder, tag=f"global_step{SAVED}", client_state={"word": "client state"})
-            keep(folder / "truth.pt")
+            keep(held(engine, states), folder / "truth.pt")
     if rank == 0:
         (folder / f"{label}.json").write_text(json.dumps(losses))
     engine.destroy()
