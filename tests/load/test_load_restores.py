@@ -23,7 +23,7 @@ PLAIN = [key for key in KEYS if not re.search(r"[\[+*\\]", key)]
 
 def runs_of(stage):
     """{name: job}: every optimizer, bf16, and groups that differ, at ZeRO-3 cut into sub-groups too."""
-    runs = {name: {"optimizer": name} for name in STATES if name not in ("Muon", "CPUAdam", "FusedAdam")}
+    runs = {name: {"optimizer": name} for name in STATES if name not in ("Muon", "CPUAdam")}
     runs["bf16"] = {"optimizer": "AdamW", "dtype": "bf16"}
     zero = {"sub_group_size": 20} if stage == 3 else {}
     for name in ("AdamW", "momentum", "Lion"):
@@ -38,14 +38,15 @@ def runs_of(stage):
     return {name: {"name": name, "stage": stage, **job} for name, job in runs.items()}
 
 
-# What `make test` leaves to `make test-all`: optimizers without groups where there is a run with them, and most of them
-# at ZeRO-2, which cuts as ZeRO-1 does.
-LEFT_OUT = {1: ["momentum", "Lion", "AdamW groups"], 3: ["momentum", "Lion"]}
-LEFT_OUT[2] = ["amsgrad", "SGD", "Adagrad", "RMSprop", "momentum", "momentum groups", "Lion", "small groups"]
+# What `make test` has: each kind of state and of dtype, with groups where it can; fewer at ZeRO-2, which cuts as ZeRO-1
+# does. `make test-all` has them all.
+QUICK = {"small groups", "plain", "plain bf16", "aligned"}
+QUICK = {1: QUICK | {"amsgrad", "RMSprop", "momentum groups", "bf16, sums in fp32"}, 2: QUICK, 3: QUICK}
+QUICK[3] = QUICK[3] | {"amsgrad", "SGD", "RMSprop", "Lion groups"}
 
 
 def quick(stage):
-    return [name for name in runs_of(stage) if name not in LEFT_OUT[stage]]
+    return [name for name in runs_of(stage) if name in QUICK[stage]]
 
 
 @pytest.fixture(scope="session")
@@ -102,12 +103,12 @@ def test_states_of_the_live_engine(trained, stage, name):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", ["AdamW", "bf16"])
+@pytest.mark.parametrize("name", ["plain", "plain bf16"])
 def test_frozen_parameters_and_buffers(trained, stage, name):
     """Found under `module` in their own dtypes, and nothing else is. A buffer that is not persistent is nowhere."""
     folder = trained(stage) / name
     truth, module = load(folder / "truth.pt"), load(folder / "universal" / "mp_rank_00_model_states.pt")["module"]
-    low = torch.bfloat16 if name == "bf16" else torch.float32
+    low = torch.bfloat16 if "bf16" in name else torch.float32
     wanted = {"frozen.weight": low, "frozen.bias": low, "mask": torch.bool}
     norm = {"running_mean": torch.float32, "running_var": torch.float32, "num_batches_tracked": torch.int64}
     odd = KINDS | {"SCB": torch.float32, "_extra_state": torch.float32}
@@ -141,51 +142,41 @@ def bound(name, same):
     return 0.0 if same and name != "DeepSpeed's Adam" else 1e-2 if "bf16" in name else 1e-5
 
 
-# From each stage, to each stage, onto each number of ranks, and onto the very layout; a third of the runs each, so that
-# each run is in two or three of them. All runs, and the cross product, are slow.
-CHANGES = [(1, 3, 2), (2, 1, 1), (3, 2, 4), (1, 1, 2), (3, 3, 2), (2, 2, 3), (3, 3, 3)]
-PARTS = [pytest.param(*change, part) for part, change in enumerate(CHANGES)]
-SLOW = [(stage, to, ranks, None) for stage in (1, 2, 3) for to in (1, 2, 3) for ranks in (1, 2, 3, 4)]
-SLOW = [pytest.param(*change, marks=pytest.mark.slow) for change in SLOW]
+# From each stage, to each stage, onto each number of ranks, and onto the very layout, of checkpoints as they are and
+# converted ones: in `make test` a share of a stage's runs each, so that each run is in one or two of them.
+ZERO, UNIVERSAL = f"global_step{SAVED}", "universal"
+CHANGES = {
+    1: [(1, 2, ZERO), (3, 2, ZERO), (1, 3, ZERO), (3, 2, UNIVERSAL)],
+    2: [(1, 1, ZERO), (2, 3, ZERO), (1, 3, UNIVERSAL)],
+    3: [(2, 4, ZERO), (3, 2, ZERO), (3, 3, ZERO), (2, 2, UNIVERSAL)],
+}
+SHARES = [(stage, *change, i) for stage, changes in CHANGES.items() for i, change in enumerate(changes)]
+ALL = [(stage, to, ranks, ZERO) for stage in (1, 2, 3) for to in (1, 2, 3) for ranks in (1, 2, 3, 4)]
+ALL += [(stage, *change) for stage, changes in CHANGES.items() for change in changes if UNIVERSAL in change]
+ALL = [pytest.param(*change, None, marks=pytest.mark.slow) for change in ALL]
 
 
-def at_stage(stage, to, part):
-    """Options of ZeRO are left out at another stage than theirs. bf16 summed in fp32 is ZeRO-1's alone."""
-    jobs = runs_of(stage) if part is None else {name: runs_of(stage)[name] for name in quick(stage)[part % 3 :: 3]}
-    if stage != to:
+@pytest.mark.parametrize("stage, to, ranks, kind, share", [*SHARES, *ALL])
+def test_load_checkpoint(trained, stage, to, ranks, kind, share):
+    """From 3 ranks to any number, from any stage to any: all is as it was saved."""
+    jobs = runs_of(stage)
+    if share is not None:
+        jobs = {name: jobs[name] for name in quick(stage)[share :: len(CHANGES[stage])]}
+    if stage != to:  # where ZeRO has other options; bf16 summed in fp32 is ZeRO-1's alone
         jobs = {name: job | {"stage": to, "zero": {}} for name, job in jobs.items() if "sums" not in name}
-    return jobs
-
-
-@pytest.mark.parametrize("stage, to, ranks, part", [*PARTS, *SLOW])
-def test_load_checkpoint(trained, stage, to, ranks, part):
-    """From 3 ranks to any number, from any stage to any: nothing is converted, and all is as it was saved."""
-    jobs = at_stage(stage, to, part)
-    for name, (lost, difference) in goes_on(trained(stage, jobs), ranks, jobs).items():
+    for name, (lost, difference) in goes_on(trained(stage, jobs), ranks, jobs, kind).items():
         assert not lost, (name, lost)
-        assert difference <= bound(name, (stage, 3) == (to, ranks)), (name, difference)
+        assert difference <= bound(name, (stage, 3, ZERO) == (to, ranks, kind)), (name, difference)
 
 
-UNIVERSAL = [(1, 3, 2), (2, 1, 3), (3, 2, 2)]
-PARTS = [pytest.param(*change, part) for part, change in enumerate(UNIVERSAL)]
-SLOW = [pytest.param(*change, None, marks=pytest.mark.slow) for change in UNIVERSAL]
+MENDED = [(1, 2, "amsgrad", "plain"), (2, 3, "plain"), (3, 3, "plain", "small groups"), (3, 2, "plain", "small groups")]
 
 
-@pytest.mark.parametrize("stage, to, ranks, part", [*PARTS, *SLOW])
-def test_load_checkpoint_that_is_universal(trained, stage, to, ranks, part):
-    jobs = at_stage(stage, to, part)
-    for name, (lost, difference) in goes_on(trained(stage, jobs), ranks, jobs, "universal").items():
-        assert not lost, (name, lost)
-        assert difference <= bound(name, False), (name, difference)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("ranks", [3, 2])
-def test_mend(trained, stage, ranks):
+@pytest.mark.parametrize("stage, ranks, names", [(stage, ranks, names) for stage, ranks, *names in MENDED])
+def test_mend(trained, stage, ranks, names):
     """After DeepSpeed's universal loader, on the ranks that saved and on others."""
-    names = {1: ("AdamW", "amsgrad", "plain"), 2: ("AdamW", "plain"), 3: ("AdamW", "plain", "AdamW groups")}[stage]
     jobs = {name: runs_of(stage)[name] for name in names}  # at ZeRO-3 the loader raises KeyError for amsgrad
-    for name, (lost, difference) in goes_on(trained(stage), ranks, jobs, "universal", how="mend").items():
+    for name, (lost, difference) in goes_on(trained(stage), ranks, jobs, UNIVERSAL, how="mend").items():
         assert not lost, (name, lost)
         assert difference <= bound(name, ranks == 3), (name, difference)
 
@@ -193,7 +184,7 @@ def test_mend(trained, stage, ranks):
 def test_what_is_to_be_mended(trained):
     """The control: DeepSpeed's universal loader alone leaves out, or gets wrong, what test_mend() finds restored."""
     jobs = {"plain": runs_of(3)["plain"]}
-    ((lost, difference),) = goes_on(trained(3), 3, jobs, "universal", how="stock").values()
+    ((lost, difference),) = goes_on(trained(3), 3, jobs, UNIVERSAL, how="stock").values()
     assert {"groups", "counters", "frozen.weight", "norm.running_mean", "odd_module.SCB"} <= set(lost)
     assert difference > 1e-3
 

@@ -31,7 +31,6 @@ STATES = {
     "Lion": ["exp_avg"],
     "Muon": ["momentum_buffer", "exp_avg", "exp_avg_sq"],  # the one for matrices, the others for the rest
     "CPUAdam": ["exp_avg", "exp_avg_sq"],
-    "FusedAdam": ["exp_avg", "exp_avg_sq"],
 }
 
 
@@ -62,7 +61,6 @@ def make_optimizer(name, groups):
         "RMSprop": lambda: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.9, centered=True),
         "Lion": lambda: Lion(groups, lr=1e-3),
         "CPUAdam": lambda: deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=1e-2, betas=(0.9, 0.7)),
-        "FusedAdam": lambda: deepspeed.ops.adam.FusedAdam(groups, lr=1e-2, betas=(0.9, 0.7)),
     }[name]()
 
 
