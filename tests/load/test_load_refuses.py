@@ -448,7 +448,7 @@ def shard_of_more_ranks(folder):
 KINDS = sorted(DAMAGES)
 random.Random(6).shuffle(KINDS)
 KINDS.sort(key=lambda kind: sorted(DAMAGES[kind].outcome.values()))
-PARTS = 6  # each has its share of every outcome
+PARTS = 8  # each has its share of every outcome
 # `make test` has another part for each stage and number of ranks, and every outcome at each stage.
 QUICK = [(1, 2, 0), (1, 3, 1), (3, 2, 2), (3, 3, 3)]
 ALL = [(stage, ranks, part) for stage in (1, 3) for ranks in (2, 3) for part in range(PARTS)]
