@@ -189,61 +189,46 @@ def test_what_is_to_be_mended(trained):
     assert difference > 1e-3
 
 
-# DeepSpeed's options, each of which cuts or keeps the shards in another way.
-HPZ = {"name": "hpZ", "stage": 3, "optimizer": "AdamW", "groups": 3, "zero": {"zero_hpz_partition_size": 2}}
+# DeepSpeed's options, each of which cuts or keeps the shards in another way: at which stages, and what they are.
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 OPTIONS = {
-    "offload": ((1, 3), {"zero": {"offload_optimizer": {"device": "cpu"}}}),
-    "parameters offloaded": ((3,), {"zero": {d: {"device": "cpu"} for d in ("offload_optimizer", "offload_param")}}),
+    "offload": ((1, 3), {"zero": OFFLOAD}),
+    "parameters offloaded": ((3,), {"zero": OFFLOAD | {"offload_param": {"device": "cpu"}}}),
     "round robin": ((1, 2), {"zero": {"round_robin_gradients": True}}),
     "empty groups": ((2, 3), {"empty": 2}),
 }
+# On 4 ranks, of which each pair has a second copy of the parameters.
+HPZ = {"hpZ": ((3,), {"zero": {"zero_hpz_partition_size": 2}})}
 MUON = {"zero": {"reduce_scatter": False}, "optimizer": "Muon", "groups": 1}
 SLOW = {
     "DeepSpeed's Adam": ((1, 3), {"optimizer": "CPUAdam"}),  # DeepSpeed compiles it for a minute, and one for Muon, too
     "Muon": ((1, 2, 3), MUON),
     "Muon bf16": ((1, 2, 3), MUON | {"dtype": "bf16"}),
-    "Muon offload": ((1, 2, 3), MUON | {"zero": MUON["zero"] | OPTIONS["offload"][1]["zero"]}),
-    "offload": ((2,), OPTIONS["offload"][1]),
-    "empty groups": ((1,), OPTIONS["empty groups"][1]),
+    "Muon offload": ((1, 2, 3), MUON | {"zero": MUON["zero"] | OFFLOAD}),
+    "offload": ((2,), {"zero": OFFLOAD}),
+    "empty groups": ((1,), {"empty": 2}),
 }
+OPTED = [pytest.param(stage, 3, OPTIONS, id=f"{stage}") for stage in (1, 2, 3)] + [pytest.param(3, 4, HPZ, id="hpZ")]
+OPTED += [pytest.param(stage, 3, SLOW, id=f"slow {stage}", marks=pytest.mark.slow) for stage in (1, 2, 3)]
 
 
-def assert_all_goes_on(folder, ranks, jobs, same):
+@pytest.mark.parametrize("stage, saved_on, options", OPTED)
+def test_options(tmp_path, stage, saved_on, options):
     """Resumed, the engine holds what it held; and what it saves then converts into the same files."""
-    found = goes_on(folder, ranks, jobs, again=True)
-    for name, (lost, difference) in found.items():
-        if name == "round robin":  # what DeepSpeed says of a live engine's weights and moments is wrong then
-            lost = [name for name in lost if " " not in name]
-        assert not lost and difference <= bound(name, same), (name, ranks, lost, difference)
-        files = []
-        for tag in (f"global_step{SAVED}", f"on_{ranks}_again"):
-            output = folder / name / f"{tag}_universal"
-            universal.convert(folder / name / tag, output, strict={"states", "patterns"})
-            files.append({key: value for key, value in content(output / "zero").items() if "/" in key})
-        assert files[0] and files[0] == files[1], (name, ranks)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("options", [OPTIONS, pytest.param(SLOW, marks=pytest.mark.slow)], ids=len)
-def test_options(tmp_path, stage, options):
     job = {"stage": stage, "optimizer": "AdamW", "groups": 3}
     jobs = {name: job | {"name": name} | more for name, (stages, more) in options.items() if stage in stages}
-    run(tmp_path, 3, ZOO, json.dumps(list(jobs.values())))
-    for ranks in (3, 2):
-        assert_all_goes_on(tmp_path, ranks, jobs, ranks == 3)
-
-
-@pytest.fixture(scope="module")
-def hpz(tmp_path_factory):
-    """The folder of a run of ZeRO++ on 4 ranks, where each pair of them has a second copy of the parameters."""
-    folder = tmp_path_factory.mktemp("hpz")
-    run(folder, 4, ZOO, json.dumps([HPZ]))
-    return folder
-
-
-@pytest.mark.parametrize("ranks", [4, 2])
-def test_second_copy_of_the_parameters(hpz, ranks):
-    assert_all_goes_on(hpz, ranks, {"hpZ": HPZ}, ranks == 4)
+    run(tmp_path, saved_on, ZOO, json.dumps(list(jobs.values())))
+    for ranks in (saved_on, 2):
+        for name, (lost, difference) in goes_on(tmp_path, ranks, jobs, again=True).items():
+            if name == "round robin":  # what DeepSpeed says of a live engine's weights and moments is wrong then
+                lost = [name for name in lost if " " not in name]
+            assert not lost and difference <= bound(name, ranks == saved_on), (name, ranks, lost, difference)
+            files = []
+            for tag in (ZERO, f"on_{ranks}_again"):
+                output = tmp_path / name / f"{tag}_universal"
+                universal.convert(tmp_path / name / tag, output, strict={"states", "patterns"})
+                files.append({key: value for key, value in content(output / "zero").items() if "/" in key})
+            assert files[0] and files[0] == files[1], (name, ranks)
 
 
 def test_the_model_gets_the_weights_of_the_optimizer(trained):
