@@ -28,40 +28,19 @@ STATES = {
     "SGD": [],
     "Adagrad": ["sum"],
     "RMSprop": ["square_avg", "momentum_buffer", "grad_avg"],
-    "Lion": ["exp_avg"],
     "Muon": ["momentum_buffer", "exp_avg", "exp_avg_sq"],  # the one for matrices, the others for the rest
     "CPUAdam": ["exp_avg", "exp_avg_sq"],
 }
-
-
-class Lion(torch.optim.Optimizer):
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            a, b = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                update = m.lerp(p.grad, 1 - a).sign() + group["weight_decay"] * p
-                p.sub_(group["lr"] * update)
-                m.lerp_(p.grad, 1 - b)
-
-
-def make_optimizer(name, groups):
-    return {
-        "AdamW": lambda: torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.7)),
-        "amsgrad": lambda: torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.7), amsgrad=True),
-        "momentum": lambda: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
-        "SGD": lambda: torch.optim.SGD(groups, lr=1e-2),
-        "Adagrad": lambda: torch.optim.Adagrad(groups, lr=1e-2),
-        "RMSprop": lambda: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.9, centered=True),
-        "Lion": lambda: Lion(groups, lr=1e-3),
-        "CPUAdam": lambda: deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=1e-2, betas=(0.9, 0.7)),
-    }[name]()
+ADAM = {"betas": (0.9, 0.7)}
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, ADAM),
+    "amsgrad": (torch.optim.AdamW, ADAM | {"amsgrad": True}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "SGD": (torch.optim.SGD, {}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "CPUAdam": (deepspeed.ops.adam.DeepSpeedCPUAdam, ADAM),
+}
 
 
 class Zoo(nn.Module):
@@ -101,7 +80,8 @@ def work(
     rank, ranks, folder = dist.get_rank(), dist.get_world_size(), Path(name)
 
     def make_it(trained):
-        return make_optimizer(optimizer, cut(trained, groups) + [{"params": []}] * empty)
+        kind, options = OPTIMIZERS[optimizer]
+        return kind(cut(trained, groups) + [{"params": []}] * empty, lr=1e-2, **options)
 
     if optimizer == "Muon":  # DeepSpeed makes it, and its groups
         make_it = {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}
