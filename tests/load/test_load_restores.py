@@ -179,36 +179,36 @@ def test_what_is_to_be_mended(trained):
     assert difference > 1e-3
 
 
-# DeepSpeed's options, each of which cuts or keeps the shards in another way: at which stages, and what they are.
+# DeepSpeed's options, each of which cuts or keeps the shards in another way: at which stages in `make test`, at which in
+# `make test-all`, and what they are.
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+MUON = {"zero": {"reduce_scatter": False}, "optimizer": "Muon", "groups": 1}
 OPTIONS = {
-    "offload": ((1, 3), {"zero": OFFLOAD}),
-    "parameters offloaded": ((3,), {"zero": OFFLOAD | {"offload_param": {"device": "cpu"}}}),
-    "round robin": ((1, 2), {"zero": {"round_robin_gradients": True}}),
-    "empty groups": ((2, 3), {"empty": 2}),
+    "offload": ([1, 3], [1, 2, 3], {"zero": OFFLOAD}),
+    "parameters offloaded": ([3], [3], {"zero": OFFLOAD | {"offload_param": {"device": "cpu"}}}),
+    "round robin": ([1, 2], [1, 2], {"zero": {"round_robin_gradients": True}}),
+    "empty groups": ([2, 3], [1, 2, 3], {"empty": 2}),
+    "DeepSpeed's Adam": ([], [1, 3], {"optimizer": "CPUAdam"}),  # compiled for a minute, and another one for Muon
+    "Muon": ([], [1, 2, 3], MUON),
+    "Muon bf16": ([], [1, 2, 3], MUON | {"dtype": "bf16"}),
+    "Muon offload": ([], [1, 2, 3], MUON | {"zero": MUON["zero"] | OFFLOAD}),
 }
 # On 4 ranks, of which each pair has a second copy of the parameters.
-HPZ = {"hpZ": ((3,), {"zero": {"zero_hpz_partition_size": 2}})}
-MUON = {"zero": {"reduce_scatter": False}, "optimizer": "Muon", "groups": 1}
-SLOW = {
-    "DeepSpeed's Adam": ((1, 3), {"optimizer": "CPUAdam"}),  # DeepSpeed compiles it for a minute, and one for Muon, too
-    "Muon": ((1, 2, 3), MUON),
-    "Muon bf16": ((1, 2, 3), MUON | {"dtype": "bf16"}),
-    "Muon offload": ((1, 2, 3), MUON | {"zero": MUON["zero"] | OFFLOAD}),
-    "offload": ((2,), {"zero": OFFLOAD}),
-    "empty groups": ((1,), {"empty": 2}),
-}
-OPTED = [pytest.param(stage, 3, OPTIONS, id=f"{stage}") for stage in (1, 2, 3)] + [pytest.param(3, 4, HPZ, id="hpZ")]
-OPTED += [pytest.param(stage, 3, SLOW, id=f"slow {stage}", marks=pytest.mark.slow) for stage in (1, 2, 3)]
+HPZ = {"hpZ": ([3], [3], {"zero": {"zero_hpz_partition_size": 2}})}
+SAVED_ON = [(1, 3, OPTIONS), (2, 3, OPTIONS), (3, 3, OPTIONS), (3, 4, HPZ)]
+SAVED_ON = [pytest.param(*one, 0, id=f"{one[:2]}") for one in SAVED_ON] + [
+    pytest.param(*one, 1, id=f"{one[:2]} all", marks=pytest.mark.slow) for one in SAVED_ON
+]
 
 
-@pytest.mark.parametrize("stage, saved_on, options", OPTED)
-def test_options(tmp_path, stage, saved_on, options):
-    """Resumed, the engine holds what it held; and what it saves then converts into the same files."""
+@pytest.mark.parametrize("stage, saved_on, options, slow", SAVED_ON)
+def test_options(tmp_path, stage, saved_on, options, slow):
+    """Resumed, the engine holds what it held; and what it saves then converts into the same files. On 2 ranks, and, in
+    `make test-all`, on those that saved."""
     job = {"stage": stage, "optimizer": "AdamW", "groups": 3}
-    jobs = {name: job | {"name": name} | more for name, (stages, more) in options.items() if stage in stages}
+    jobs = {name: job | {"name": name} | more for name, (*stages, more) in options.items() if stage in stages[slow]}
     run(tmp_path, saved_on, ZOO, json.dumps(list(jobs.values())))
-    for ranks in (saved_on, 2):
+    for ranks in (saved_on, 2) if slow else (2,):
         for name, (lost, difference) in goes_on(tmp_path, ranks, jobs, again=True).items():
             if name == "round robin":  # what DeepSpeed says of a live engine's weights and moments is wrong then
                 lost = [name for name in lost if " " not in name]
