@@ -179,8 +179,8 @@ def test_what_is_to_be_mended(trained):
     assert difference > 1e-3
 
 
-# DeepSpeed's options, each of which cuts or keeps the shards in another way: at which stages in `make test`, at which in
-# `make test-all`, and what they are.
+# DeepSpeed's options, each of which cuts or keeps the shards in another way: at which stages in `make test`, at which
+# in `make test-all`, and what they are.
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 MUON = {"zero": {"reduce_scatter": False}, "optimizer": "Muon", "groups": 1}
 OPTIONS = {
