@@ -296,9 +296,8 @@ newest("later", gone, latest="nope", hours=(1, 2, 3))(nothing, "latest_names_wha
 newest("t", gone, latest="nope", hours=(2, 1, 1))(nothing, "somebody_went_back_and_latest_is_gone")
 
 
-def not_whole(what, harm, latest="later", hours=(1, 2, 3)):
-    said = "later is not whole, and is passed over"
-    newest("t", said, latest=latest, hours=hours)(harm, f"newest_{what}")
+def not_whole(what, harm, says="later is not whole, and is passed over", latest="later", hours=(1, 2, 3)):
+    newest("t", says, latest=latest, hours=hours)(harm, f"newest_{what}")
 
 
 def lacks_a_shard(folder):
@@ -314,8 +313,8 @@ def bits_of_its_models(folder):
 not_whole("lacks_a_shard", lacks_a_shard)
 not_whole("lacks_a_shard_and_latest_is_behind", lacks_a_shard, latest="t", hours=behind)
 not_whole("has_a_flipped_bit", lambda folder: flip(shard(folder, 1, "later")))
-not_whole("has_flipped_bits_in_its_models", bits_of_its_models)
-not_whole("has_a_model_cut_short", lambda folder: cut(models(folder, "later")[-1], -50))
+not_whole("has_flipped_bits_in_its_models", bits_of_its_models, "passed over")
+not_whole("has_a_model_cut_short", lambda folder: cut(models(folder, "later")[-1], -50), "passed over")
 
 
 def neighbour(name, put):
