@@ -1,4 +1,4 @@
-"""Writes the checkpoints that tests/test_parallel.py converts: tensor parallel by AutoTP, or a pipeline with tensor
+"""Writes the checkpoints that tests/convert/test_convert_equals_deepspeed.py converts: tensor parallel by AutoTP, or a pipeline with tensor
 parallelism of its own.
 
     model_parallel.py FOLDER autotp STAGE TENSOR
