@@ -9,7 +9,6 @@ import runpy
 import signal
 import struct
 import sys
-import tempfile
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -91,22 +90,24 @@ def with_bit_flipped(data, position, bit=0):
 
 def forked(work, limit=120):
     """Call work() in a process forked from this one, which has imported what is needed. Returns end(), which waits for
-    it: its exit code, or minus the signal that ended it, and what it printed."""
-    streams = [tempfile.TemporaryFile("w+") for _ in range(2)]
+    it: its exit code, or minus the signal that ended it, and what it printed, at most what a pipe holds."""
+    pipes = [os.pipe() for _ in range(2)]
 
     def main():
         signal.alarm(limit)
-        for fd, stream in enumerate(streams, 1):
-            os.dup2(stream.fileno(), fd)
+        for fd, (_, end) in enumerate(pipes, 1):
+            os.dup2(end, fd)
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in (1, 2))
         work()
 
     child = multiprocessing.get_context("fork").Process(target=main)
     child.start()
+    for _, end in pipes:
+        os.close(end)
 
     def end():
+        out, err = (os.fdopen(read).read() for read, _ in pipes)
         child.join()
-        out, err = (stream.read() for stream in streams if not stream.seek(0))
         return SimpleNamespace(code=child.exitcode, out=out, err=err)
 
     return end

@@ -223,7 +223,7 @@ def weights(folder):
     return files | {name: (tensor.dtype, tensor.tolist()) for name, tensor in load(folder / MODEL)["module"].items()}
 
 
-@some_or_all
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
 def test_missing_keys(tmp_path, saved, every):
     """Without any one entry of any file: refused, or every weight and moment is there all the same."""
     convert(saved.early, tmp_path / "whole" / "u")

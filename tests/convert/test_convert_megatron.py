@@ -72,8 +72,6 @@ def test_equal_to_deepspeed(saved, tmp_path):
 
 
 def run_example(*arguments):
-    """examples/megatron_info.py, from which exit code it comes, and what it says."""
-
     def work():
         sys.argv = ["megatron_info.py", *map(str, arguments)]
         runpy.run_path(str(ROOT / "examples" / "megatron_info.py"), run_name="__main__")

@@ -80,8 +80,9 @@ def test_flag_that_permits_it(laid_out, tmp_path):
     """With that, what is lost is only said, as it is without that the optimizer counts otherwise than the module: after
     a start with the weights alone it counts from 0."""
     extra = lambda shard: [state.update(extra=1.5) for state in states(shard)]  # noqa: E731
-    source = laid_out(1, lambda model: model.update(global_steps=99), extra)
+    source = laid_out(1, shard=extra)
     failed(converter(source, tmp_path / "u"), 2, "extra", "--no_strict")
+    edit(source, MODEL, lambda model: model.update(global_steps=99))
     told = converter(source, tmp_path / "u", "--no_strict").err.splitlines()
     assert len(told) == 2 and all(line.startswith("ds_to_universal: warning: ") for line in told)
     assert f"{MODEL} is of step 99, the optimizer of step [100.0]" in told[0] and "extra of the optimizer" in told[1]

@@ -1,5 +1,5 @@
-"""The weights alone, `python -m universal.safetensors`: the file against the live engine, and in
-transformers; or one line, with nothing written."""
+"""The weights alone, `python -m universal.safetensors`: the file against the live engine, and in transformers; or one
+line, with nothing written."""
 
 import itertools
 import json
@@ -101,12 +101,8 @@ VIEWS = {
 
 def test_views_and_other_kinds(laid_out, tmp_path):
     """Element by element whatever the strides, in its dtype; nothing of no elements."""
-
-    def add(model):
-        model["module"] |= VIEWS
-        model["buffer_names"] += list(VIEWS)
-
-    export(laid_out(1, add), tmp_path / "x.safetensors")
+    source = laid_out(1, lambda model: model.update(module=model["module"] | VIEWS, buffer_names=[*VIEWS]))
+    export(source, tmp_path / "x.safetensors")
     got = load_file(tmp_path / "x.safetensors")
     assert got.keys() == VIEWS.keys() | set("abc")
     assert [name for name, tensor in VIEWS.items() if not same_bits(got[name], tensor)] == []
@@ -128,12 +124,9 @@ def test_universal_checkpoint_of_deepspeed(laid_out, tmp_path):
 
 def test_what_is_no_tensor(laid_out, tmp_path):
     """In the module: named, and left out only if that is permitted. Elsewhere it does not matter."""
-
-    def add(model):
-        model["module"].update(extra={"x": 1}, complex=torch.ones(2, dtype=torch.complex128))
-        model["note"] = SimpleNamespace()
-
-    source, output = laid_out(1, add), tmp_path / "x.safetensors"
+    odd = {"extra": {"x": 1}, "complex": torch.ones(2, dtype=torch.complex128)}
+    source = laid_out(1, lambda model: model.update(module=model["module"] | odd, note=SimpleNamespace()))
+    output = tmp_path / "x.safetensors"
     failed(exporter(source, output), 2, "ds_to_safetensors: error: ", "no place for complex", "--no_strict")
     assert os.listdir(tmp_path) == ["c"]
     done = exporter(source, output, "--no_strict")
@@ -167,7 +160,7 @@ def test_refusals(laid_out, tmp_path):
     source, output = laid_out(1), tmp_path / "x.safetensors"
     (tmp_path / "folder.safetensors").mkdir()
     convert(source, tmp_path / "parallel")
-    shutil.copy(tmp_path / "parallel" / MODEL, tmp_path / "parallel" / MODEL.replace("00", "01"))
+    torch.save(load(tmp_path / "parallel" / MODEL), tmp_path / "parallel" / MODEL.replace("00", "01"))
     shutil.copytree(tmp_path / "parallel" / "zero", tmp_path / "empty" / "zero")
     before = sorted(os.listdir(tmp_path))
     for words, arguments in {
