@@ -186,10 +186,10 @@ def test_what_is_no_universal_checkpoint_is_left_alone(source, tmp_path):
     (precious / "notes.txt").write_text("mine")
     (tmp_path / "taken" / "latest_universal").mkdir(parents=True)
     before = content(tmp_path)
-    wrong = dict.fromkeys((later, later.parent, run1, tmp_path / "link", precious, tmp_path, "/"))
-    wrong |= {tmp_path / "latest_universal": "is the name of the file", tmp_path / "taken" / "u": "is a folder"}
-    for output, word in wrong.items():
-        with pytest.raises(CheckpointError, match=word or "is not a universal checkpoint"):
+    named = (tmp_path / "latest_universal", tmp_path / "taken" / "u")
+    for output in (later, later.parent, run1, tmp_path / "link", precious, tmp_path, "/", *named):
+        words = "latest_universal is the name of the file" if output in named else "is not a universal checkpoint"
+        with pytest.raises(CheckpointError, match=words):
             convert(later, output)
     assert content(tmp_path) == before
 
