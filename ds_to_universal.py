@@ -27,7 +27,7 @@ The work goes in five steps, each a function of universal/:
     find_tag()          checkpoint.py   the folder with the files, where the one above it was given
     describe()          checkpoint.py   which bytes of which shards make up each parameter, tensor-parallel ones too
     write_files()       converter.py    each byte range is read once, compared with its checksum, and written once
-    check_all()         converter.py    what was read is what was saved: every record has its CRC-32
+    check_all()         torch_file.py   what was read is what was saved: every record has its CRC-32
     publish()           converter.py    all is on the disk; then the folder gets its name, and latest_universal last
 
 A .pt file is a zip archive of one pickle and one stored record per tensor (torch_file.py). Conversion only regroups
