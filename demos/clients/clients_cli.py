@@ -115,7 +115,7 @@ def start(work, name, kind, ranks, lines, ours=True, batch="auto", steps=None, *
 
 @functools.cache
 def run(work, name, kind, ranks, source=None, lose=False, **options):
-    """({step: loss} of steps 11 to 20 or the error that it stopped with, what universal.py warned of). source: the run
+    """({step: loss} of steps 11 to 20 or the error that it stopped with, what the package warned of). source: the run
     whose checkpoint it goes on from. lose: LLaMA-Factory's elastic mode, two machines one of which dies after
     step 13."""
     lines, machines = [], [{}]
@@ -142,7 +142,7 @@ def run(work, name, kind, ranks, source=None, lose=False, **options):
             node.reader.join(timeout=10)
         text = "".join(line for _, line in lines)
         (work / f"{name}.log").write_text(text)
-    warning = re.search(r"universal\.py: (WARNING: .*)", text)
+    warning = re.search(r"universal: (WARNING: .*)", text)
     state = work / name / f"checkpoint-{STEPS}" / "trainer_state.json"
     if state.exists():
         history = json.loads(state.read_text())["log_history"]
