@@ -195,7 +195,7 @@ resume: $(OUT)/resume_cost.txt
 
 $(OUT)/resume_cost.txt: .venv/installed benchmarks/resume.py model.py $(PACKAGE)
 	@mkdir -p $(OUT)
-	$(PY) benchmarks/resume.py | grep -v WARNING > $@
+	$(PY) benchmarks/resume.py > $@
 	@cat $@
 
 # Training loops that are not ours
@@ -206,7 +206,6 @@ clients: .venv/installed-clients
 
 # Commands that have no script
 clients-cli: .venv/installed-clients
-	rm -rf runs/clients_cli
 	$(PY) demos/clients/clients_cli.py --output assets/clients_cli.txt
 
 # What a GPU does. Without a network: whatever Python has torch and DeepSpeed
