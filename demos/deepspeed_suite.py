@@ -19,8 +19,10 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "runs" / "deepspeed_suite"
 PYTEST = REPORTS / "pytest"  # later ones do not know DeepSpeed's fixtures, which are classes
-KNOWN = {  # how the name of a test begins: why it ends differently
-    "test_zero_optimizer.TestZeROElasticCheckpoint::test_elastic_checkpoint_change_dp[True-":
+# How the name of a test begins, and why it ends differently. These are not run through install(): where an error that a
+# test wants is not raised, pytest ends the process, and DeepSpeed's pool of processes waits for it for ever.
+KNOWN = {
+    "test_zero_optimizer.py::TestZeROElasticCheckpoint::test_elastic_checkpoint_change_dp[True-":
         "wants an error where a checkpoint of 4 ranks is loaded on 2; install() loads it",
 }  # fmt: skip
 # DeepSpeed's tests start the ranks of each test anew: this forks them from a process that has imported what they need.
@@ -32,19 +34,18 @@ sys.exit(pytest.main(sys.argv[1:]))"""
 def run(name, tests, arguments, *before):
     """{test: how it ended, and what it said}."""
     report = REPORTS / f"{name}.xml"
-    report.unlink(missing_ok=True)
     command = [*before, sys.executable, "-c", MAIN, "unit/checkpoint", f"--junitxml={report}", *arguments]
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | os.environ
     settings["LOCAL_SIZE"] = "4"  # DeepSpeed's count of devices on CPUs: tests that need more are skipped
     settings["DS_TEST_USE_INSTALLED_DEEPSPEED"] = "1"
     settings["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PYTEST), os.environ.get("PYTHONPATH")]))
     with open(REPORTS / f"{name}.txt", "w") as output:
-        subprocess.run(command, cwd=tests, env=settings, stdout=output, stderr=subprocess.STDOUT)
-    if not report.exists():
+        result = subprocess.run(command, cwd=tests, env=settings, stdout=output, stderr=subprocess.STDOUT)
+    if result.returncode not in (0, 1):
         sys.exit(f"pytest has not come to its end: {output.name}")
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        test = case.get("classname").removeprefix("unit.checkpoint.") + "::" + case.get("name")
+        test = ".py::".join(case.get("classname").split(".")[2:]) + "::" + case.get("name")
         found[test] = ("passed", "")
         for child in case:
             if child.tag in ("failure", "error", "skipped"):
@@ -64,10 +65,11 @@ def main():
     if not PYTEST.exists():
         subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", PYTEST, "pytest<8.4"], check=True)
     alone = run("alone", tests, sys.argv[2:])
-    through = run("through install()", tests, sys.argv[2:], sys.executable, str(ROOT / "universal"))
+    others = [f"--deselect=unit/checkpoint/{start}" for start in KNOWN]
+    through = run("through install()", tests, sys.argv[2:] + others, sys.executable, str(ROOT / "universal"))
     unknown = 0
     for test, (ended, said) in alone.items():
-        now, says = through.get(test, ("missing", ""))
+        now, says = through.get(test, ("not run", ""))
         if now == ended:
             continue
         why = next((why for start, why in KNOWN.items() if test.startswith(start)), None)
