@@ -27,7 +27,7 @@ The work goes in five steps, each a function of universal/:
     find_tag()          checkpoint.py   the folder with the files, where the one above it was given
     describe()          checkpoint.py   which bytes of which shards make up each parameter, tensor-parallel ones too
     write_files()       converter.py    each byte range is read once, compared with its checksum, and written once
-    check_all()         converter.py    what was read is what was saved: every record has its CRC-32
+    check_all()         torch_file.py   what was read is what was saved: every record has its CRC-32
     publish()           converter.py    all is on the disk; then the folder gets its name, and latest_universal last
 
 A .pt file is a zip archive of one pickle and one stored record per tensor (torch_file.py). Conversion only regroups
@@ -42,8 +42,7 @@ import os
 import resource
 
 from universal import __version__
-from universal.checkpoint import find_tag
-from universal.converter import alone, convert, in_one_line
+from universal.converter import alone, convert, in_one_line, report
 from universal.torch_file import CheckpointError
 
 
@@ -71,9 +70,8 @@ def meet(ranks):
     try:
         dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
     except Exception as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         why = str(error).splitlines()[0]
-        raise CheckpointError(f"not all of {ranks} processes met at {where} within 5 minutes: {why}") from None
+        raise CheckpointError(f"not all of {ranks} processes met within 5 minutes: {why}") from None
     try:
         with conversation(timeout=24 * 3600) as talk:  # a process waits for as long as another one writes
             yield talk
@@ -112,18 +110,13 @@ def main():
     with contextlib.suppress(ValueError, OSError):  # every shard stays open, if the system permits it
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with in_one_line("ds_to_universal", rank), meet(ranks) as gather:
-        output = args.output_folder or f"{os.path.abspath(find_tag(args.input_folder))}_universal"
         done = convert(
-            args.input_folder, output, args.num_extract_workers, args.num_merge_workers, strict=args.strict,
+            args.input_folder, args.output_folder, args.num_extract_workers, args.num_merge_workers, strict=args.strict,
             check=args.check, progress=not rank, zero3_before_0_19_3=args.zero3_before_0_19_3, rank=rank, ranks=ranks,
             gather=gather,
         )  # fmt: skip
     if not rank:
-        rate = done["bytes"] / done["seconds"] / 1e9
-        print(
-            f"{done['source']} -> {output}: {done['parameters']} parameters, {done['bytes']:,} bytes, {done['files']} "
-            f"files in {done['seconds']:.2f} s, {rate:.2f} GB/s"
-        )
+        report(done)
 
 
 if __name__ == "__main__":

@@ -630,10 +630,6 @@ class TensorParallel:
         return parts[0]._replace(shape=shape, states=states, how=how)
 
 
-def stage_of(optimizer):
-    return 3 if is_stage_3(optimizer) else int("zero_stage" in optimizer)
-
-
 def describe(folder, workers=4, opened=None):
     """The Description of the ZeRO or universal checkpoint in a folder. Reads no tensor but the optimizer's scalars, and
     runs no code. Raises CheckpointError where files are missing, damaged, or not of one checkpoint."""
@@ -683,7 +679,7 @@ def describe_shards(folder, shards, pool, opened):
             parameters,
             base_optimizer(first.optimizer)["param_groups"],
             universal=False,
-            stage=stage_of(first.optimizer),
+            stage=3 if is_stage_3(first.optimizer) else int("zero_stage" in first.optimizer),
             bf16=shards[0][0].name.startswith("bf16_"),
             ranks=model["dp_world_size"],
             tensor=tensor,
@@ -716,9 +712,9 @@ def described(folder, models, optimizer, parameters, groups, **facts):
 def join_ranks(folder, ranks, tensor, info):
     """({name: Parameter}, problems) from every model-parallel rank, those of a pipeline stage side by side."""
     for rank in ranks:
-        for key, what in (("global_steps", "steps"), ("dp_world_size", "numbers of ranks")):
+        for key in ("global_steps", "dp_world_size"):
             if rank.model[key] != ranks[0].model[key]:
-                raise CheckpointError(f"{folder}: its model-parallel ranks are of different {what}")
+                raise CheckpointError(f"{folder}: its model-parallel ranks are of different saves: {key} differs")
         if len(rank.model["param_shapes"]) != len(ranks[0].model["param_shapes"]):  # the loader takes them by number
             raise CheckpointError(f"{folder}: a pipeline stage lacks a parameter group that others have")
     joined = {}

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from universal.checkpoint import describe, file_name, find_tag, left_over, lost_states
 from universal.torch_file import (
-    CheckpointError, Reader, Slices, about, check, keep_open, nbytes_of, pickled, verify, whole, write_pt,
+    CheckpointError, Reader, Slices, about, check_all, keep_open, nbytes_of, pickled, verify, whole, write_pt,
 )  # fmt: skip
 
 # -----------------------------------------------------------------------------
@@ -95,12 +95,11 @@ def beside(output, what):
 def check_output(source, output):
     """The output is new, or a universal checkpoint and nothing else, and does not hold the source."""
     entry = re.compile(r"zero|(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|layer_.*_model_states\.pt")
+    pointer = output.parent / "latest_universal"
     if source == output or output in source.parents:
         raise CheckpointError(f"{output} is not a universal checkpoint but holds the input: name another output folder")
-    if output.name == "latest_universal":
-        raise CheckpointError(f"{output} is the name of the file that points to the output: name another output folder")
-    if (output.parent / "latest_universal").is_dir():
-        raise CheckpointError(f"{output.parent / 'latest_universal'} is a folder, where a file has to go")
+    if pointer == output or pointer.is_dir():
+        raise CheckpointError(f"{pointer} is the name of the file that points to the output, and not of a folder")
     if output.exists():
         others = [path.name for path in output.iterdir() if not entry.fullmatch(path.name)] if output.is_dir() else []
         if others or not (output / "zero" / "optimizer_state.pt").is_file():
@@ -158,8 +157,8 @@ def unfinished(output):
                 beside(output, "pointer").unlink(missing_ok=True)
 
 
-def publish(folder, output):
-    """Write everything to the disk, give the finished folder its final name, and let `latest_universal` point to it.
+def publish(folder, output, latest="latest_universal"):
+    """Write everything to the disk, give the finished folder its final name, and let the file `latest` point to it.
     Whenever this is interrupted, the output is the old one or the new one, and whole; or, for a moment, the old one
     stands beside its place, and the next conversion brings it back."""
     old = beside(output, "replaced")
@@ -169,7 +168,7 @@ def publish(folder, output):
     if output.exists():
         output.rename(old)
     folder.rename(output)
-    pointer.rename(output.with_name("latest_universal"))
+    pointer.rename(output.with_name(latest))
     sync(output.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -223,7 +222,7 @@ def convert(
     of ranks; gather(value) returns the values of all of them. Raises CheckpointError when the input is not a whole ZeRO
     checkpoint, or the output is something else's folder; OSError when a disk fails. Nothing has then appeared at
     output_folder.
-    Returns {"source", "parameters", "bytes", "files", "seconds"}; source is the folder of the tag.
+    Returns {"source", "output", "parameters", "bytes", "seconds"}; source is the folder of the tag.
     """
     began = time.perf_counter()
     opened = keep_open()
@@ -249,7 +248,7 @@ def convert(
                 sync(folder)  # its machine's part; publish() does rank 0's
         spans = merged(gather(spans))
         with together(gather):
-            check_all(sorted(spans)[rank::ranks], spans, opened)
+            check_all(spans, opened, rank, ranks)
         with together(gather):
             if rank == 0:
                 for name in files if check else ():
@@ -257,8 +256,16 @@ def convert(
                 link_second_names(folder)
                 publish(folder, output)
     nbytes = sum(nbytes_of(source) for _, sources in files.values() for source in sources)
-    done = {"source": source, "parameters": len(description.parameters), "bytes": nbytes}
-    return done | {"files": len(files) + len(description.models), "seconds": time.perf_counter() - began}
+    done = {"source": source, "output": output, "parameters": len(description.parameters), "bytes": nbytes}
+    return done | {"seconds": time.perf_counter() - began}
+
+
+def report(done):
+    rate = done["bytes"] / done["seconds"] / 1e9
+    print(
+        f"{done['source']} -> {done['output']}: {done['parameters']} parameters, {done['bytes']:,} bytes in "
+        f"{done['seconds']:.2f} s, {rate:.2f} GB/s"
+    )
 
 
 def complain(description, strict):
@@ -280,21 +287,16 @@ def write_files(folder, files, jobs, opened, workers, progress):
         reader = Reader(opened)
         for name in job:
             write_pt(folder / name, *files[name], reader)
-        return job, reader.spans
+        return reader.spans
 
-    sizes = {name: sum(map(nbytes_of, sources)) for job in jobs for name in job for sources in files[name][1:]}
+    sizes = [sum(nbytes_of(source) for name in job for source in files[name][1]) for job in jobs]
     spans = {}
-    with ThreadPoolExecutor(workers) as pool, bar(sum(sizes.values()), progress) as show_more:
-        for job, found in pool.map(write_job, jobs):
-            show_more(sum(sizes[name] for name in job))
+    with ThreadPoolExecutor(workers) as pool, bar(sum(sizes), progress) as show_more:
+        for found, nbytes in zip(pool.map(write_job, jobs), sizes, strict=True):
+            show_more(nbytes)
             for record, more in found.items():
                 spans.setdefault(record, array("Q")).extend(more)
     return spans
-
-
-def check_all(records, spans, opened):
-    for record in records:
-        check(record, spans[record], opened)
 
 
 def merged(everyone):
@@ -317,14 +319,13 @@ def link_second_names(folder):
 @contextlib.contextmanager
 def bar(total, progress):
     """A function that moves a progress bar, where there are a terminal and tqdm, which comes with DeepSpeed."""
-    shown = None
-    with contextlib.suppress(ImportError):
-        if progress and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            shown = tqdm(total=total, unit="B", unit_scale=True)
-    with shown or contextlib.nullcontext():
-        yield shown.update if shown else lambda nbytes: None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda nbytes: None
+        return
+    with tqdm(total=total, unit="B", unit_scale=True, disable=not progress or None) as shown:  # None: no terminal
+        yield shown.update
 
 
 @contextlib.contextmanager

@@ -28,8 +28,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 from torch.distributed import distributed_c10d
+
+from universal.converter import publish
 
 GO_ON = 143  # the exit code of "stopped, not finished". To the agents 0 says that the job is done, and they end it.
 
@@ -38,8 +39,6 @@ def enlist(batch, micro_batch, model_parallel=1):
     """Let the largest number of ranks train that cuts the batch into whole micro-batches, and set WORLD_SIZE to it; the
     other ranks do not come back from here. model_parallel: ranks that share one micro-batch. Call it before there is a
     process group. Raises ValueError where no number of the ranks will do."""
-    if Version(torch.__version__) < Version("2.6"):
-        raise ValueError(f"elastic.py needs torch 2.6 or newer, and finds {torch.__version__}")
     rank, present = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     usable = [n for n in range(1, present // model_parallel + 1) if batch % (micro_batch * n) == 0]
     if not usable:
@@ -117,7 +116,7 @@ def save(engine, folder, client_state, keep=None):
     folder, tag, rank = Path(folder), f"global_step{engine.global_steps}", dist.get_rank()
     leads = os.environ.get("LOCAL_RANK", "0") == "0"  # its machine's first rank
     attempt = number_of_save(folder)
-    for left in folder.glob(f"{tag}.*") if leads else ():  # by a job that was killed while it saved
+    for left in (*folder.glob(f"{tag}.*"), *folder.glob(f".{tag}.*")) if leads else ():  # by a job killed in its save
         shutil.rmtree(left, ignore_errors=True)
     dist.barrier()
     # A rank that was cut off in an earlier attempt, and writes on, must not do so into this one.
@@ -130,7 +129,7 @@ def save(engine, folder, client_state, keep=None):
         with contextlib.suppress(FileNotFoundError):  # where the folder is shared one machine is the first
             unfinished.rename(own)
         if own.exists():
-            publish(own, folder / tag)
+            publish(own, folder / tag, "latest")
             if keep:
                 remove_old(folder, keep)
     dist.barrier()
@@ -157,16 +156,6 @@ def number_of_save(folder):
     if said[0] is None:
         leave(finished=False)
     return said[0]
-
-
-def publish(own, final):
-    replaced, latest = final.with_name(f"{final.name}.old.unfinished"), final.with_name("latest.unfinished")
-    if final.exists():
-        final.rename(replaced)
-    own.rename(final)
-    latest.write_text(final.name)
-    latest.rename(final.with_name("latest"))
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove_old(folder, keep):

@@ -61,9 +61,6 @@ def round_gradients(parameters, micro_batches, accumulation):
     """
     totals, ranks = {}, dist.get_world_size()
     terms = 1 << (max(micro_batches, 4) - 1).bit_length()  # a power of two
-    device = parameters[0].device
-    multiples = torch.arange(0, 2**24, ranks, dtype=torch.float32, device=device)
-    assert torch.equal(multiples / ranks, torch.arange(len(multiples), device=device)), "inexact division"
 
     def hook(i, kept):
         def rounded(gradient):

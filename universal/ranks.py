@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from universal import torch_file
-from universal.converter import alone, check_all, merged, together
-from universal.torch_file import CheckpointError, compact, load, tensor_of, whole
+from universal.converter import alone, merged, together
+from universal.torch_file import CheckpointError, check_all, compact, load, tensor_of, whole
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ class Reader(torch_file.Reader):
         """Raise CheckpointError, on all ranks, where the ranks together have read what no checksum confirms."""
         spans = merged(talk(self.spans))
         with together(talk), damage():
-            check_all(sorted(spans)[dist.get_rank() :: dist.get_world_size()], spans, self.opened)
+            check_all(spans, self.opened, dist.get_rank(), dist.get_world_size())
 
 
 def masters_of(parameter):
@@ -159,9 +159,10 @@ def check_same_folder(folder, talk):
     with together(talk):
         here = {entry.name: entry.stat().st_size for entry in os.scandir(folder)} if folder.is_dir() else None
     seen = talk((socket.gethostname(), here))
-    if other := sorted({host for host, entries in seen if entries != seen[0][1]}):
-        where = f"{seen[0][0]} and on {', '.join(other)}"
-        raise CheckpointError(f"{folder} is not the same on {where}: it must be shared, or mirror.gather() before")
+    for host, entries in seen:
+        if entries != seen[0][1]:
+            where = f"{seen[0][0]} and {host}"
+            raise CheckpointError(f"{folder} is not the same on {where}: it must be shared, or mirror.gather() before")
 
 
 def say(message):

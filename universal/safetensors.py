@@ -21,8 +21,8 @@ import warnings
 from pathlib import Path
 
 from universal.checkpoint import describe, find_tag, left_over
-from universal.converter import bar, in_one_line, sync, unfinished
-from universal.torch_file import CheckpointError, Joined, Reader, about, check, whole, width
+from universal.converter import bar, in_one_line, report, sync, unfinished
+from universal.torch_file import CheckpointError, Joined, Reader, about, whole, width
 
 FORMATS = {"float64": "F64", "float32": "F32", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8"}
 FORMATS |= {"uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL", "complex64": "C64"}
@@ -32,8 +32,8 @@ FORMATS |= {"bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3", "f
 def weights(folder, workers, strict):
     """{name: (shape, what its bytes are made of)} of the parameters, fp32, and of what else the module keeps."""
     description = describe(folder, workers)
-    if len(description.models) != 1 or description.models[0]["module"] is None:
-        count = len(description.models)
+    count = len(description.models)
+    if count > 1 or description.models[0]["module"] is None:
         raise CheckpointError(f"{folder} has {count} model-parallel ranks or a pipeline: its weights are not exported")
     for text in left_over(description):
         warnings.warn(text, stacklevel=3)
@@ -70,8 +70,8 @@ def header_of(found):
 
 def export(input_folder, path, workers=4, *, strict=True, progress=False):
     """Write the weights of a checkpoint to a safetensors file. strict=False leaves out what such a file cannot hold.
-    Raises CheckpointError, OSError; nothing has then appeared under that name. Returns {"source", "parameters",
-    "bytes", "seconds"}."""
+    Raises CheckpointError, OSError; nothing has then appeared under that name. Returns {"source", "output",
+    "parameters", "bytes", "seconds"}."""
     began = time.perf_counter()
     output = Path(os.path.realpath(path))
     source = find_tag(input_folder)
@@ -84,16 +84,16 @@ def export(input_folder, path, workers=4, *, strict=True, progress=False):
         with about(folder), open(folder / output.name, "xb", buffering=1 << 20) as file:
             file.write(header)
             for name in order:
-                for chunk in found[name][1].chunks(reader):
+                for chunk, _ in found[name][1].chunks(reader):
                     file.write(chunk)
                     shown(len(chunk))
             nbytes = file.tell() - len(header)
-        for record, spans in reader.spans.items():
-            check(record, spans, reader.opened)
+        reader.check()
         sync(folder)
         (folder / output.name).rename(output)
         sync(output.parent)
-    return {"source": source, "parameters": len(found), "bytes": nbytes, "seconds": time.perf_counter() - began}
+    done = {"source": source, "output": output, "parameters": len(found), "bytes": nbytes}
+    return done | {"seconds": time.perf_counter() - began}
 
 
 def main():
@@ -104,9 +104,7 @@ def main():
     args = parser.parse_args()
     with in_one_line("ds_to_safetensors"):
         done = export(args.input, args.output, strict=args.strict, progress=True)
-    rate = done["bytes"] / done["seconds"] / 1e9
-    text = f"{done['source']} -> {args.output}: {done['parameters']} parameters, {done['bytes']:,} bytes"
-    print(f"{text} in {done['seconds']:.2f} s, {rate:.2f} GB/s")
+    report(done)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ import heapq
 import io
 import itertools
 import math
+import operator
 import os
 import pickle
 import pickletools
 import re
 import resource
-import stat
 import struct
 import zipfile
 import zlib
@@ -252,32 +252,18 @@ def check_memo(data):
 
 
 def open_file(path):
-    try:  # without O_NONBLOCK it would wait for the writer of a FIFO
-        file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except IsADirectoryError:
-        raise CheckpointError(f"{path} is not a file") from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise CheckpointError(f"{path} is not a file")
-    return file
+    try:
+        return open(path, "rb", buffering=0)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise CheckpointError(f"{path} is {'missing' if error.errno == errno.ENOENT else 'not a file'}") from None
 
 
 def load(path):
     """The content of a .pt file: tensors are Tensor, other objects Stub. Raises CheckpointError, naming the file."""
     path = Path(path)
     records = {}
-
-    def stored(name):
-        record = records.get(name, Record(str(path), 0, 0, 0))
-        data = os.pread(file.fileno(), record.nbytes, record.offset)
-        if zlib.crc32(data) != record.crc:
-            raise CheckpointError(f"{path} is damaged: {name} does not match its checksum")
-        return data
-
-    with about(path, "is damaged"), open_file(path) as file:
-        for info in zipfile.ZipFile(file).infolist():
+    with about(path, "is damaged"), open_file(path) as file, zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
             prefix, _, name = info.filename.partition("/")
             if prefix not in (path.stem, "archive"):  # torch.save writes the file's name into the archive
                 raise CheckpointError(f"it was written as {prefix}.pt, and renamed")
@@ -287,9 +273,9 @@ def load(path):
                 raise CheckpointError(f"{path} is damaged: {name} is not stored as torch.save does")
             begin = info.header_offset + 30 + name_size + extra_size
             records[name] = Record(str(path), begin, info.file_size, info.CRC)
-        if stored("byteorder") not in (b"", b"little"):
+        if "byteorder" in records and archive.read(f"{prefix}/byteorder") != b"little":
             raise CheckpointError("it was written on a big-endian machine")
-        data = stored("data.pkl")
+        data = archive.read(f"{prefix}/data.pkl")  # compared with its checksum
         check_memo(data)
         return Unpickler(data, records).load()
 
@@ -297,7 +283,6 @@ def load(path):
 # -----------------------------------------------------------------------------
 # 3. writing a file
 
-FULL = 0xFFFFFFFF  # the size or position stands in 64 bits elsewhere
 own_name = functools.cache(named)
 
 
@@ -448,33 +433,39 @@ def write_archive(file, stem, data, storages, reader):
     """The same into a file that is open, on a disk or in memory."""
     contents = {"data.pkl": data, "byteorder": b"little", "version": b"3\n"}
     contents |= {f"data/{key}": storage for key, storage in enumerate(storages)}
-    with zipfile.ZipFile(file, "w") as archive:
+    with zipfile.ZipFile(file, "w") as archive:  # writes the directory; archive.open() would sum all bytes again
         for name, content in contents.items():
             info = zipfile.ZipInfo(f"{stem}/{name}")
-            big = nbytes_of(content) >= zipfile.ZIP64_LIMIT
-            header = 30 + len(info.filename.encode()) + 20 * big
-            padding = -(file.tell() + header + 4) % 64  # torch aligns records, to map them
+            info.CRC = 0
+            info.file_size = info.compress_size = nbytes_of(content)
+            info.header_offset = file.tell()
+            padding = -(info.header_offset + len(info.FileHeader()) + 4) % 64  # torch aligns records, to map them
             info.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)
-            with archive.open(info, "w", force_zip64=big) as record:
-                for chunk in [content] if type(content) is bytes else content.chunks(reader):
-                    record.write(chunk)
+            file.write(info.FileHeader())
+            for chunk, crc in [(content, zlib.crc32(content))] if type(content) is bytes else content.chunks(reader):
+                file.write(chunk)
+                info.CRC = sum_on(info.CRC, chunk, crc)
+            archive.start_dir = file.tell()
+            file.seek(info.header_offset)
+            file.write(info.FileHeader())  # with the checksum
+            file.seek(archive.start_dir)
+            archive.filelist.append(info)
 
 
 def packed(content):
     """The bytes of a .pt file with this content, whose tensors are read and checked."""
-    file, reader = io.BytesIO(), Reader()
+    file = io.BytesIO()
+    reader = Reader()
     write_archive(file, "packed", *pickled(content), reader)
-    for record, spans in reader.spans.items():
-        check(record, spans, reader.opened)
+    reader.check()
     return file.getvalue()
 
 
 # -----------------------------------------------------------------------------
 # 4. bytes, read once
 
-CHUNK = 1 << 18
+CHUNK = 1 << 20
 SHORT = 1 << 14  # bytes below which it is quicker to sum on than to join sums
-AHEAD = 1 << 12  # bytes below which so many are read at once, for the next parameters lie behind
 
 
 def keep_open():
@@ -489,7 +480,7 @@ def fill(opened, buffer, record, start):
     done = 0
     while done < len(buffer):
         try:
-            got = os.preadv(file.fileno(), [buffer[done:] if done else buffer], record.offset + start + done)
+            got = os.preadv(file.fileno(), [buffer[done:]], record.offset + start + done)
         except OSError as error:
             raise OSError(error.errno, error.strerror, record.path) from error
         if not got:
@@ -503,42 +494,31 @@ class Reader:
     def __init__(self, opened=None):
         self.opened = opened or keep_open()
         self.spans = {}
-        self.ahead = {}
 
     def read_into(self, buffer, record, start):
-        """Fill the buffer from a record."""
-        nbytes = len(buffer)
-        if nbytes < AHEAD:
-            ahead, first = self.ahead.get(record, (b"", 0))
-            if start < first or start + nbytes > first + len(ahead):
-                ahead = bytearray(min(AHEAD, record.nbytes - start))
-                first = start
-                fill(self.opened, memoryview(ahead), record, start)
-                self.ahead[record] = ahead, first
-            buffer[:] = ahead[start - first : start - first + nbytes]
-        else:
-            fill(self.opened, buffer, record, start)
+        """Fill the buffer from a record. Returns the CRC-32 of these bytes."""
+        fill(self.opened, buffer, record, start)
         crc = zlib.crc32(buffer)
-        spans = self.spans.get(record)
-        if spans is None:
-            self.spans[record] = [start, start + nbytes, crc]
-        elif spans[-2] != start:
-            spans += (start, start + nbytes, crc)
-        else:
-            spans[-1] = zlib.crc32(buffer, spans[-1]) if nbytes < SHORT else crc_join(spans[-1], crc, nbytes)
-            spans[-2] += nbytes
+        spans = self.spans.setdefault(record, [start, start, 0])
+        if spans[-2] != start:
+            spans += (start, start, 0)
+        spans[-1] = sum_on(spans[-1], buffer, crc)
+        spans[-2] += len(buffer)
+        return crc
 
     def read_slices(self, buffer, slices, start=0):
-        """Fill the buffer with elements of Slices, from `start` on."""
+        """Fill the buffer with elements of Slices, from `start` on. Returns the CRC-32 of these bytes."""
         done = 0
+        crc = 0
         for record, first, nbytes in slices.cut(start, len(buffer) // width(slices.dtype)):
-            self.read_into(buffer[done : done + nbytes], record, first)
+            part = buffer[done : done + nbytes]
+            crc = sum_on(crc, part, self.read_into(part, record, first))
             done += nbytes
+        return crc
 
-    def read(self, record, start, nbytes):
-        data = bytearray(nbytes)
-        self.read_into(memoryview(data), record, start)
-        return data
+    def check(self):
+        """What was read is what was saved."""
+        check_all(self.spans, self.opened)
 
 
 class Slices(NamedTuple):
@@ -569,13 +549,12 @@ class Slices(NamedTuple):
             within = 0
 
     def chunks(self, reader):
-        """The bytes, a chunk at a time: use it before the next one is asked for."""
+        """(bytes, their CRC-32), a chunk at a time: use it before the next one is asked for."""
         rows = CHUNK // width(self.dtype)
         buffer = memoryview(bytearray(min(CHUNK, nbytes_of(self))))
         for start in range(0, self.numel, rows):
             chunk = buffer[: min(rows, self.numel - start) * width(self.dtype)]
-            reader.read_slices(chunk, self, start)
-            yield chunk
+            yield chunk, reader.read_slices(chunk, self, start)
 
     @classmethod
     def of(cls, tensor):
@@ -608,11 +587,11 @@ class Joined(NamedTuple):
         return self.parts[0].dtype
 
     def chunks(self, reader):
-        """The bytes of the whole, in order."""
+        """(bytes of the whole, their CRC-32), in order."""
         left = self.numel * width(self.dtype)
         for chunk in self.mean(reader) if self.blocks is None else self.in_order(reader):
             chunk = chunk[:left]  # a vocabulary may be padded
-            yield chunk
+            yield chunk, zlib.crc32(chunk)
             left -= len(chunk)
         if left:
             raise CheckpointError(f"the shards of {self.name} do not cover its elements exactly once")
@@ -628,9 +607,8 @@ class Joined(NamedTuple):
         count = len(self.parts)
         for start in range(0, self.numel, ROWS):
             numel = min(ROWS, self.numel - start)
-            total, *others = (array(code, bytes(self.read(reader, rank, start, numel))) for rank in range(count))
-            for other in others:
-                total = array(code, (a + b for a, b in zip(total, other, strict=True)))
+            parts = (array(code, bytes(self.read(reader, rank, start, numel))) for rank in range(count))
+            total = functools.reduce(lambda sums, part: array(code, map(operator.add, sums, part)), parts)
             yield array(code, (value / count for value in total)).tobytes()
 
     def in_order(self, reader):
@@ -715,7 +693,12 @@ def crc_power(nbytes):
 
 def crc_join(first, second, nbytes):
     """CRC-32 of A + B from those of A and of B, B being nbytes long: every byte is summed once for two files."""
-    return crc_multiply(crc_power(nbytes), first) ^ second
+    return crc_multiply(first, crc_power(nbytes)) ^ second
+
+
+def sum_on(crc, data, own):
+    """CRC-32 of what has `crc` and, behind it, the data, whose CRC-32 is `own`."""
+    return zlib.crc32(data, crc) if len(data) < SHORT else crc_join(crc, own, len(data))
 
 
 def checksum(opened, record, start, end, crc=0):
@@ -745,6 +728,12 @@ def check(record, spans, opened):
         raise CheckpointError(f"{record.path} is damaged: a tensor does not match the checksum saved with it")
 
 
+def check_all(spans, opened, rank=0, ranks=1):
+    """Compare the records in {record: what was read of it}, or this process's share of them, with their checksums."""
+    for record in sorted(spans)[rank::ranks]:
+        check(record, spans[record], opened)
+
+
 def verify(path):
     """Read a file: every record has the checksum that was saved with it."""
     with about(path, "is damaged"), zipfile.ZipFile(path) as archive:
@@ -767,7 +756,7 @@ def scalar(value, opened):
     if tensor is None or math.prod(tensor.size) != 1:
         return value
     reader = Reader(opened)
-    record, begin = begin_of(tensor, 1)
-    data = reader.read(record, begin, width(tensor.dtype))
-    check(record, reader.spans[record], opened)
+    data = bytearray(width(tensor.dtype))
+    reader.read_into(memoryview(data), *begin_of(tensor, 1))
+    reader.check()
     return whole(tensor.dtype, bytes(data), tensor.size)

@@ -134,7 +134,7 @@ def test_latest_universal_is_a_file(source, tmp_path):
     with pytest.raises(CheckpointError, match="latest_universal is the name of the file"):
         convert(source, tmp_path / "latest_universal")
     (tmp_path / "latest_universal").mkdir()
-    with pytest.raises(CheckpointError, match="latest_universal is a folder"):
+    with pytest.raises(CheckpointError, match="latest_universal is the name of the file"):
         convert(source, tmp_path / "u")
     assert sorted(os.listdir(tmp_path)) == ["c", "latest_universal"] and not os.listdir(tmp_path / "latest_universal")
 
