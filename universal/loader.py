@@ -148,7 +148,7 @@ def describe(folder):
     packed: `models` is rank 0's model states, with what is in the module and is not a tensor; `optimizer` is its
     optimizer state."""
     alone = folder / "mp_rank_00_model_states.pt"
-    if alone.exists() and not any(folder.glob("*_optim_states.pt")) and read(alone).get("optimizer"):
+    if alone.exists() and not any(folder.glob("*_optim_states.pt")) and read(alone).get("param_shapes") is None:
         return None
     found = files.describe(folder)
     optimizer = {key: found.optimizer.get(key) for key in KEPT} | {"param_groups": found.param_groups}

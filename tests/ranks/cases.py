@@ -157,6 +157,19 @@ def weights_alone_without_zero(stage, saving):
         assert all(torch.equal(m.to(w), w) for m, w in zip(masters, weights, strict=True))
 
 
+@case(stages=[1])
+def no_optimizer(stage, saving):
+    """Nor ZeRO: an engine that evaluates, say."""
+    engine = make(0, optimizer=None, seed=1 if saving else 5)
+    if saving:
+        keep(engine.module.state_dict(), "truth.pt")
+        engine.save_checkpoint(".", tag="t")
+        return
+    load(engine)
+    truth, now = torch.load("truth.pt"), engine.module.state_dict()
+    assert truth.keys() == now.keys() and all(same(truth[name], now[name]) for name in truth)
+
+
 @after(stages=[3])
 def states_on_the_gpu(stage):
     """offload_optimizer.ratio below 1: a second optimizer, which DeepSpeed neither saves nor loads."""
