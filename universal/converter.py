@@ -229,7 +229,8 @@ def convert(
     with contextlib.ExitStack() as stack:
         with together(gather):
             source = find_tag(input_folder)
-            output = Path(os.path.realpath(output_folder or f"{os.path.abspath(source)}_universal"))
+            output_folder = output_folder or f"{os.path.abspath(source)}_universal"
+            output = Path(os.path.realpath(output_folder))
             if rank == 0:
                 check_output(Path(os.path.realpath(source)), output)
             folder = beside(output, "unfinished")
@@ -256,7 +257,7 @@ def convert(
                 link_second_names(folder)
                 publish(folder, output)
     nbytes = sum(nbytes_of(source) for _, sources in files.values() for source in sources)
-    done = {"source": source, "output": output, "parameters": len(description.parameters), "bytes": nbytes}
+    done = {"source": source, "output": output_folder, "parameters": len(description.parameters), "bytes": nbytes}
     return done | {"seconds": time.perf_counter() - began}
 
 

@@ -473,7 +473,10 @@ def reshard(engine, checkpoint, folder, options, talk):
         optimizer.update_lp_params()
     elif held:
         optimizer.checkpoint_event_epilogue()
-    say(f"{folder}, written by {checkpoint.ranks or 'any number of'} ranks, loaded on {ranks} without conversion")
+    if checkpoint.universal:
+        say(f"{folder}, a universal checkpoint, loaded on {ranks}")
+    else:
+        say(f"{folder}, written by {checkpoint.ranks} ranks, loaded on {ranks} without conversion")
     return client_state
 
 

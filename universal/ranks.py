@@ -164,8 +164,9 @@ def check_same_folder(folder, talk):
     seen = talk((socket.gethostname(), here))
     for host, entries in seen:
         if entries != seen[0][1]:
-            where = f"{seen[0][0]} and {host}"
-            raise CheckpointError(f"{folder} is not the same on {where}: it must be shared, or mirror.gather() before")
+            raise CheckpointError(
+                f"{folder} is not the same on {seen[0][0]} and {host}: it must be shared, or mirror.gather() before"
+            )
 
 
 def say(message):

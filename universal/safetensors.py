@@ -92,7 +92,7 @@ def export(input_folder, path, workers=4, *, strict=True, progress=False):
         sync(folder)
         (folder / output.name).rename(output)
         sync(output.parent)
-    done = {"source": source, "output": output, "parameters": len(found), "bytes": nbytes}
+    done = {"source": source, "output": path, "parameters": len(found), "bytes": nbytes}
     return done | {"seconds": time.perf_counter() - began}
 
 
