@@ -1,13 +1,16 @@
 """What test modules share: patches, small checkpoints laid out by hand, comparisons."""
 
 import contextlib
+import csv
 import io
+import itertools
+import multiprocessing
 import os
+import pkgutil
 import runpy
 import signal
 import struct
 import sys
-import traceback
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -18,22 +21,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal as deepspeed_converter
 
+import data
 import ds_to_universal
+import model
 import universal
 from harness.ranks import launch
 
 
 def fp16_is(supported):
     """A patch: the device has fp16, or has it not, whatever this CPU is."""
-
-    def patch():
-        from deepspeed.accelerator import get_accelerator
-
-        get_accelerator().is_fp16_supported = lambda: supported
-
-    return patch
+    return lambda: setattr(get_accelerator(), "is_fp16_supported", lambda: supported)
 
 
 def convert_with_deepspeed(folder, output):
@@ -43,33 +43,103 @@ def convert_with_deepspeed(folder, output):
     deepspeed_converter.main(SimpleNamespace(**options))
 
 
-def frozen_and_buffer(seed):
-    """A GPT with a frozen layer that comes from elsewhere and a buffer that training moves."""
+def frozen_and_buffer():
+    """A patch: a GPT with a frozen layer that comes from elsewhere and a buffer that training moves."""
+
+    class Variant(model.GPT):
+        def __init__(self, *shape):
+            super().__init__(*shape)
+            torch.nn.init.normal_(self.wpe.weight, generator=torch.Generator().manual_seed(1))
+            self.wpe.weight.requires_grad_(False)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, *args, **options):
+            self.calls += self.training
+            return super().forward(*args, **options) * (1 + 0.01 * self.calls)
+
+    model.GPT = Variant
+
+
+def kill(number=signal.SIGKILL):
+    """This process sends itself a signal."""
+    os.kill(os.getpid(), number)
+
+
+def told_to_stop():
+    kill(signal.SIGTERM)
+
+
+def hang():
+    kill(signal.SIGSTOP)
+
+
+def at_step(step, rank, act=kill, call="data.global_batch"):
+    """A patch: in that step this rank calls act() before the call of a function; by default when it draws the data."""
 
     def patch():
-        import model
+        function, draw, now = pkgutil.resolve_name(call), data.global_batch, [0]
 
-        class Variant(model.GPT):
-            def __init__(self, *shape):
-                super().__init__(*shape)
-                torch.nn.init.normal_(self.wpe.weight, generator=torch.Generator().manual_seed(seed))
-                self.wpe.weight.requires_grad_(False)
-                self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        def wrapped(*arguments, **options):
+            if now[0] == step and os.environ["RANK"] == str(rank):
+                act()
+            return function(*arguments, **options)
 
-            def forward(self, *args, **options):
-                self.calls += self.training
-                return super().forward(*args, **options) * (1 + 0.01 * self.calls)
+        def drawing(text, seed, number, *sizes):
+            now[0] = number or now[0]  # 0: validation
+            return (wrapped if function is draw else draw)(text, seed, number, *sizes)
 
-        model.GPT = Variant
+        pytest.MonkeyPatch().setattr(call, wrapped)
+        data.global_batch = drawing
 
     return patch
 
 
+def steps(folder, run_name):
+    """Those in a log."""
+    with open(folder / "logs" / f"{run_name}.csv", newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file)]
+
+
+def record_rows(name):
+    """A patch: every sequence that passes through the model in training is written down, by rank."""
+
+    def patch():
+        import model
+
+        forward = model.GPT.forward
+
+        def recorded(self, inputs, targets, **options):
+            if self.training:
+                rows = torch.cat([inputs, targets[:, -1:]], dim=1).tolist()
+                with open(f"{name}.rows.{os.environ['RANK']}", "a") as file:
+                    file.writelines(f"{row}\n" for row in rows)
+            return forward(self, inputs, targets, **options)
+
+        model.GPT.forward = recorded
+
+    return patch
+
+
+def each_row_once(folder, name, ranks, numbers, batch, seq_len):
+    """Whether over ranks and micro-batches the model has seen the global batch of each step: each row once."""
+    seen = [Path(folder, f"{name}.rows.{rank}").read_text().splitlines() for rank in range(ranks)]
+    train, _, _ = data.load_data(None, seq_len)
+    share, alike = batch // ranks, True
+    for i, step in enumerate(numbers):
+        inputs, targets = data.global_batch(train, 1337, step, batch, seq_len)
+        wanted = [str(row) for row in torch.cat([inputs, targets[:, -1:]], dim=1).tolist()]
+        assert len(set(wanted)) > 0.8 * batch  # hardly any two are the same, so counting them means something
+        got = [row for rows in seen for row in rows[i * share : (i + 1) * share]]
+        alike = alike and sorted(got) == sorted(wanted)
+    return alike and sum(map(len, seen)) == len(numbers) * batch
+
+
 def refused(patched, script, ranks, arguments):
-    """The line with which rank 0 of so many refuses the arguments before it meets the others; in this process."""
+    """The line with which rank 0 of so many refuses the arguments before it meets the others; in this process. 0 ranks:
+    no launcher has started it."""
     said = io.StringIO()
     patched.setattr(sys, "argv", [script, *map(str, arguments)])
-    patched.setattr(os, "environ", os.environ | {"RANK": "0", "WORLD_SIZE": str(ranks)})
+    patched.setattr(os, "environ", os.environ | ({"RANK": "0", "WORLD_SIZE": str(ranks)} if ranks else {}))
     with pytest.raises(SystemExit) as stop, contextlib.redirect_stderr(said):
         runpy.run_path(str(ROOT / script), run_name="__main__")
     line = said.getvalue()
@@ -96,36 +166,27 @@ def with_bit_flipped(data, position, bit=0):
     return data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
 
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-
-
 def forked(work, limit=120):
     """Call work() in a process forked from this one, which has imported what is needed. Returns end(), which waits for
     it: its exit code, or minus the signal that ended it, and what it printed, at most what a pipe holds."""
     pipes = [os.pipe() for _ in range(2)]
-    child = os.fork()
-    if not child:
-        code = 1
+
+    def main():
         signal.alarm(limit)
         for fd, (_, end) in enumerate(pipes, 1):
             os.dup2(end, fd)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-        try:
-            code = work() or 0
-        except SystemExit as stop:
-            code = stop.code or 0
-            if isinstance(code, str):  # as Python itself does it
-                print(code, file=sys.stderr)
-                code = 1
-        except BaseException:
-            traceback.print_exc()
-        os._exit(code)
+        sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in (1, 2))
+        work()
+
+    child = multiprocessing.get_context("fork").Process(target=main)
+    child.start()
     for _, end in pipes:
         os.close(end)
 
     def end():
         out, err = (os.fdopen(read).read() for read, _ in pipes)
-        return SimpleNamespace(code=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), out=out, err=err)
+        child.join()
+        return SimpleNamespace(code=child.exitcode, out=out, err=err)
 
     return end
 
@@ -136,8 +197,6 @@ def start_converter(source, output=None, *flags, before=lambda: None, **environm
     words += [] if output is None else ["--output_folder", output]
 
     def work():
-        for name in LAUNCHERS:
-            os.environ.pop(name, None)
         os.environ.update(environment)
         sys.argv = list(map(str, words))
         before()
@@ -150,37 +209,55 @@ def converter(*arguments, **options):
     return start_converter(*arguments, **options)()
 
 
+def at_event(number, which, act=lambda: os.kill(os.getpid(), signal.SIGKILL)):
+    """From here on, in this process: act() ahead of the so many-th audit event of which which(event, arguments)."""
+    left = itertools.count(1)
+    sys.addaudithook(lambda *told: act() if which(*told) and next(left) == number else None)
+
+
+def not_converted(source, *words, **options):
+    """The conversion ends in one line with these words, and nothing appears."""
+    before = sorted(os.listdir(source.parent))
+    with pytest.raises(universal.CheckpointError) as error:
+        universal.convert(source, source.parent / "u", **options)
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
+    assert sorted(os.listdir(source.parent)) == before
+
+
+def makes_a_file(event, arguments):
+    """An audit event: a conversion, or an export, begins another file."""
+    return event == "open" and ".unfinished/" in str(arguments[0]) and arguments[2] & os.O_CREAT
+
+
+def failed(done, code, *words):
+    """The command has ended with this exit code, and one line that has these words."""
+    assert done.code == code and done.err.count("\n") == 1 and all(word in done.err for word in words), done.err
+
+
 def assert_equal_to_deepspeed(source, folder):
     """Convert source into folder/ours, and with DeepSpeed's converter into folder/theirs. Every file of DeepSpeed's
     zero/ but the second copy of tied weights is the same: tensors, shapes, how to cut them, step counts. Ours has the
     files of every parameter, and no others."""
-    theirs, ours = folder / "theirs", folder / "ours"
-    convert_with_deepspeed(source, theirs)
-    universal.convert(source, ours, check=True)
-    models = [load(path) for path in sorted(ours.glob("mp_rank_*_model_states.pt"))]
+    ours, theirs = folder / "ours" / "zero", folder / "theirs" / "zero"
+    convert_with_deepspeed(source, theirs.parent)
+    universal.convert(source, ours.parent, check=True)
+    models = [load(path) for path in ours.parent.glob("mp_rank_*_model_states.pt")]
     tied = {name for model in models for name in model["shared_params"]}
     kept = {name: tensor for model in models for name, tensor in (model["module"] or {}).items()}
     names = {name for model in models for group in model["param_shapes"] for name in group}
-    assert {str(path.parent.relative_to(ours / "zero")) for path in (ours / "zero").rglob("fp32.pt")} == names
-    assert not names & {*tied, *kept}
-    compared = 0
-    for path in sorted((theirs / "zero").rglob("*.pt")):
-        name = str(path.parent.relative_to(theirs / "zero"))
-        if name in tied or path.stem == "optimizer_state":
-            continue
-        wanted = load(path)
-        if name in kept:  # frozen parameters and buffers: the loader of zero/ never reads what DeepSpeed writes there
-            assert path.stem == "fp32" and torch.equal(wanted["param"], kept[name].float()), path
-            continue
-        got = load(ours / "zero" / name / path.name)
+    found, others = ({str(path.parent.relative_to(zero)) for path in zero.rglob("fp32.pt")} for zero in (ours, theirs))
+    assert found == names == others - {*tied, *kept}
+    for name in others & kept.keys() - tied:  # the loader of zero/ never reads what DeepSpeed writes there
+        assert torch.equal(load(theirs / name / "fp32.pt")["param"], kept[name].float()), name
+    for path in (path for name in names for path in (theirs / name).glob("*.pt")):
+        wanted, got = load(path), load(ours / path.relative_to(theirs))
         if path.stem == "step":
             assert torch.equal(wanted, got)
             continue
         if torch.is_tensor(wanted):  # ZeRO-3, without a shape
             wanted = {"param": wanted.view(got["param"].shape), "cat_dim": 0}
         assert same_bits(got.pop("param"), wanted.pop("param")) and got == wanted, path
-        compared += 1
-    assert compared == 3 * len(names)
+    assert all((theirs / name / f"{state}.pt").exists() for name in names for state in ("exp_avg", "exp_avg_sq"))
 
 
 SHAPES = [OrderedDict(a=torch.Size((5, 3)), b=torch.Size((7,))), OrderedDict(c=torch.Size((4,)))]
@@ -192,13 +269,15 @@ def records(path, part="/data/"):
         return sorted((i for i in archive.infolist() if part in i.filename and i.file_size), key=lambda i: i.file_size)
 
 
+def data_of(data, record):
+    """Where the bytes of a record begin in those of its file."""
+    return record.header_offset + 30 + sum(struct.unpack_from("<HH", data, record.header_offset + 26))
+
+
 def flip(path, record=None, at=0.5):
     """Change one bit of a record of a .pt file; without one, in the middle of the largest tensor."""
-    record = record or records(path)[-1]
-    content, header = bytearray(path.read_bytes()), record.header_offset
-    names = sum(struct.unpack_from("<HH", content, header + 26))
-    content[header + 30 + names + int(record.file_size * at)] ^= 16
-    path.write_bytes(content)
+    record, data = record or records(path)[-1], path.read_bytes()
+    path.write_bytes(with_bit_flipped(data, data_of(data, record) + int(record.file_size * at), bit=4))
 
 
 def edit(folder, pattern, change):
@@ -209,65 +288,10 @@ def edit(folder, pattern, change):
         torch.save(whole, path)
 
 
-def source_like(folder, checkpoint, changed):
-    """The checkpoint with some files changed: {name: bytes, another file, or None to leave it out}."""
-    folder.mkdir(parents=True)
-    for name, new in ({path.name: path for path in checkpoint.iterdir()} | changed).items():
-        if isinstance(new, bytes):
-            (folder / name).write_bytes(new)
-        elif new is not None:
-            (folder / name).symlink_to(new)
-    return folder
-
-
-def archived(path):
-    """[(name, start of the local header, start of the data, size)] of an archive, and where its directory starts."""
-    data, found = path.read_bytes(), []
-    with zipfile.ZipFile(path) as archive:
-        for info in archive.infolist():
-            lengths = struct.unpack("<HH", data[info.header_offset + 26 : info.header_offset + 30])
-            start = info.header_offset + 30 + sum(lengths)
-            found.append((info.filename.split("/", 1)[1], info.header_offset, start, info.file_size))
-        return found, archive.start_dir
-
-
-def pickle_file(path, data):
-    """A .pt file of this pickle."""
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"{path.stem}/data.pkl", data)
-        archive.writestr(f"{path.stem}/byteorder", b"little")
-
-
-def double(folder):
-    """Make it a checkpoint of two tensor-parallel ranks that hold the same."""
-    edit(folder, "*_model_*", lambda model: model["checkpoint_parallel_dimensions"].update(tp_degree=2))
-    for path in list(folder.iterdir()):
-        torch.save(load(path), path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
-
-
-def rename_parameter(new):
-    """A change of model states and shards: b has another name."""
-
-    def change(content):
-        for names in content.get("param_shapes") or content["optimizer_state_dict"]["param_slice_mappings"]:
-            for name in list(names):
-                names[new if name == "b" else name] = names.pop(name)
-
-    return change
-
-
 def states(shard):
     """The optimizer's states by parameter group, of a shard of any stage."""
     optimizer = shard["optimizer_state_dict"]
     return (optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"])["state"].values()
-
-
-def scramble(shard):
-    """Numbers of its own for every rank."""
-    optimizer = shard["optimizer_state_dict"]
-    flats = [*(optimizer.get("fp32_flat_groups") or optimizer["single_partition_of_fp32_groups"])]
-    for flat in [*flats, *(state[key] for state in states(shard) for key in ("exp_avg", "exp_avg_sq"))]:
-        flat.copy_(torch.rand(flat.shape))
 
 
 def run_all(folder, ranks, script, *arguments, names):

@@ -1,7 +1,5 @@
 """Fixtures of the converter's tests."""
 
-import ctypes
-import errno
 import os
 import tempfile
 from pathlib import Path
@@ -25,9 +23,9 @@ def laid_out(tmp_path):
     """laid_out(stage, model=change, shard=change): a checkpoint of 2 ranks, with the parameters a, b and c in 2 groups,
     in tmp_path/c; its contents changed."""
 
-    def make(stage=1, model=None, shard=None):
+    def make(stage=1, model=None, shard=None, shapes=SHAPES):
         folder = tmp_path / "c"
-        lay_out(folder, SHAPES, 2, stage)
+        lay_out(folder, shapes, 2, stage)
         if model:
             edit(folder, "*_model_*", model)
         if shard:
@@ -35,16 +33,3 @@ def laid_out(tmp_path):
         return folder
 
     return make
-
-
-@pytest.fixture
-def disk_fails(monkeypatch):
-    """disk_fails(): from here on the disk says that it has failed, when everything has to be on it."""
-
-    class Library:
-        @staticmethod
-        def syncfs(descriptor):
-            ctypes.set_errno(errno.EIO)
-            return -1
-
-    return lambda: monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: Library)

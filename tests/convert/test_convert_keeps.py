@@ -1,61 +1,72 @@
-"""What real programs write goes through the converter as it is, in checkpoints of a few numbers, laid out by hand."""
+"""What real programs write goes through the converter as it is: odd engines (tests/ranks/odd_engine.py), and
+checkpoints of a few numbers, laid out by hand."""
 
 import argparse
 import collections
 import datetime
 import enum
-import itertools
+import functools
 import os
 import pathlib
 import resource
 import subprocess
 import sys
 import types
-import warnings
 import zipfile
 from collections import OrderedDict
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from helpers import (
-    ROOT,
-    SHAPES,
-    content,
-    convert_with_deepspeed,
-    converter,
-    double,
-    edit,
-    load,
-    rename_parameter,
-    same_bits,
-    states,
-)
+from helpers import ROOT, SHAPES, assert_equal_to_deepspeed, content, converter, edit, load, same_bits, states
+from odd_engine import KINDS, STAGES
 
 from harness.lay_out import lay_out
+from harness.ranks import run
 from universal import convert
 
 MODEL = "mp_rank_00_model_states.pt"
 
 
-def converted(source, **options):
+def converted(source):
     """What the model states hold after the conversion."""
-    convert(source, source.parent / "u", check=True, **options)
+    convert(source, source.parent / "u", check=True)
     return load(source.parent / "u" / MODEL)
 
 
-def warned(work):
-    """The warnings of work(), and what it returns."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", UserWarning)
-        result = work()
-    return [str(one.message) for one in told if one.category is UserWarning], result
+@pytest.fixture(scope="module")
+def trained(work):
+    run(work, 3, "tests/ranks/odd_engine.py")
+    for tag in STAGES:
+        convert(work / tag, work / f"u {tag}", check=True)
+    return work
 
 
-# -----------------------------------------------------------------------------
-# weights and states
+@pytest.mark.parametrize("tag", STAGES)
+def test_odd_engines(trained, tag):
+    """Every weight; and of the module all that is no weight, under each of its names, in its own dtype."""
+    truth, output = load(trained / f"truth {tag}.pt"), trained / f"u {tag}"
+    model = load(output / MODEL)
+    assert len(truth["weights"]) == 6 and len(truth["kept"]) == 3 + 6 + len(KINDS)
+    for name, wanted in truth["weights"].items():
+        assert same_bits(load(output / "zero" / name / "fp32.pt")["param"], wanted), name
+        assert load(output / "zero" / name / "step.pt") == 2
+    # Of what has no elements it is arbitrary which belongs to a group, and which is another's second name.
+    assert model["module"].keys() - {"empty.0", "empty.1"} == truth["kept"].keys()
+    for name, wanted in truth["kept"].items():
+        assert same_bits(model["module"][name], wanted), name
+    assert torch.equal(model["masks"][0].to_dense(), torch.eye(3)) and model["masks"][1].dtype == torch.uint32
+
+
+@pytest.mark.parametrize("stage", ["1", "2"])
+def test_without_padding(trained, stage):
+    """elastic_checkpoint: true leaves out padding and hyper-parameters, and nothing else."""
+    rigid, elastic = (content(trained / f"u {tag}" / "zero") for tag in (stage, f"elastic {stage}"))
+    groups = load(trained / f"u elastic {stage}" / "zero" / "optimizer_state.pt")["param_groups"]
+    assert groups == [{"params": [0]}, {"params": [1]}]
+    del rigid["optimizer_state.pt"], elastic["optimizer_state.pt"]
+    assert rigid and rigid == elastic
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -63,12 +74,8 @@ def test_frozen_parameter_that_is_a_view(laid_out, stage):
     """A frozen parameter whose elements do not follow each other keeps its numbers, and its table stays behind."""
     table = torch.arange(40.0).view(5, 8)
     frozen = {"columns": table[:, :4], "transposed": table.t(), "rows": table[1:3], "last": table[:, 7]}
-
-    def add(model):
-        model["module"] |= frozen
-        model["frozen_param_shapes"] = OrderedDict((name, tensor.shape) for name, tensor in frozen.items())
-        model["frozen_param_fragments"] = dict(frozen)
-
+    shapes = OrderedDict((name, tensor.shape) for name, tensor in frozen.items())
+    add = lambda model: model.update(module=frozen, frozen_param_shapes=shapes, frozen_param_fragments=frozen)  # noqa: E731
     module = converted(laid_out(stage, model=add))["module"]
     assert module.keys() == frozen.keys()
     assert all(torch.equal(module[name], tensor) for name, tensor in frozen.items())
@@ -77,63 +84,37 @@ def test_frozen_parameter_that_is_a_view(laid_out, stage):
 
 def test_momentum_that_ranks_hold_whole(laid_out, tmp_path):
     """Muon's before ZeRO-3: of every matrix of which a rank has a part."""
-    wanted, shapes = {}, {name: shape for group in SHAPES for name, shape in group.items()}
+    wanted = {name: torch.rand(shape) for group in SHAPES for name, shape in group.items()}
 
     def add(shard):
         mappings = shard["optimizer_state_dict"]["param_slice_mappings"]
         for state, held in zip(states(shard), mappings, strict=True):
-            for name in held:
-                wanted.setdefault(name, torch.rand(shapes[name]))
             state["momentum_buffer"] = torch.cat([torch.empty(0), *(wanted[name].flatten() for name in held)])
 
     converted(laid_out(1, shard=add))
-    assert wanted.keys() == shapes.keys()
     for name, tensor in wanted.items():
         assert torch.equal(load(tmp_path / "u" / "zero" / name / "momentum_buffer.pt")["param"], tensor)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_small_pieces_of_many_ranks(tmp_path, stage):
-    """48 ranks, and more parameters than fit: every element against the shards, which torch reads; and the same bytes
-    when no more than 64 files may be open."""
-    ranks = 48
-    shapes = [OrderedDict((f"layer{i}.weight", torch.Size((7, 11 + i))) for i in range(40))]
-    lay_out(tmp_path / "c", shapes, ranks, stage)
-    convert(tmp_path / "c", tmp_path / "u")
-    paths = [tmp_path / "c" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
-    shards = [load(path)["optimizer_state_dict"] for path in paths]
-    for state in ("fp32", "exp_avg"):
-        if state == "fp32":
-            flats = [(s.get("fp32_flat_groups") or s["single_partition_of_fp32_groups"])[0] for s in shards]
-        else:
-            flats = [next(iter(states({"optimizer_state_dict": s})))[state] for s in shards]
-        at = 0
-        for name, shape in shapes[0].items():
-            share = -(-shape.numel() // ranks)
-            parts = [flat[at : at + share] for flat in flats] if stage == 3 else [torch.cat(flats)[at:]]
-            got = load(tmp_path / "u" / "zero" / name / f"{state}.pt")["param"]
-            assert torch.equal(got, torch.cat(parts)[: shape.numel()].view(shape))
-            at += share if stage == 3 else shape.numel()
+    """Of 48 ranks, as DeepSpeed puts them together; and the same bytes when no more than 64 files may be open."""
+    shapes = [OrderedDict((f"layer{i}.weight", torch.Size((7, 11 + i))) for i in range(10))]
+    lay_out(tmp_path / "c", shapes, 48, stage)
+    assert_equal_to_deepspeed(tmp_path / "c", tmp_path)
     few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))  # noqa: E731
     assert converter(tmp_path / "c", tmp_path / "v", before=few).code == 0
-    assert content(tmp_path / "v") == content(tmp_path / "u")
+    assert content(tmp_path / "v") == content(tmp_path / "ours")
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_torch_reads_the_result_in_each_of_its_ways(laid_out, tmp_path, stage):
+def test_torch_reads_the_result_in_each_of_its_ways(laid_out, tmp_path):
     """Mapped into memory, and with weights alone; zipfile, too."""
-    wanted = converted(laid_out(stage, model=lambda model: model.update(mine=torch.arange(5000.0))))
-    assert torch.equal(wanted["mine"], torch.arange(5000.0))
+    convert(laid_out(1), tmp_path / "u")
     for path in (tmp_path / "u").rglob("*.pt"):
         with zipfile.ZipFile(path) as archive:
             assert archive.testzip() is None
-        if path.parent.parent.name == "zero":
-            for mapped in (False, True):
-                assert repr(torch.load(path, weights_only=True, mmap=mapped)) == repr(load(path))
-
-
-# -----------------------------------------------------------------------------
-# client states and modules
+        for mapped in (False, True) if path.parent.parent.name == "zero" else ():
+            assert repr(torch.load(path, weights_only=True, mmap=mapped)) == repr(load(path))
 
 
 class Colour(enum.Enum):
@@ -144,6 +125,16 @@ class Outer:
     class Inner:
         def __init__(self):
             self.x = 5
+
+
+class Attribute:
+    """Pickles by getattr, as Python 3.11.0 to 3.11.3 does with members of enums, ZeroStageEnum's, too."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self.arguments
 
 
 def client_state():
@@ -161,18 +152,19 @@ def client_state():
     }  # fmt: skip
 
 
-def equal(a, b):
-    if isinstance(a, numpy.ndarray):
-        return a.dtype == b.dtype and a.tolist() == b.tolist()
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, numpy.random.RandomState):
-        return equal(a.get_state(), b.get_state())
-    if isinstance(a, numpy.random.Generator):
-        return a.bit_generator.state == b.bit_generator.state
-    return type(a) is type(b) and a == b
+def plain(value):
+    """What == compares, and its type."""
+    if isinstance(value, (numpy.ndarray, torch.Tensor)):
+        return type(value), value.dtype, value.tolist()
+    if isinstance(value, numpy.random.RandomState):
+        return type(value), plain(value.get_state(legacy=False))
+    if isinstance(value, numpy.random.Generator):
+        return type(value), plain(value.bit_generator.state)
+    if isinstance(value, dict):
+        return type(value), [(key, plain(inner)) for key, inner in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [plain(inner) for inner in value]
+    return type(value), value
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["numpy 2", "numpy 1"])
@@ -186,145 +178,77 @@ def test_ordinary_client_states(laid_out, older):
         with zipfile.ZipFile(source / MODEL, "w") as archive:
             for name, data in archived.items():
                 archive.writestr(name, data.replace(b"numpy._core", b"numpy.core") if "data.pkl" in name else data)
-    model = converted(source)
-    assert model["mine"].keys() == wanted.keys()
-    assert [key for key in wanted if not equal(model["mine"][key], wanted[key])] == []
+    assert plain(converted(source)["mine"]) == plain(wanted)
 
 
-def test_unknown_classes(laid_out):
-    """They go on as they came."""
-    things = [Colour.RED, Outer(), Outer.Inner(), os.getcwd]
-    source = laid_out(1, lambda model: model.update(mine=things), lambda shard: shard.update(mine=things))
-    got = converted(source)["mine"]
-    assert got[0] is Colour.RED and type(got[1]) is Outer and got[3] is os.getcwd
-    assert got[2].x == 5 and type(got[2]) is Outer.Inner
+def test_unknown_classes(laid_out, tmp_path):
+    """They go on as they came, whatever getattr is to be called with, and so do sparse buffers, what get_extra_state()
+    returned, and what holds itself."""
+    things = [Colour.RED, os.getcwd, Outer(), Outer.Inner(), Attribute(pathlib.Path, "home"), ([], [])]
+    things[-1][0].append(things[-1])
+    add = {"mine": things, "buffer_names": ["sparse"], "module": {"sparse": torch.eye(3).to_sparse(), "extra": {1: 2}}}
 
+    def by_getattr(shard):
+        shard["optimizer_state_dict"] |= {"mine": things, "zero_stage": Attribute(ZeroStageEnum, "gradients")}
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_unusual_entries_of_module(laid_out, stage):
-    """Complex, float8, uint16 and sparse buffers, and what get_extra_state() returned, are carried as they are."""
-    buffers = {
-        "complex": torch.tensor([1 + 2j, 3j]),
-        "float8": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
-        "uint16": torch.tensor([1, 65535], dtype=torch.uint16),
-    }
-    others = {"sparse": torch.eye(3).to_sparse(), "x._extra_state": {"scale": [1, 2.5], "history": torch.arange(3)}}
-
-    def add(model):
-        model["module"] |= buffers | others
-        model["buffer_names"] += [*buffers, "sparse"]
-
-    got = converted(laid_out(stage, model=add))["module"]
-    assert got.keys() == buffers.keys() | others.keys()
-    assert all(same_bits(got[name], tensor) for name, tensor in buffers.items())
-    assert torch.equal(got["sparse"].to_dense(), torch.eye(3))
-    assert got["x._extra_state"]["scale"] == [1, 2.5] and got["x._extra_state"]["history"].tolist() == [0, 1, 2]
+    model = converted(laid_out(2, lambda model: model.update(add), by_getattr))
+    assert torch.equal(model["module"].pop("sparse").to_dense(), torch.eye(3)) and model["module"] == {"extra": {1: 2}}
+    optimizer = load(tmp_path / "u" / "zero" / "optimizer_state.pt")
+    assert optimizer["zero_stage"] is ZeroStageEnum.gradients
+    for got in (model["mine"], optimizer["mine"]):
+        assert got[:2] == things[:2] and type(got[2]) is Outer and got[4] == pathlib.Path.home
+        assert type(got[3]) is Outer.Inner and got[3].x == 5 and got[5][0][0] is got[5]
 
 
 def test_deeply_nested(laid_out):
-    """As deep as torch.save can go, and deeper."""
-
-    def nested(levels):
-        value = []
-        for _ in range(levels):
-            value = [value]
-        return value
-
-    def depth(value):
-        for levels in itertools.count():
-            if not value:
-                return levels
-            (value,) = value
-
-    for levels in (400, 20_000):
-        limit, source = sys.getrecursionlimit(), laid_out(1)
-        try:
-            sys.setrecursionlimit(max(limit, 3 * levels))
-            edit(source, MODEL, lambda model: model.update(mine=nested(levels)))  # noqa: B023
-        finally:
-            sys.setrecursionlimit(limit)
-        assert depth(converted(source)["mine"]) == levels
-
-
-def test_lists_that_hold_themselves(laid_out):
-    endless, pair = [], ([], [])
-    endless.append(endless)
-    pair[0].append(pair)
-    pair[1].append(pair)
-    mine = converted(laid_out(1, model=lambda model: model.update(mine=[endless, pair])))["mine"]
-    assert mine[0][0] is mine[0]
-    assert type(mine[1]) is tuple and mine[1][1][0] is mine[1] and mine[1][0][0] is mine[1]
-
-
-def test_members_of_enums(laid_out, tmp_path):
-    """Python 3.11.0 to 3.11.3 pickles them by getattr, the ZeroStageEnum of every checkpoint, too. It is not looked
-    up, whatever it is of, and goes back as it came."""
-
-    class Attribute:
-        def __init__(self, *arguments):
-            self.arguments = arguments
-
-        def __reduce__(self):
-            return getattr, self.arguments
-
-    stage = ZeroStageEnum
-    plain = converted(laid_out(2))
-    wanted = content(tmp_path / "u" / "zero")
-
-    def by_getattr(shard):
-        shard["optimizer_state_dict"]["zero_stage"] = Attribute(stage, "gradients")
-
-    notes = [Attribute(stage, "gradients"), Attribute(Path, "home")]
-    model = converted(laid_out(2, lambda model: model.update(note=notes), by_getattr))
-    assert model["note"] == [stage.gradients, Path.home] and model.keys() == plain.keys() | {"note"}
-    again = content(tmp_path / "u" / "zero")
-    assert load(tmp_path / "u" / "zero" / "optimizer_state.pt")["zero_stage"] is stage.gradients
-    del wanted["optimizer_state.pt"], again["optimizer_state.pt"]
-    assert again == wanted
-
-
-# -----------------------------------------------------------------------------
-# versions of DeepSpeed, tensor parallelism
+    """Deeper than torch.save can go by itself."""
+    levels, limit, source = 20_000, sys.getrecursionlimit(), laid_out(1)
+    mine = functools.reduce(lambda inner, _: [inner], range(levels), [])
+    try:
+        sys.setrecursionlimit(3 * levels)
+        edit(source, MODEL, lambda model: model.update(mine=mine))
+    finally:
+        sys.setrecursionlimit(limit)
+    got = converted(source)["mine"]
+    while got:
+        (got,) = got
+        levels -= 1
+    assert not levels
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_version_of_deepspeed(laid_out, tmp_path, stage):
-    """The result says which version wrote the checkpoint, as the checkpoint does."""
+    """The result says which version wrote the checkpoint, as the checkpoint does; and lacks what that one lacked."""
+    others = {"random_ltd", "data_sampler", "lr_scheduler", "global_samples", "mp_world_size"}
 
     def older(content):
-        content["ds_version"] = "0.18.4"
-        if stage == 1 and "optimizer_state_dict" in content:
-            content["optimizer_state_dict"]["ds_version"] = "0.18.4"
+        for holder in (content, content.get("optimizer_state_dict", {})):
+            holder.update(ds_version="0.18.4") if "ds_version" in holder else None
+        for key in others & content.keys():
+            del content[key]
 
-    assert converted(laid_out(stage, older, older))["ds_version"] == "0.18.4"
+    model = converted(laid_out(stage, older, older))
+    assert model["ds_version"] == "0.18.4" and not others & model.keys()
     assert load(tmp_path / "u" / "zero" / "optimizer_state.pt")["ds_version"] == "0.18.4"
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_for_the_loader_of_zero3_before_0_19_3(laid_out, tmp_path, stage):
+def test_for_the_loader_of_zero3_before_0_19_3(laid_out, tmp_path):
     """It takes torch.load(path).view(-1), and since 0.19.3 the "param" of a dict, too."""
-    source = laid_out(stage)
+    source = laid_out(3)
     convert(source, tmp_path / "u")
     assert converter(source, tmp_path / "bare", "--zero3_before_0_19_3", "--verify").code == 0
-    found = []
-    for path in (tmp_path / "u" / "zero").rglob("*.pt"):
-        usual, bare = load(path), load(tmp_path / "bare" / path.relative_to(tmp_path / "u"))
-        if isinstance(usual, dict) and "param" in usual:
-            found.append(path)
-            assert same_bits(bare, usual["param"])
-    assert len(found) == 3 * 3
-    assert content(tmp_path / "u").keys() == content(tmp_path / "bare").keys()
+    for path in (tmp_path / "u").glob("zero/[abc]/[ef]*.pt"):
+        assert same_bits(load(tmp_path / "bare" / path.relative_to(tmp_path / "u")), load(path)["param"])
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_no_row_parallel_pattern(laid_out):
     """At TP 1 nothing tells which weights are to be cut by rows later: resumed at TP 2 they would be cut wrong."""
     info = {"tp_replicated_parameter_patterns": ["b"], "universal_checkpoint_version": 0.2}
-    source = laid_out(1, model=lambda model: model.update(universal_checkpoint_info=dict(info)))
-    (text,), _ = warned(lambda: converted(source))
-    assert "row-parallel" in text
+    with pytest.warns(UserWarning, match="row-parallel"):
+        converted(laid_out(1, model=lambda model: model.update(universal_checkpoint_info=info)))
     info["parameter_with_row_parallelism_patterns"] = ["a"]
-    source = laid_out(1, model=lambda model: model.update(universal_checkpoint_info=dict(info)))
-    assert not warned(lambda: converted(source))[0]
+    converted(laid_out(1, model=lambda model: model.update(universal_checkpoint_info=info)))
 
 
 WITHOUT_TORCH = """import runpy, sys
@@ -334,21 +258,12 @@ runpy.run_path(sys.argv[0], run_name="__main__")"""
 
 
 def test_needs_nothing_but_python(laid_out, tmp_path):
-    """In a process of its own without torch: the mean of parameters that tensor-parallel ranks do not keep alike, in
-    float32 as DeepSpeed has it; names beyond ASCII and a path that is no UTF-8, under a locale that knows neither."""
-    info = {"parameter_to_average_patterns": [".*"], "universal_checkpoint_version": 0.2}
-    named = lambda model: model.update(universal_checkpoint_info=info) or rename_parameter("ünï")(model)  # noqa: E731
-    source = laid_out(1, named, rename_parameter("ünï"))
-    double(source)
-    edit(source, "*_mp_rank_01_optim*", lambda shard: [state["exp_avg"].mul_(3.7) for state in states(shard)])
-    convert_with_deepspeed(source, tmp_path / "expected")
-    output = os.path.join(os.fsencode(tmp_path), b"u\xff")
+    """In a process of its own without torch; names beyond ASCII and a path that is no UTF-8, under a locale that knows
+    neither."""
+    source, output = laid_out(shapes=[{"ünï": torch.Size((5, 3))}]), tmp_path / os.fsdecode(b"u\xff")
     words = [sys.executable, "-c", WITHOUT_TORCH, ROOT / "ds_to_universal.py", "--input_folder", source]
     environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run([*words, "--output_folder", output], check=True, env=environment, timeout=60)
     assert (tmp_path / "latest_universal").read_bytes() == b"u\xff"
-    for name, state in itertools.product(("a", "ünï", "c"), ("fp32", "exp_avg", "exp_avg_sq")):
-        folders = os.fsencode(tmp_path / "expected"), output
-        files = (os.path.join(folder, f"zero/{name}/{state}.pt".encode()) for folder in folders)
-        wanted, got = (load(os.fsdecode(file))["param"] for file in files)
-        assert torch.equal(wanted.flatten(), got.flatten()), (name, state)
+    convert(source, tmp_path / "u")
+    assert (tmp_path / "u" / "zero" / "ünï" / "fp32.pt").is_file() and content(output) == content(tmp_path / "u")

@@ -4,77 +4,61 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
+import time
 
 import pytest
-from helpers import ROOT, content, converter, start_converter
+from helpers import ROOT, at_event, content, converter, failed, makes_a_file, start_converter
 
 from harness.ranks import PORT
 from universal import convert
 
-AT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
-
 
 def together(source, output, *flags, ranks=2, before=lambda rank: None, **environment):
-    """What each of the processes has said."""
+    """What each of the processes has said. None waits a while for rank 0, which says what is wrong."""
     ends = []
     for rank in range(ranks):
-        mine = {"RANK": str(rank), "WORLD_SIZE": str(ranks)} | AT | environment
-        ends.append(start_converter(source, output, *flags, before=lambda rank=rank: before(rank), **mine))
+        more = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
+        begin = lambda rank=rank: before(rank) or setattr(time, "sleep", lambda seconds: None)  # noqa: E731
+        ends.append(start_converter(source, output, *flags, before=begin, **more | environment))
     return [end() for end in ends]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_processes_share_the_work(laid_out, tmp_path, stage):
-    """The result is the one of a single process, byte by byte, and each process has written a part of it."""
+LAUNCHED = [(1, 3, ("--distributed",), {}), (3, 2, ("--local_rank=0",), {}), (3, 2, (), {"TORCHELASTIC_RUN_ID": "1"})]
+
+
+@pytest.mark.parametrize("stage, ranks, flags, more", LAUNCHED, ids=["by hand", "by deepspeed", "by torchrun"])
+def test_processes_share_the_work(laid_out, tmp_path, stage, ranks, flags, more):
+    """The result is the one of a single process, byte by byte, each process has written a part of it, and one line of
+    figures comes out."""
     source = laid_out(stage)
     convert(source, tmp_path / "one" / "u")
-
-    def spy(rank):
-        def hook(event, arguments):
-            if event == "open" and ".u.unfinished/" in str(arguments[0]) and arguments[1] == "x":
-                (tmp_path / f"rank{rank}").touch()
-
-        sys.addaudithook(hook)
-
-    done = together(source, tmp_path / "many" / "u", "--distributed", ranks=3, before=spy)
-    assert [(one.code, one.err) for one in done] == 3 * [(0, "")]
-    assert [one.out.count("3 parameters") for one in done] == [1, 0, 0]
+    spy = lambda rank: at_event(1, makes_a_file, (tmp_path / f"rank{rank}").touch)  # noqa: E731
+    done = together(source, tmp_path / "many" / "u", *flags, ranks=ranks, before=spy, **more)
+    assert [(one.code, one.err) for one in done] == ranks * [(0, "")]
+    assert [one.out.count("3 parameters") for one in done] == [1, *(ranks - 1) * [0]]
     assert content(tmp_path / "one") == content(tmp_path / "many")
-    assert all((tmp_path / f"rank{rank}").exists() for rank in range(3))
-    assert sorted(os.listdir(tmp_path / "many")) == ["latest_universal", "u"]
+    assert all((tmp_path / f"rank{rank}").exists() for rank in range(ranks))
 
 
-SLOW = [pytest.param(*more, marks=pytest.mark.slow) for more in [("torchrun", 4), ("deepspeed", 2)]]
-
-
-@pytest.mark.parametrize(("launcher", "ranks"), [("torchrun", 2), *SLOW], ids=str)
-def test_launchers(laid_out, tmp_path, launcher, ranks):
-    """Under the real ones no flag is needed, and one line of figures comes out."""
-    source = laid_out(1)
+@pytest.mark.slow
+def test_torchrun(laid_out, tmp_path):
+    """The same under the real one. (tests/lesson/test_launch.py has the deepspeed launcher.)"""
+    source, output = laid_out(1), tmp_path / "many" / "u"
     convert(source, tmp_path / "one" / "u")
-    if launcher == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", PORT]
-    else:
-        command = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", ranks, "--master_port", PORT]
-    command += [ROOT / "ds_to_universal.py", "--input_folder", source, "--output_folder", tmp_path / "many" / "u"]
-    environment = os.environ | {"LOCAL_SIZE": str(ranks)}
-    words = list(map(str, command))
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", PORT]
+    words = [*launch, ROOT / "ds_to_universal.py", "--input_folder", source, "--output_folder", output]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and done.stdout.count("3 parameters") == 1, done.stderr
     assert content(tmp_path / "one") == content(tmp_path / "many")
 
 
 def test_environment_that_a_launcher_has_left(laid_out, tmp_path):
-    """RANK and WORLD_SIZE without a launcher: it works alone, and waits for nobody."""
-    done = converter(laid_out(1), tmp_path / "u", RANK="1", WORLD_SIZE="4", MASTER_ADDR="nowhere")
-    assert done.code == 0 and done.err == "" and (tmp_path / "u").is_dir()
-
-
-@pytest.mark.parametrize("environment", [{"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "many"}])
-def test_environment_that_says_too_little(laid_out, tmp_path, environment):
-    done = converter(laid_out(1), tmp_path / "u", "--distributed", **environment)
-    assert done.code == 2 and done.err.count("\n") == 1 and "need RANK and WORLD_SIZE" in done.err
+    """RANK and WORLD_SIZE without a launcher: it works alone, and waits for nobody. When told to, it needs both."""
+    source = laid_out(1)
+    done = converter(source, tmp_path / "u", RANK="1", WORLD_SIZE="4", MASTER_ADDR="nowhere")
+    assert (done.code, done.err) == (0, "") and (tmp_path / "u").is_dir()
+    for environment in ({"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "many"}):
+        failed(converter(source, tmp_path / "v", "--distributed", **environment), 2, "need RANK and WORLD_SIZE")
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -83,17 +67,7 @@ def test_dead_process(laid_out, tmp_path, victim):
     conversion is whole."""
     source = laid_out(1)
 
-    def dies(rank):
-        written = []
-
-        def hook(event, arguments):
-            if event == "open" and ".u.unfinished/" in str(arguments[0]) and arguments[1] == "x":
-                written.append(arguments[0])
-                if rank == victim and len(written) == 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(hook)
-
+    dies = lambda rank: at_event(3, makes_a_file) if rank == victim else None  # noqa: E731
     done = together(source, tmp_path / "o" / "u", "--distributed", before=dies)
     other = done[1 - victim]
     assert done[victim].code == -signal.SIGKILL and other.code not in (0, -signal.SIGALRM), other.err

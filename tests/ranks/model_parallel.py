@@ -1,5 +1,5 @@
-"""Writes the checkpoints that test_convert_parallel.py converts: tensor parallel by AutoTP, or a pipeline with tensor
-parallelism of its own.
+"""Writes the checkpoints that tests/convert/test_convert_equals_deepspeed.py converts: tensor parallel by AutoTP, or a
+pipeline with tensor parallelism of its own.
 
     model_parallel.py FOLDER autotp STAGE TENSOR
     model_parallel.py FOLDER pipeline TENSOR PIPELINE

@@ -1,5 +1,5 @@
 """Trains a model of odd parts and saves it at every stage, with and without elastic_checkpoint, each under a tag of
-STAGES; beside it in truth <tag>.pt what rank 0 sees of the live engine. For test_convert_odd_engines.py.
+STAGES; beside it in truth <tag>.pt what rank 0 sees of the live engine. For test_convert_keeps.py.
 
     odd_engine.py
 """
