@@ -174,7 +174,11 @@ def from_later(path):
 
 
 harmed("shard_of_another_step", "shard", from_later, "is at optimizer step 4")
-harmed("last_model_of_another_step", "last_model", from_later, "")
+
+
+@damage("refused", says="step")
+def last_model_of_another_step(folder):
+    from_later(models(folder)[-1])
 
 
 def at_once(folder):

@@ -10,8 +10,8 @@ import re
 import pytest
 import torch
 from helpers import assert_equal_to_deepspeed, content, load, same_bits
-from toy import KINDS, same
-from zoo import KEYS, SAVED, STATES
+from toy import same
+from zoo import DTYPES, KEYS, SAVED, STATES
 
 import universal
 from harness.ranks import run
@@ -96,7 +96,7 @@ def test_states_of_the_live_engine(trained, stage, name):
     rest |= {key.replace("norm.", "same_norm."): value for key, value in rest.items() if key.startswith("norm.")}
     module = load(folder / "universal" / "mp_rank_00_model_states.pt")["module"]
     assert module.keys() == rest.keys() and all(same_bits(module[key], rest[key]) for key in rest)
-    assert {key: rest[f"odd_module.{key}"].dtype for key in KINDS} == KINDS and "frozen.weight" in rest
+    assert {key: rest[f"odd_module.{key}"].dtype for key in DTYPES} == DTYPES and "frozen.weight" in rest
     assert rest["norm.num_batches_tracked"] == SAVED and "scratch" in truth
     # Each state is one of its own, and none is empty.
     values = [torch.cat([truth[f"{n} {state}"].flatten() for n in names]) for state in ("fp32", *states)]

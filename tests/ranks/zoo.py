@@ -31,6 +31,7 @@ STATES = {
     "Muon": ["momentum_buffer", "exp_avg", "exp_avg_sq"],  # the one for matrices, the others for the rest
     "CPUAdam": ["exp_avg", "exp_avg_sq"],
 }
+DTYPES = {name: dtype for name, dtype in KINDS.items() if name != "double_complex"}  # safetensors has no place for it
 ADAM = {"betas": (0.9, 0.7)}
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, ADAM),
@@ -51,7 +52,7 @@ class Zoo(nn.Module):
         self.frozen = nn.Linear(8, 5).requires_grad_(False)
         self.frozen.weight = nn.Parameter(torch.randn(5, 12)[:, :8], requires_grad=False)  # not contiguous
         self.norm = self.same_norm = nn.BatchNorm1d(7, affine=False)
-        self.odd_module = Odd(KINDS)
+        self.odd_module = Odd(DTYPES)
         self.rows = nn.Parameter(torch.randn(9, 7))  # what is normalised belongs to no batch, hence to no rank
         self.single = nn.Parameter(torch.randn(1))
         self.unused = nn.Parameter(torch.randn(2, 3))
