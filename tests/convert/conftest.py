@@ -20,8 +20,8 @@ def tmp_path(tmp_path):
 
 @pytest.fixture
 def laid_out(tmp_path):
-    """laid_out(stage, model=change, shard=change): a checkpoint of 2 ranks, with the parameters a, b and c in 2 groups,
-    in tmp_path/c; its contents changed."""
+    """laid_out(stage, model=change, shard=change): a checkpoint of 2 ranks, with the parameters a, b and c in 2 groups
+    or those of other shapes, in tmp_path/c; its contents changed."""
 
     def make(stage=1, model=None, shard=None, shapes=SHAPES):
         folder = tmp_path / "c"

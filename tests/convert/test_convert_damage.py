@@ -87,10 +87,6 @@ def fuzz(tmp_path, checkpoint, cases, same):
     return ended
 
 
-# Of hundreds of cases every so many are tried by `make test`, and all of them by `make test-all`.
-some_or_all = pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
-
-
 def damaged_bytes(checkpoint):
     rng = random.Random(1)
     for path in sorted(checkpoint.iterdir()):
@@ -111,7 +107,8 @@ def damaged_bytes(checkpoint):
             yield label, {path.name: with_bit_flipped(data, position, bit)}, path.name
 
 
-@some_or_all
+# Of hundreds of cases every so many are tried by `make test`, and all of them by `make test-all`.
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_damaged_bytes(tmp_path, saved, every):
     """Files cut at any length and single flipped bits: refused by name, or without effect on any byte."""
     cases = itertools.islice(damaged_bytes(saved.early), 0, None, every)

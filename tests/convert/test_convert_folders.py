@@ -117,8 +117,7 @@ CHANGES = {
     "damage": lambda path: os.truncate(path, 999),
     "of experts": lambda path: edit(path.parent, path.name, lambda content: content.update(EXPERTS)),
 }
-# ranks, stage, dtype
-AGAIN = [((4, 1), (2, 1)), ((4, 3), (2, 3)), ((4, 1), (2, 3)), ((4, 3), (2, 1))]
+AGAIN = [((4, 1), (2, 1)), ((4, 3), (2, 3)), ((4, 1), (2, 3)), ((4, 3), (2, 1))]  # ranks, stage, dtype
 AGAIN += [((3, 1, "bf16_"), (3, 1, "")), ((3, 1, ""), (3, 1, "bf16_"))]
 
 

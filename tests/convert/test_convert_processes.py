@@ -1,6 +1,7 @@
 """The converter by several processes: they share the work, and end together."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -80,8 +81,11 @@ def test_dead_process(laid_out, tmp_path, victim):
     assert sorted(os.listdir(tmp_path / "o")) == ["latest_universal", "u"]
 
 
-def test_processes_fail_together(tmp_path):
-    """A mistake is said once, by rank 0, and all end with exit code 2."""
+def test_processes_fail_together(laid_out, tmp_path):
+    """A mistake of all, or what is wrong with one of them, is said once, by rank 0, and all end with exit code 2."""
     done = together(tmp_path / "no", tmp_path / "u", "--distributed")
     assert [one.code for one in done] == [2, 2]
     assert done[0].err == f"ds_to_universal: error: {tmp_path}/no does not exist\n" and done[1].err == ""
+    full = lambda rank: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)) if rank else None  # noqa: E731
+    done = together(laid_out(1), tmp_path / "u", "--distributed", before=full)
+    assert [one.code for one in done] == [2, 2] and "File too large" in done[0].err and os.listdir(tmp_path) == ["c"]
