@@ -183,7 +183,7 @@ $(OUT)/exact.txt: .venv/installed demos/exact.py plot.py train_elastic.py train.
 	$(PY) demos/exact.py --output $(OUT)/exact.png > $@
 	@cat $@
 
-# Test 4: other layouts
+# Other layouts
 3d: $(OUT)/3d.txt
 
 $(OUT)/3d.txt: .venv/installed-dev demos/layouts.py plot.py train_3d.py train_tp_sp.py train_elastic.py train.py $(LESSON) $(PACKAGE)

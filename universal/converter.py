@@ -262,10 +262,9 @@ def convert(
 
 
 def report(done):
-    rate = done["bytes"] / done["seconds"] / 1e9
     print(
         f"{done['source']} -> {done['output']}: {done['parameters']} parameters, {done['bytes']:,} bytes in "
-        f"{done['seconds']:.2f} s, {rate:.2f} GB/s"
+        f"{done['seconds']:.2f} s, {done['bytes'] / done['seconds'] / 1e9:.2f} GB/s"
     )
 
 

@@ -211,7 +211,7 @@ def compare(engine, checkpoint, held, strict, trained=None):
     parameters = {name: parameter for parameter, name in engine.param_names.items()}
     if held:
         agree(trained or group_of.keys(), checkpoint.parameters.keys(), "trained", strict)
-    for name in checkpoint.parameters.keys() & parameters.keys():
+    for name in sorted(checkpoint.parameters.keys() & parameters.keys()):  # all ranks tell the same one
         saved, here = checkpoint.parameters[name], tuple(getattr(parameters[name], "ds_shape", parameters[name].shape))
         flattened = checkpoint.universal and saved.shape == (math.prod(here),)  # DeepSpeed's converter may flatten it
         if here != saved.shape and not flattened and not trained:
