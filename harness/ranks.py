@@ -62,12 +62,12 @@ def rank_main(place, script, arguments, patch, environment):
         os.environ |= place
         for name in ("train", "train_elastic"):  # where a test has imported it, it would not see what patch() changes
             sys.modules.pop(name, None)
+        sys.argv = [str(script), *map(str, arguments)]
         if patch:
             patch()
         if callable(script):
             script(*arguments)
         else:
-            sys.argv = [script, *map(str, arguments)]
             runpy.run_path(str(ROOT / script), run_name="__main__")
         code = 0
     except SystemExit as stop:

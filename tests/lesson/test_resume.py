@@ -216,15 +216,8 @@ def half_the_accumulation():
 @pytest.mark.parametrize("mistake", [off_by_one, data_by_rank_count, dropout_by_rank, half_the_accumulation])
 def test_mistake_is_seen(work, saved, mistake):
     name, flags = saved(1)
-    run(
-        work,
-        2 if mistake is half_the_accumulation else 1,
-        "train.py",
-        *flags,
-        "--run_name",
-        mistake.__name__,
-        patch=mistake,
-    )
+    ranks = 2 if mistake is half_the_accumulation else 1
+    run(work, ranks, "train.py", *flags, "--run_name", mistake.__name__, patch=mistake)
     assert max(compare(work, name, mistake.__name__).values()) > 1e-4
 
 

@@ -44,6 +44,8 @@ def theirs(tmp_path):
     """A folder with packages named deepspeed and transformers."""
     folder = tmp_path / "theirs"
     write(folder / "deepspeed" / "__init__.py", "print('deepspeed')\n")
+    write(folder / "transformers" / "__init__.py", "")
+    write(folder / "transformers" / "integrations" / "__init__.py", "")
     write(folder / "transformers" / "integrations" / "deepspeed.py", TRAINER)
     return folder
 
