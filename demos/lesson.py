@@ -64,7 +64,9 @@ def main():
     args = parser.parse_args()
     old, new = (nbformat.read(NOTEBOOK, 4) for _ in range(2))
     place = {"metadata": {"path": NOTEBOOK.parent}}
-    NotebookClient(new, timeout=3600, startup_timeout=600, record_timing=False, resources=place).execute()
+    NotebookClient(
+        new, timeout=3600, startup_timeout=600, record_timing=False, coalesce_streams=True, resources=place
+    ).execute()
     if args.write:  # without what is of this machine: times, and the version of its Python
         new.metadata["language_info"] = {"name": "python"}
         for output in (output for cell in new.cells for output in cell.get("outputs", [])):
