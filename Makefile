@@ -8,6 +8,7 @@
 # make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
 # make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; an hour
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; writes assets/versions.txt
+# make deepspeed-suite  DeepSpeed's own checkpoint tests through install(); they are in DEEPSPEED, a clone: ./DeepSpeed
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 4 minutes
 # make gpu       on NVIDIA cards: precisions, optimizers, from GPUs to CPU ranks and back, time, memory
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
@@ -41,8 +42,8 @@ $(PY) plot.py $(1) --output $@ --tolerance $(2) > $(basename $@).txt
 @cat $(basename $@).txt
 endef
 
-.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions lesson gpu assets \
-	test test-all lint clean
+.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions deepspeed-suite lesson gpu \
+	assets test test-all lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -182,7 +183,7 @@ $(OUT)/exact.txt: .venv/installed demos/exact.py plot.py train_elastic.py train.
 	$(PY) demos/exact.py --output $(OUT)/exact.png > $@
 	@cat $@
 
-# Test 4: other layouts
+# Other layouts
 3d: $(OUT)/3d.txt
 
 $(OUT)/3d.txt: .venv/installed-dev demos/layouts.py plot.py train_3d.py train_tp_sp.py train_elastic.py train.py $(LESSON) $(PACKAGE)
@@ -195,7 +196,7 @@ resume: $(OUT)/resume_cost.txt
 
 $(OUT)/resume_cost.txt: .venv/installed benchmarks/resume.py model.py $(PACKAGE)
 	@mkdir -p $(OUT)
-	$(PY) benchmarks/resume.py | grep -v WARNING > $@
+	$(PY) benchmarks/resume.py > $@
 	@cat $@
 
 # Training loops that are not ours
@@ -206,7 +207,6 @@ clients: .venv/installed-clients
 
 # Commands that have no script
 clients-cli: .venv/installed-clients
-	rm -rf runs/clients_cli
 	$(PY) demos/clients/clients_cli.py --output assets/clients_cli.txt
 
 # What a GPU does. Without a network: whatever Python has torch and DeepSpeed
@@ -216,6 +216,11 @@ gpu:
 # The DeepSpeeds that people have
 versions: .venv/installed
 	$(PY) demos/versions.py --output assets/versions.txt
+
+# SUITE: what pytest takes, to choose among them
+DEEPSPEED ?= DeepSpeed
+deepspeed-suite: .venv/installed-dev
+	$(PY) demos/deepspeed_suite.py $(DEEPSPEED) $(SUITE)
 
 lesson: .venv/installed-dev
 	$(PY) demos/lesson.py

@@ -3,7 +3,7 @@
 
     python ds_to_universal.py --input_folder checkpoints/global_step100
 
-writes checkpoints/global_step100_universal. The input may be the folder above, Trainer's checkpoint-500 for one.
+writes checkpoints/global_step100_universal. The input may also be the parent folder, such as Trainer's checkpoint-500.
 
 Input, written by engine.save_checkpoint() on N ranks (ZeRO-1/2, then ZeRO-3):
 
@@ -13,7 +13,7 @@ Input, written by engine.save_checkpoint() on N ranks (ZeRO-1/2, then ZeRO-3):
     zero_pp_rank_R_mp_rank_00_model_states.pt
     [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   rank R's slice of every single parameter
 
-Output, the same at every stage, so that it resumes on any number of ranks and at ZeRO 1, 2 and 3:
+Output, the same for every stage, so it resumes on any number of ranks and at ZeRO 1, 2 and 3:
 
     zero/<parameter>/fp32.pt, exp_avg.pt, ...          {"param": the whole tensor in its shape, "cat_dim": 0}
     zero/<parameter>/step.pt                           the optimizer's step count
@@ -22,17 +22,17 @@ Output, the same at every stage, so that it resumes on any number of ranks and a
     zero_pp_rank_0_mp_rank_00_model_states.pt          the same file under the name that ZeRO-3 looks for
     ../latest_universal                                the name of the output folder
 
-The work goes in five steps, each a function of universal/:
+The conversion has five steps, each a function in universal/:
 
-    find_tag()          checkpoint.py   the folder with the files, where the one above it was given
-    describe()          checkpoint.py   which bytes of which shards make up each parameter, tensor-parallel ones too
-    write_files()       converter.py    each byte range is read once, compared with its checksum, and written once
-    check_all()         torch_file.py   what was read is what was saved: every record has its CRC-32
-    publish()           converter.py    all is on the disk; then the folder gets its name, and latest_universal last
+    find_tag()          checkpoint.py   the folder with the files, if its parent was given
+    describe()          checkpoint.py   which bytes of which shards make up each parameter
+    write_files()       converter.py    each byte range is read once and written once
+    check_all()         torch_file.py   what was read is compared with the CRC-32 of every record
+    publish()           converter.py    once all is on the disk, names the folder, then writes latest_universal
 
 A .pt file is a zip archive of one pickle and one stored record per tensor (torch_file.py). Conversion only regroups
-byte ranges of those records. So it is done without torch, needs nothing but Python 3.10, and runs no code of a
-checkpoint: classes stay names.
+byte ranges of those records, so it works without torch, needs nothing but Python 3.10, and runs no code
+in a checkpoint: classes are copied by name.
 """
 
 import argparse
@@ -47,8 +47,8 @@ from universal.torch_file import CheckpointError
 
 
 def launched(args):
-    """(rank, ranks) of this process if a launcher started it, or --distributed says so: a platform or a training
-    script, too, leaves RANK and WORLD_SIZE behind."""
+    """(rank, ranks) of this process if a launcher started it, or --distributed says so. RANK and WORLD_SIZE alone are
+    not enough: a platform or a training script may have set them."""
     if not args.distributed and args.local_rank is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return 0, 1
     try:
@@ -59,7 +59,7 @@ def launched(args):
 
 @contextlib.contextmanager
 def meet(ranks):
-    """Gives gather(), which returns the values of all processes that the launcher has started."""
+    """Yields gather(), which returns the values of all processes that the launcher has started."""
     if ranks == 1:
         yield alone
         return
@@ -107,7 +107,7 @@ def main():
     args = parse_arguments()
     with in_one_line("ds_to_universal"):
         rank, ranks = launched(args)
-    with contextlib.suppress(ValueError, OSError):  # every shard stays open, if the system permits it
+    with contextlib.suppress(ValueError, OSError):  # so that every shard can stay open, if the system permits it
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with in_one_line("ds_to_universal", rank), meet(ranks) as gather:
         done = convert(

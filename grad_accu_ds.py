@@ -1,4 +1,4 @@
-"""Gradient accumulation in PyTorch, grad_accu_pt.py, and on DeepSpeed, grad_accu_ds.py; their diff is the lesson.
+"""Gradient accumulation in PyTorch (grad_accu_pt.py) and in DeepSpeed (grad_accu_ds.py): compare them with diff.
 
     python grad_accu_pt.py --steps 100 --run_name grad_accu_4_pt \
         --train_micro_batch_size_per_gpu 8 --train_batch_size 32
@@ -27,14 +27,14 @@ parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the dee
 args = parser.parse_args()
 
 settle()
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # on CPUs it compiles for a minute; gloo will do
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # on CPUs its build takes a minute; gloo will do
 deepspeed.init_distributed()
 rank, ranks = dist.get_rank(), dist.get_world_size()
 batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
 accumulation = accumulation_steps(batch, micro, ranks)
 
 torch.manual_seed(1337)
-model = GPT(dropout=0.0)  # the masks of dropout would depend on the size of the micro-batch
+model = GPT(dropout=0.0)  # dropout masks would depend on the size of the micro-batch
 optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95))
 config = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "gradient_clipping": 1.0}
 config["zero_optimization"] = {"stage": 1}
@@ -50,7 +50,7 @@ for step in range(1, args.steps + 1):
     for m in range(rank * accumulation, (rank + 1) * accumulation):
         rows = slice(m * micro, (m + 1) * micro)
         loss = engine(inputs[rows].to(device), targets[rows].to(device))  # the mean over the micro-batch's tokens
-        # backward() adds to the gradients, and the sum is to be the mean: divide the loss, or DeepSpeed's engine does.
+        # backward() sums gradients, and we want their mean: so divide the loss; DeepSpeed's engine does that for you.
         engine.backward(loss)  # ZeRO also takes the mean over the ranks
         engine.step()  # acts at the last micro-batch only: clips, steps, zeroes the gradients
         mean += loss.detach() / (accumulation * ranks)

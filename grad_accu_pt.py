@@ -1,4 +1,4 @@
-"""Gradient accumulation in PyTorch, grad_accu_pt.py, and on DeepSpeed, grad_accu_ds.py; their diff is the lesson.
+"""Gradient accumulation in PyTorch (grad_accu_pt.py) and in DeepSpeed (grad_accu_ds.py): compare them with diff.
 
     python grad_accu_pt.py --steps 100 --run_name grad_accu_4_pt \
         --train_micro_batch_size_per_gpu 8 --train_batch_size 32
@@ -29,7 +29,7 @@ batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
 accumulation = accumulation_steps(batch, micro, ranks)
 
 torch.manual_seed(1337)
-model = GPT(dropout=0.0)  # the masks of dropout would depend on the size of the micro-batch
+model = GPT(dropout=0.0)  # dropout masks would depend on the size of the micro-batch
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model.to(device)
 optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95))
@@ -43,7 +43,7 @@ for step in range(1, args.steps + 1):
     for m in range(rank * accumulation, (rank + 1) * accumulation):
         rows = slice(m * micro, (m + 1) * micro)
         loss = model(inputs[rows].to(device), targets[rows].to(device))  # the mean over the micro-batch's tokens
-        # backward() adds to the gradients, and the sum is to be the mean: divide the loss, or DeepSpeed's engine does.
+        # backward() sums gradients, and we want their mean: so divide the loss; DeepSpeed's engine does that for you.
         (loss / accumulation).backward()
         mean += loss.detach() / (accumulation * ranks)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -5,9 +5,9 @@
     deepspeed --num_gpus 4 train_3d.py --pipeline_parallel 2 --tensor_parallel 2 --steps 200 --run_name tp2_pp2_dp1 \
         --checkpoint_dir ckpt_3d --resume --checkpoint_tag global_step100
 
-A resume on another layout converts the checkpoint by itself. A pipeline numbers its layers, so its parameters have
-other names than train.py's: the checkpoints of the two do not resume each other. Takes --elastic, --keep and --timeout
-of train_elastic.py.
+A resume on another layout converts the checkpoint first. A pipeline numbers its layers, so its parameters have other
+names than train.py's, and neither script resumes the other's checkpoints. Also takes --elastic, --keep and --timeout,
+like train_elastic.py.
 """
 
 import functools
@@ -43,7 +43,7 @@ def parse_arguments():
 
 
 # -----------------------------------------------------------------------------
-# tensor parallelism: a column-parallel layer, then a row-parallel one, and one sum over the ranks
+# tensor parallelism: a column-parallel layer, then a row-parallel one, then one sum over the ranks
 
 
 class Sum(torch.autograd.Function):
@@ -74,15 +74,15 @@ class Spread(torch.autograd.Function):
 
 
 def shard(parameter, rank, ranks, dim=0, parts=1):
-    """This rank's share of each of the `parts` that lie side by side along dim."""
+    """This rank's share of each of the `parts` that lie next to each other along dim."""
     mine = [part.chunk(ranks, dim)[rank] for part in parameter.detach().chunk(parts, dim)]
     mine = nn.Parameter(torch.cat(mine, dim))
-    mine.model_parallel = True  # else the gradient norm counts it on the first rank only
+    mine.model_parallel = True  # otherwise the gradient norm counts it on the first rank only
     return mine
 
 
 class Column(nn.Module):
-    """This rank's outputs of a linear layer [in -> out]; of each of its `parts`, as of q, k and v."""
+    """A linear layer [in -> out] of which this rank has some outputs, from each of its `parts` (such as q, k and v)."""
 
     def __init__(self, linear, group, parts=1):
         super().__init__()
@@ -107,11 +107,11 @@ class Row(nn.Module):
 
 
 # -----------------------------------------------------------------------------
-# the pipeline: every layer takes and gives (x [B, T, C], key of the micro-batch's dropout)
+# the pipeline: every layer takes and returns (x [B, T, C], the key of the micro-batch's dropout)
 
 
 class Embedding(nn.Module):
-    """The tied one: first layer, and, turned round, the last."""
+    """The tied embedding: the first layer and, transposed, the last."""
 
     def __init__(self, weight):
         super().__init__()
@@ -146,7 +146,7 @@ class Norm(nn.LayerNorm):
 
 
 def build(args, loss_function, *shape):
-    """Every rank builds the whole GPT, so that it starts alike on every layout, and keeps its part."""
+    """Every rank builds the whole GPT, so that training starts the same on every layout, and keeps its part."""
     stages, tensor, ranks = args.pipeline_parallel, args.tensor_parallel, dist.get_world_size()
     topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=ranks // (stages * tensor))
     for members in topology.get_axis_comm_lists("model") or [[rank] for rank in range(ranks)]:
@@ -159,10 +159,10 @@ def build(args, loss_function, *shape):
     tied = functools.partial(TiedLayerSpec, "wte", Embedding, gpt.wte.weight, tied_weight_attr="weight")
     layers = [tied(), Positions(gpt.wpe.weight), *(Layer(block, i, mine) for i, block in enumerate(gpt.blocks)), norm]
     layers.append(tied(forward_fn=lambda embedding, x: x @ embedding.weight.T))
-    # A Layer for every stage, hence both parameter groups: DeepSpeed's loader takes groups by their number.
+    # Every stage gets a Layer, so it has both parameter groups: DeepSpeed's loader matches groups by number.
     module = PipelineModule(layers, topology=topology, loss_fn=loss_function, partition_method="type:Layer")
     D = args.n_embd
-    module.universal_checkpoint_info = {  # how the ranks' parts make up the whole; DeepSpeed saves it with them
+    module.universal_checkpoint_info = {  # how to join the ranks' parts; DeepSpeed saves this with them
         "universal_checkpoint_version": 0.2,
         "pipeline_replicated_parameter_patterns": [r"tied_modules\.wte\.weight"],
         "tp_replicated_parameter_patterns": [
@@ -188,7 +188,7 @@ def build(args, loss_function, *shape):
 
 
 def train(engine, args, texts, seen, done):
-    """As in train.py, by the train_batch() of pipelines. seen: gets the micro-batches' losses on the last stage."""
+    """As in train.py, with a pipeline's train_batch(). seen: collects the micro-batches' losses on the last stage."""
     batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
     accumulation, ranks = engine.gradient_accumulation_steps(), engine.grid.get_data_parallel_world_size()
     rank = engine.grid.get_data_parallel_rank()
@@ -206,7 +206,7 @@ def train(engine, args, texts, seen, done):
             losses[mine.start : mine.stop] = torch.stack(seen)
         seen.clear()
         dist.all_reduce(losses)
-        return losses.mean().item() / args.tensor_parallel  # each loss was there so many times
+        return losses.mean().item() / args.tensor_parallel  # each loss was counted so many times
 
     for step in range(done + 1, args.steps + 1):
         row = {"step": step, "lr": engine.get_lr()[0], "layout": f"{micro} x {accumulation} x {ranks}"}
@@ -230,7 +230,7 @@ def main():
         seen.append(loss.detach())
         return loss
 
-    # DeepSpeed makes the tied weights equal by it, once; no gradient is to go through that.
+    # DeepSpeed uses this broadcast once, to make the tied weights equal; no gradient has to flow through it.
     warnings.filterwarnings("ignore", message="c10d::broadcast_")
     prepare(args, args.pipeline_parallel * args.tensor_parallel)
     engine, texts, run = start(args, functools.partial(build, args, loss_function))

@@ -1,10 +1,10 @@
-"""The training of train.py in a job whose machines die and join. The same command starts it and, on whatever ranks are
-left, goes on from the newest whole checkpoint, on the disk or in the machines' memory.
+"""Trains like train.py, in a job whose machines die and join. The same command starts it and, on whatever ranks are
+left, continues from the newest whole checkpoint, on the disk or in the machines' memory.
 
     torchrun --standalone --nproc-per-node 4 train_elastic.py --elastic --run_name elastic --checkpoint_dir ckpt_elastic
     torchrun --standalone --nproc-per-node 2 train_elastic.py --elastic --run_name elastic --checkpoint_dir ckpt_elastic
 
-Told to stop (SIGTERM), it saves and leaves with 143. train_tp_sp.py and train_3d.py stand on this file's functions.
+On SIGTERM it saves and exits with 143. train_tp_sp.py and train_3d.py use the functions of this file.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def arguments(description):
 
 
 @contextlib.contextmanager
-def refusing():  # in one line
+def refusing():  # with one line, not a traceback
     try:
         yield
     except (ValueError, universal.CheckpointError) as error:
@@ -37,7 +37,7 @@ def refusing():  # in one line
 
 
 def prepare(args, model_parallel=1):
-    """Refuse what cannot be; make the process group. model_parallel: ranks that compute one micro-batch together."""
+    """Check the arguments; make the process group. model_parallel: ranks that compute one micro-batch together."""
     if args.elastic:
         if args.resume or args.stock or args.universal_checkpoint or args.checkpoint_tag:
             fail("--elastic finds the checkpoint by itself: leave out --resume and what belongs to it")
@@ -50,7 +50,7 @@ def prepare(args, model_parallel=1):
 
 
 def load(engine, args, run, memory):
-    """What was saved with the checkpoint that is to go on; its step is 0 where there is none."""
+    """Load the checkpoint to continue from, if any. Returns what was saved with it; without one, step 0."""
     if args.elastic:
         with refusing():
             folder = (memory or mirror).gather(args.checkpoint_dir)
@@ -63,14 +63,14 @@ def load(engine, args, run, memory):
 
 
 def go_on(engine, args, run, rows, memory=None):
-    """Resume, train, log, save, and exit. rows(done) does the steps after `done` and yields their rows of the log."""
+    """Resume, train, log, save, and exit. rows(done) trains the steps after `done` and yields their rows of the log."""
     saved = load(engine, args, run, memory)
-    stop = elastic.listen(engine.device)  # for SIGTERM; on all ranks stop() says the same
+    stop = elastic.listen(engine.device)  # for SIGTERM; stop() gives the same answer on all ranks
     log = Log(args.run_name, step := saved["step"], saved.get("row"), engine.monitor)
     for row in rows(step):
         state = {"step": (step := row["step"]), "run": run}
         if memory:
-            memory(state | {"row": row})  # the next start logs it, if this one cannot
+            memory(state | {"row": row})  # if this run dies before it logs the row, the next will
         log.write(**row)
         if (told := stop()) or step % args.checkpoint_interval == 0:
             elastic.save(engine, args.checkpoint_dir, state, args.keep)
@@ -92,16 +92,16 @@ def main():
         fail(f"--exact needs --dtype fp32: sums in {args.dtype} have too few bits to be exact")
     if args.exact and args.offload:
         fail("--exact does not go with --offload: the optimizer of a CPU may round unlike that of a GPU")
-    data.RUN += ("exact",) * args.exact  # what was rounded differently does not go on alike
+    data.RUN += ("exact",) * args.exact  # runs with and without --exact must not resume each other
     prepare(args)
-    # ZeRO-3 multiplies in its own way, which rounds in its own way; unless it is told not to.
+    # Unless told otherwise, ZeRO-3 uses its own matrix product, which rounds differently.
     zero = {"zero_optimization": {"stage": args.zero_stage, "memory_efficient_linear": False}}
     engine, texts, run = train.start(args, **zero if args.exact else {})
     with refusing():
         if args.exact:
             exact.install(engine)
         job = str(Path(args.checkpoint_dir).resolve()).strip("/").replace("/", "_")
-        place = Path(os.environ.get("MIRROR_ROOT", "/dev/shm"), job)  # MIRROR_ROOT plays several machines on one
+        place = Path(os.environ.get("MIRROR_ROOT", "/dev/shm"), job)  # MIRROR_ROOT simulates several machines on one
         memory = mirror.Mirror(engine, place, args.mirror) if args.mirror else None
     go_on(engine, args, run, lambda done: train.train(engine, args, texts, done), memory)
 

@@ -1,4 +1,4 @@
-"""The training of train.py where several ranks compute one micro-batch: tensor parallelism (DeepSpeed's AutoTP) and
+"""Trains like train.py, but several ranks compute one micro-batch together: tensor parallelism (DeepSpeed's AutoTP) and
 sequence parallelism (Ulysses), at ZeRO 1, 2 and 3.
 
     deepspeed --num_gpus 4 train_tp_sp.py --tensor_parallel 2 --steps 200 --run_name tp2_dp2 \
@@ -6,8 +6,8 @@ sequence parallelism (Ulysses), at ZeRO 1, 2 and 3.
     deepspeed --num_gpus 2 train_tp_sp.py --sequence_parallel 2 --steps 200 --run_name sp2 --resume \
         --checkpoint_dir ckpt_tp --checkpoint_tag global_step100
 
-A resume on another layout converts the checkpoint by itself. One rank is a layout, too, and train.py's checkpoints are
-of it. Takes --elastic, --keep and --timeout of train_elastic.py.
+A resume on another layout converts the checkpoint first. Checkpoints of train.py have the layout with both degrees 1,
+so this script resumes them, too. Also takes --elastic, --keep and --timeout, like train_elastic.py.
 """
 
 import functools
@@ -36,8 +36,8 @@ def parse_arguments():
 
 
 def build(args, *shape):
-    """Tensor-parallel ranks are neighbours, then come those that share a sequence, then the data-parallel ones. Gives
-    the GPT the attention of its kind and its part of the sequences."""
+    """Returns the GPT, with Ulysses attention and its part of the sequences if ranks share sequences. Tensor-parallel
+    ranks are neighbors; next come the ranks that share a sequence, then the data-parallel ones."""
     model, rank = GPT(*shape), dist.get_rank()
     tensor, sequence = args.tensor_parallel, args.sequence_parallel
     if tensor > 1:
@@ -49,7 +49,7 @@ def build(args, *shape):
                 group = dist.new_group(ranks)
                 if rank in ranks:
                     mine = group
-        for block in model.blocks:  # Ulysses: from a part of the sequence to a part of the heads, and back
+        for block in model.blocks:  # Ulysses: swap a part of the sequence for a part of the heads, and back
             ulysses = DistributedAttention(causal_attention, mine, scatter_idx=2, gather_idx=1)
             block.attn.attend = functools.partial(ulysses, batch_dim_idx=0)
         model.part = (rank // tensor % sequence, sequence)
@@ -57,7 +57,7 @@ def build(args, *shape):
 
 
 def autotp(degree):
-    """What DeepSpeed's config says of tensor parallelism."""
+    """The entries of DeepSpeed's config for tensor parallelism."""
     layers = [
         {"patterns": [r".*qkv\.weight$"], "partition_type": "column", "shape": [3, -1], "partition_dim": 0},
         {"patterns": [r".*up\.weight$"], "partition_type": "column"},
@@ -71,8 +71,8 @@ def main():
     args = parse_arguments()
     tensor, sequence = args.tensor_parallel, args.sequence_parallel
     prepare(args, tensor * sequence)
-    # Of sequence parallelism DeepSpeed knows nothing: it takes a rank's part of a sequence for a sequence. The loss
-    # being the mean over parts of one size, the mean of the gradients over all ranks is right, at every ZeRO stage.
+    # DeepSpeed knows nothing of sequence parallelism: it takes a rank's part of a sequence for a sequence. All parts
+    # have the same size, so the mean of the gradients over all ranks is right, at every ZeRO stage.
     changes = {"train_batch_size": args.train_batch_size * sequence}
     if tensor > 1:
         changes |= autotp(tensor) | {"mpu": groups}

@@ -23,19 +23,20 @@ from harness.lay_out import TIED, gpt_groups, lay_out  # noqa: E402
 
 GPT = {"1M": (1000, 128, 4), "10M": (12288, 256, 8), "124M": (50257, 768, 12), "1B": (50257, 1792, 24)}
 
-
 # A process inherits the peak memory of the one that forks it, and this one is large: a small one goes between.
 BETWEEN = """import json, resource, subprocess, sys, time
 start = time.perf_counter()
 run = subprocess.run(sys.argv[2:], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
 subprocess.run(["sync", "-f", sys.argv[1]], check=True)
 seconds = time.perf_counter() - start
-used = resource.getrusage(resource.RUSAGE_CHILDREN)
-print(json.dumps([seconds, used.ru_maxrss / 1e3, run.stdout]))"""
+used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
+moved = [int(line.split()[1]) for line in open("/proc/self/io") if "char" in line]
+print(json.dumps([seconds, used, *moved, run.stdout]))"""
 
 
 def timed(command, folder):
-    """[seconds, MB of the largest process, output] of a whole process and the disk behind it."""
+    """[seconds, MB of the largest process, bytes read, bytes written, output] of a whole process and the disk behind
+    it."""
     command = [sys.executable, "-c", BETWEEN, folder, *command]
     return json.loads(subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True).stdout)
 
@@ -64,13 +65,13 @@ def compare(work, repeat, size, stage, ranks):
             results[name].append(timed(command, work))
             shutil.rmtree(output)
     ours, theirs, cp = (statistics.median(run[0] for run in results[name]) for name in results)
-    data = statistics.median(float(out.split(" in ")[1].split()[0]) for _, _, out in results["ours"])
+    data = statistics.median(float(out.split(" in ")[1].split()[0]) for *_, out in results["ours"])
     memory = [f"{max(run[1] for run in results[name]):.0f}" for name in ("ours", "DeepSpeed")]
     seconds = (f"{ours:.2f}", f"{theirs:.2f}", f"{cp:.2f}")
     return size, stage, ranks, f"{total:.2f}", *seconds, f"{theirs / ours:.1f}", f"{data / cp:.2f}", *memory
 
 
-def main():
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=GPT, default=["10M", "124M"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 16, 64])
@@ -89,7 +90,3 @@ def main():
             print(columns.format(*compare(work, args.repeat, *case)), flush=True)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -45,13 +45,14 @@ def cut_each(sizes, ranks):
     return [[(name, -(-n // ranks)) for name, n in sizes]] * ranks
 
 
-def draw_row(axis, y, label, holders, heads, colors, gap):
+def draw_row(axis, y, label, holders, colors, gap, heads=True):
     """Holders of parts, side by side, as long as what is in them. Returns [(left, right)] of the followed one's."""
     axis.text(-0.02, y + HEIGHT / 2, label, ha="right", va="center")
     scale = (1 - gap * (len(holders) - 1)) / sum(n for parts in holders for _, n in parts)
     x, pieces = 0.0, []
-    for parts, head in zip(holders, heads, strict=True):
-        axis.text(x, y + HEIGHT + 0.06 if y else -0.27, head)  # under the lowest row, which the arrows meet from above
+    for rank, parts in enumerate(holders):
+        if heads:  # under the lowest row, which the arrows meet from above
+            axis.text(x, y + HEIGHT + 0.06 if y else -0.27, f"rank {rank}")
         for name, n in parts:
             axis.add_patch(Rectangle((x, y), n * scale, HEIGHT, facecolor=colors[name], edgecolor="white", lw=0.5))
             pieces += [(x, x + n * scale)] if colors[name] == FOLLOWED else []
@@ -68,9 +69,8 @@ def connect(axis, pieces, y, whole, whole_y, style):
         corners = [(left, y), (right, y), (start + part, whole_y), (start, whole_y)]
         axis.add_patch(Polygon(corners, facecolor=FOLLOWED, alpha=0.25, edgecolor="none"))
         ends = ((left + right) / 2, y), (start + part / 2, whole_y)
-        axis.annotate(
-            "", *ends, arrowprops={"arrowstyle": style, "shrinkA": 2, "shrinkB": 2, "mutation_scale": 16, "fc": "k"}
-        )
+        arrow = {"arrowstyle": style, "shrinkA": 2, "shrinkB": 2, "mutation_scale": 16, "fc": "k"}
+        axis.annotate("", *ends, arrowprops=arrow)
         start += part
 
 
@@ -79,34 +79,29 @@ def draw(title, label, rows, colors, path):
     figure = Figure(figsize=(6, 4.5))
     axis = figure.add_axes((0.2, 0.17, 0.79, 0.69))
     files, folders, readers = rows
-    heads = [[f"rank {rank}" for rank in range(len(holders))] for holders in (files, readers)]
-    above = draw_row(axis, 3, label, files, heads[0], colors, 0.03)
+    above = draw_row(axis, 3, label, files, colors, 0.03)
     label = "universal:\na folder per\nparameter"
-    (whole,) = draw_row(axis, 1.5, label, folders, [""] * len(folders), colors, 0.008)
-    label = f"resumed on\n{len(readers)} ranks"
-    below = draw_row(axis, 0, label, readers, heads[1], colors, 0.03)
+    (whole,) = draw_row(axis, 1.5, label, folders, colors, 0.008, heads=False)
+    below = draw_row(axis, 0, f"resumed on\n{len(readers)} ranks", readers, colors, 0.03)
     connect(axis, above, 3, whole, 1.5 + HEIGHT, "<|-")  # points at the whole
     connect(axis, below, HEIGHT, whole, 1.5, "-|>")
     axis.set(xlim=(0, 1), ylim=(-0.3, 3.8))
     axis.axis("off")
-    figure.suptitle(title, fontsize=12, y=0.98)
+    figure.suptitle(f"{title};\na universal checkpoint keeps each of them whole", fontsize=12, y=0.98)
     words = {"one weight matrix, followed": FOLLOWED, "the other matrices": OTHERS[1]}
-    key = "every box holds fp32 weights, exp_avg and exp_avg_sq"
     patches = [Patch(facecolor=color, label=word) for word, color in words.items()]
-    figure.legend(
-        handles=patches, title=key, loc="lower center", ncols=2, frameon=False, columnspacing=1, handlelength=1
-    )
+    look = {"loc": "lower center", "ncols": 2, "frameon": False, "columnspacing": 1, "handlelength": 1}
+    figure.legend(handles=patches, title="every box holds fp32 weights, exp_avg and exp_avg_sq", **look)
     figure.savefig(path, dpi=200)
     print(f"wrote {path}")
 
 
-def main():
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a ZeRO-1 checkpoint")
     parser.add_argument("--ranks", type=int, default=2, help="that read the universal checkpoint")
-    parser.add_argument(
-        "--output", type=Path, default=Path("out/folders.png"), help="ZeRO-3's is beside it: *_zero3.png"
-    )
+    both = "ZeRO-3's is beside it: *_zero3.png"
+    parser.add_argument("--output", type=Path, default=Path("out/folders.png"), help=both)
     args = parser.parse_args()
     model = torch.load(args.checkpoint / "mp_rank_00_model_states.pt", mmap=True, weights_only=False)
     sizes = [(name, shape.numel()) for name, shape in model["param_shapes"][0].items()]  # the group of the matrices
@@ -117,11 +112,7 @@ def main():
     colors = {name: OTHERS[i % 2] for i, (name, _) in enumerate(sizes)}
     colors[max(colors, key=everywhere.count)] = FOLLOWED  # the one that ZeRO-1 cuts most
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    title = "{} cuts {};\na universal checkpoint keeps each of them whole"
-    draw(title.format("ZeRO-1/2", "across the parameters"), "ZeRO-1/2:\na file per\nrank", across, colors, args.output)
+    file = "\na file per\nrank"
+    draw("ZeRO-1/2 cuts across the parameters", f"ZeRO-1/2:{file}", across, colors, args.output)
     twin = args.output.with_stem(f"{args.output.stem}_zero3")
-    draw(title.format("ZeRO-3", "every parameter by itself"), "ZeRO-3:\na file per\nrank", each, colors, twin)
-
-
-if __name__ == "__main__":
-    main()
+    draw("ZeRO-3 cuts every parameter by itself", f"ZeRO-3:{file}", each, colors, twin)

@@ -19,40 +19,35 @@ sys.path.insert(0, str(ROOT))
 import plot  # noqa: E402
 from harness.ranks import compare, run  # noqa: E402
 
-COMMON = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 160 --checkpoint_interval 60".split()
-COMMON += ["--lr", "1e-3"]
-ONE, TPSP, PIPE = "one_rank", "train_tp_sp.py", "train_3d.py"  # ONE: the run that all are compared with
+COMMON = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 160 --lr 1e-3".split()
+RESUME = "--resume --checkpoint_tag global_step60 --checkpoint_interval 400".split()
+ONE, TPSP, PIPE, HERE = "one_rank", "train_tp_sp.py", "train_3d.py", Path.cwd()  # all are compared with the run ONE
 AXES = {TPSP: ("tensor", "sequence"), PIPE: ("tensor", "pipeline")}
+CUBE = [(2, 2, 2), (2, 2, 1), (1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]
 # script, ZeRO stage, layout that saves, layouts that go on: (first of the axes, second, data-parallel ranks)
 CHANGES = [
     *((TPSP, s, (2, 1, 2), [(2, 1, 2), (2, 1, 1), (1, 1, 2), (4, 1, 1)]) for s in (1, 2, 3)),
     *((TPSP, s, (1, 1, 1), [(2, 1, 1)]) for s in (1, 2, 3)),
     *((TPSP, s, (1, 2, 2), [(1, 2, 2), (1, 2, 1), (1, 1, 2), (1, 4, 1)]) for s in (1, 3)),
     *((TPSP, s, (2, 2, 1), [(2, 2, 1), (1, 1, 2)]) for s in (1, 3)),
-    (PIPE, 1, (2, 2, 2), [(2, 2, 2), (2, 2, 1), (1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]),
-    *((PIPE, 1, layout, []) for layout in [(2, 2, 1), (1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]),
+    (PIPE, 1, CUBE[0], CUBE),
+    *((PIPE, 1, layout, []) for layout in CUBE[1:]),
 ]
 
 
 def name_of(script, layout):
-    tensor, other, data = layout
-    kind = "SP" if script == TPSP else "PP"
-    return f"TP {tensor}, {kind} {other}, DP {data}"
+    return "TP {}, {} {}, DP {}".format(layout[0], "SP" if script == TPSP else "PP", *layout[1:])
 
 
 def train(script, stage, layout, run_name, folder, *arguments):
     degrees = [f"--{axis}_parallel={n}" for axis, n in zip(AXES[script], layout, strict=False)]
-    degrees += ["--zero_stage", stage]
-    names = ("--run_name", run_name, "--checkpoint_dir", folder)
-    run(Path.cwd(), math.prod(layout), script, *COMMON, *degrees, *names, *arguments, limit=1200)
+    words = (*COMMON, *degrees, "--zero_stage", stage, "--run_name", run_name, "--checkpoint_dir", folder, *arguments)
+    run(HERE, math.prod(layout), script, *words, limit=1200)
 
 
 def largest(baseline, run_name):
     """Difference of any step's training or validation loss."""
-    gaps = []
-    for column in ("loss", "val_loss"):
-        gaps += compare(Path.cwd(), baseline, run_name, column).values()
-    return max(gaps)
+    return max(max(compare(HERE, baseline, run_name, column).values()) for column in ("loss", "val_loss"))
 
 
 def draw(runs, path):
@@ -69,58 +64,43 @@ def draw(runs, path):
     figure.axes[0].set_title(f"Another layout after step {min(same['loss']) - 1}: at most {far} apart")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
+    plot.write_joined(runs, path.with_suffix(".csv"))
 
 
 def play(script, stage, layout, others):
-    """Train the layout, and go on with the others. Returns {(script, from, to): largest difference}."""
+    """Train the layout, and go on with the others. Yields (script, from, to), and the largest difference."""
     here = name_of(script, layout)
     name = f"{script[:-3]} ZeRO-{stage} {here}"
     folder = Path("ckpt_3d", name.replace(" ", "_").replace(",", ""))
     shutil.rmtree(folder, ignore_errors=True)
-    train(script, stage, layout, name, folder)
-    found = {(script, "scratch", here): largest(ONE, name)}
+    train(script, stage, layout, name, folder, "--checkpoint_interval", 60)
+    yield (script, "scratch", here), largest(ONE, name)
     for other in others:
         there = name_of(script, other)
-        resumed = f"{name} to {there}"
-        resume = ("--resume", "--checkpoint_tag", "global_step60", "--checkpoint_interval", 400)
-        train(script, stage, other, resumed, folder, *resume)
-        found[script, here, there] = difference = largest(name, resumed)
-        assert other != layout or difference == 0.0, f"{resumed} is not the same, bit by bit"
-    return found
+        train(script, stage, other, f"{name} to {there}", folder, *RESUME)
+        difference = largest(name, f"{name} to {there}")
+        assert other != layout or difference == 0.0, f"{name} to {there} is not the same, bit by bit"
+        yield (script, here, there), difference
 
 
-def print_table(table):
-    """table: {(script, from, to): {stage: difference}}."""
-    heads = "".join(f"    ZeRO-{stage}" for stage in (1, 2, 3))
-    print(f"{'script':<12} {'from':<20} {'to':<20}{heads}")
-    for (script, before, after), found in table.items():
-        line = f"{script:<12} {before:<20} {after:<20}"
-        for stage in (1, 2, 3):
-            line += f"{found[stage]:>10.1e}" if stage in found else " " * 10
-        print(line.rstrip())
-
-
-def main():
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/3d.png"), help="picture, with its .csv beside it")
     args = parser.parse_args()
     train(TPSP, 1, (1, 1, 1), ONE, "ckpt_3d/one")
-    table, differences = {}, []
-    for script, stage, layout, others in CHANGES:
-        for change, difference in play(script, stage, layout, others).items():
+    table = {}  # {(script, from, to): {stage: difference}}
+    for script, stage, *layouts in CHANGES:
+        for change, difference in play(script, stage, *layouts):
             table.setdefault(change, {})[stage] = difference
-            differences.append(difference)
-    print_table(table)
-    (layouts,) = ([name_of(PIPE, other) for other in others] for *_, others in CHANGES if len(others) == 6)
-    name = f"train_3d ZeRO-1 {layouts[0]}"
-    runs = {layouts[0]: plot.read_log(f"logs/{name}.csv")}
-    runs |= {f"then {there}": plot.read_log(f"logs/{name} to {there}.csv") for there in layouts}
-    draw(runs, args.output)
-    plot.write_joined(runs, args.output.with_suffix(".csv"))
-    print(f"largest difference {max(differences):.1e}")
-    if max(differences) > 1e-5:
+    print(f"{'script':<12} {'from':<20} {'to':<20}    ZeRO-1    ZeRO-2    ZeRO-3")
+    for (script, before, after), found in table.items():
+        cells = "".join(f"{found[stage]:>10.1e}" if stage in found else " " * 10 for stage in (1, 2, 3))
+        print(f"{script:<12} {before:<20} {after:<20}{cells}".rstrip())
+    here, *_ = layouts = [name_of(PIPE, layout) for layout in CUBE]
+    name = f"train_3d ZeRO-1 {here}"
+    runs = {here: plot.read_log(f"logs/{name}.csv")}
+    draw(runs | {f"then {there}": plot.read_log(f"logs/{name} to {there}.csv") for there in layouts}, args.output)
+    most = max(difference for found in table.values() for difference in found.values())
+    print(f"largest difference {most:.1e}")
+    if most > 1e-5:
         sys.exit("demos/layouts.py: a loss differs by more than 1e-5")
-
-
-if __name__ == "__main__":
-    main()

@@ -8,11 +8,7 @@ optimizer. "ragged" has sequences of unequal length, of which neither script kno
 the mean of the micro-batches' means, and the edit weights each micro-batch by its share of the tokens.
 """
 
-import contextlib
-import csv
-import io
-import os
-import subprocess
+import functools
 import sys
 from pathlib import Path
 
@@ -22,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data import derive_seed  # noqa: E402
+from harness.ranks import read_log, run  # noqa: E402
 
 BACKWARD = "(loss / accumulation).backward()"
 CLIP = "clip_grad_norm_(model.parameters(), 1.0)"
@@ -45,12 +42,10 @@ RAGGED = [
 ]
 WEIGHTED = [(BACKWARD, "(loss * share_of_tokens(targets, rows)).backward()")]
 # DeepSpeed divides by the accumulation steps, and takes the mean over the ranks: the factor takes that back.
-WEIGHTED_DS = [
-    ("engine.backward(loss)", "engine.backward(loss * (share_of_tokens(targets, rows) * accumulation * ranks))")
-]
+RIGHT_DS = "engine.backward(loss * (share_of_tokens(targets, rows) * accumulation * ranks))"
+WEIGHTED_DS = [("engine.backward(loss)", RIGHT_DS)]
 
 PT, DS = "grad_accu_pt.py", "grad_accu_ds.py"
-TOKENS = {PT: [*WEIGHTED, *RAGGED], DS: [*WEIGHTED_DS, *RAGGED]}
 # what: (script, ranks, edits that the right program has, too, edits of this one alone)
 TRAPS = {
     "no trap": (PT, 1, [], []),
@@ -64,8 +59,6 @@ TRAPS = {
     "mean of means, ragged, DeepSpeed, 2 ranks": (DS, 2, RAGGED, []),
 }
 
-RIGHT = {}  # what the right programs have given
-
 
 def ragged(targets, seed, step):
     """The same targets with sequences of unequal length: beyond its length each is -100, which no loss counts."""
@@ -78,55 +71,27 @@ def share_of_tokens(targets, rows):
     return (targets[rows] >= 0).sum().item() / (targets >= 0).sum().item()
 
 
-def edited(script, edits):
-    """The source of the script with its (old, new) edits."""
-    source = (ROOT / script).read_text()
+@functools.cache
+def train(script, ranks, micro, *edits):
+    """[loss of every step], and the gradient norm of the first, of the script with its (old, new) edits."""
+    source, path = (ROOT / script).read_text(), Path("logs", "trap.py").resolve()
     for old, new in edits:
         assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {script}"
         source = source.replace(old, new)
-    return source
-
-
-def start(ranks, path, arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), path, *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment, timeout=600)
-
-
-def run(name, script, ranks, edits, micro, steps):
-    """Run the edited script. Returns [(loss, gradient norm)] of its steps."""
-    arguments = ["--run_name", name, "--steps", str(steps), "--train_micro_batch_size_per_gpu", str(micro)]
-    path = Path("logs", f"{name}.py")
     path.parent.mkdir(exist_ok=True)
-    path.write_text(edited(script, edits))
-    if ranks == 1:
-        sys.argv = [script, *arguments]
-        with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(path.read_text(), name, "exec"), {"__name__": "__main__", "__doc__": "", "__file__": script})
-    else:
-        start(ranks, path, arguments)
-    with open(Path("logs", f"{name}.csv"), newline="") as file:
-        return [(float(row["loss"]), float(row["grad_norm"])) for row in csv.DictReader(file)]
-
-
-def measure(trap, steps=100):
-    """(max |loss difference| over the steps, ratio of the gradient norms at step 1) against the right program."""
-    script, ranks, common, edits = TRAPS[trap]
-    # One batch of all sequences is one mean over all tokens: it has no trap to fall into.
-    if (key := (str(common), steps)) not in RIGHT:
-        RIGHT[key] = run("trap_right", PT, 1, common, 32, steps)
-    # An edit may move a line that another one replaces: the trap's own go first.
-    wrong = run("trap_wrong", script, ranks, [*edits, *common], 8, steps)
-    gap = max(abs(a - b) for (a, _), (b, _) in zip(RIGHT[key], wrong, strict=True))
-    return gap, wrong[0][1] / RIGHT[key][0][1]
-
-
-def main():
-    print(f"{'4 micro-batches of 8 against 1 of 32':<43}{'max |loss difference|':>22}{'gradient norm, step 1':>24}")
-    for trap in TRAPS:
-        gap, ratio = measure(trap)
-        print(f"{trap:<43}{gap:>22.1e}{f'x {ratio:.4f}':>24}", flush=True)
+    path.write_text(source)
+    words = ("--run_name", "trap", "--steps", 100, "--train_micro_batch_size_per_gpu", micro)
+    run(Path.cwd(), ranks, path, *words)
+    log = read_log(Path.cwd(), "trap", "loss", "grad_norm")
+    return [*log["loss"].values()], log["grad_norm"][1]
 
 
 if __name__ == "__main__":
-    main()
+    print(f"{'4 micro-batches of 8 against 1 of 32':<43}{'max |loss difference|':>22}{'gradient norm, step 1':>24}")
+    for trap, (script, ranks, common, edits) in TRAPS.items():
+        # One batch of all sequences is one mean over all tokens: it has no trap to fall into.
+        right, norm = train(PT, 1, 32, *common)
+        # An edit may move a line that another one replaces: the trap's own go first.
+        wrong, other = train(script, ranks, 8, *edits, *common)
+        gap = max(abs(a - b) for a, b in zip(right, wrong, strict=True))
+        print(f"{trap:<43}{gap:>22.1e}{f'x {other / norm:.4f}':>24}", flush=True)

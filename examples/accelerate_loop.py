@@ -1,11 +1,12 @@
-"""A training loop of accelerate on any number of ranks: run it, let it die, run it on another number of ranks.
+"""A training loop with accelerate on any number of ranks: run it, let it die, run it again on another number of ranks.
 
     torchrun --standalone --nproc-per-node 4 examples/accelerate_loop.py
     rm -r ckpt_accelerate/step_14             # as if it had died after step 13
     torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
 
-Saves step 7 and 14, goes on from the newest. The lines marked (1) to (3) are what a change of ranks asks of the loop.
-Needs accelerate; and the package universal: installed (pip install .), or its folder beside the script or one up.
+It saves at steps 7 and 14, and resumes from the newest checkpoint. The loop needs the lines marked (1) to (3) so that
+the number of ranks can change. Requires accelerate, and the package universal: installed (pip install .), or as a
+folder next to the script or one level up.
 """
 
 import argparse
@@ -34,14 +35,14 @@ args = parser.parse_args()
 universal.install()  # accelerator.load_state() reshards from now on
 
 RANK, RANKS, BATCH, MICRO, STEPS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 24, 2, 20
-accumulation, rest = divmod(BATCH, MICRO * RANKS)  # (1) the global batch stays
+accumulation, rest = divmod(BATCH, MICRO * RANKS)  # (1) keep the global batch
 if rest:
     sys.exit(f"accelerate_loop.py: a batch of {BATCH} is no multiple of {MICRO} per rank x {RANKS} ranks")
 if not torch.cuda.is_available():
-    torch.set_num_threads(1)  # the number of threads decides the last bits of a sum
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute and leaks memory
+    torch.set_num_threads(1)  # the number of threads affects the last bits of a sum
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute, and leaks memory
     deepspeed.init_distributed()
-    PartialState(cpu=True).distributed_type = DistributedType.DEEPSPEED  # on CPU accelerate takes DDP, in silence
+    PartialState(cpu=True).distributed_type = DistributedType.DEEPSPEED  # on CPU, accelerate silently uses DDP
 warnings.simplefilter("ignore", FutureWarning)
 
 config = {
@@ -60,13 +61,13 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 matrices, rest = ([p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
 optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], 3e-3)
-# The prepared scheduler makes RANKS steps in each optimizer step, so its length is counted in those.
+# The prepared scheduler takes RANKS steps per optimizer step, so its length is counted in those.
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 - count / (STEPS * RANKS))
 model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 
 
 def micro_batch(step, number):
-    """Sequences that count in steps of 1 to 5: a function of (step, micro-batch), not of the rank."""
+    """Sequences that count in steps of 1 to 5; they depend on (step, micro-batch), not on the rank."""
     generator = torch.Generator().manual_seed(step * BATCH + number)
     start, stride = (
         torch.randint(0, 64, (MICRO, 1), generator=generator),
@@ -80,8 +81,8 @@ done = 0
 if folders := sorted(Path(args.output_dir).glob("step_*"), key=lambda path: int(path.name.split("_")[1])):
     accelerator.load_state(folders[-1])
     done = int(folders[-1].name.split("_")[1])
-    scheduler.scheduler.last_epoch = done * RANKS  # (2) it has counted the steps of the old number of ranks
-    accelerator.step = 0  # (3) it counts micro-batches, and a new rank starts at 0
+    scheduler.scheduler.last_epoch = done * RANKS  # (2) its saved count is for the old number of ranks
+    accelerator.step = 0  # (3) it counts micro-batches; new ranks start at 0, so all do
 
 run_name = args.run_name or f"accelerate_{RANKS}_ranks"
 os.makedirs("logs", exist_ok=True)

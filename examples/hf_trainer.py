@@ -1,12 +1,13 @@
-"""Hugging Face's Trainer on any number of ranks: run it, let it die, run the same command on another number of ranks.
+"""Hugging Face's Trainer on any number of ranks: run it, let it die, run it again on another number of ranks.
 
     torchrun --standalone --nproc-per-node 4 examples/hf_trainer.py
     rm -r ckpt_trainer/checkpoint-20          # as if it had died after step 19
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
     python plot.py logs/trainer_4_ranks.csv logs/trainer_2_ranks.csv --output out/trainer.png --tolerance 1e-5
 
-A tiny Llama and data made here, nothing to download; CPU or GPUs. Needs transformers, accelerate and, for --lora, peft;
-and the package universal: installed (pip install .), or its folder beside the script or one up.
+It trains a tiny Llama on data that it makes itself, so there is nothing to download; on a CPU or on GPUs. Requires
+transformers, accelerate, peft for --lora, and the package universal: installed (pip install .), or as a folder next to
+the script or one level up.
 """
 
 import argparse
@@ -37,20 +38,20 @@ args = parser.parse_args()
 
 universal.install()  # Trainer's engine.load_checkpoint() reshards from now on
 
-# The global batch stays, so fewer ranks take more accumulation steps each.
+# The global batch stays the same, so fewer ranks take more accumulation steps each.
 RANK, RANKS, BATCH, MICRO, STEPS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 24, 2, 20
 accumulation, rest = divmod(BATCH, MICRO * RANKS)
 if rest:
     sys.exit(f"hf_trainer.py: a batch of {BATCH} is no multiple of {MICRO} per rank x {RANKS} ranks")
 if not torch.cuda.is_available():
-    torch.set_num_threads(1)  # the number of threads decides the last bits of a sum
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute and leaks memory
-    deepspeed.init_distributed()  # on CPU nobody has when ZeRO-3 cuts the model, and it takes itself for the only rank
-warnings.simplefilter("ignore", FutureWarning)  # of torch's about the calls of DeepSpeed, each on every rank
+    torch.set_num_threads(1)  # the number of threads affects the last bits of a sum
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute, and leaks memory
+    deepspeed.init_distributed()  # without it, ZeRO-3 on a CPU takes each rank for the only one
+warnings.simplefilter("ignore", FutureWarning)  # torch warns about DeepSpeed's calls, on every rank
 
 
 class SeedAndLog(TrainerCallback):
-    """Dropout by (step, micro-batch), not by rank: Trainer deals micro-batch m to rank m % ranks."""
+    """Seeds dropout by (step, micro-batch), not by rank: Trainer gives micro-batch m to rank m % ranks."""
 
     def on_step_begin(self, _, state, control, **kwargs):
         self.micro_batch, self.step = RANK, state.global_step
@@ -72,7 +73,7 @@ arguments = TrainingArguments(
     bf16=args.dtype == "bf16", logging_steps=1, save_steps=10, eval_strategy="steps", eval_steps=10,
     load_best_model_at_end=True, report_to=[], use_cpu=not torch.cuda.is_available(), disable_tqdm=True,
     deepspeed={
-        "train_batch_size": BATCH,  # a number, not "auto": an accumulation that does not fit is an error then
+        "train_batch_size": BATCH,  # a number, not "auto", so that accumulation steps that do not fit are an error
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
@@ -92,8 +93,8 @@ if args.freeze:
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[0].requires_grad_(False)
 
-# Sequences that count in steps of 1 to 5. 15 global batches and not one sequence more: dealing out a rest depends on
-# the number of ranks.
+# Sequences that count in steps of 1 to 5. Exactly 15 global batches: how Trainer distributes a remainder depends on the
+# number of ranks.
 generator = torch.Generator().manual_seed(0)
 starts, strides = torch.randint(0, 64, (16 * BATCH, 1), generator=generator), torch.arange(16 * BATCH)[:, None] % 5 + 1
 data = [{"input_ids": row, "labels": row} for row in (starts + strides * torch.arange(32)) % 64]
@@ -108,4 +109,4 @@ with open(f"logs/{run_name}.csv" if RANK == 0 else os.devnull, "w", newline="", 
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
 trainer.evaluate()
 torch.distributed.barrier()  # a rank that leaves early can take the others down
-torch.distributed.destroy_process_group()  # without it gloo aborts in one of eight runs, after the last step
+torch.distributed.destroy_process_group()  # without this, gloo aborts one run in eight after the last step

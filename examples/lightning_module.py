@@ -1,11 +1,12 @@
-"""Lightning on any number of ranks: run it, let it die, run it on another number of ranks.
+"""Lightning on any number of ranks: run it, let it die, run it again on another number of ranks.
 
     torchrun --standalone --nproc-per-node 4 examples/lightning_module.py
     rm -r ckpt_lightning/step=14.ckpt         # as if it had died after step 13
     torchrun --standalone --nproc-per-node 2 examples/lightning_module.py
 
-Saves step 7 and 14, goes on from the newest. The lines marked (1) to (4) are what a change of ranks asks of the module.
-Needs lightning; and the package universal: installed (pip install .), or its folder beside the script or one up.
+It saves at steps 7 and 14, and resumes from the newest checkpoint. The module needs the lines marked (1) to (4) so that
+the number of ranks can change. Requires lightning, and the package universal: installed (pip install .), or as a folder
+next to the script or one level up.
 """
 
 import argparse
@@ -37,12 +38,12 @@ universal.install()  # trainer.fit(ckpt_path=...) reshards from now on
 
 RANK, RANKS, BATCH, MICRO, STEPS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 24, 2, 20
 GPU = torch.cuda.is_available()
-accumulation, rest = divmod(BATCH, MICRO * RANKS)  # (1) the global batch stays
+accumulation, rest = divmod(BATCH, MICRO * RANKS)  # (1) keep the global batch
 if rest:
     sys.exit(f"lightning_module.py: a batch of {BATCH} is no multiple of {MICRO} per rank x {RANKS} ranks")
 if not GPU:
-    torch.set_num_threads(1)  # the number of threads decides the last bits of a sum
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute and leaks memory
+    torch.set_num_threads(1)  # the number of threads affects the last bits of a sum
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute, and leaks memory
 warnings.simplefilter("ignore")
 
 
@@ -61,12 +62,12 @@ class Module(lightning.LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def train_dataloader(self):
-        """(2) From the step that comes next: in the middle of an epoch Lightning begins the data anew."""
+        """(2) Start at the next step: when it resumes within an epoch, Lightning starts the data over."""
 
         def batches():
             for step in range(self.trainer.global_step, STEPS):
                 for number in range(RANK, BATCH // MICRO, RANKS):
-                    # Sequences that count in steps of 1 to 5: a function of (step, micro-batch), not of the rank.
+                    # Sequences that count in steps of 1 to 5; they depend on (step, micro-batch), not on the rank.
                     generator = torch.Generator().manual_seed(step * BATCH + number)
                     start = torch.randint(0, 64, (MICRO, 1), generator=generator)
                     stride = torch.randint(1, 6, (MICRO, 1), generator=generator)
@@ -78,7 +79,7 @@ class Module(lightning.LightningModule):
         logits = self.net(tokens[:, :-1]).float()
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         self.losses.append(loss.detach().double())
-        return loss * accumulation  # (3) Lightning divides by it, and DeepSpeed does so again
+        return loss * accumulation  # (3) Lightning divides by it, and DeepSpeed divides again
 
     def on_train_batch_end(self, *_):
         if len(self.losses) == accumulation:
@@ -90,16 +91,16 @@ class Module(lightning.LightningModule):
         checkpoint["accumulation"] = accumulation
 
     def on_load_checkpoint(self, checkpoint):
-        """(4) The loop counts micro-batches, and it has counted those of the old number of ranks."""
+        """(4) The loop counts micro-batches; convert its count from the old accumulation steps to the new."""
         for counts in checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"].values():
             if isinstance(counts, dict):
                 steps = counts["ready"] // checkpoint["accumulation"]
-                for key in counts:  # one of them is behind the others: the batch at whose end this was saved
+                for key in counts:  # "completed" is one behind: Lightning saves before it counts the batch
                     counts[key] += steps * (accumulation - checkpoint["accumulation"])
 
 
 class OnCPU(DeepSpeedStrategy):
-    """Lightning lets DeepSpeed run on CUDA alone. To try things out, gloo will do."""
+    """Lightning allows DeepSpeed on CUDA only. To try things out on a CPU, gloo will do."""
 
     root_device = torch.device("cpu", 0)
 

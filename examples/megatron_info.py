@@ -1,18 +1,19 @@
-"""Adds to a checkpoint of Megatron-DeepSpeed what its universal_checkpoint_info leaves out. Run it before converting.
+"""Adds to a Megatron-DeepSpeed checkpoint what its universal_checkpoint_info leaves out. Run it before you convert.
 
     python examples/megatron_info.py checkpoints/global_step1000
     python ds_to_universal.py --input_folder checkpoints/global_step1000
 
-Without it a change of the tensor-parallel degree goes wrong in silence:
+Without this, a change of the tensor-parallel degree silently goes wrong:
 
-    query_key_value         each rank holds a third for Q, K and V; the info lets a converter lay rank behind rank
+    query_key_value         a rank holds parts of Q, K and V; as the info stands, converters join whole ranks
     dense, dense_4h_to_h    are cut along their rows; saved at degree 1, the info does not say so
-    padding of the vocab    comes back as zeros, though it is trained; here it stays, so let the new run pad to the same
-                            size: --make-vocab-size-divisible-by times the degree as before
+    padding of the vocab    is trained, but comes back as zeros; this script keeps it, so let the new run pad to the
+                            same size: keep the product of --make-vocab-size-divisible-by and the degree
 
-Rewrites *mp_rank_00_model_states.pt, the file that converters read; a second run changes nothing. Needs neither torch
-nor Megatron, but the package universal: installed, or its folder one up. For Megatron-DeepSpeed since its commit
-676a482c, which changed how Q, K and V are cut; and for attention with as many heads for keys as for queries.
+It rewrites *mp_rank_00_model_states.pt, the file that converters read; a second run changes nothing. It needs neither
+torch nor Megatron, only the package universal: installed, or as a folder one level up. It is for Megatron-DeepSpeed
+since commit 676a482c, which changed how Q, K and V are cut, and for attention with as many heads for keys as for
+queries.
 """
 
 import os
@@ -29,7 +30,7 @@ ROW = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
 
 
 def pattern(name):
-    """The name with any number for its layer's, escaped: converters match it as a regular expression."""
+    """A regular expression, as converters want it: the name, with any number in place of its layer's."""
     return r"\d+".join(re.escape(part) for part in re.split(r"\d+(?=\.)", name)) + "$"
 
 
@@ -66,7 +67,7 @@ def main(folder):
     first = next(path for path in files if "mp_rank_00" in path.name)
     if "universal_checkpoint_info" not in states[first]:
         sys.exit(f"megatron_info.py: {first} has no universal_checkpoint_info")
-    # A pipeline stage knows its own parameters alone.
+    # Each pipeline stage lists only its own parameters.
     names = dict.fromkeys(name for state in states.values() for group in state["param_shapes"] for name in group)
     added = complete(states[first]["universal_checkpoint_info"], states[first]["args"].state, names)
     if added:

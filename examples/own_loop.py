@@ -3,8 +3,8 @@
     for step, loss in train(engine, dataset, steps=1000, folder="checkpoints", resume=True):
         ...
 
-`dataset[i]` is a tuple of tensors; the model takes a batch of each and returns its loss. The loss that comes out is
-the mean over this rank's micro-batches: average it over the ranks before you print it.
+`dataset[i]` is a tuple of tensors; the model takes a batch of each and returns its loss. train() yields the mean loss
+of this rank's micro-batches: average it over the ranks before you print it.
 """
 
 import torch
@@ -13,8 +13,8 @@ import universal
 
 
 def micro_batch(dataset, size, m, count, step, seed):
-    """Micro-batch m of the `count` of a step, of `size` samples. Each epoch goes once through the data set, in an order
-    of its own; what is left over at its end, too little for a whole step, is dropped."""
+    """Micro-batch m of a step, which has `count` micro-batches of `size` samples. Each epoch goes through the data set
+    once, in its own order, and drops the samples at its end that do not fill a whole step."""
     epoch, step = divmod(step - 1, len(dataset) // (size * count))
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(hash((seed, epoch))))
     first = (step * count + m) * size
@@ -26,7 +26,7 @@ def train_step(engine, dataset, step, seed=0):
     accumulation, total = engine.gradient_accumulation_steps(), 0.0
     size, count = engine.train_micro_batch_size_per_gpu(), accumulation * engine.world_size
     for m in range(engine.global_rank * accumulation, (engine.global_rank + 1) * accumulation):
-        torch.manual_seed(hash((seed, step, m)))  # dropout, and whatever else the model draws
+        torch.manual_seed(hash((seed, step, m)))  # for dropout, and whatever else the model draws
         inputs = micro_batch(dataset, size, m, count, step, seed)
         loss = engine(*(tensor.to(engine.device) for tensor in inputs))
         engine.backward(loss)  # divides by the accumulation steps

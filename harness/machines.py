@@ -6,7 +6,6 @@ import csv
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -22,8 +21,12 @@ QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVE
 QUIET |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WARM = [sys.executable, "-m", "harness.warm"]  # torchrun with workers that have torch and DeepSpeed in memory
-# A rendezvous that no machine holds, to be formatted with a port, for python -c.
-HOLDER = "import time, torch.distributed as d; s = d.TCPStore('127.0.0.1', {}, is_master=True, wait_for_workers=False)"
+
+
+def holder(port, address="127.0.0.1"):
+    """The command of a rendezvous that no machine holds."""
+    store = f"s = d.TCPStore('{address}', {port}, is_master=True, wait_for_workers=False)"
+    return [sys.executable, "-c", f"import time, torch.distributed as d; {store}; time.sleep(1e9)"]
 
 
 class Node:
@@ -57,9 +60,6 @@ class Node:
                     found.append((process.create_time(), process))
         return found
 
-    def terminate(self):
-        self.agent.terminate()
-
     def kill(self):
         """As if the machine had lost its power: an agent that is killed by itself would leave its workers running."""
         # Python's resource tracker ends by itself, and removes the semaphores that the others leave in /dev/shm.
@@ -80,7 +80,8 @@ class Node:
 
 
 class Job:
-    """train_elastic.py on nodes that are called "node 1", "node 2", ..."""
+    """train_elastic.py on nodes that are called "node 1", "node 2", ... `with` ends it, and says what it has said where
+    an error does so."""
 
     patience = 180  # seconds that first() waits
 
@@ -90,6 +91,7 @@ class Job:
         self.launcher, self.train, self.log = [*launcher, *AGENT, "--nproc-per-node", str(ranks)], train, logged(name)
         self.endpoint, self.rendezvous, self.memory = endpoint, rendezvous, memory
         self.ranks, self.lines, self.nodes = ranks, [], {}
+        self.log.unlink(missing_ok=True)
 
     def start(self, *names):
         for name in names:
@@ -115,7 +117,7 @@ class Job:
         threading.Thread(target=node.forget).start()
 
     def hang(self, name):
-        self.nodes[name].workers()[0][1].send_signal(signal.SIGSTOP)
+        self.nodes[name].workers()[0][1].suspend()
 
     def step(self):
         """The last one in the log."""
@@ -140,6 +142,10 @@ class Job:
         stepped, step = self.first(r"^step +(\d+) \|", began)
         return began, int(ranks[1]), stepped, int(step[1])
 
+    def created(self, since):
+        """When the first process of a rank was started since then."""
+        return min(when for node in self.nodes.values() for when, _ in node.workers() if when > since)
+
     def first(self, pattern, since):
         """(time, match) of the first line since then that has the pattern; waits for it."""
         deadline = time.time() + self.patience
@@ -157,6 +163,14 @@ class Job:
         if self.memory:
             shutil.rmtree(self.memory, ignore_errors=True)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, error, *_):
+        if error:
+            print("".join(line for _, line in self.lines if not line.startswith(("step", "saved")))[-20000:])
+        self.close()
+
 
 def logged(name):
     return Path("logs", f"{name}.csv")
@@ -170,19 +184,10 @@ def read(log):
         return list(csv.DictReader(file))
 
 
-def train_alone(train, name, **options):
-    """What a job is compared with: the same training on one rank, to which nothing happens. Returns its log."""
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "1", str(ROOT / "train_elastic.py"), *train]
-    done = subprocess.run([*command, "--run_name", name], env=os.environ | QUIET, capture_output=True, **options)
-    assert done.returncode == 0, done.stderr
-    return read(logged(name))
-
-
 def compare(log, wanted):
-    """[difference of the loss at every step], and the largest of loss, validation loss and gradient norm."""
+    """([difference of the loss at every step], the largest of loss, validation loss and gradient norm)."""
     assert [row["step"] for row in log] == [row["step"] for row in wanted], "a step is missing, or twice in the log"
-    gaps = [
-        {c: abs(float(a[c]) - float(b[c])) for c in ("loss", "val_loss", "grad_norm") if b[c]}
-        for a, b in zip(log, wanted, strict=True)
-    ]
-    return [gap["loss"] for gap in gaps], {c: max(gap.get(c, 0) for gap in gaps) for c in gaps[-1]}
+    gaps = {"loss": [], "val_loss": [], "grad_norm": []}
+    for column, found in gaps.items():
+        found += [abs(float(a[column]) - float(b[column])) for a, b in zip(log, wanted, strict=True) if b[column]]
+    return gaps["loss"], {column: max(found, default=0.0) for column, found in gaps.items()}

@@ -1,13 +1,18 @@
-"""Runs the scripts as their readers do, rank by rank, but forks the ranks from this process: it has imported torch,
+"""Runs scripts as their readers do, rank by rank, but forks the ranks from this process: it has imported torch,
 DeepSpeed and the modules of this repository already, and a launch costs one second instead of twenty."""
 
+import contextlib
 import csv
 import gc
 import importlib
 import os
+import random
+import re
 import runpy
 import signal
+import socket
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -21,8 +26,6 @@ sys.path.insert(0, str(ROOT))
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
 
-from harness.processes import free_port  # noqa: E402
-
 # What DeepSpeed imports when it makes an engine, at each stage, and what the scripts import.
 for name in (
     "setuptools", "distutils.ccompiler", "distutils.sysconfig", "torch._dynamo", "torch._inductor.compile_fx",
@@ -30,79 +33,104 @@ for name in (
     "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.module_inject.auto_ep_layer", "universal.exact", "model",
 ):  # fmt: skip
-    importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # an older DeepSpeed has not all of them
+        importlib.import_module(name)
 deepspeed.ops.__compatible_ops__  # noqa: B018  it looks for compilers when it is first asked
 torch.set_num_threads(1)  # a pool of threads does not survive a fork
+
+
+def free_port():
+    """Outside the range from which the system numbers connections: the ranks bind it only later."""
+    while True:
+        with contextlib.suppress(OSError), contextlib.closing(socket.socket()) as probe:
+            probe.bind(("127.0.0.1", random.randrange(20000, 32000)))
+            return probe.getsockname()[1]
+
 
 PORT = free_port()
 
 
-def rank_main(rank, ranks, script, arguments, patch):
-    gc.freeze()  # DeepSpeed collects garbage: not in what it has from the parent, which would copy all of it
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
-    for fd, stream in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f".{stream}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    sys.argv = [script, *map(str, arguments)]
-    for name in ("train", "train_elastic"):  # where a test has imported it, it would not see what patch() changes
-        sys.modules.pop(name, None)
-    code = 0
+def rank_main(place, script, arguments, patch, environment):
+    """In the child; it never returns."""
+    code = 1
     try:
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        if environment is not None:
+            command = [sys.executable, str(ROOT / script), *map(str, arguments)]
+            os.execve(sys.executable, command, environment | place)
+        gc.freeze()  # DeepSpeed collects garbage: not in what it has from the parent, which would copy all of it
+        os.environ |= place
+        for name in ("train", "train_elastic"):  # where a test has imported it, it would not see what patch() changes
+            sys.modules.pop(name, None)
+        sys.argv = [str(script), *map(str, arguments)]
         if patch:
             patch()
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+        if callable(script):
+            script(*arguments)
+        else:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        code = 0
     except SystemExit as stop:
         code = stop.code or 0
     except BaseException:
         traceback.print_exc()
-        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def launch(folder, ranks, script, *arguments, patch=None, limit=300, started=None, grace=0):
-    """Run `script` on `ranks` ranks in `folder`; like the launchers, end all ranks when one fails.
+def launch(folder, ranks, script, *arguments, patch=None, limit=300, grace=0, environment=None):
+    """Run `script`, or call it, on `ranks` ranks in `folder`; like the launchers, end all ranks when one fails.
 
     patch() runs in every rank before the script. Returns codes, of all ranks; code, out and err of the first rank that
-    ended badly, or of rank 0; and err of all ranks as `errors`. started: how many to start, from rank 0 on; a rank that
-    meets the others waits for them until the time limit. grace: seconds that the others have when one fails.
+    ended badly, or of rank 0; and err of all ranks as `errors`. grace: seconds that the others have when one fails.
+    environment: start the script in it, in a Python of its own: on GPUs a forked process cannot be.
     """
-    children = {}
-    started = started or ranks
-    for rank in range(started):
-        for stream in ("out", "err"):  # a rank may be ended before it opens them
-            Path(folder, f".{stream}.{rank}").write_text("")
+    children, files = {}, []
+    place = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
+    for rank in range(ranks):
+        files.append([tempfile.TemporaryFile("w+", errors="replace") for _ in ("out", "err")])
         pid = os.fork()
         if pid == 0:
             os.chdir(folder)
-            rank_main(rank, ranks, script, arguments, patch)
+            for fd, file in enumerate(files[rank], 1):
+                os.dup2(file.fileno(), fd)
+            rank_main(place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, script, arguments, patch, environment)
         children[pid] = rank
-    codes, deadline, first_failure = {}, time.monotonic() + limit, 0
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG) if children else (0, 0)
-        if pid in children:
-            codes[children.pop(pid)] = os.waitstatus_to_exitcode(status)
-        failed = any(codes.values())
-        if failed:
-            deadline = min(deadline, first_failure + grace)
-        else:
-            first_failure = time.monotonic()
-        if time.monotonic() > deadline:
-            for other in children:
-                os.kill(other, signal.SIGKILL)
-                os.waitpid(other, 0)
-            if not failed:
-                codes[next(iter(children.values()))] = "time limit"
-            children = {}
+    codes, deadline = {}, time.monotonic() + limit
+    while children and time.monotonic() < deadline:
         time.sleep(0.01)
+        for pid, rank in list(children.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del children[pid]
+                codes[rank] = os.waitstatus_to_exitcode(status)
+            if codes.get(rank):
+                deadline = min(deadline, time.monotonic() + grace)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if children and not any(codes.values()):
+        codes[min(children.values())] = "time limit"
     told = next((rank for rank, code in codes.items() if code), 0)
-    text = {(s, r): Path(folder, f".{s}.{r}").read_text() for s in ("out", "err") for r in range(started)}
-    for stream, rank in text:
-        Path(folder, f".{stream}.{rank}").unlink()
-    errors = "".join(text["err", r] for r in range(started))
-    return SimpleNamespace(code=codes[told], codes=codes, out=text["out", told], err=text["err", told], errors=errors)
+    texts = [[read(file) for file in pair] for pair in files]
+    if codes[told] == "time limit":
+        texts[told][1] += f"\nTimeoutError: not done after {limit} seconds\n"
+    errors = "".join(err for _, err in texts)
+    return SimpleNamespace(code=codes[told], codes=codes, out=texts[told][0], err=texts[told][1], errors=errors)
+
+
+def read(file):
+    with file:
+        file.seek(0)
+        return file.read()
+
+
+def last_error(text):
+    """The line that says why."""
+    lines = [line for line in text.splitlines() if line.strip()] or ["not a word"]
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*([Ee]rror|Exception): ", line)]
+    return (errors or lines)[-1][:300]
 
 
 def run(folder, ranks, script, *arguments, **options):

@@ -1,7 +1,11 @@
 """Fixtures. Scripts run on ranks that harness/ranks.py forks from this process; lesson/test_launch.py starts the real
 launchers."""
 
+import os
+
 import pytest
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before a module imports DeepSpeed
 
 
 @pytest.fixture(scope="module")

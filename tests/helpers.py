@@ -1,10 +1,12 @@
 """What test modules share: patches, small checkpoints laid out by hand, comparisons."""
 
 import contextlib
+import csv
 import io
 import itertools
 import multiprocessing
 import os
+import pkgutil
 import runpy
 import signal
 import struct
@@ -22,6 +24,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal as deepspeed_converter
 
+import data
 import ds_to_universal
 import model
 import universal
@@ -57,11 +60,86 @@ def frozen_and_buffer():
     model.GPT = Variant
 
 
+def kill(number=signal.SIGKILL):
+    """This process sends itself a signal."""
+    os.kill(os.getpid(), number)
+
+
+def told_to_stop():
+    kill(signal.SIGTERM)
+
+
+def hang():
+    kill(signal.SIGSTOP)
+
+
+def at_step(step, rank, act=kill, call="data.global_batch"):
+    """A patch: in that step this rank calls act() before the call of a function; by default when it draws the data."""
+
+    def patch():
+        function, draw, now = pkgutil.resolve_name(call), data.global_batch, [0]
+
+        def wrapped(*arguments, **options):
+            if now[0] == step and os.environ["RANK"] == str(rank):
+                act()
+            return function(*arguments, **options)
+
+        def drawing(text, seed, number, *sizes):
+            now[0] = number or now[0]  # 0: validation
+            return (wrapped if function is draw else draw)(text, seed, number, *sizes)
+
+        pytest.MonkeyPatch().setattr(call, wrapped)
+        data.global_batch = drawing
+
+    return patch
+
+
+def steps(folder, run_name):
+    """Those in a log."""
+    with open(folder / "logs" / f"{run_name}.csv", newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file)]
+
+
+def record_rows(name):
+    """A patch: every sequence that passes through the model in training is written down, by rank."""
+
+    def patch():
+        import model
+
+        forward = model.GPT.forward
+
+        def recorded(self, inputs, targets, **options):
+            if self.training:
+                rows = torch.cat([inputs, targets[:, -1:]], dim=1).tolist()
+                with open(f"{name}.rows.{os.environ['RANK']}", "a") as file:
+                    file.writelines(f"{row}\n" for row in rows)
+            return forward(self, inputs, targets, **options)
+
+        model.GPT.forward = recorded
+
+    return patch
+
+
+def each_row_once(folder, name, ranks, numbers, batch, seq_len):
+    """Whether over ranks and micro-batches the model has seen the global batch of each step: each row once."""
+    seen = [Path(folder, f"{name}.rows.{rank}").read_text().splitlines() for rank in range(ranks)]
+    train, _, _ = data.load_data(None, seq_len)
+    share, alike = batch // ranks, True
+    for i, step in enumerate(numbers):
+        inputs, targets = data.global_batch(train, 1337, step, batch, seq_len)
+        wanted = [str(row) for row in torch.cat([inputs, targets[:, -1:]], dim=1).tolist()]
+        assert len(set(wanted)) > 0.8 * batch  # hardly any two are the same, so counting them means something
+        got = [row for rows in seen for row in rows[i * share : (i + 1) * share]]
+        alike = alike and sorted(got) == sorted(wanted)
+    return alike and sum(map(len, seen)) == len(numbers) * batch
+
+
 def refused(patched, script, ranks, arguments):
-    """The line with which rank 0 of so many refuses the arguments before it meets the others; in this process."""
+    """The line with which rank 0 of so many refuses the arguments before it meets the others; in this process. 0 ranks:
+    no launcher has started it."""
     said = io.StringIO()
     patched.setattr(sys, "argv", [script, *map(str, arguments)])
-    patched.setattr(os, "environ", os.environ | {"RANK": "0", "WORLD_SIZE": str(ranks)})
+    patched.setattr(os, "environ", os.environ | ({"RANK": "0", "WORLD_SIZE": str(ranks)} if ranks else {}))
     with pytest.raises(SystemExit) as stop, contextlib.redirect_stderr(said):
         runpy.run_path(str(ROOT / script), run_name="__main__")
     line = said.getvalue()

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Resume a DeepSpeed training run on any number of ranks and at any ZeRO stage, from its checkpoint as it is.
+"""Resume a DeepSpeed training run on any number of ranks and at any ZeRO stage, without converting its checkpoint.
 
     import universal
-    universal.install()                                     # engine.load_checkpoint() then does it; or, only here:
+    universal.install()                                     # every engine.load_checkpoint() can; or only here:
     universal.load_checkpoint(engine, "checkpoints")
 
     python -m universal llamafactory-cli train full.yaml    # the same for a command that has no script
 
-convert() makes a universal checkpoint of a ZeRO checkpoint, which DeepSpeed's own loader reads, and mend() restores
-what that loader leaves out. The modules elastic, mirror and exact are for jobs whose machines come and go. A name is
-imported when it is first used: what needs neither torch nor DeepSpeed, convert() say, runs without.
+convert() turns a ZeRO checkpoint into a universal checkpoint, which DeepSpeed's own loader reads, and mend() restores
+what that loader leaves out. The modules elastic, mirror and exact are for jobs whose machines come and go. Each name is
+imported at its first use, so convert(), which needs neither torch nor DeepSpeed, runs without them.
 """
 
 from importlib import import_module

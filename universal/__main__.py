@@ -4,8 +4,8 @@
     python -m universal llamafactory-cli train full.yaml
     python -m universal deepspeed --num_gpus 2 their_script.py --resume
 
-It puts the folder start/ in front of PYTHONPATH, which processes inherit, and becomes the command. Where a launcher
-starts processes on other machines it must pass PYTHONPATH on. `python -I` and `python -S` do not read it.
+It puts the folder start/ first in PYTHONPATH, which child processes inherit, and then becomes the command. A launcher
+that starts processes on other machines must pass PYTHONPATH on to them. `python -I` and `python -S` ignore it.
 """
 
 import os

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""What is where in a DeepSpeed ZeRO checkpoint or a universal one: describe() says it, and reads no tensor.
+"""Find everything in a DeepSpeed ZeRO checkpoint or a universal one: describe() does so without reading tensors.
 
-Room 1 is one data-parallel checkpoint, room 2 puts tensor and pipeline parallel ones together. Reads files by
+Part 1 handles one data-parallel checkpoint; part 2 joins those of tensor and pipeline parallel ranks. Reads files with
 torch_file.py; needs nothing but Python 3.10.
 """
 
@@ -19,17 +19,17 @@ from universal.torch_file import (
 )  # fmt: skip
 
 # -----------------------------------------------------------------------------
-# 1. one data-parallel checkpoint: what is where, no tensor is read
+# 1. one data-parallel checkpoint, without reading tensors
 
 MISSING = object()
-BETWEEN_SAVES = 10  # seconds; no two files of one save, nor of a copy, have more between them and nothing else
+BETWEEN_SAVES = 10  # seconds; the largest gap between the times of successive files of one save, or of its copy
 
 
 class Parameter(NamedTuple):
-    """shape: of the whole. flat: the number of the flat tensor, that is of the dict in param_shapes, which holds it; of
-    a ZeRO-3 sub-group, then. group: its parameter group. states: {state: Slices, or Joined of several tensor-parallel
-    ranks}, fp32 first. scalars: {key: Tensor with its bytes, or plain value}, what else its optimizer state has, the
-    same for all of a flat tensor. how: what a state file says beside the tensor."""
+    """shape: of the whole parameter. flat: the number of the flat tensor that holds it, which is the number of its dict
+    in param_shapes; at ZeRO-3, of its sub-group. group: its parameter group. states: {state: Slices, or Joined for
+    several tensor-parallel ranks}, fp32 first. scalars: {key: Tensor with its bytes, or plain value}, the rest of its
+    optimizer state, the same for a whole flat tensor. how: what a state file says besides the tensor."""
 
     shape: tuple
     flat: int
@@ -40,23 +40,23 @@ class Parameter(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What a conversion would lose. fatal: without --no_strict it is refused."""
+    """What a conversion would lose. fatal: an error, unless --no_strict is given."""
 
     fatal: bool
     text: str
 
 
 class Description(NamedTuple):
-    """A ZeRO or universal checkpoint without its data. Python's own pickle takes it to other processes.
+    """A ZeRO or universal checkpoint without its data. It can be pickled, to send it to other processes.
 
-    stage: 1, also of ZeRO-2, or 3; of BF16_Optimizer 0, of universal folders None. ranks: data-parallel ones that wrote
-    it, or None. tensor, pipeline: degrees. parameters: {name: Parameter}. flats: [[name]], in the order of the flat
-    tensors. kept: {name: Tensor} of the module without trained parameters: buffers, frozen parameters, tensors of
-    get_extra_state() or of a state_dict hook. extra: names in the module of what is no tensor. frozen: as in the model
-    states. param_groups: hyper-parameters. uneven: {(flat, key): why}, states of the optimizer that differ by rank or
-    are not cut like the weights. problems: what a conversion would lose. models: model states of each model-parallel
-    rank, optimizer: rank 0's optimizer state; both without shards. first: rank 0's file of model states. left: names of
-    files that an earlier save under this name has left behind.
+    stage: 1 (for ZeRO-2, too) or 3; 0 for BF16_Optimizer, None for universal folders. ranks: how many data-parallel
+    ranks wrote it, or None. tensor, pipeline: the degrees. parameters: {name: Parameter}. flats: [[name]], in the order
+    of the flat tensors. kept: {name: Tensor}, the module without trained parameters: buffers, frozen parameters,
+    tensors of get_extra_state() or of a state_dict hook. extra: names of what is in the module and is not a tensor.
+    frozen: as in the model states. param_groups: hyperparameters. uneven: {(flat, key): why}, optimizer states that
+    differ by rank or are not cut like the weights. problems: what a conversion would lose. models: the model states of
+    each model-parallel rank; optimizer: rank 0's optimizer state; both without shards. first: rank 0's file of model
+    states. left: names of files that an earlier save under this name left behind.
     """
 
     folder: Path
@@ -81,7 +81,7 @@ class Description(NamedTuple):
 
 
 def find_tag(folder):
-    """The folder with a checkpoint's files: this one, or in it the one that its `latest` names, or the only one."""
+    """The folder with a checkpoint's files: this one, or the one in it that `latest` names, or the only one in it."""
     folder = Path(folder)
     if any(folder.glob("*_optim_states.pt")):
         return folder
@@ -95,14 +95,14 @@ def find_tag(folder):
 
 
 def is_newer(universal, folder):
-    """Whether the folder has been converted already, and no other folder was moved into its place since."""
+    """Whether the folder has been converted already, and no other folder was moved into its place since then."""
     made = universal / "zero" / "optimizer_state.pt"
     since = max(folder.stat().st_ctime, *(path.stat().st_mtime for path in folder.glob("*.pt")))
     return made.is_file() and made.stat().st_mtime >= since
 
 
 def named_by_latest(folder):
-    """The tag that `latest` names, or else `latest_universal`; "" without."""
+    """The tag that `latest` names, or else `latest_universal`; "" if there is neither."""
     for path in (folder / "latest", folder / "latest_universal"):
         if path.is_file():
             return os.fsdecode(path.read_bytes()).strip().replace("\0", "?")
@@ -110,8 +110,8 @@ def named_by_latest(folder):
 
 
 def tags(folder):
-    """The names of the checkpoints in a folder, whole or not. A tag like epoch1/step5 is a folder in a folder: those
-    beside the one that `latest` names are found."""
+    """The names of the checkpoints in a folder, whole or not. A tag like epoch1/step5 is a folder in a folder; such
+    tags are found if they are next to the one that `latest` names."""
     found = set()
     for place in {folder, (folder / named_by_latest(folder)).parent}:
         for path in place.glob("[!.]*/*mp_rank_00_model_states.pt"):
@@ -121,7 +121,7 @@ def tags(folder):
 
 
 def first_models(folder):
-    """Rank 0's file of model states. Where two saves have left one each, that of the newest whole checkpoint."""
+    """Rank 0's file of model states. If two saves left one each, that of the newest whole checkpoint."""
     both = [folder / f"{prefix}mp_rank_00_model_states.pt" for prefix in ("", "zero_pp_rank_0_")]
     found = [path for path in both if path.exists()]
     if len(found) == 2 and not (folder / "zero").is_dir() or len(find_shards(folder)) > 1:
@@ -130,8 +130,8 @@ def first_models(folder):
 
 
 def newest_first(folder, say):
-    """The tags in a folder, in the order in which one would go on from them: the one that `latest` names, unless there
-    is a later one. say(text) is told what is passed over."""
+    """The tags in a folder, in the order in which to try to resume from them: first the one that `latest` names, unless
+    there is a later one. say(text) reports what is skipped."""
     named, steps, written = named_by_latest(folder), {}, {}
     for name in tags(folder):
         try:
@@ -140,12 +140,12 @@ def newest_first(folder, say):
             written[name] = path.stat().st_mtime
         except Exception as error:
             say(f"{name} is passed over: {type(error).__name__}: {error}")
-    # One with fewer steps that was saved later: the run went back, and gave up what it had. Converted ones are late.
+    # A tag of fewer steps that was saved later means that the run went back. Converted tags are always late.
     saved = {name: not (folder / name / "zero").is_dir() for name in steps}
     pairs = ((a, b) for a in steps for b in steps if saved[b] and steps[b] < steps[a])
     given_up = {a for a, b in pairs if written[b] > written[a] + BETWEEN_SAVES}
     order = sorted(steps, key=lambda name: (name not in given_up, steps[name], saved[name]), reverse=True)
-    # A job killed before it wrote `latest` leaves a newer one; an earlier run's is older, or `latest` was edited since.
+    # A job killed before it wrote `latest` leaves a newer tag. Others are from an earlier run, or `latest` was edited.
     if named in steps:
         since = (folder / ("latest" if (folder / "latest").is_file() else "latest_universal")).stat().st_mtime
         later = [name for name in order if steps[name] > steps[named] and written[name] > since]
@@ -180,23 +180,23 @@ def flat_groups(optimizer):
 
 
 def base_optimizer(optimizer):
-    """The state of PyTorch's optimizer, in a shard of any stage."""
+    """The state dict of PyTorch's optimizer, in a shard of any stage."""
     base = optimizer["optimizer_state_dict" if is_stage_3(optimizer) else "base_optimizer_state"]
-    if isinstance(base, list):  # elastic_checkpoint: states alone, without padding and hyper-parameters
+    if isinstance(base, list):  # elastic_checkpoint: only states, without padding and hyperparameters
         step = {"step": optimizer["base_optimizer_state_step"]} if "base_optimizer_state_step" in optimizer else {}
         base = {"state": dict(enumerate(base)), "param_groups": [step | {"params": [i]} for i in range(len(base))]}
     return base
 
 
 def beside_states(optimizer):
-    """Two dicts: what PyTorch's optimizer keeps beside the states of its parameters, and beside its groups."""
+    """Two dicts: what PyTorch's optimizer keeps besides the states of its parameters, and besides its groups."""
     base = base_optimizer(optimizer)
     states = {key: value for key, value in base["state"].items() if not isinstance(key, int)}
     return states, {key: value for key, value in base.items() if key not in ("state", "param_groups")}
 
 
 def settings_of(optimizer, opened):
-    """{(group or None, key): value}: hyper-parameters, what is beside the states; as a rule the same on all ranks."""
+    """{(group or None, key): value}: hyperparameters and what is besides the states; normally the same on all ranks."""
     groups = enumerate(base_optimizer(optimizer)["param_groups"])
     found = {(i, key): value for i, group in groups for key, value in group.items() if key != "params"}
     found |= {(None, key): value for beside in beside_states(optimizer) for key, value in beside.items()}
@@ -204,16 +204,17 @@ def settings_of(optimizer, opened):
 
 
 def slice_size(optimizer, group):
-    """How many elements of a group are in the slice of one rank, at ZeRO-1/2, padding included."""
+    """How many elements of a group one rank's slice has at ZeRO-1/2, padding included."""
     size = flat_groups(optimizer)[group].size[0]
     return size + (optimizer["group_paddings"][group] if "zero_stage" in optimizer else 0)  # BF16_Optimizer saves it
 
 
 def places(optimizer, group, shapes, ranks):
-    """({name: (origin, share, base, numel) as in Slices}, elements of the group) in shapes {name: shape}.
+    """({name: (origin, share, base, numel) as in Slices}, elements of the group), from shapes {name: shape}.
 
-    ZeRO-1/2: a group's parameters are laid end to end and cut into one slice per rank. The shard says so, too, but with
-    round_robin_gradients it is wrong. ZeRO-3: every parameter is cut by itself, ceil(numel / ranks) elements per rank.
+    ZeRO-1/2: a group's parameters are laid end to end and cut into one slice per rank. The shard has these numbers,
+    too, but with round_robin_gradients they are wrong. ZeRO-3: every parameter is cut by itself, ceil(numel / ranks)
+    elements per rank.
     """
     counts = optimizer["partition_count"]
     found = {}
@@ -233,7 +234,7 @@ def places(optimizer, group, shapes, ranks):
 
 
 def check_slices(optimizer, group, rank, ranks, found, end, round_robin):
-    """Raise ValueError where the slice of this rank is not cut like that. Returns how many elements it must hold."""
+    """Raise ValueError if this rank's slice is not cut like that. Returns how many elements it must hold."""
     if is_stage_3(optimizer):
         if flat_groups(optimizer)[group].size[0] != end:
             raise ValueError(f"group {group} is not cut for {ranks} ranks")
@@ -258,16 +259,16 @@ def check_slices(optimizer, group, rank, ranks, found, end, round_robin):
 
 
 class Flat(NamedTuple):
-    """What one shard holds of a group, or ZeRO-3 sub-group."""
+    """What one shard holds of a group, or of a ZeRO-3 sub-group."""
 
     states: dict  # {state: Tensor}
     scalars: dict  # {key: Tensor with its bytes, or plain value}
-    odd: dict  # those that are not cut like the weights
+    odd: dict  # states that are not cut like the weights
     needed: int  # elements that the others must hold
 
 
 def flat_states(optimizer, group, needed, opened):
-    """A Flat. A state of every element is as long as the fp32 slice; torch keeps padding."""
+    """Returns a Flat. A state with a value per element is as long as the fp32 slice, or longer by the padding."""
     flat = flat_groups(optimizer)[group]
     size = flat.size[0]
     longest = size if is_stage_3(optimizer) else slice_size(optimizer, group)
@@ -286,7 +287,7 @@ def flat_states(optimizer, group, needed, opened):
 
 
 class DataParallel(NamedTuple):
-    """One model-parallel rank, put together over its data-parallel ranks."""
+    """One model-parallel rank, joined from its data-parallel ranks."""
 
     model: dict  # rank 0's; `module` cut down to what no optimizer holds
     optimizer: dict  # rank 0's
@@ -301,7 +302,7 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
     with about(shards[low]):
         first = load(shards[low])["optimizer_state_dict"]
         count = first["partition_count"]
-        count = range(count if isinstance(count, int) else max(count)).stop  # a TypeError for what is no number
+        count = range(count if isinstance(count, int) else max(count)).stop  # a TypeError if it is not a number
     for missing in (r for r in range(count) if r not in shards):
         name = shards[low].name.replace(f"_rank_{low}_", f"_rank_{missing}_", 1)
         raise CheckpointError(f"{folder / name} is missing")
@@ -316,7 +317,7 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
         round_robin = (config.get("zero_optimization") or {}).get("round_robin_gradients")
 
     def read_shard(rank):
-        """[Flat] of a rank, and its settings."""
+        """[Flat] of a rank, and its settings_of()."""
         path = shards[rank]
         with about(path):
             optimizer = first if rank == low else load(path)["optimizer_state_dict"]
@@ -340,7 +341,7 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
     with about(paths[0]):
         if model["module"] is not None:
             model["module"], lost = module_of(model, frozen, parameters, count)
-            # The other tensor-parallel ranks have the same names, but only here shared_params says which are tied.
+            # The other tensor-parallel ranks have the same names, but only rank 0's shared_params says which are tied.
             if lost and not mp_rank:
                 problem = f"{paths[0]}: no parameter group holds {', '.join(lost)}, and DeepSpeed saved nothing of it"
                 problems.append(Problem(True, problem))
@@ -349,7 +350,7 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
 
 
 def put_together(shards, ranks, groups, shapes, base):
-    """({name: Parameter}, {(group, key): why it is uneven}) from what the shards of all ranks hold."""
+    """({name: Parameter}, {(group, key): why it is uneven}), from the shards of all ranks."""
     parameters = {}
     uneven = {}
     group_of = {flat: i for i, group in enumerate(base["param_groups"]) for flat in group["params"]}
@@ -385,7 +386,7 @@ def put_together(shards, ranks, groups, shapes, base):
 
 
 def differences(values):
-    """{key: which ranks} of what is not the same in the dicts of all ranks."""
+    """{key: which ranks} for each key whose value is not the same on all ranks."""
     found = {}
     for rank, mine in enumerate(values):
         for key in {**values[0], **mine}:
@@ -396,8 +397,8 @@ def differences(values):
 
 
 def whole_momentum(held, names):
-    """{name: Slices} of Muon's, before ZeRO-3: a rank has the whole of each parameter of which it has a part, end to
-    end. Empty where the tensors of the ranks are not as long as that."""
+    """{name: Slices} of Muon's momentum at ZeRO-1/2: a rank holds, end to end, the whole momentum of each parameter of
+    which it has a part. Empty if the ranks' tensors do not have that length."""
     found = {}
     for rank, mine in enumerate(held):
         parts = {}
@@ -416,15 +417,15 @@ def whole_momentum(held, names):
 
 
 def lost_states(uneven, parameters, optimizer):
-    """What of the optimizer's states belongs to no single element."""
+    """The parts of the optimizer's state that are not per element."""
     keys = {key for p in parameters.values() for key, value in p.scalars.items() if value is not None and key != "step"}
     keys |= {*itertools.chain(*beside_states(optimizer))}
     return sorted({str(key) for key in keys} | {str(key) for _, key in uneven})
 
 
 def other_steps(path, shards, model, parameters, stage_3):
-    """The ranks agree on the step, but the module may be of another: after a start with the weights alone, for one. At
-    ZeRO-3 nothing but the files' times tells that from a save that was killed between model states and shards."""
+    """[a Problem] if the optimizer is of another step than the module, for example after a start from weights alone. At
+    ZeRO-3 only the files' times tell that from a save that was killed between model states and shards."""
     with about(path):
         wanted = model["global_steps"] - model["skipped_steps"]
     steps = {number(p.scalars.get("step")) for p in parameters.values()} - {None, wanted}
@@ -459,14 +460,14 @@ def read_models(paths, shard, count, pool):
 
 
 def place_of(value):
-    """What two names of one tensor have in common."""
+    """What two names of the same tensor have in common."""
     tensor = tensor_of(value)
     return (tensor.storage, tensor.offset, tensor.size) if tensor else id(value)
 
 
 def module_of(model, frozen, parameters, count):
-    """({name: tensor}, names of what was not saved) of what no optimizer holds: buffers, frozen parameters, whole, and
-    what get_extra_state() or a hook of state_dict() has added. frozen: of every rank at ZeRO-3."""
+    """({name: tensor}, names of what was not saved) for what no optimizer holds: buffers, whole frozen parameters, and
+    what get_extra_state() or a hook of state_dict() has added. frozen: every rank's frozen parameters at ZeRO-3."""
     module = model["module"]
     kept = {}
     lost = []
@@ -482,7 +483,7 @@ def module_of(model, frozen, parameters, count):
         records, begins = zip(*(begin_of(part, share) for part in parts), strict=True)
         slices = Slices(parts[0].dtype, records, begins, 0, share, 0, numel)
         kept[name] = whole(parts[0].dtype, slices, shape)
-    # DeepSpeed does not look at the second name of a module. Its tensors have one storage then, or one placeholder.
+    # DeepSpeed ignores a module's second name. Its tensors then share one storage, or one placeholder.
     first_name = {place_of(module[name]): name for name in (*parameters, *shapes) if name in module}
     others = module.keys() - {*first_name.values(), *model["buffer_names"]}
     aliases = {name: first_name[place_of(module[name])] for name in others if place_of(module[name]) in first_name}
@@ -491,7 +492,7 @@ def module_of(model, frozen, parameters, count):
     accounted = {*parameters, *(model.get("shared_params") or {}), *kept}
     for name in sorted({*model["buffer_names"], *module} - accounted):
         tensor = tensor_of(module[name])
-        # Of what is neither trained nor frozen nor a buffer, a parameter in no group, ZeRO-3 saves the name alone.
+        # Of a parameter in no group, which is neither trained nor frozen, ZeRO-3 saves only the name.
         placeholder = frozen and tensor and 0 in tensor.size and not name.endswith("_extra_state")
         if placeholder and name not in model["buffer_names"]:
             lost.append(name)
@@ -505,7 +506,7 @@ def module_of(model, frozen, parameters, count):
 
 
 class TensorParallel:
-    """How tensor-parallel ranks cut a parameter: what the universal_checkpoint_info in the checkpoint says.
+    """How tensor-parallel ranks cut a parameter, by the checkpoint's universal_checkpoint_info.
 
     Its entries are DeepSpeed's (deepspeed/checkpoint/constants.py), most of them lists of regular expressions."""
 
@@ -546,35 +547,36 @@ class TensorParallel:
         return self.match(self.info.get("pipeline_replicated_parameter_patterns", []), name)
 
     def how_cut(self, name, shapes):
-        """(shape of the whole, blocks or None for a mean, what the loader needs to cut it again) of the parameter that
-        has these shapes on its ranks. One rank's is whole, and still the file says how more ranks would cut it."""
+        """(shape of the whole, blocks or None for a mean, what the loader needs to cut it again) for the parameter that
+        has these shapes on its ranks. On one rank it is whole, but the file must still say how more ranks would cut
+        it."""
         found = {key: self.match(self.info.get(key, []), name) for key in self.LISTS}
         sub = next((s for s in self.info.get("parameter_with_sub_params", []) if self.match(s["patterns"], name)), None)
         affine = self.match(self.affine["params"], name)
         two = found["parameter_with_2_sub_params_cat_dim_0"]
         if self.match(self.info.get("autotp_unsupported_parameter_patterns") or {}, name):
             raise CheckpointError(f"{self.folder}: DeepSpeed did not record how {name} is cut")
-        # AutoTP publishes a map of every element for layers that no category describes, bigcode's, codegen's and shared
-        # QK. So the map comes first.
+        # For layers that no category describes (bigcode, codegen, shared QK) AutoTP saves a map of every element. So
+        # look for the map first.
         if affine:
             shape, blocks = self.affine_blocks(name, self.affine["params"][affine])
             return shape, blocks, {}
-        # Each rank has the whole: they are compared, and one is taken.
+        # Every rank has the whole: compare them, and take one.
         if found["tp_replicated_parameter_patterns"]:
             stride = whole("", b"", shapes[0]).stride
             return shapes[0], tuple((rank, shapes[0], stride, 0, stride, 0) for rank in range(self.degree)), {}
-        # Each rank has the whole, and computed it by itself: a LayerNorm that is not kept alike, for one.
+        # Every rank has the whole, but computed its own, such as a LayerNorm that is not synchronized: take the mean.
         if found["parameter_to_average_patterns"]:
             return shapes[0], None, {}
-        # Q, K and V in one matrix, or a gate and its value: each is cut by itself, so a rank has a part of every one.
+        # Q, K and V in one matrix, or a gate and its value: each is cut by itself, so a rank has a part of each.
         if sub and not two:
             return self.sub_parameters(name, shapes, sub)
-        # What is left is cut along one dimension: its rows at the input of a layer, elsewhere the first.
+        # All else is cut along one dimension: row-parallel weights along the input, others along the first.
         dim = 1 if found["parameter_with_row_parallelism_patterns"] and not two else 0
         size = [sum(s[d] for s in shapes) if d == dim else n for d, n in enumerate(shapes[0])]
         parts, how = (2, {"cat_dim": 0, "param_n_sub_params": 2}) if two else (1, {"cat_dim": dim})
         blocks = cut_along(dim, size, parts * [[s[dim] // parts for s in shapes]]) if size else ()
-        # A vocabulary was padded until the ranks divided it.
+        # The vocabulary was padded to a multiple of the ranks.
         if found["vocabulary_parameter_patterns"]:
             return (self.info["original_vocab_size"], *size[1:]), blocks, how | {"vocab_tensor": True}
         return tuple(size), blocks, how
@@ -594,7 +596,7 @@ class TensorParallel:
         dim = sub["partition_dim"]
         spec = sub["shape"][sub["partition_dim"]]
         total = sum(math.prod(shape) for shape in shapes)
-        if isinstance(spec, int):  # before version 0.4: the number of sub-parameters of one size
+        if isinstance(spec, int):  # before version 0.4: a number of sub-parameters of equal size
             spec = (sum(shape[dim] for shape in shapes) // spec,) * spec
         widths = [[size // self.degree] * self.degree for size in spec]
         if self.info.get("universal_checkpoint_version", 0.0) >= 0.4:
@@ -631,8 +633,8 @@ class TensorParallel:
 
 
 def describe(folder, workers=4, opened=None):
-    """The Description of the ZeRO or universal checkpoint in a folder. Reads no tensor but the optimizer's scalars, and
-    runs no code. Raises CheckpointError where files are missing, damaged, or not of one checkpoint."""
+    """The Description of the ZeRO or universal checkpoint in a folder. Reads no tensors but the optimizer's scalars,
+    and runs no code. Raises CheckpointError if files are missing, damaged, or not of the same checkpoint."""
     folder = Path(folder)
     opened = opened or keep_open()
     if not folder.is_dir():
@@ -648,7 +650,8 @@ def describe(folder, workers=4, opened=None):
             except CheckpointError as error:
                 problems.append(str(error))
     if found:
-        # Saved again under its name in another dtype, both may be whole. A copy has no times; a doubt is of the step.
+        # Saved again under the same name in another dtype, both may be whole. Copies have no usable times; the doubt is
+        # about the step.
         newest = max(written for _, _, written, _ in found) - BETWEEN_SAVES
         return max((one for one in found if one[2] > newest), key=lambda one: one[:3])[3]
     nothing = f"{folder} holds no *_optim_states.pt: it is no ZeRO checkpoint, nor a folder above"
@@ -692,7 +695,7 @@ def describe_shards(folder, shards, pool, opened):
 
 
 def left_over(description):
-    """[a line about what an earlier save has left in the folder], if it has."""
+    """[a line about what an earlier save left in the folder], or []."""
     left = description.left
     text = f"{description.folder} was saved again under its name; left over from before, and ignored: "
     return [text + ", ".join(left[:3]) + (f" and {len(left) - 3} more" if left[3:] else "")] if left else []
@@ -710,12 +713,12 @@ def described(folder, models, optimizer, parameters, groups, **facts):
 
 
 def join_ranks(folder, ranks, tensor, info):
-    """({name: Parameter}, problems) from every model-parallel rank, those of a pipeline stage side by side."""
+    """({name: Parameter}, problems), joined from the model-parallel ranks of each pipeline stage."""
     for rank in ranks:
         for key in ("global_steps", "dp_world_size"):
             if rank.model[key] != ranks[0].model[key]:
                 raise CheckpointError(f"{folder}: its model-parallel ranks are of different saves: {key} differs")
-        if len(rank.model["param_shapes"]) != len(ranks[0].model["param_shapes"]):  # the loader takes them by number
+        if len(rank.model["param_shapes"]) != len(ranks[0].model["param_shapes"]):  # the loader goes by number
             raise CheckpointError(f"{folder}: a pipeline stage lacks a parameter group that others have")
     joined = {}
     cuts = TensorParallel(info, tensor, folder)
@@ -735,7 +738,8 @@ def join_ranks(folder, ranks, tensor, info):
 
 
 def file_name(name):
-    """A name from the checkpoint as part of a path, in UTF-8 whatever the locale; it must not lead elsewhere."""
+    """A name from the checkpoint as part of a path, in UTF-8 whatever the locale; it must not point out of the
+    folder."""
     plain = isinstance(name, str) and name == os.path.normpath(name) and "\0" not in name
     if not plain or name in (".", "..") or name.startswith(("../", "/")):
         raise CheckpointError(f"{name!r} is the name of a parameter or a state, and cannot be that of a file")
@@ -743,8 +747,8 @@ def file_name(name):
 
 
 def describe_universal(folder, pool, opened):
-    """Of our converter or DeepSpeed's, which leaves weights in `module`, and at ZeRO-3 rank 0's part of frozen ones,
-    its whole shard in optimizer_state.pt, and tensors without their shape."""
+    """Describes the output of our converter or DeepSpeed's. The latter leaves weights in `module`, and at ZeRO-3 also
+    rank 0's part of frozen ones, its whole shard in optimizer_state.pt, and tensors without their shape."""
     paths = sorted(folder.glob("mp_rank_*_model_states.pt")) or sorted(folder.glob("*_model_states.pt"))
     if not paths:
         raise CheckpointError(f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """ZeRO checkpoint -> universal checkpoint: convert() finds, describes, writes, checks and publishes.
 
-ds_to_universal.py is its command line, and says what goes in and what comes out. Stands on checkpoint.py and
-torch_file.py; needs nothing but Python 3.10.
+ds_to_universal.py is its command line, and describes the input and the output. Uses checkpoint.py and torch_file.py;
+needs nothing but Python 3.10.
 """
 
 import contextlib
@@ -34,31 +34,32 @@ from universal.torch_file import (
 
 @functools.lru_cache(4096)
 def state_pickle(dtype, shape, bare, *how):
-    """The pickle of a state file. Layers are alike, and so are the states of each: few have to be made."""
+    """The pickle of a state file, cached: layers and their states are alike, so few have to be made."""
     tensor = whole(dtype, Slices(dtype, (), (), 0, 0, 0, math.prod(shape)), shape)
     return pickled(tensor if bare else {"param": tensor} | dict(how))[0]
 
 
 def global_state(description):
-    """zero/optimizer_state.pt: what the loaders of ZeRO-1/2 and of ZeRO-3 each ask for, without a shard."""
+    """zero/optimizer_state.pt: what the loaders of ZeRO-1/2 and of ZeRO-3 ask for, without a shard."""
     groups = description.param_groups
     shards = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")
     state = {key: value for key, value in description.optimizer.items() if key not in shards}
     steps = (p.scalars.get("step") for p in description.parameters.values())
     step = next((step for step in steps if step is not None), groups[0].get("step"))
     state["param_groups"] = groups
-    # The loader of ZeRO-3 gives every group what the first one says. Where the groups differ it had better say nothing.
+    # The ZeRO-3 loader gives every group the first one's values. So leave out the values in which the groups differ.
     shared = {key: value for key, value in groups[0].items() if all(group.get(key) == value for group in groups)}
     if left_out := lost_states(description.uneven, description.parameters, description.optimizer):
         state["left_out"] = left_out  # the loader asks for it
     state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": [shared]}
-    if version := description.models[0].get("ds_version"):  # ZeRO-1/2 asks for it, ZeRO-3 does not save it
+    if version := description.models[0].get("ds_version"):  # ZeRO-1/2's loader asks for it; ZeRO-3 does not save it
         state.setdefault("ds_version", version)
     return state
 
 
 def files_of(description, bare=False):
-    """{path below the output folder: (pickle, what its tensors are made of)}. bare: tensors without a dict around."""
+    """{path below the output folder: (pickle, the sources of its tensors)}. bare: tensors without a dict around
+    them."""
     files = {}
     steps = {}
     for name, parameter in description.parameters.items():
@@ -70,7 +71,7 @@ def files_of(description, bare=False):
             files[f"{folder}/{file_name(key)}.pt"] = data, [source]
         step = parameter.scalars.get("step")
         if step is not None:
-            if id(step) not in steps:  # most parameters share theirs
+            if id(step) not in steps:  # most parameters share one step
                 steps[id(step)] = pickled(step)
             files[f"{folder}/step.pt"] = steps[id(step)]
     files["zero/optimizer_state.pt"] = pickled(global_state(description))
@@ -78,14 +79,14 @@ def files_of(description, bare=False):
 
 
 def jobs_of(files, ranks):
-    """The files in lists: what lies side by side in the shards is read on, and summed on."""
+    """The files, grouped into lists, so that neighbors in the shards are read, and checksummed, in one go."""
     names = list(files)
     count = max(1, min(64, len(names) // (8 * ranks)))
     return [names[i : i + count] for i in range(0, len(names), count)]
 
 
 # -----------------------------------------------------------------------------
-# 4. publishing: nothing has its final name before it is on the disk
+# 4. publishing: nothing gets its final name before it is on the disk
 
 
 def beside(output, what):
@@ -93,7 +94,7 @@ def beside(output, what):
 
 
 def check_output(source, output):
-    """The output is new, or a universal checkpoint and nothing else, and does not hold the source."""
+    """Check that the output is new, or a universal checkpoint and nothing else, and does not contain the source."""
     entry = re.compile(r"zero|(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|layer_.*_model_states\.pt")
     pointer = output.parent / "latest_universal"
     if source == output or output in source.parents:
@@ -109,14 +110,14 @@ def check_output(source, output):
 
 @contextlib.contextmanager
 def locked(folder, made):
-    """Keeps other conversions out of the folder, which this one has just made, or found."""
+    """Keep other conversions out of the folder. made: this conversion has just made it, so nobody else holds it."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(f"another conversion to the same folder is running: it writes to {folder}") from None
-        except OSError as error:  # a file system without locks: the folder itself is one
+        except OSError as error:  # a file system without locks: the folder itself serves as the lock
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise
             if not made:
@@ -131,12 +132,12 @@ def locked(folder, made):
 
 @contextlib.contextmanager
 def unfinished(output):
-    """The empty folder beside the output to write into; gone in the end unless it was published. Sweeps away what a
-    killed conversion has left."""
+    """An empty folder next to the output, to write into; removed in the end unless it was published. First removes what
+    a killed conversion left."""
     folder = beside(output, "unfinished")
     old = beside(output, "replaced")
     with contextlib.ExitStack() as stack:
-        if output.exists():  # one that has just given it this name still holds its lock
+        if output.exists():  # whoever has just given it this name still holds its lock
             stack.enter_context(locked(output, True))
         made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=not made)
@@ -145,7 +146,7 @@ def unfinished(output):
         if old.exists() and not output.exists():
             old.rename(output)
         shutil.rmtree(old, ignore_errors=True)
-        if old.exists():  # another user's: it stays, and must not be in the way
+        if old.exists():  # if another user's, it stays, and must not be in the way
             old.rename(beside(output, f"replaced.{time.time_ns()}"))
         for left in folder.iterdir():
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() and not left.is_symlink() else left.unlink()
@@ -158,9 +159,9 @@ def unfinished(output):
 
 
 def publish(folder, output, latest="latest_universal"):
-    """Write everything to the disk, give the finished folder its final name, and let the file `latest` point to it.
-    Whenever this is interrupted, the output is the old one or the new one, and whole; or, for a moment, the old one
-    stands beside its place, and the next conversion brings it back."""
+    """Write everything to the disk, give the finished folder its final name, and let the file `latest` point to it. If
+    this is interrupted, the output is either the old or the new one, and whole. For a moment the old one is next to its
+    place; the next conversion then moves it back."""
     old = beside(output, "replaced")
     pointer = beside(output, "pointer")
     pointer.write_bytes(os.fsencode(output.name))
@@ -174,7 +175,7 @@ def publish(folder, output, latest="latest_universal"):
 
 
 def sync(folder):
-    """All that was written to the file system of this folder is on the disk."""
+    """Write everything in the file system of this folder to the disk."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -189,13 +190,13 @@ def sync(folder):
 
 
 def alone(value):
-    """gather() of the only process."""
+    """gather() for a single process."""
     return [value]
 
 
 @contextlib.contextmanager
 def together(gather):
-    """Of several processes none goes on unless all do: each raises what the first of them did."""
+    """None of several processes continues unless all do: if one raises an error, all of them raise the first one."""
     problem, own = None, None
     try:
         yield
@@ -214,22 +215,22 @@ def convert(
     gather: Callable[[object], list] = alone, zero3_before_0_19_3: bool = False,
 ) -> dict:  # fmt: skip
     """Convert the ZeRO checkpoint in input_folder, or in the folder below it that find_tag() finds, into a universal
-    checkpoint at output_folder: without a name, the input's with _universal behind it.
+    checkpoint at output_folder; default: the input's name with _universal appended.
 
-    check reads the finished files back before they are published. strict=False continues without what a universal
-    checkpoint cannot hold, with a warning. zero3_before_0_19_3 is for the universal loader of those DeepSpeeds at
-    ZeRO-3, which wants a tensor where all others want {"param": the tensor}. Several processes share the work as rank
-    of ranks; gather(value) returns the values of all of them. Raises CheckpointError when the input is not a whole ZeRO
-    checkpoint, or the output is something else's folder; OSError when a disk fails. Nothing has then appeared at
-    output_folder.
-    Returns {"source", "output", "parameters", "bytes", "seconds"}; source is the folder of the tag.
+    check=True reads the finished files back before they are published. strict=False leaves out, with a warning, what a
+    universal checkpoint cannot hold. zero3_before_0_19_3 is for the ZeRO-3 universal loader of older DeepSpeeds, which
+    wants a tensor where all others want {"param": the tensor}. Several processes share the work, each as number `rank`
+    of `ranks`; gather(value) returns the values of all. Raises CheckpointError if the input is not a whole ZeRO
+    checkpoint, or the output folder holds something else; OSError if a disk fails. Nothing has then appeared at
+    output_folder. Returns {"source", "output", "parameters", "bytes", "seconds"}; source is the folder of the tag.
     """
     began = time.perf_counter()
     opened = keep_open()
     with contextlib.ExitStack() as stack:
         with together(gather):
             source = find_tag(input_folder)
-            output = Path(os.path.realpath(output_folder or f"{os.path.abspath(source)}_universal"))
+            output_folder = output_folder or f"{os.path.abspath(source)}_universal"
+            output = Path(os.path.realpath(output_folder))
             if rank == 0:
                 check_output(Path(os.path.realpath(source)), output)
             folder = beside(output, "unfinished")
@@ -245,7 +246,7 @@ def convert(
             mine = jobs_of(files, ranks)[rank::ranks]
             spans = write_files(folder, files, mine, opened, num_merge_workers, progress)
             if rank:
-                sync(folder)  # its machine's part; publish() does rank 0's
+                sync(folder)  # this machine's part; publish() does rank 0's
         spans = merged(gather(spans))
         with together(gather):
             check_all(spans, opened, rank, ranks)
@@ -256,20 +257,19 @@ def convert(
                 link_second_names(folder)
                 publish(folder, output)
     nbytes = sum(nbytes_of(source) for _, sources in files.values() for source in sources)
-    done = {"source": source, "output": output, "parameters": len(description.parameters), "bytes": nbytes}
+    done = {"source": source, "output": output_folder, "parameters": len(description.parameters), "bytes": nbytes}
     return done | {"seconds": time.perf_counter() - began}
 
 
 def report(done):
-    rate = done["bytes"] / done["seconds"] / 1e9
     print(
         f"{done['source']} -> {done['output']}: {done['parameters']} parameters, {done['bytes']:,} bytes in "
-        f"{done['seconds']:.2f} s, {rate:.2f} GB/s"
+        f"{done['seconds']:.2f} s, {done['bytes'] / done['seconds'] / 1e9:.2f} GB/s"
     )
 
 
 def complain(description, strict):
-    """What a conversion would lose is refused, or named in a warning; so is what is only odd."""
+    """Refuse, or name in a warning, what the conversion would lose; warn of what is only odd."""
     if description.universal:
         raise CheckpointError(f"{description.folder} is a universal checkpoint already")
     for text in left_over(description):
@@ -281,7 +281,7 @@ def complain(description, strict):
 
 
 def write_files(folder, files, jobs, opened, workers, progress):
-    """{record: what was read of it}, as check() takes it."""
+    """Write the files. Returns {record: what was read of it}, for check()."""
 
     def write_job(job):
         reader = Reader(opened)
@@ -300,7 +300,7 @@ def write_files(folder, files, jobs, opened, workers, progress):
 
 
 def merged(everyone):
-    """The spans of all processes as one."""
+    """Merge the spans of all processes."""
     first, *others = everyone
     for record, more in itertools.chain(*(other.items() for other in others)):
         first.setdefault(record, array("Q")).extend(more)
@@ -312,13 +312,13 @@ def link_second_names(folder):
         second = path.with_name(f"zero_pp_rank_0_{path.name}")
         try:
             os.link(path, second)
-        except OSError:  # a file system without links
+        except OSError:  # a file system without hard links
             shutil.copyfile(path, second)
 
 
 @contextlib.contextmanager
 def bar(total, progress):
-    """A function that moves a progress bar, where there are a terminal and tqdm, which comes with DeepSpeed."""
+    """Yields a function that moves a progress bar, if there is a terminal, and tqdm, which comes with DeepSpeed."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -330,7 +330,7 @@ def bar(total, progress):
 
 @contextlib.contextmanager
 def in_one_line(program, rank=0):
-    """What goes wrong, and every warning, is one line on standard error, of rank 0; then the process ends."""
+    """Rank 0 prints an error, and every warning, as one line on standard error; after an error the process ends."""
 
     def say(kind, text):
         if not rank:
@@ -353,5 +353,5 @@ def in_one_line(program, rank=0):
         code = 130
     if not rank:
         sys.exit(code)
-    time.sleep(5)  # rank 0 says it, and the launcher must not end it before it has
+    time.sleep(5)  # rank 0 prints it, so this rank must not make the launcher kill rank 0 first
     os._exit(code)

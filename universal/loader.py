@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Resume a DeepSpeed training run on any number of ranks and at any ZeRO stage, from its checkpoint as it is.
+"""Resume a DeepSpeed training run on any number of ranks and at any ZeRO stage, without converting its checkpoint.
 
     import universal
     path, client_state = universal.load_checkpoint(engine, "checkpoints")   # instead of engine.load_checkpoint(...)
@@ -8,11 +8,11 @@ or, where a framework calls engine.load_checkpoint() itself, one line at the top
 
     universal.install()
 
-DeepSpeed's loader wants the very shard that this rank has saved. So every rank makes up, in memory, the shard that it
-would have saved itself, from the byte ranges of the shards that are there, and DeepSpeed takes it for the content of a
-file: nothing is converted or written, any optimizer is restored. The steps stand below. There is one way to load, on
-the ranks that saved it, too; but tensor and pipeline parallelism change what a parameter is: such a checkpoint is
-converted first, DeepSpeed's universal loader reads it, and mend() restores what that loader leaves out.
+DeepSpeed's loader wants the very shard that this rank saved. So every rank assembles in memory the shard that it would
+have saved itself, from byte ranges of the saved shards, and DeepSpeed takes it for the content of a file: nothing is
+converted or written, and any optimizer is restored. The numbered parts below are the steps. The same steps load on the
+ranks that saved the checkpoint, too. But tensor and pipeline parallelism change what a parameter is: such a checkpoint
+is first converted, DeepSpeed's universal loader reads it, and mend() restores what that loader leaves out.
 
 Needs Python 3.10, torch and DeepSpeed.
 """
@@ -39,9 +39,9 @@ from universal.ranks import (
 from universal.torch_file import CheckpointError, Tensor, compact, packed, tensor_of, verify
 from universal.torch_file import load as read
 
-TIMEOUT = 1800  # seconds that a rank waits for another one, which may be reading
+TIMEOUT = 1800  # seconds that a rank waits for another one, which may still be reading
 OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "DeepSpeedZeRoOffload")
-# What a parameter group says of how a step is computed, and not of what it computes.
+# Settings of a parameter group that change how a step is computed, but not its result.
 FLAGS = {"params", "step", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize",
          "decoupled_weight_decay"}  # fmt: skip
 KEPT = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "left_out")  # of the optimizer's file
@@ -58,14 +58,14 @@ def load_checkpoint(
 ) -> tuple[str | None, dict]:  # fmt: skip
     """engine.load_checkpoint() for any number of ranks, any ZeRO stage, ordinary and universal checkpoints.
 
-    Takes what DeepSpeed's takes and returns (folder of the checkpoint, client state). On another number of ranks than
-    the checkpoint's, the client state is that of rank 0. tag None: the tag that `latest` names, or a later one, if it
-    is whole, else the newest that is; where the engine's config says load_universal, among the converted ones alone.
-    load_module_strict=False: what is new here keeps its weights and begins with a fresh optimizer state, what is gone
-    is left out, and a line names both. missing_ok: return (None, {}) where load_dir holds no checkpoint at all, not
-    even a damaged one. timeout: seconds that a rank waits for another one.
-    Raises CheckpointError, on all ranks, when there is no such checkpoint, or it is damaged, not whole, or of another
-    model or optimizer: it never continues with initial values. The engine may then be half loaded; do not train it.
+    Takes the same arguments as DeepSpeed's and returns (folder of the checkpoint, client state). On another number of
+    ranks than the checkpoint's, the client state is that of rank 0. tag None: the tag that `latest` names, or a later
+    one, if it is whole; otherwise the newest whole one. If the engine's config says load_universal, only converted ones
+    count. load_module_strict=False: parameters that are new here keep their weights and start with a fresh optimizer
+    state, those that are gone are left out, and a line names both. missing_ok: return (None, {}) if load_dir holds no
+    checkpoint at all, not even a damaged one. timeout: seconds that a rank waits for another one. Raises
+    CheckpointError, on all ranks, if there is no such checkpoint, or it is damaged, not whole, or of another model or
+    optimizer; it never continues with initial values. The engine may then be half loaded: do not train it.
     """
     options = dict(
         load_module_strict=load_module_strict, load_optimizer_states=load_optimizer_states and not load_module_only,
@@ -91,37 +91,37 @@ def load_checkpoint(
                 say(f"{name} is not whole, and is passed over: {error}")
         else:
             raise CheckpointError(f"{load_dir} holds no checkpoint that is whole; {why}")
-    count = engine.gradient_accumulation_steps()  # DeepSpeed counts the micro-batches of a step, and does not save it
+    count = engine.gradient_accumulation_steps()  # DeepSpeed counts a step's micro-batches, but does not save that
     engine.micro_steps = (engine.micro_steps // count if load_module_only else engine.global_steps) * count
     return str(folder), client_state
 
 
 def mend(engine: deepspeed.DeepSpeedEngine, folder: str) -> None:
-    """Restore what DeepSpeed's universal loader leaves out of the universal checkpoint `folder`: hyper-parameters, step
-    counts, frozen parameters, buffers, the count of micro-batches. Raises CheckpointError where it cannot."""
+    """Restore what DeepSpeed's universal loader leaves out of the universal checkpoint `folder`: hyperparameters, step
+    counts, frozen parameters, buffers, the count of micro-batches. Raises CheckpointError if it cannot."""
     with conversation(TIMEOUT) as talk:
         checkpoint, optimizer = talk.on_rank_0(lambda: describe(Path(folder))), engine.optimizer
         with together(talk):
-            # ZeRO-3 gives every group the hyper-parameters of the first.
+            # ZeRO-3 gives every group the hyperparameters of the first.
             for group, saved in zip(optimizer.param_groups, unpack(checkpoint.optimizer)["param_groups"], strict=True):
                 group.update(saved | {"params": group["params"]})
             held = layout(engine)
             for flat, _, names, _ in held:
                 state, saved = optimizer.optimizer.state[flat], checkpoint.parameters[names[0]]
-                # ZeRO-3 lets all groups share one step count, which each group advances; also where there was none.
+                # At ZeRO-3 all groups share one step count, which each group advances, even if there was none.
                 state.pop("step", None)
                 state.update(scalars(saved))
                 if left_out := saved.states.keys() - state.keys() - {"fp32"}:
                     raise CheckpointError(f"DeepSpeed's universal loader does not restore {left_out} of the optimizer")
-        # Frozen parameters and buffers are in no optimizer, and the loader looks nowhere else.
+        # Frozen parameters and buffers are in no optimizer, and DeepSpeed's loader looks nowhere else.
         keep(engine, kept_here(engine, checkpoint, held) | unpack(checkpoint.models)["module"], held, False, talk)
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 
 def install() -> None:
-    """Let whatever calls engine.load_checkpoint(), Hugging Face's Trainer say, call load_checkpoint() of this file.
-    As with DeepSpeed's, a first start finds nothing and goes on: an absent or empty folder, and no tag. A command that
-    has no script starts with the folder start/ on its PYTHONPATH."""
+    """Make every call of engine.load_checkpoint(), such as Hugging Face's Trainer's, call load_checkpoint() of this
+    file. As with DeepSpeed's, a first start (no tag, and an absent or empty folder) finds nothing and continues. A
+    command that has no script starts with the folder start/ on its PYTHONPATH."""
     if (other := getattr(deepspeed.DeepSpeedEngine, "universal", __file__)) != __file__:
         raise CheckpointError(f"two copies of universal: {other} is installed, {__file__} cannot be")
     deepspeed.DeepSpeedEngine.universal = __file__
@@ -129,10 +129,10 @@ def install() -> None:
 
 
 # -----------------------------------------------------------------------------
-# 2. find, and describe: rank 0 looks into every file, and tells the others what is where
+# 2. find and describe: rank 0 looks into every file, and tells the other ranks what is where
 def find(folder, tag, missing_ok, converted):
-    """The tag, or without one all there are, in the order in which one would go on from them. None where there is
-    nothing and may be. converted: universal checkpoints alone."""
+    """[tag], or without a tag all tags, in the order in which to try them. None if there are none, and missing_ok
+    allows that. converted: only universal checkpoints."""
     known = files.tags(folder)
     if tag is not None:
         if (folder / str(tag)).is_dir():
@@ -144,15 +144,16 @@ def find(folder, tag, missing_ok, converted):
 
 
 def describe(folder):
-    """The converter's Description of a folder; None where it was saved without ZeRO. What has to be an object again is
-    packed: `models` is rank 0's model states, with what of the module is no tensor; `optimizer` its optimizer state."""
+    """The converter's Description of a folder; None if it was saved without ZeRO. What must become an object again is
+    packed: `models` is rank 0's model states, with what is in the module and is not a tensor; `optimizer` is its
+    optimizer state."""
     alone = folder / "mp_rank_00_model_states.pt"
-    if alone.exists() and not any(folder.glob("*_optim_states.pt")) and read(alone).get("optimizer"):
+    if alone.exists() and not any(folder.glob("*_optim_states.pt")) and read(alone).get("param_shapes") is None:
         return None
     found = files.describe(folder)
     optimizer = {key: found.optimizer.get(key) for key in KEPT} | {"param_groups": found.param_groups}
     optimizer["beside"] = ({}, {}) if found.universal else files.beside_states(found.optimizer)
-    doubts = [problem.text for problem in found.problems if not problem.fatal]  # it may be of two steps, say
+    doubts = [problem.text for problem in found.problems if not problem.fatal]  # such as that it may be of two steps
     if found.tensor * found.pipeline == 1:
         check_weights(found, doubts)
     for text in doubts + files.left_over(found):
@@ -166,21 +167,21 @@ def pack_model(found, model):
 
 
 def unpack(data):
-    """No pickle of a checkpoint is run but this one; its tensors were checked, and are those it needs."""
+    """The only place that runs a checkpoint's pickle. Its tensors were checked, and are only those that are needed."""
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
 def scalars(parameter):
-    """What its optimizer state has beside tensors of its size, a step count say."""
+    """What a parameter's optimizer state has besides tensors of its size, such as a step count."""
     return unpack(packed(parameter.scalars))
 
 
 # -----------------------------------------------------------------------------
-# 3. make up the shard that this rank would have saved
+# 3. assemble the shard that this rank would have saved
 def layout(engine):
     """What this rank holds: [(flat fp32 tensor, its parameter group, names, parts)]. A part is (name, start in the
     parameter, start in the tensor, numel). The formula is that of the converter's Slices: at ZeRO-3 every parameter is
-    cut by itself, before that a group's parameters lie end to end, and the whole is cut."""
+    cut by itself; at ZeRO-1/2 a group's parameters lie end to end, and the whole is cut."""
     optimizer, found = engine.optimizer, []
     if not hasattr(optimizer, "param_groups"):  # ZeRO-3 without an optimizer
         return []
@@ -204,15 +205,15 @@ def layout(engine):
 
 
 def compare(engine, checkpoint, held, strict, trained=None):
-    """Raise CheckpointError where the engine's parameters are not the checkpoint's. trained: the names of all ranks, of
-    a model that is cut."""
+    """Raise CheckpointError if the engine's parameters are not the checkpoint's. trained: the names on all ranks, if
+    the model is cut."""
     group_of = {name: group for _, group, names, _ in held for name in names}
     parameters = {name: parameter for parameter, name in engine.param_names.items()}
     if held:
         agree(trained or group_of.keys(), checkpoint.parameters.keys(), "trained", strict)
-    for name in checkpoint.parameters.keys() & parameters.keys():
+    for name in sorted(checkpoint.parameters.keys() & parameters.keys()):  # all ranks tell the same one
         saved, here = checkpoint.parameters[name], tuple(getattr(parameters[name], "ds_shape", parameters[name].shape))
-        flattened = checkpoint.universal and saved.shape == (math.prod(here),)  # as DeepSpeed's converter may do
+        flattened = checkpoint.universal and saved.shape == (math.prod(here),)  # DeepSpeed's converter may flatten it
         if here != saved.shape and not flattened and not trained:
             raise CheckpointError(f"{name} is {here} here, and {saved.shape} in the checkpoint")
         if group_of.get(name, saved.group) != saved.group:
@@ -220,7 +221,7 @@ def compare(engine, checkpoint, held, strict, trained=None):
 
 
 def agree(here, there, what, strict):
-    """Raise CheckpointError, or say, which names are on one side only."""
+    """Raise CheckpointError, or print, which names are on one side only."""
     sides = {"here, and not in the checkpoint": here - there, "in the checkpoint, and not here": there - here}
     for side, names in sides.items():
         text = f"{what} {side} ({len(names)}): {', '.join(sorted(names)[:5])}"
@@ -231,7 +232,7 @@ def agree(here, there, what, strict):
 
 
 def compare_optimizer(engine, checkpoint, model, saved):
-    """Raise CheckpointError where the checkpoint is of another kind of optimizer, or lacks its states."""
+    """Raise CheckpointError if the checkpoint is of another kind of optimizer, or lacks its states."""
     sides, makes = (engine.optimizer.param_groups, saved["param_groups"]), {"bias_correction": "amsgrad"}  # of Adam
     here, there = ({makes.get(key, key) for group in side for key in group} - FLAGS for side in sides)
     if there and here != there:
@@ -247,8 +248,8 @@ def compare_optimizer(engine, checkpoint, model, saved):
 
 
 def read_states(engine, checkpoint, held, reader, states):
-    """[{"fp32": masters, "exp_avg": ..., "step": ...}], what this rank would have saved of each flat tensor, had these
-    ranks at this stage written the checkpoint. states: not fp32 alone."""
+    """[{"fp32": masters, "exp_avg": ..., "step": ...}]: what this rank would have saved for each flat tensor, if these
+    ranks had written the checkpoint at this stage. Masters are the fp32 weights. states: read more than fp32."""
     parameters = {name: parameter for parameter, name in engine.param_names.items()}
     whole = engine.zero_optimization_stage() < 3 and not getattr(engine.optimizer, "cpu_offload", False)
     found = []
@@ -269,14 +270,14 @@ def read_states(engine, checkpoint, held, reader, states):
 
 
 def make_shard(engine, saved, held, found, states):
-    """The content of that file. found: by read_states()."""
+    """The content of this rank's shard file. found: the result of read_states()."""
     optimizer, fp32, state = engine.optimizer, [], {}
     groups = [group | {"params": []} for group in optimizer.param_groups]
     for group, there in zip(groups, saved["param_groups"], strict=False):
         group |= there | {"params": []}
     if "lr" not in saved["param_groups"][0]:
         say("elastic_checkpoint saves no hyper-parameters: the engine's own are used, and the scheduler's rates")
-        follows = getattr(engine.lr_scheduler, "optimizer", None) is optimizer.optimizer  # DeepSpeed makes Adagrad anew
+        follows = getattr(engine.lr_scheduler, "optimizer", None) is optimizer.optimizer  # it replaces Adagrad
         for group, rate in zip(groups, follows and getattr(engine.lr_scheduler, "_last_lr", None) or [], strict=False):
             group["lr"] = rate
     for i, ((_, group, _, _), mine) in enumerate(zip(held, found, strict=True)):
@@ -286,12 +287,12 @@ def make_shard(engine, saved, held, found, states):
     more, keys = saved["beside"] if states else ({}, {})
     base = keys | {"state": {i: own for i, own in state.items() if own} | more, "param_groups": groups}
     shard = {
-        "optimizer_state_dict": base, "fp32_flat_groups": fp32,  # ZeRO-3's names, then those of the others
+        "optimizer_state_dict": base, "fp32_flat_groups": fp32,  # ZeRO-3's names, then those of ZeRO-1/2
         "base_optimizer_state": base, "single_partition_of_fp32_groups": fp32,
         "param_alignment_paddings": getattr(optimizer, "round_robin_bit16_padding", None),
         "ds_version": deepspeed.__version__,
     }  # fmt: skip
-    for key in KEPT:  # the scaler of another precision is of no use, nor a constant one
+    for key in KEPT:  # a loss scaler of another precision is of no use, nor a constant one
         here = getattr(optimizer, key, None)
         fits = states and type(saved[key]) is type(here) and getattr(here, "dynamic", key != "dynamic_loss_scale")
         shard[key] = saved[key] if fits else here
@@ -299,7 +300,7 @@ def make_shard(engine, saved, held, found, states):
 
 
 def places_of(engine, held):
-    """(name, where the weights of a part of it are, the number of the flat tensor, the slice there), of all parts."""
+    """(name, where the weights of this part are, the number of the flat tensor, the slice there), for all parts."""
     parameters = {name: parameter for parameter, name in engine.param_names.items()}
     for i, (_, _, _, parts) in enumerate(held):
         for name, start, at, numel in parts:
@@ -309,8 +310,8 @@ def places_of(engine, held):
 
 
 def check_places(engine, held):
-    """Raise CheckpointError where masters that are made of the weights now are not in their places."""
-    engine.optimizer.refresh_fp32_params()  # not those of a load that failed
+    """Raise CheckpointError if masters, made from the weights now, are not where layout() says."""
+    engine.optimizer.refresh_fp32_params()  # not those of an earlier load that failed
     for name, weights, i, place in places_of(engine, held):
         here, there = weights.nan_to_num(), held[i][0][place].to(weights).nan_to_num()
         if not torch.equal(here, there):
@@ -319,16 +320,17 @@ def check_places(engine, held):
 
 
 def kept_here(engine, checkpoint, held):
-    """{name: Tensor} of whatever of the module's state the optimizer does not restore: frozen parameters, buffers."""
+    """{name: Tensor}: the part of the module's state that the optimizer does not restore: frozen parameters,
+    buffers."""
     trained = {name for _, _, names, _ in held for name in names}
     frozen = dict(engine.module.named_parameters(remove_duplicate=False)).keys() - trained
-    names = checkpoint.parameters.keys() & frozen  # trained in the checkpoint
+    names = checkpoint.parameters.keys() & frozen  # those that are trained in the checkpoint
     return checkpoint.kept | {name: masters_of(checkpoint.parameters[name]) for name in names}
 
 
 def keep(engine, saved, held, strict, talk, own=False):
-    """Restore that, and what a module adds to its state, which may be no tensor. own: all but frozen parameters are in
-    a file of this rank's own; else rank 0 reads one after the other for all."""
+    """Restore these tensors, and what a module adds to its state, which need not be tensors. own: all but frozen
+    parameters are in this rank's own file; otherwise rank 0 reads one after the other for all."""
     module, reader, gone, done = engine.module, Reader(), set(), set()
     trained = {name for _, _, names, _ in held for name in names}
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -343,7 +345,7 @@ def keep(engine, saved, held, strict, talk, own=False):
         with deepspeed.zero.GatheredParameters([target], modifier_rank=0), together(talk):
             if getattr(target, "shape", None) == getattr(value, "shape", ()):
                 target.data.copy_(value)
-            else:  # by its module alone: others may reset what they do not find
+            else:  # by its own module only: other modules may reset what they do not find
                 owner, _, key = name.rpartition(".")
                 left = module.get_submodule(owner).load_state_dict({key: value}, strict=False)
                 gone |= {name for _ in left.unexpected_keys}
@@ -358,8 +360,8 @@ def keep(engine, saved, held, strict, talk, own=False):
 # -----------------------------------------------------------------------------
 # 4. load
 def choose(engine, checkpoint, options, trained):
-    """How to load: "reshard"; "convert" another layout before; "universal", by DeepSpeed's universal loader; "own", by
-    DeepSpeed's ordinary one, what layout() does not describe and was saved by just these ranks."""
+    """How to load: "reshard"; "convert", for another layout; "universal", with DeepSpeed's universal loader; "own",
+    with DeepSpeed's ordinary loader, for what layout() does not describe and exactly these ranks saved."""
     stage, states = engine.zero_optimization_stage(), options["load_optimizer_states"]
     kind = type(engine.optimizer).__name__
     if (checkpoint is None) != (stage == 0):
@@ -396,13 +398,14 @@ def choose(engine, checkpoint, options, trained):
 
 
 def load(engine, folder, options, talk):
-    """(folder, client state): the checkpoint is in the engine. Raises Damaged before the engine is touched."""
+    """Load the checkpoint into the engine. Returns (folder, client state). Raises Damaged before it touches the
+    engine."""
     checkpoint = talk.on_rank_0(damage()(lambda: describe(folder)))
     check_same_folder(folder, talk)
     trained = set().union(*talk({name for parameter, name in engine.param_names.items() if parameter.requires_grad}))
     with together(talk):
         how = choose(engine, checkpoint, options, trained)
-    if hasattr(engine.optimizer, "_clear_fp32_optimizer_param_groups"):  # filled for loading; Adagrad's never emptied
+    if hasattr(engine.optimizer, "_clear_fp32_optimizer_param_groups"):  # filled for loading; Adagrad never empties it
         engine.optimizer._clear_fp32_optimizer_param_groups()
     match how:
         case "reshard":
@@ -414,7 +417,7 @@ def load(engine, folder, options, talk):
                 with damage():
                     converter.convert(folder, output, rank=dist.get_rank(), ranks=dist.get_world_size(), gather=talk)
             return load(engine, output, options, talk)
-    with together(talk), damage():  # DeepSpeed does not look at the checksums of the files that it is going to read
+    with together(talk), damage():  # DeepSpeed ignores the checksums of the files that it reads
         for path in sorted(folder.rglob("*.pt"))[dist.get_rank() :: dist.get_world_size()]:
             if checkpoint is None or path.name not in checkpoint.left:
                 verify(path)
@@ -429,7 +432,7 @@ def load(engine, folder, options, talk):
 
 
 def reshard(engine, checkpoint, folder, options, talk):
-    """DeepSpeed's ordinary loader, with the shard made up in the place of the file. Returns the client state."""
+    """Run DeepSpeed's ordinary loader with the assembled shard in place of the file. Returns the client state."""
     optimizer, reader, stage = engine.optimizer, Reader(), engine.zero_optimization_stage()
     strict, states = options["load_module_strict"], options["load_optimizer_states"]
     rank, ranks = dist.get_rank(optimizer.dp_process_group), dist.get_world_size(optimizer.dp_process_group)
@@ -450,7 +453,7 @@ def reshard(engine, checkpoint, folder, options, talk):
     kept = kept_here(engine, checkpoint, held)
     with together(talk), damage():
         found = read_states(engine, checkpoint, held, reader, states)
-        for i, (name, tensor) in enumerate(kept.items()):  # rank 0 reads them again, when all are known to be right
+        for i, (name, tensor) in enumerate(kept.items()):  # rank 0 reads them again, now that all are known to be right
             if i % ranks == rank or own and name not in checkpoint.frozen:
                 for _ in tensor.storage.chunks(reader):
                     pass
@@ -470,12 +473,15 @@ def reshard(engine, checkpoint, folder, options, talk):
         optimizer.update_lp_params()
     elif held:
         optimizer.checkpoint_event_epilogue()
-    say(f"{folder}, written by {checkpoint.ranks or 'any number of'} ranks, loaded on {ranks} without conversion")
+    if checkpoint.universal:
+        say(f"{folder}, a universal checkpoint, loaded on {ranks}")
+    else:
+        say(f"{folder}, written by {checkpoint.ranks} ranks, loaded on {ranks} without conversion")
     return client_state
 
 
 def keep_dtypes(optimizer, shard, held):
-    """torch has given every state the dtype of its masters."""
+    """Restore the states' dtypes: torch has given every state the dtype of its masters."""
     for i, (flat, *_) in enumerate(held):
         live, masters = optimizer.optimizer.state[flat], shard["fp32_flat_groups"][i]
         for key, value in shard["base_optimizer_state"]["state"].get(i, {}).items():
@@ -486,9 +492,10 @@ def keep_dtypes(optimizer, shard, held):
 
 
 def load_rest(engine, folder, model, options):
-    """DeepSpeed's loader for all but the module and the optimizer: counters, scheduler. Returns the client state."""
+    """Run DeepSpeed's loader for all but the module and the optimizer: counters, scheduler. Returns the client
+    state."""
     model |= {"mp_world_size": engine.mp_world_size, "dp_world_size": engine.dp_world_size}
-    # With load_module_only it would make the masters, which are read already, of the engine's weights again.
+    # With load_module_only it would make the masters, which are already read, from the engine's weights again.
     unread = mock.patch.object(engine.optimizer, "refresh_fp32_params", lambda: None, create=True)
     with unread, mock.patch.multiple(
         engine, _get_all_ckpt_names=lambda *_: [str(folder)], load_module_state_dict=lambda *_, **__: None,
@@ -499,7 +506,7 @@ def load_rest(engine, folder, model, options):
 
 
 def of_rank(checkpoint, path):
-    """The description with the client state, and what is neither trained nor frozen, of this rank's own file."""
+    """The description, with the client state, and what is neither trained nor frozen, from this rank's own file."""
     model, kept = read(path), dict(checkpoint.kept)
     for name in kept.keys() - checkpoint.frozen.keys():
         if tensor := tensor_of(model["module"].get(name)):
@@ -508,20 +515,21 @@ def of_rank(checkpoint, path):
 
 
 def discard_gradients(engine):
-    """Those of a step that was not done would be added to the next one's."""
+    """Discard the gradients of an unfinished step; the next step would add to them."""
     optimizer = engine.optimizer
     if engine.micro_steps % engine.gradient_accumulation_steps():
         say("the gradients of half a step are discarded")
     if hasattr(optimizer, "zero_grad"):
         optimizer.zero_grad()
-    if hasattr(optimizer, "all_grad_tensors"):  # ZeRO-1 and 2 have sums of their own, and count from -1
+    if hasattr(optimizer, "all_grad_tensors"):  # ZeRO-1 and 2 keep their own sums, and count from -1
         optimizer.all_grad_tensors.clear()
         optimizer.averaged_gradients.clear()
         optimizer.micro_step_id = -1
 
 
 def compare_batch(engine, model):
-    """Say so where the global batch is not the checkpoint's, as when the accumulation was left as it was."""
+    """Warn if the global batch is not the checkpoint's, for example because the accumulation steps were left as they
+    were."""
     config = model.get("ds_config")
     was = config.get("train_batch_size") if isinstance(config, dict) else None  # older versions: a file's path
     now = engine.train_batch_size()

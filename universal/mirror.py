@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""Shards in memory, twice: a machine dies by kill -9, and training resumes at the very step it was at.
+"""Keep every shard in the memory of two machines: if one dies, training resumes at the very step it had reached.
 
     mirror = Mirror(engine, "/dev/shm/job", every=1)
-    folder = mirror.gather("checkpoints")          # where the newest step is: in memory, or on the disk
+    folder = mirror.gather("checkpoints")          # the folder of the newest step, in memory or on the disk
     path, client_state = universal.load_checkpoint(engine, folder, missing_ok=True)
     for step in ...:
         ...
-        mirror({"step": step})                     # when it returns, this step is not lost
+        mirror({"step": step})                     # once this returns, the step cannot be lost
     mirror.close()                                 # the job is done
 
-Every rank saves its files into its machine's memory, and sends them to a rank of the next machine. A shard is lost only
-if two such neighbours die at once. Machines with disks of their own need gather() alone. Needs Linux, Python 3.10.
+Every rank saves its files into its machine's memory, and sends a copy to a rank on the next machine. A shard is lost
+only if two such neighbors die at once. Machines that only have disks of their own need just gather(). Needs Linux and
+Python 3.10.
 """
 
 import contextlib
@@ -32,15 +33,15 @@ state_of = operator.attrgetter("st_mtime_ns", "st_size")
 
 class Mirror:
     def __init__(self, engine, folder, every=1):
-        """folder: in each machine's memory, of this job alone. every: steps from one copy to the next. Raises
-        ValueError, on all ranks, where another job uses the folder or there is not the room."""
+        """folder: in each machine's memory, for this job alone. every: steps from one copy to the next. Raises
+        ValueError, on all ranks, if another job uses the folder or there is not enough room."""
         self.engine, self.every = engine, every
         self.folder = Path(folder)
         self.group, self.rank = dist.new_group(backend="gloo"), dist.get_rank()
         places = places_of(self.folder, self.group)
         self.leads = places.index(places[self.rank]) == self.rank
         others = [rank for rank, place in enumerate(places) if place != places[self.rank]] or [self.rank]
-        self.partner = others[self.rank % len(others)]  # of the next machine: gets this rank's files
+        self.partner = others[self.rank % len(others)]  # a rank on the next machine, which gets this rank's files
         self.attempt = share(time.time_ns(), self.group)[0]  # files of two attempts at a step are never mixed
         for problem in filter(None, share(self.problem(), self.group)):
             raise ValueError(problem)
@@ -51,17 +52,18 @@ class Mirror:
         self.lock = os.open(self.folder, os.O_RDONLY)
         try:
             if self.leads:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # undone by the kernel at any death
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it however the process dies
         except BlockingIOError:
             return f"{self.folder} is in use by another job"
-        # Of two steps, of which a machine may hold all after a loss: fp32, Adam's two moments, the weights, and a bit.
+        # Room for two steps, all of which one machine may hold after a loss: fp32, Adam's two moments, the weights, and
+        # spare.
         needed = 33.6e-6 * sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters())
-        held = sum(path.stat().st_size for path in self.folder.rglob("*.pt"))  # by the ranks before these
+        held = sum(path.stat().st_size for path in self.folder.rglob("*.pt"))  # by the ranks before a restart
         room = (held + shutil.disk_usage(self.folder).free) / 1e6
         return f"{self.folder} has room for {room:.1f} MB, and needs {needed:.1f} MB" if room < needed else None
 
     def __call__(self, client_state):
-        """All ranks, after a step. If it is one of every `every`, it is held twice when this returns."""
+        """Call it on all ranks after a step. If `every` divides the step, two machines hold it when this returns."""
         step = self.engine.global_steps
         if step % self.every:
             return
@@ -84,7 +86,8 @@ class Mirror:
                 shutil.rmtree(path)
 
     def gather(self, folder):
-        """Bring together what the machines hold. Returns where the newest whole step is, this folder or `folder`."""
+        """Bring together what the machines hold. Returns the folder with the newest whole step: this one or
+        `folder`."""
         disk = gather(folder)
         models = [*(disk / named_by_latest(disk)).glob("*model_states.pt")]
         saved = max(share(load(models[0])["global_steps"] if models else 0, self.group))
@@ -105,10 +108,10 @@ class Mirror:
 
 
 def gather(folder):
-    """Give each machine the files of the checkpoints in its `folder` that only others have, or have newer. Returns the
-    folder. Where a checkpoint was saved again under its name, what machines have left of the first save is removed, as
-    soon as the last one is whole. Raises ValueError where no machine has model states: a loader would find nothing
-    there, and begin anew."""
+    """Give each machine the files of the checkpoints in `folder` that it lacks, or of which others have newer ones.
+    Returns the folder. If a checkpoint was saved again under the same name, files of the first save are removed as soon
+    as the last save is whole. Raises ValueError if no machine has model states: a loader would find nothing there, and
+    start over."""
     folder, group = Path(folder), dist.new_group(backend="gloo")
     places = places_of(folder, group)
     leaders = {places.index(place) for place in places}
@@ -128,14 +131,16 @@ def gather(folder):
 
 
 def places_of(folder, group):
-    """Of every rank where it sees the folder, which is made: ranks of one machine see the same."""
+    """Returns, for every rank, an identity of the folder that it sees; ranks of one machine see the same. Creates the
+    folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # a host's name may be another's, too
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # two hosts may have the same name
     return share((boot, folder.stat().st_dev, folder.stat().st_ino), group)
 
 
 def exchange(folder, moves, group):
-    """moves: [(file, (time, size), from rank, to rank), ...], alike on all ranks. When it returns, all are there."""
+    """Send files. moves: [(file, (time, size), from rank, to rank), ...], the same on all ranks. All have arrived when
+    it returns."""
     rank, waiting = dist.get_rank(), []
     for name, (written, size), source, to in moves:
         if rank in (source, to) and source != to:
@@ -147,8 +152,8 @@ def exchange(folder, moves, group):
             waiting.append((work, file, path, written))
     for work, file, path, written in waiting:
         work.wait()
-        os.utime(file, ns=(written, written))  # or an old copy passes for a new one
-        file.rename(path)  # whole, or not there; what was sent stays
+        os.utime(file, ns=(written, written))  # otherwise an old copy would pass for a new one
+        file.rename(path)  # it is whole, or does not exist; what was sent stays
     dist.barrier(group=group)
 
 

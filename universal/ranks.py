@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Ranks that read a checkpoint together, and go on together or not at all.
+"""Ranks that read a checkpoint together, and continue together or not at all.
 
     with conversation(timeout=1800) as talk:
         values = talk(value)                 # the values of all ranks, in their order
-        value = talk.on_rank_0(work)         # what work() gives there, on all ranks
-        with together(talk):                 # no rank comes out of it unless all do
+        value = talk.on_rank_0(work)         # what work() returns on rank 0, on all ranks
+        with together(talk):                 # no rank leaves this block unless all do
             ...
 
-Whatever goes wrong on one rank is one CheckpointError, the same on all of them, and no rank waits forever. loader.py
-stands on this file, which knows nothing of DeepSpeed's engine; together() is the converter's. Needs Python 3.10, torch.
+If anything goes wrong on one rank, all ranks raise the same CheckpointError, and no rank waits forever. loader.py uses
+this file, which knows nothing of DeepSpeed's engine; together() is in converter.py. Needs Python 3.10 and torch.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from universal.torch_file import CheckpointError, check_all, compact, load, tens
 
 @contextlib.contextmanager
 def conversation(timeout):
-    """timeout: seconds that a rank waits for another one, which may be reading."""
+    """timeout: seconds that a rank waits for another one, which may still be reading."""
     talk = Conversation(datetime.timedelta(seconds=timeout))
     try:
         yield talk
@@ -45,16 +45,16 @@ def end_group(group=None):
 
 
 class Silent(CheckpointError):
-    """A rank does not answer."""
+    """Raised when a rank does not answer."""
 
 
 class Damaged(CheckpointError):
-    """A checkpoint is not whole; another one may be."""
+    """Raised when a checkpoint is not whole; another one may be."""
 
 
 @contextlib.contextmanager
 def damage():
-    """What goes wrong here is the checkpoint's fault, but for what the system says."""
+    """Errors in this block mean that the checkpoint is damaged, except for errors of the system."""
     try:
         yield
     except (Silent, OSError, MemoryError):
@@ -65,7 +65,7 @@ def damage():
 
 @contextlib.contextmanager
 def answers():
-    """What gloo says of a rank that does not answer, in one line."""
+    """gloo's message about a rank that does not answer, in one line."""
     try:
         yield
     except RuntimeError as error:
@@ -81,13 +81,13 @@ class Conversation:
     def __call__(self, value):
         """[the value of every rank]"""
         values = [None] * dist.get_world_size()
-        dist.monitored_barrier(self.group, self.wait)  # it knows which rank does not come
+        dist.monitored_barrier(self.group, self.wait)  # it reports which rank is missing
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     @answers()
     def on_rank_0(self, work):
-        """What the work of rank 0 gives, on all ranks."""
+        """Run work() on rank 0; return its result on all ranks."""
         with together(self):
             values = [work() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(values, 0, group=self.group, device=torch.device("cpu"))
@@ -95,21 +95,22 @@ class Conversation:
 
     @answers()
     def broadcast(self, tensor):
-        """From rank 0 into that of the others. The tensor is on the CPU, and of any dtype."""
+        """Copy rank 0's tensor into that of the others. It is on the CPU, and of any dtype."""
         if tensor.numel():
             dist.broadcast(tensor.view(torch.uint8), 0, group=self.group)
 
 
 class Reader(torch_file.Reader):
-    """Every rank reads bytes of its own, once; all together compare them with the checksums of the files."""
+    """Every rank reads its own bytes, once; together the ranks compare them with the checksums of the files."""
 
     def fill(self, tensor, slices, start=0):
-        """Read elements from `start` on, as many as the flat tensor on the CPU has, into its memory. Returns it."""
+        """Fill the flat CPU tensor with elements from `start` on. Returns the tensor."""
         self.read_slices(memoryview(tensor.view(torch.uint8).numpy()), slices, start)
         return tensor
 
     def fill_flat(self, flat, key, dtype, parts, parameters):
-        """A state, as flat as the masters are; of the masters themselves, where they are if that is on the CPU."""
+        """Read a state into a flat tensor like the masters' (the fp32 weights); into the masters themselves if they are
+        on the CPU."""
         dtype = getattr(torch, dtype)
         state = flat.detach().to("cpu", dtype) if key == "fp32" else torch.zeros(flat.numel(), dtype=dtype)
         for name, start, at, numel in parts:
@@ -118,7 +119,8 @@ class Reader(torch_file.Reader):
         return state
 
     def whole(self, tensor, talk, own=False):
-        """A tensor in its shape and strides, that rank 0 reads and sends to all. own: every rank reads its own."""
+        """Returns a tensor in its shape and strides. Rank 0 reads it and sends it to all; with own, every rank reads
+        its own."""
         data = torch.empty(tensor.storage.numel, dtype=getattr(torch, tensor.dtype))
         with together(talk):
             if own or dist.get_rank() == 0:
@@ -128,7 +130,7 @@ class Reader(torch_file.Reader):
         return data.as_strided(tensor.size, tensor.stride, tensor.offset)
 
     def check_together(self, talk):
-        """Raise CheckpointError, on all ranks, where the ranks together have read what no checksum confirms."""
+        """Raise CheckpointError, on all ranks, if what the ranks have read does not match the checksums."""
         spans = merged(talk(self.spans))
         with together(talk), damage():
             check_all(spans, self.opened, dist.get_rank(), dist.get_world_size())
@@ -140,8 +142,8 @@ def masters_of(parameter):
 
 
 def check_weights(found, doubts):
-    """The model states (at ZeRO-1 and 2 they hold the weights) and the shards are of one step. Read only where nobody
-    counts steps, as with SGD, or there are doubts."""
+    """Check that the model states (at ZeRO-1 and 2 they hold the weights) and the shards are of one step. Reads them
+    only if nothing counts steps, as with SGD, or if there are doubts."""
     counts = any("step" in known for known in (*found.param_groups, *(p.scalars for p in found.parameters.values())))
     module = {} if counts and not doubts else load(found.first)["module"] or {}
     for name, parameter in found.parameters.items():
@@ -155,16 +157,18 @@ def check_weights(found, doubts):
 
 
 def check_same_folder(folder, talk):
-    """Every machine must see the same checkpoint: where no folder is shared, each has the shards of its own ranks."""
+    """Check that every machine sees the same checkpoint: without a shared folder, each has only its own ranks'
+    shards."""
     with together(talk):
         here = {entry.name: entry.stat().st_size for entry in os.scandir(folder)} if folder.is_dir() else None
     seen = talk((socket.gethostname(), here))
     for host, entries in seen:
         if entries != seen[0][1]:
-            where = f"{seen[0][0]} and {host}"
-            raise CheckpointError(f"{folder} is not the same on {where}: it must be shared, or mirror.gather() before")
+            raise CheckpointError(
+                f"{folder} is not the same on {seen[0][0]} and {host}: it must be shared, or mirror.gather() before"
+            )
 
 
 def say(message):
     if dist.get_rank() == 0:
-        print(f"universal: {message}".encode(errors="backslashreplace").decode(), flush=True)  # a path may be no UTF-8
+        print(f"universal: {message}".encode(errors="backslashreplace").decode(), flush=True)  # a path may not be UTF-8

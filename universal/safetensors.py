@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""The weights of a DeepSpeed checkpoint, as one safetensors file that transformers and others read.
+"""Write the weights of a DeepSpeed checkpoint as one safetensors file, which transformers and others read.
 
     python -m universal.safetensors checkpoints/global_step100 model.safetensors
 
-The input is a ZeRO checkpoint, or the folder above it, or a universal checkpoint. The file holds all parameters, frozen
-ones too, and persistent buffers; tied weights once. Beside a config.json, from_pretrained()
-reads it. It needs nothing but Python 3.10. Installed, its command is ds_to_safetensors.
+The input is a ZeRO checkpoint, its parent folder, or a universal checkpoint. The file holds all parameters, frozen ones
+too, and persistent buffers; tied weights once. Next to a config.json, from_pretrained() reads it. This needs nothing
+but Python 3.10. If the package is installed, the command is ds_to_safetensors.
 
-A safetensors file is a length in 8 bytes, a header in JSON that names dtype, shape and place of every tensor, and the
-tensors one after the other.
+A safetensors file consists of a length in 8 bytes, a JSON header that gives the dtype, shape and place of every tensor,
+and the tensors one after the other.
 """
 
 import argparse
@@ -30,7 +30,7 @@ FORMATS |= {"bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3", "f
 
 
 def weights(folder, workers, strict):
-    """{name: (shape, what its bytes are made of)} of the parameters, fp32, and of what else the module keeps."""
+    """{name: (shape, the source of its bytes)} for the parameters, in fp32, and for what else the module keeps."""
     description = describe(folder, workers)
     count = len(description.models)
     if count > 1 or description.models[0]["module"] is None:
@@ -54,7 +54,7 @@ def weights(folder, workers, strict):
 
 
 def header_of(found):
-    """(header, names in the order of the file): wide elements come first, so that all are aligned."""
+    """(header, names in the order of the file). Wide elements come first, so that all are aligned."""
     order = sorted(found, key=lambda name: -width(found[name][1].dtype))
     places = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -70,7 +70,7 @@ def header_of(found):
 
 def export(input_folder, path, workers=4, *, strict=True, progress=False):
     """Write the weights of a checkpoint to a safetensors file. strict=False leaves out what such a file cannot hold.
-    Raises CheckpointError, OSError; nothing has then appeared under that name. Returns {"source", "output",
+    Raises CheckpointError or OSError; no file of that name has then appeared. Returns {"source", "output",
     "parameters", "bytes", "seconds"}."""
     began = time.perf_counter()
     output = Path(os.path.realpath(path))
@@ -92,7 +92,7 @@ def export(input_folder, path, workers=4, *, strict=True, progress=False):
         sync(folder)
         (folder / output.name).rename(output)
         sync(output.parent)
-    done = {"source": source, "output": output, "parameters": len(found), "bytes": nbytes}
+    done = {"source": source, "output": path, "parameters": len(found), "bytes": nbytes}
     return done | {"seconds": time.perf_counter() - began}
 
 

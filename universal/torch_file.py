@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The .pt files of torch.save(), read and written without torch, and without running what is in them.
+"""Read and write the .pt files of torch.save() without torch, and without running code in them.
 
-Such a file is a zip archive of one pickle and one stored record per tensor. load() gives the content with every tensor
-as a place in the file, write_pt() makes a file of places in others, Reader reads each byte once and remembers its
-CRC-32, and check() compares that with the archive's. ds_to_universal.py stands on this file; it knows nothing of
-DeepSpeed, and needs nothing but Python 3.10.
+Such a file is a zip archive of one pickle and one stored record per tensor. load() returns the content, with every
+tensor as a place in the file; write_pt() makes a file from places in others; Reader reads each byte once and remembers
+its CRC-32, and check() compares that with the archive's. This file knows nothing of DeepSpeed, and needs nothing but
+Python 3.10.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 
 class CheckpointError(Exception):
-    """What is wrong with the checkpoint or the folders, in one line."""
+    """Says in one line what is wrong with the checkpoint or the folders."""
 
     def __init__(self, message):
         super().__init__(" ".join(str(message).splitlines()))
@@ -39,14 +39,15 @@ class CheckpointError(Exception):
 
 @contextlib.contextmanager
 def about(path, problem="does not hold what a ZeRO checkpoint does"):
-    """What is wrong with a file is said in one line with its name; what is wrong with the system is no damage."""
+    """Turn what is wrong with a file into one line with its name. Errors of the system are not damage, and pass
+    through."""
     try:
         yield
     except CheckpointError as error:
         said = (os.path.dirname(path) or str(path)) in str(error)
         raise CheckpointError(error if said else f"{path}: {error}") from None
     except OSError as error:
-        if error.errno == errno.EINVAL:  # a damaged directory names a place that no file has
+        if error.errno == errno.EINVAL:  # a damaged directory gives an impossible place in the file
             raise CheckpointError(f"{path} {problem}: {error}") from error
         raise OSError(error.errno, error.strerror, str(error.filename or path)) from error
     except MemoryError:
@@ -56,7 +57,7 @@ def about(path, problem="does not hold what a ZeRO checkpoint does"):
 
 
 # -----------------------------------------------------------------------------
-# 1. what stands in a pickle
+# 1. what is in a pickle
 
 STORAGES = "Double:float64 Float:float32 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 Short:int16 Char:int8"
 STORAGES += " Byte:uint8 Bool:bool ComplexDouble:complex128 ComplexFloat:complex64 QInt8:qint8 QUInt8:quint8"
@@ -86,7 +87,7 @@ class Record(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """storage: a Record; or bytes, or what has chunks() and is to be put together. dtype: "float32", "uint16"."""
+    """storage: a Record, bytes, or an object with chunks() that yields them. dtype: "float32", "uint16"."""
 
     storage: object
     offset: int
@@ -103,7 +104,7 @@ class Size(tuple):
 
 
 def typed_tensor(storage, offset, size, stride, requires_grad, hooks, metadata=None):
-    """torch._utils._rebuild_tensor_v2; None for what is more than its elements, a conjugated view for one."""
+    """torch._utils._rebuild_tensor_v2; None for what is more than its elements, such as a conjugated view."""
     if not hooks and not metadata:
         return Tensor(storage, offset, size, stride, requires_grad, DTYPES[storage.kind])
 
@@ -123,7 +124,8 @@ BUILT = {
 
 
 class Named(type):
-    """A class of which we know the name only. Every file has its own: no pickle reaches what another one has read."""
+    """A class of which we know only the name. Every file makes its own, so that no pickle reaches what another one has
+    read."""
 
 
 class Stub(metaclass=Named):
@@ -135,7 +137,7 @@ class Stub(metaclass=Named):
         return stub(cls, args) if built is None else built
 
     def __init__(self, *args):
-        self.called = True  # the pickle called the class; it did not only make an instance of it
+        self.called = True  # the pickle called the class, instead of only making an instance of it
 
     def __setstate__(self, state):
         self.state = state
@@ -164,12 +166,12 @@ def stub(cls, args, called=False, state=None, items=(), entries=()):
     return made
 
 
-# Python's own pickle, too, takes a description from one process to another.
+# So that Python's own pickle can take a description from one process to another.
 copyreg.pickle(Named, lambda cls: (named, (cls.__module__, cls.__qualname__)))
 
 
 def tensor_of(value):
-    """The Tensor, also of a parameter and of a tensor with attributes; None for what is no tensor."""
+    """The Tensor, also for a parameter or a tensor with attributes; None for what is not a tensor."""
     if not isinstance(value, Stub) or not value.args:
         return value if isinstance(value, Tensor) else None
     name = type(value).__qualname__
@@ -181,7 +183,7 @@ def tensor_of(value):
 
 
 def begin_of(tensor, needed):
-    """(record, byte in it) where a tensor without gaps begins, of which `needed` elements are there."""
+    """(record, byte in it) where a tensor without gaps begins; checks that it has the `needed` elements."""
     record = tensor.storage
     size = width(tensor.dtype)
     follow = 1
@@ -196,7 +198,7 @@ def begin_of(tensor, needed):
 
 
 def compact(tensor):
-    """The tensor with the part of its storage that it spans: what stands behind a view does not follow it."""
+    """The tensor with only the part of its storage that it spans, not the whole storage behind a view."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.size, tensor.stride, strict=True))
     numel = last + 1 if all(tensor.size) else 0
     flat = tensor._replace(size=(numel,), stride=(1,))
@@ -214,7 +216,7 @@ def whole(dtype, storage, shape):
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads a pickle, and calls nothing that is not in this file."""
+    """Reads a pickle, and calls only what is in this file."""
 
     def __init__(self, data, records):
         super().__init__(io.BytesIO(data))
@@ -229,7 +231,8 @@ class Unpickler(pickle.Unpickler):
         return self.found[module, name]
 
     def attribute(self, cls, parent, name):
-        """How a pickle names a class inside another one, and Python 3.11.0 to 3.11.3 the member of an enum."""
+        """How a pickle names a class inside another class, and how Python 3.11.0 to 3.11.3 names a member of an
+        enum."""
         if isinstance(parent, Named):
             return self.find_class(parent.__module__, f"{parent.__qualname__}.{name}")
         return Stub.__new__(cls, parent, name)
@@ -245,7 +248,7 @@ class Unpickler(pickle.Unpickler):
 
 @functools.lru_cache(2)  # shards are alike
 def check_memo(data):
-    """A pickle may number what it remembers as it likes, and Python makes room up to the largest number."""
+    """Refuse large memo numbers: a pickle may choose any, and Python would make room up to the largest."""
     for code, number, _ in pickletools.genops(data):
         if code.name in ("PUT", "LONG_BINPUT") and number > len(data):
             raise ValueError(f"a pickle of {len(data)} bytes that wants to remember {number} objects")
@@ -259,7 +262,7 @@ def open_file(path):
 
 
 def load(path):
-    """The content of a .pt file: tensors are Tensor, other objects Stub. Raises CheckpointError, naming the file."""
+    """The content of a .pt file: tensors become Tensor, other objects Stub. Raises CheckpointError, naming the file."""
     path = Path(path)
     records = {}
     with about(path, "is damaged"), open_file(path) as file, zipfile.ZipFile(file) as archive:
@@ -275,7 +278,7 @@ def load(path):
             records[name] = Record(str(path), begin, info.file_size, info.CRC)
         if "byteorder" in records and archive.read(f"{prefix}/byteorder") != b"little":
             raise CheckpointError("it was written on a big-endian machine")
-        data = archive.read(f"{prefix}/data.pkl")  # compared with its checksum
+        data = archive.read(f"{prefix}/data.pkl")  # zipfile compares it with its checksum
         check_memo(data)
         return Unpickler(data, records).load()
 
@@ -287,8 +290,8 @@ own_name = functools.cache(named)
 
 
 class Pickler:
-    """Writes a pickle of protocol 2, as torch.save does. It looks nothing up: the names in it are those that were read.
-    No call within a call, so that nothing is nested too deeply; `storages` collects what tensors refer to."""
+    """Writes a pickle of protocol 2, as torch.save does. It imports nothing: its names are those that were read. It
+    does not recurse, so no nesting is too deep; `storages` collects what tensors refer to."""
 
     def __init__(self):
         self.data = bytearray(b"\x80\2")
@@ -311,7 +314,7 @@ class Pickler:
         self.data += b"r" + struct.pack("<I", self.memo[key])
 
     def write(self, value):
-        """Append a value; what is inside it is yielded, and written before this goes on."""
+        """Append a value; yields what is inside it, which is written before this continues."""
         kind = type(value)
         key = value if kind is str else id(value)
         if key in self.memo:
@@ -331,7 +334,7 @@ class Pickler:
         elif kind is tuple:
             self.data += b"("
             yield from value
-            if key in self.memo:  # it holds itself, by a list say, which has written it
+            if key in self.memo:  # it contains itself, through a list say, and is already written
                 self.data += b"1j" + struct.pack("<I", self.memo[key])
             else:
                 self.data += b"t"
@@ -339,7 +342,7 @@ class Pickler:
         elif kind in (Record, Storage):
             yield from self.write_storage(value)
         elif stands_for := self.stub_of(value):
-            self.made.append(stands_for)  # or another one may get its id
+            self.made.append(stands_for)  # otherwise another object may get its id
             yield from self.write_stub(stands_for, key)
         else:
             raise CheckpointError(f"{value!r} cannot be written: torch.save does not write {kind.__name__} like that")
@@ -397,7 +400,7 @@ class Pickler:
 
     def write_storage(self, storage):
         content, kind = storage if isinstance(storage, Storage) else (storage, storage.kind)
-        key = id(content) if isinstance(content, bytes) else content  # two views of one storage stay that
+        key = id(content) if isinstance(content, bytes) else content  # two views of one storage still share it
         number, _ = self.storages.setdefault(key, (len(self.storages), content))
         self.data += b"("
         yield "storage"
@@ -409,31 +412,31 @@ class Pickler:
 
 
 class Storage(NamedTuple):
-    """Bytes that are to be put together, and the kind of storage that they make."""
+    """The source of a storage's bytes, and the kind of storage."""
 
     content: object
     kind: str
 
 
 def pickled(content):
-    """(pickle, [what the tensors' bytes are made of]): what write_pt() makes a file of."""
+    """(pickle, [sources of the tensors' bytes]), for write_pt()."""
     pickler = Pickler()
     data = pickler.dump(content)
     return data, [storage for _, storage in pickler.storages.values()]
 
 
 def write_pt(path, data, storages, reader):
-    """Write a .pt file around a pickle. Its storages are bytes, or have chunks(reader). Raises OSError and, where a
-    source cannot be read, CheckpointError."""
+    """Write a .pt file around a pickle. Its storages are bytes, or have chunks(reader). Raises OSError and, if a source
+    cannot be read, CheckpointError."""
     with about(path), open(path, "xb", buffering=SHORT) as file:
         write_archive(file, path.stem, data, storages, reader)
 
 
 def write_archive(file, stem, data, storages, reader):
-    """The same into a file that is open, on a disk or in memory."""
+    """The same, into an open file, on a disk or in memory."""
     contents = {"data.pkl": data, "byteorder": b"little", "version": b"3\n"}
     contents |= {f"data/{key}": storage for key, storage in enumerate(storages)}
-    with zipfile.ZipFile(file, "w") as archive:  # writes the directory; archive.open() would sum all bytes again
+    with zipfile.ZipFile(file, "w") as archive:  # writes the directory; archive.open() would checksum all bytes again
         for name, content in contents.items():
             info = zipfile.ZipInfo(f"{stem}/{name}")
             info.CRC = 0
@@ -453,7 +456,7 @@ def write_archive(file, stem, data, storages, reader):
 
 
 def packed(content):
-    """The bytes of a .pt file with this content, whose tensors are read and checked."""
+    """The bytes of a .pt file with this content; its tensors are read and checked."""
     file = io.BytesIO()
     reader = Reader()
     write_archive(file, "packed", *pickled(content), reader)
@@ -465,18 +468,19 @@ def packed(content):
 # 4. bytes, read once
 
 CHUNK = 1 << 20
-SHORT = 1 << 14  # bytes below which it is quicker to sum on than to join sums
+SHORT = 1 << 14  # bytes; below this it is faster to continue a CRC than to join two
 
 
 def keep_open():
-    """opened(path): an open file. As many stay open as half of what the system lets this process open."""
+    """Returns opened(path), which returns an open file. Keeps open up to half as many as the system allows this
+    process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return functools.lru_cache(max(4, min(soft // 2, 1 << 14)))(open_file)
 
 
 def fill(opened, buffer, record, start):
     """Read as many bytes of a record as the buffer has."""
-    file = opened(record.path)  # held while it is read: the cache may let go of it in another thread
+    file = opened(record.path)  # hold it while reading: in another thread, the cache may drop it
     done = 0
     while done < len(buffer):
         try:
@@ -489,7 +493,7 @@ def fill(opened, buffer, record, start):
 
 
 class Reader:
-    """Reads records, and remembers what of them: spans is {record: [start, end, CRC-32, start, ...]}."""
+    """Reads records, and remembers what it has read: spans is {record: [start, end, CRC-32, start, ...]}."""
 
     def __init__(self, opened=None):
         self.opened = opened or keep_open()
@@ -517,7 +521,7 @@ class Reader:
         return crc
 
     def check(self):
-        """What was read is what was saved."""
+        """Check that what was read is what was saved."""
         check_all(self.spans, self.opened)
 
 
@@ -549,7 +553,7 @@ class Slices(NamedTuple):
             within = 0
 
     def chunks(self, reader):
-        """(bytes, their CRC-32), a chunk at a time: use it before the next one is asked for."""
+        """Yields (bytes, their CRC-32), one chunk at a time: use a chunk before you ask for the next."""
         rows = CHUNK // width(self.dtype)
         buffer = memoryview(bytearray(min(CHUNK, nbytes_of(self))))
         for start in range(0, self.numel, rows):
@@ -558,7 +562,7 @@ class Slices(NamedTuple):
 
     @classmethod
     def of(cls, tensor):
-        """All of a tensor that came from one record, and has no gaps."""
+        """The Slices of a whole tensor that is in one record, without gaps."""
         numel = math.prod(tensor.size)
         record, begin = begin_of(tensor, numel)
         return cls(tensor.dtype, (record,), (begin,), 0, numel, 0, numel)
@@ -570,12 +574,12 @@ def nbytes_of(content):
     return len(content) if isinstance(content, bytes) else content.numel * width(content.dtype)
 
 
-ROWS = 1 << 16  # elements that are read at a time where several ranks hold parts, or copies
+ROWS = 1 << 16  # elements read at a time if several ranks hold parts or copies
 
 
 class Joined(NamedTuple):
-    """A state of a parameter whose tensor-parallel ranks hold parts. blocks: (rank, shape, strides and first element in
-    its part, strides and first element in the whole); None where the whole is the mean of the parts."""
+    """A state of a parameter of which tensor-parallel ranks hold parts. blocks: (rank, shape, strides and first element
+    in its part, strides and first element in the whole); None if the whole is the mean of the parts."""
 
     name: str
     parts: tuple  # Slices
@@ -587,7 +591,7 @@ class Joined(NamedTuple):
         return self.parts[0].dtype
 
     def chunks(self, reader):
-        """(bytes of the whole, their CRC-32), in order."""
+        """Yields (bytes of the whole, their CRC-32), in order."""
         left = self.numel * width(self.dtype)
         for chunk in self.mean(reader) if self.blocks is None else self.in_order(reader):
             chunk = chunk[:left]  # a vocabulary may be padded
@@ -602,7 +606,7 @@ class Joined(NamedTuple):
         return data
 
     def mean(self, reader):
-        """In the order and the precision of PyTorch's."""
+        """The mean, in the same order and precision as PyTorch's."""
         code = {"float32": "f", "float64": "d"}[self.dtype]
         count = len(self.parts)
         for start in range(0, self.numel, ROWS):
@@ -632,8 +636,8 @@ class Joined(NamedTuple):
 
 
 def runs(blocks):
-    """(place in the whole, rank, place in its part, elements) of what follows each other in both, in the order of the
-    whole."""
+    """Yields (place in the whole, rank, place in its part, elements) for runs of elements that are contiguous in both,
+    in the order of the whole."""
 
     def of(rank, shape, stride, here, full_stride, there):
         dims = list(zip(shape, stride, full_stride, strict=True))
@@ -650,7 +654,7 @@ def runs(blocks):
 
 
 def cut_along(dim, size, widths):
-    """The blocks of a tensor that is one, or several side by side along dim, and each is cut by itself:
+    """The blocks of a tensor that consists of one or more sub-tensors along dim, each cut by itself:
     widths[sub][rank]."""
     blocks = []
     strides = whole("", b"", size).stride
@@ -668,7 +672,7 @@ def cut_along(dim, size, widths):
 
 
 def crc_multiply(a, b):
-    """Two polynomials modulo that of CRC-32, bits reversed."""
+    """The product of two polynomials modulo CRC-32's, with reversed bits."""
     product = 0
     while a:
         if a & 0x80000000:
@@ -680,7 +684,7 @@ def crc_multiply(a, b):
 
 @functools.lru_cache(4096)
 def crc_power(nbytes):
-    """x^(8 nbytes): what nbytes more make of a CRC-32 is its product with this."""
+    """x^(8 nbytes): multiply a CRC-32 by this to append nbytes zero bytes."""
     power = 0x80000000
     factor = 0x00800000
     while nbytes:
@@ -692,12 +696,13 @@ def crc_power(nbytes):
 
 
 def crc_join(first, second, nbytes):
-    """CRC-32 of A + B from those of A and of B, B being nbytes long: every byte is summed once for two files."""
+    """The CRC-32 of A + B from those of A and of B, which has nbytes: so each byte is summed once, though two files
+    need it."""
     return crc_multiply(first, crc_power(nbytes)) ^ second
 
 
 def sum_on(crc, data, own):
-    """CRC-32 of what has `crc` and, behind it, the data, whose CRC-32 is `own`."""
+    """The CRC-32 of something with CRC-32 `crc`, followed by data with CRC-32 `own`."""
     return zlib.crc32(data, crc) if len(data) < SHORT else crc_join(crc, own, len(data))
 
 
@@ -711,13 +716,13 @@ def checksum(opened, record, start, end, crc=0):
 
 
 def check(record, spans, opened):
-    """The record is what its archive's CRC-32 says. spans: what readers, in whichever process, have read of it, start,
-    end and CRC-32 one after the other. What nobody read, padding, is read here. Raises CheckpointError."""
+    """Check a record against its archive's CRC-32. spans: what readers in any process have read of it, as start, end
+    and CRC-32 in turn. What nobody has read (padding) is read here. Raises CheckpointError."""
     at = 0
     crc = 0
     spans = sorted(set(zip(*[iter(spans)] * 3, strict=True)))
     for start, end, own in [*spans, (record.nbytes, record.nbytes, 0)]:
-        if start < at:  # views that share elements: their sums do not add up to the record's
+        if start < at:  # views that share elements: their CRCs do not join to the record's
             if any(checksum(opened, record, *span) != again for *span, again in spans):
                 raise CheckpointError(f"{record.path} is damaged, or was read wrong: a tensor is not the same twice")
             crc = checksum(opened, record, 0, record.nbytes)
@@ -735,7 +740,7 @@ def check_all(spans, opened, rank=0, ranks=1):
 
 
 def verify(path):
-    """Read a file: every record has the checksum that was saved with it."""
+    """Read a file, and check that every record has the checksum saved with it."""
     with about(path, "is damaged"), zipfile.ZipFile(path) as archive:
         if record := archive.testzip():
             raise CheckpointError(f"{path} is damaged: {record} does not match its checksum")
@@ -746,12 +751,12 @@ CODES |= {"uint8": "B", "bool": "?"}
 
 
 def number(value):
-    """The number in a tensor of one element that scalar() has read; any other value as it is."""
+    """The number in a one-element tensor that scalar() has read; any other value unchanged."""
     return struct.unpack(f"<{CODES[value.dtype]}", value.storage)[0] if isinstance(value, Tensor) else value
 
 
 def scalar(value, opened):
-    """A tensor of one element with its bytes, read and checked; any other value as it is."""
+    """A one-element tensor with its bytes, read and checked; any other value unchanged."""
     tensor = tensor_of(value)
     if tensor is None or math.prod(tensor.size) != 1:
         return value

@@ -5,11 +5,13 @@
 Installs both below .venv-clients-cli/, beside the torch and the DeepSpeed of this Python, makes a Llama of two layers,
 its tokenizer and 288 rows, and starts their commands with `start` on PYTHONPATH: 20 steps on 4 ranks; then the
 checkpoint of step 10 continues with the same command on other ranks. A number is the largest difference of the losses
-of steps 11 to 20 from those of the run that went through. What stands in --work is not run again. Ends with an error
-where a number is no rounding, or where what was left out on purpose is not seen.
+of steps 11 to 20 from those of the run that went through. Ends with an error where a number is no rounding, or where
+what was left out on purpose is not seen.
 """
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import random
@@ -25,8 +27,8 @@ ROOT = FOLDER.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from demos import versions  # noqa: E402
-from demos.machines import Node  # noqa: E402
-from harness.processes import free_port  # noqa: E402
+from harness.machines import RENDEZVOUS, Node  # noqa: E402
+from harness.ranks import free_port  # noqa: E402
 
 HERE, BIN = ROOT / ".venv-clients-cli", Path(sys.executable).parent
 STEPS, SAVED, BATCH, MICRO, LIMIT, ROWS = 20, 10, 24, 2, 400, 288
@@ -38,8 +40,6 @@ KINDS += [(LF, "full", 3, OLD), (SWIFT, "full", 3, OLD)]
 ROUNDING, SEEN, RANKS = 1e-5, 1e-3, (2, 3, 6)
 
 
-# -----------------------------------------------------------------------------
-# 1. the commands, a model, and what both need
 def install(client):
     """(folder of its commands, folder to put on PYTHONPATH). Torch and DeepSpeed are those of this Python."""
     folder, unfinished = HERE / client, HERE / f"{client}.unfinished"
@@ -59,22 +59,15 @@ def make_model(folder):
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
     set_seed(1)
-
     letters = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
-    )  # fmt: skip
-    tokenizer.save_pretrained(folder / "model")
-
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        bos_token_id=0, eos_token_id=1, pad_token_id=1,
-    )  # fmt: skip
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=320, bos_token_id=0, eos_token_id=1, pad_token_id=1, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder / "model")
-
     rows = []
     for _ in range(ROWS):
         a, b = random.randrange(1000), random.randrange(1000)
@@ -84,102 +77,73 @@ def make_model(folder):
 
 
 def prepare(work):
-    if (work / "ready").exists():
-        return
+    """A folder with what the commands read."""
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     environment = os.environ | {"PYTHONPATH": str(install(LF)[1]), "DS_ACCELERATOR": "cpu"}
     making = [sys.executable, __file__, "--make_model", "--work", work]
     subprocess.run(making, check=True, timeout=LIMIT, env=environment)
     auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
-    for stage in (2, 3):
-        for batch in ("auto", BATCH):
-            config = auto | {"train_batch_size": batch, "zero_optimization": {"stage": stage}}
-            config["zero_allow_untested_optimizer"] = True
-            (work / f"zero{stage}_{batch}.json").write_text(json.dumps(config))
-    (work / "ready").touch()
+    for stage, batch in itertools.product((2, 3), ("auto", BATCH)):
+        config = auto | {"train_batch_size": batch, "zero_optimization": {"stage": stage}}
+        config["zero_allow_untested_optimizer"] = True
+        (work / f"zero{stage}_{batch}.json").write_text(json.dumps(config))
 
 
-# -----------------------------------------------------------------------------
-# 2. one run
-def start(work, name, kind, ranks, ours=True, batch="auto", steps=None, **machine):
-    """(node, lines) of the client's command. steps: accumulation steps, those that keep the batch if not given."""
+def start(work, name, kind, ranks, lines, ours=True, batch="auto", steps=None, **machine):
+    """The node of the client's command. steps: accumulation steps, those that keep the batch if not given."""
     client, trains, stage, deepspeed = kind
     commands, packages = install(client)
-    path = [ROOT / "universal" / "start"] if ours else []
-    path.append(FOLDER / "on_cpu")
-    if deepspeed != NEW:
-        path.append(versions.install(deepspeed))
+    path = [ROOT / "universal" / "start"] * ours + [FOLDER / "on_cpu"]
+    path += [] if deepspeed == NEW else [versions.install(deepspeed)]
     environment = {
         "PYTHONPATH": ":".join(map(str, [*path, packages])), "PATH": f"{commands}:{BIN}:{os.environ['PATH']}",
         "NPROC_PER_NODE": ranks, "MASTER_PORT": free_port(), "FORCE_TORCHRUN": 1, "DS_ACCELERATOR": "cpu",
         "HF_HUB_OFFLINE": 1, "HF_HOME": work / "home", "MODELSCOPE_CACHE": work / "home",
     }  # fmt: skip
-    environment |= machine
     flags = {
         "output_dir": work / name, "deepspeed": work / f"zero{stage}_{batch}.json", TUNER[client]: trains.lower(),
         "gradient_accumulation_steps": steps or BATCH // MICRO // ranks,
     }  # fmt: skip
     if client == SWIFT and (work / name).exists():  # LLaMA-Factory looks by itself
         flags["resume_from_checkpoint"] = work / name / f"checkpoint-{SAVED}"
-    command = ["env", "-C", str(work), *(f"{key}={value}" for key, value in environment.items())]
     *words, settings = COMMANDS[client]
+    command = ["env", "-C", str(work), *(f"{key}={value}" for key, value in (environment | machine).items())]
     command += [*words, str(ROOT / "examples" / settings)]
-    command += [FLAG[client].format(key, value) for key, value in flags.items()]
-    lines = []
-    return Node(command, lines), lines
+    return Node(command + [FLAG[client].format(key, value) for key, value in flags.items()], lines)
 
 
-def end(node, lines, log):
-    """Wait for it; whatever it has started ends with it."""
+@functools.cache
+def run(work, name, kind, ranks, source=None, lose=False, **options):
+    """({step: loss} of steps 11 to 20 or the error that it stopped with, what the package warned of). source: the run
+    whose checkpoint it goes on from. lose: LLaMA-Factory's elastic mode, two machines one of which dies after
+    step 13."""
+    lines, machines = [], [{}]
+    if source:
+        saved = work / source / f"checkpoint-{SAVED}"
+        assert saved.is_dir(), f"{source} has saved nothing: {saved.parent}.log"
+        shutil.copytree(saved, work / name / saved.name)
+    if lose:
+        machine = {"RDZV_ID": "job", "MIN_NNODES": 1, "MAX_NNODES": 2, "MAX_RESTARTS": 3, "MASTER_PORT": free_port()}
+        machine["PET_LOCAL_ADDR"] = "127.0.0.1"
+        machines = [machine | {"PET_RDZV_CONF": f"{RENDEZVOUS},is_host={host}"} for host in (1, 0)]
+    nodes = [start(work, name, kind, ranks, lines, **machine, **options) for machine in machines]
     try:
-        node.agent.wait(timeout=LIMIT)
-    finally:
-        node.kill()
-        node.reader.join(timeout=10)
-        log.write_text("".join(line for _, line in lines))
-
-
-def run(work, name, kind, ranks, source=None, **options):
-    """({step: loss} of steps 11 to 20 or the error that it stopped with, what universal.py warned of). source: the run
-    whose checkpoint it goes on from."""
-    log = work / f"{name}.log"
-    if not log.exists():
-        shutil.rmtree(work / name, ignore_errors=True)
-        if source:
-            saved = work / source / f"checkpoint-{SAVED}"
-            assert saved.is_dir(), f"{source} has saved nothing: {saved.parent}.log"
-            shutil.copytree(saved, work / name / saved.name)
-        end(*start(work, name, kind, ranks, **options), log)
-    return read(work, name)
-
-
-def lose_a_machine(work, name, kind, **options):
-    """LLaMA-Factory's elastic mode: two machines of 2 ranks, of which one dies after step 13. Else as run()."""
-    log, progress, port = work / f"{name}.log", work / name / "trainer_log.jsonl", free_port()
-    if log.exists():
-        return read(work, name)
-    shutil.rmtree(work / name, ignore_errors=True)
-    conf = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3,is_host="
-    machines = []
-    for host in (1, 0):
-        machine = {"RDZV_ID": "job", "MIN_NNODES": 1, "MAX_NNODES": 2, "MAX_RESTARTS": 3, "MASTER_PORT": port}
-        machine |= {"PET_LOCAL_ADDR": "127.0.0.1", "PET_RDZV_CONF": f"{conf}{host}"}
-        machines.append(start(work, name, kind, 2, steps=3, batch=BATCH, **machine, **options))
-    (first, lines), (second, _) = machines
-    deadline = time.time() + LIMIT
-    while time.time() < deadline and first.agent.poll() is None:
-        if progress.exists() and progress.read_text().count("\n") >= SAVED + 3:
-            break
-        time.sleep(0.1)
-    second.kill()
-    end(first, lines, log)
-    return read(work, name)
-
-
-def read(work, name):
-    text, state = (work / f"{name}.log").read_text(), work / name / f"checkpoint-{STEPS}" / "trainer_state.json"
-    warning = re.search(r"universal\.py: (WARNING: .*)", text)
+        deadline, progress = time.time() + LIMIT, work / name / "trainer_log.jsonl"
+        while lose and time.time() < deadline and nodes[0].agent.poll() is None:
+            lose = not progress.exists() or progress.read_text().count("\n") < SAVED + 3
+            time.sleep(0.1)
+        for node in nodes[1:]:
+            node.kill()
+        nodes[0].agent.wait(timeout=LIMIT)
+    finally:  # whatever they have started ends with them
+        for node in nodes:
+            node.kill()
+            node.reader.join(timeout=10)
+        text = "".join(line for _, line in lines)
+        (work / f"{name}.log").write_text(text)
+    warning = re.search(r"universal: (WARNING: .*)", text)
+    state = work / name / f"checkpoint-{STEPS}" / "trainer_state.json"
     if state.exists():
         history = json.loads(state.read_text())["log_history"]
         found = {row["step"]: row["loss"] for row in history if "loss" in row and row["step"] > SAVED}
@@ -189,8 +153,6 @@ def read(work, name):
     return found, warning and warning[1]
 
 
-# -----------------------------------------------------------------------------
-# 3. what is measured, and what of it is wrong
 def gap(found, wanted):
     """The largest difference of all steps; NaN where one of the runs has stopped."""
     if isinstance(found, str) or isinstance(wanted, str):
@@ -229,8 +191,9 @@ def left_out(work, problems):
         yield f'  accumulation left at 3, "train_batch_size": 24 in the json: {kept:.1e}'
         right = ["DP world size of 4" in stop, left >= SEEN, warning, kept <= ROUNDING, not silence]
         if client == LF:
-            stop, _ = lose_a_machine(work, f"{name}-elastic-without", kind, ours=False)
-            lost = gap(lose_a_machine(work, f"{name}-elastic", kind)[0], wanted)
+            elastic = {"steps": 3, "batch": BATCH, "lose": True}
+            stop, _ = run(work, f"{name}-elastic-without", kind, 2, ours=False, **elastic)
+            lost = gap(run(work, f"{name}-elastic", kind, 2, **elastic)[0], wanted)
             yield f"  elastic mode, one of two machines dies: {lost:.1e}"
             yield f"  the same without the folder on PYTHONPATH: {str(stop).split('. Auto')[0]}"
             right += [lost <= ROUNDING, "24 != 2 * 3 * 2" in stop]  # nor would it load, if the batch were right
@@ -238,25 +201,19 @@ def left_out(work, problems):
             problems.append(f"{name}: {right}")
 
 
-def main():
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/clients_cli.txt"))
     parser.add_argument("--work", type=Path, default=Path("runs/clients_cli"), help="models, checkpoints and logs")
     parser.add_argument("--make_model", action="store_true", help="the model and the rows alone, into --work")
     args = parser.parse_args()
     if args.make_model:
-        return make_model(args.work)
+        sys.exit(make_model(args.work))
     work, problems, lines = args.work.resolve(), [], []
     prepare(work)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    for part in (table, left_out):
-        for line in part(work, problems):
-            print(line, flush=True)
-            lines.append(line)
-            args.output.write_text("\n".join(lines) + "\n")  # what is measured is kept
-    if problems:
-        sys.exit("\n".join(problems))
-
-
-if __name__ == "__main__":
-    main()
+    for line in itertools.chain(table(work, problems), left_out(work, problems)):
+        print(line, flush=True)
+        lines.append(line)
+    args.output.write_text("\n".join(lines) + "\n")
+    sys.exit("\n".join(problems) or 0)

@@ -1,19 +1,14 @@
 """Gradient accumulation: five layouts, one curve; each sequence once; and the traps, seen."""
 
 import difflib
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, each_row_once, record_rows
 
-import data
-import model
-from demos import traps
 from harness.ranks import compare, launch, read_log, run
 
 LAYOUTS = {  # run: (script, ranks, micro-batch, accumulation steps)
@@ -23,133 +18,67 @@ LAYOUTS = {  # run: (script, ranks, micro-batch, accumulation steps)
     "grad_accu_4_ds": ("grad_accu_ds.py", 1, 8, 4),
     "grad_accu_2_ds_ws2": ("grad_accu_ds.py", 2, 8, 2),
 }
+STEPS = range(1, 21)
 
 
-def record_rows():
-    """Every sequence that passes through the model, by rank."""
-    forward = model.GPT.forward
-
-    def recorded(self, inputs, targets):
-        with open(f"rows.{os.environ['RANK']}", "a") as file:
-            file.writelines(f"{row}\n" for row in torch.cat([inputs, targets[:, -1:]], dim=1).tolist())
-        return forward(self, inputs, targets)
-
-    model.GPT.forward = recorded
+def train(folder, ranks, script, name, micro):
+    arguments = ("--steps", len(STEPS), "--train_batch_size", 32, "--train_micro_batch_size_per_gpu", micro)
+    return run(folder, ranks, script, *arguments, "--run_name", name, patch=record_rows(name))
 
 
-def rows_by_step(folder, ranks, steps):
-    """[sorted rows of step 1, of step 2, ...] over all ranks; None where they do not divide into steps."""
-    files = [Path(folder, f"rows.{rank}") for rank in range(ranks)]
-    seen = [file.read_text().splitlines() for file in files]
-    for file in files:
-        file.unlink()
-    share = len(seen[0]) // steps
-    return [sorted(row for rows in seen for row in rows[s * share : (s + 1) * share]) for s in range(steps)]
+@pytest.fixture(scope="module")
+def trained(work):
+    """What the five print."""
+    return {name: train(work, ranks, script, name, micro) for name, (script, ranks, micro, _) in LAYOUTS.items()}
 
 
-def wanted_rows(steps):
-    train, _, _ = data.load_data()
-    wanted = []
-    for step in range(1, steps + 1):
-        inputs, targets = data.global_batch(train, 1337, step, 32, 32)
-        wanted.append(sorted(str(row) for row in torch.cat([inputs, targets[:, -1:]], dim=1).tolist()))
-        assert len(set(wanted[-1])) > 28  # hardly any two are the same, so counting them means something
-    return wanted
-
-
-@pytest.mark.parametrize("edits", [{}, traps.TOKENS], ids=["equal", "ragged"])
-def test_five_layouts_one_curve(tmp_path, edits):
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_five_layouts_one_curve(work, trained, name):
     """PyTorch and DeepSpeed, one batch of 32 or 4 micro-batches or 2 on 2 ranks: 1e-5 over 20 steps, and each of the 32
-    sequences of a step passes through the model once. The same curve for sequences of unequal length, each micro-batch
-    weighted by its tokens."""
-    for name, (script, ranks, micro, accumulation) in LAYOUTS.items():
-        (tmp_path / script).write_text(traps.edited(script, edits.get(script, [])))
-        arguments = ("--steps", 20, "--run_name", name, "--train_micro_batch_size_per_gpu", micro)
-        patch = None if edits else record_rows
-        out = run(tmp_path, ranks, tmp_path / script, *arguments, "--train_batch_size", 32, patch=patch)
-        assert f"32 = {micro} per rank x {accumulation} accumulation steps x {ranks} ranks" in out
-        for column in ("loss", "grad_norm"):
-            gaps = compare(tmp_path, "no_grad_accu_pt", name, column)
-            assert len(gaps) == 20 and max(gaps.values()) <= 1e-5, (name, column, max(gaps.values()))
-        assert edits or rows_by_step(tmp_path, ranks, 20) == wanted_rows(20)
-    losses = list(read_log(tmp_path, "no_grad_accu_pt")["loss"].values())
+    sequences of a step passes through the model once."""
+    _, ranks, micro, accumulation = LAYOUTS[name]
+    assert f"32 = {micro} per rank x {accumulation} accumulation steps x {ranks} ranks" in trained[name]
+    for column in ("loss", "grad_norm"):
+        gaps = compare(work, "no_grad_accu_pt", name, column)
+        assert len(gaps) == 20 and max(gaps.values()) <= 1e-5
+    assert each_row_once(work, name, ranks, STEPS, 32, 32)
+    losses = list(read_log(work, name)["loss"].values())
     assert losses[0] > 5.5 and losses[-1] < 4.5  # it learns, so the curves had something to disagree about
 
 
-def test_feeding_everything_every_time_matches_and_is_seen(tmp_path):
+def test_feeding_everything_every_time_matches_and_is_seen(work, trained):
     """A loop that feeds the whole batch in every micro-step has the same curve. Only the count of rows tells."""
-    edits = [("rows = slice(m * micro, (m + 1) * micro)", "rows = slice(0, batch)")]
-    (tmp_path / "everything.py").write_text(traps.edited("grad_accu_pt.py", edits))
-    run(tmp_path, 1, "grad_accu_pt.py", "--run_name", "right", "--steps", 20)
-    command = (tmp_path / "everything.py", "--steps", 20, "--run_name", "everything")
-    run(tmp_path, 1, *command, "--train_micro_batch_size_per_gpu", 8, patch=record_rows)
-    assert max(compare(tmp_path, "right", "everything").values()) <= 1e-5
-    assert rows_by_step(tmp_path, 1, 20) != wanted_rows(20)
+    source = (ROOT / "grad_accu_pt.py").read_text()
+    share = "rows = slice(m * micro, (m + 1) * micro)"
+    assert source.count(share) == 1
+    (work / "everything.py").write_text(source.replace(share, "rows = slice(0, batch)"))
+    train(work, 1, work / "everything.py", "everything", 8)
+    assert max(compare(work, "no_grad_accu_pt", "everything").values()) <= 1e-5
+    assert not each_row_once(work, "everything", 1, STEPS, 32, 32)
 
 
-@pytest.mark.parametrize("uneven", [False, True], ids=["equal", "ragged"])
-def test_accumulated_gradient_is_the_full_gradient(uneven):
-    """In float64 the sum of the shares' gradients is the gradient of the whole batch, to 1e-12."""
-    torch.manual_seed(0)
-    gpt = model.GPT(dropout=0.0).double()
-    # the loss is float32 by design; here it must not be
-    gpt_loss = lambda x, y: torch.nn.functional.cross_entropy(logits(gpt, x).flatten(0, 1), y.flatten())  # noqa: E731
-    train, _, _ = data.load_data()
-    inputs, targets = data.global_batch(train, 1337, 1, 32, 32)
-    if uneven:
-        targets = traps.ragged(targets, 1337, 1)
-        assert len(set((targets >= 0).sum(dim=1).tolist())) > 10
-    gpt_loss(inputs, targets).backward()
-    full = [p.grad.clone() for p in gpt.parameters()]
-    for micro in (16, 8, 1):
-        gpt.zero_grad()
-        for m in range(32 // micro):
-            rows = slice(m * micro, (m + 1) * micro)
-            share = traps.share_of_tokens(targets, rows)
-            (gpt_loss(inputs[rows], targets[rows]) * share).backward()
-        largest = max((p.grad - f).abs().max().item() for p, f in zip(gpt.parameters(), full, strict=True))
-        assert largest <= 1e-12
-    assert max(f.abs().max().item() for f in full) > 1e-2
+def rows_of(table):
+    """{trap: (largest difference of the loss, ratio of the gradients' norms)}."""
+    found = re.findall(r"^(\S.*?) +(\d\.\de\S+) +x (\d\.\d+)$", table, re.M)
+    return {trap: (float(gap), float(ratio)) for trap, gap, ratio in found}
 
 
-def logits(gpt, inputs):
-    x = gpt.wte(inputs) + gpt.wpe(torch.arange(inputs.size(1)))
-    for block in gpt.blocks:
-        x = block(x)
-    return gpt.lm_head(gpt.ln_f(x))
-
-
-@pytest.mark.parametrize(
-    "trap, low, high, ratio",
-    [
-        ("no trap", 0, 1e-5, 1),
-        ("not divided, AdamW", 1e-5, 1e-3, 4),  # Adam divides the factor away: nothing to see in the loss ...
-        ("not divided, AdamW, clipping", 1e-2, 1, 4),  # ... until something compares the gradient with a constant
-        ("not divided, SGD", 0.1, 100, 4),
-        ("a step at every micro-batch", 1e-1, 10, 0.25),
-        ("no trap, ragged", 0, 1e-5, 1),
-        ("mean of means, ragged", 1e-3, 1, 1),
-        ("no trap, ragged, DeepSpeed, 2 ranks", 0, 1e-5, 1),
-        ("mean of means, ragged, DeepSpeed, 2 ranks", 1e-3, 1, 1),
-    ],
-)
-def test_trap(tmp_path, monkeypatch, trap, low, high, ratio):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", [])
-    monkeypatch.setattr(traps, "start", lambda ranks, path, arguments: run(tmp_path, ranks, path.resolve(), *arguments))
-    gap, norms = traps.measure(trap, 100 if "AdamW" in trap else 20)  # with AdamW it is not seen before
-    assert low <= gap <= high
-    # A micro-batch's gradient is only about as long as the batch's, on whatever text Python's library has.
-    rel = 0.3 if trap.startswith("a step") else 0.05 if trap.startswith("mean") else 1e-4
-    assert norms == pytest.approx(ratio, rel=rel)
+@pytest.mark.slow
+def test_traps(tmp_path):
+    """As in the table: rounding stays rounding, and what is more than that stays within a factor of 5."""
+    command = [sys.executable, ROOT / "demos" / "traps.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    now, table = rows_of(done.stdout), rows_of((ROOT / "assets" / "traps.txt").read_text())
+    assert now.keys() == table.keys() and len(now) == 9, done.stderr
+    for trap, (gap, ratio) in table.items():
+        assert now[trap][0] <= 1e-5 if gap <= 1e-5 else 0.2 <= now[trap][0] / gap <= 5, trap
+        assert now[trap][1] == pytest.approx(ratio, rel=0.3 if trap.startswith("a step") else 0.05), trap
 
 
 def test_the_pair_is_alike():
     """The two scripts differ where PyTorch and DeepSpeed do: in set-up, in the two lines of a micro-batch that call the
     model or its engine, and in what they do after the last one. All else is the same lines in the same order."""
     pt, ds = ((ROOT / f"grad_accu_{kind}.py").read_text().splitlines() for kind in ("pt", "ds"))
-    code = "\n".join(pt).split('"""', 2)[2].replace("or DeepSpeed's engine does", "").lower()
-    assert "deepspeed" not in code and "distributed" not in code and "engine" not in code
     ours = r"import deepspeed|distributed|dist\.|engine|config|leave|rank, ranks = |local_rank|shm_comm"
     theirs = r"rank, ranks = 0, 1|device|loss = model\(|\(loss / accumulation\)\.backward|clip_grad_norm_|optimizer\."
     for line in difflib.ndiff(pt, ds):
@@ -157,24 +86,20 @@ def test_the_pair_is_alike():
         assert allowed is None or re.search(allowed, line), line
 
 
-def test_grad_accu_pt_is_plain_pytorch(tmp_path):
+def test_grad_accu_pt_is_plain_pytorch():
     """What it imports does not import DeepSpeed."""
-    (tmp_path / "spy.py").write_text(
-        f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['grad_accu_pt.py', '--steps', '1']\n"
-        f"runpy.run_path({str(ROOT / 'grad_accu_pt.py')!r}, run_name='__main__')\n"
-        "sys.exit(any('deepspeed' in name for name in sys.modules))\n"
-    )
-    assert subprocess.run([sys.executable, "spy.py"], cwd=tmp_path, timeout=100).returncode == 0
-    assert (tmp_path / "logs" / "grad_accu_pt.csv").exists()
+    code = "import runpy, sys; sys.argv += ['--help']\ntry: runpy.run_path('grad_accu_pt.py')\n"
+    code += "finally: print([name for name in sys.modules if 'deepspeed' in name])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "--train_batch_size" in done.stdout and done.stdout.endswith("\n[]\n"), done.stderr
 
 
-@pytest.mark.parametrize("script, ranks", [("grad_accu_pt.py", 1), ("grad_accu_ds.py", 2)])
-def test_batch_that_does_not_divide(tmp_path, script, ranks):
+@pytest.mark.parametrize("script, ranks, nearest", [("grad_accu_pt.py", 1, 36), ("grad_accu_ds.py", 2, 48)])
+def test_batch_that_does_not_divide(tmp_path, script, ranks, nearest):
     result = launch(tmp_path, ranks, script, "--train_batch_size", 32, "--train_micro_batch_size_per_gpu", 12)
     assert result.code == 2 and result.out == "" and not (tmp_path / "logs").exists()
-    assert result.errors.count("\n") == 1
+    assert result.errors.count("\n") == 1 and f"24 or {nearest};" in result.errors
     assert f"{script}: error: a batch of 32 does not divide into micro-batches of 12 on {ranks} ranks" in result.errors
-    assert {1: "24 or 36;", 2: "24 or 48;"}[ranks] in result.errors
 
 
 def test_a_step_of_a_distributed_sampler():

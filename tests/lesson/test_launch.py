@@ -12,28 +12,28 @@ from helpers import ROOT
 from harness.ranks import PORT, compare, run
 
 BIN = Path(sys.executable).parent
-SMALL = ["--n_embd", "32", "--seq_len", "16", "--steps", "4", "--train_batch_size", "8"]
-SMALL += ["--train_micro_batch_size_per_gpu", "4", "--checkpoint_interval", "2"]
+SMALL = ["--n_embd", 32, "--seq_len", 16, "--steps", 4, "--train_batch_size", 8]
+SMALL += ["--train_micro_batch_size_per_gpu", 4, "--checkpoint_interval", 2]
 LAUNCHERS = {
-    "deepspeed": [str(BIN / "deepspeed"), "--master_port", str(PORT), "--num_gpus", "2"],
-    "torchrun": [str(BIN / "torchrun"), "--master-port", str(PORT), "--nproc-per-node", "2"],
+    "deepspeed": [BIN / "deepspeed", "--master_port", PORT, "--num_gpus", 2],
+    "torchrun": [BIN / "torchrun", "--master-port", PORT, "--nproc-per-node", 2],
 }
+NODES = [BIN / "deepspeed", "--hostfile", "hostfile", "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", PORT]
 
 
-def start(folder, launcher, *arguments):
-    """Its exit code and output; whatever it started ends with it."""
-    command = [*LAUNCHERS[launcher], str(ROOT / "train.py"), *arguments]
-    path = f"{BIN}:{os.environ['PATH']}"
-    process = subprocess.Popen(
-        command, cwd=folder, env=os.environ | {"PATH": path}, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+def start(folder, *launchers, script="train.py", arguments=SMALL):
+    """Exit codes, and the output of all; whatever they have started ends with them."""
+    options = {"cwd": folder, "env": os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}, "start_new_session": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    commands = [[*launcher, ROOT / script, *arguments] for launcher in launchers]
+    running = [subprocess.Popen(list(map(str, command)), **options) for command in commands]
     try:
-        out, _ = process.communicate(timeout=150)
+        outputs = [process.communicate(timeout=180)[0] for process in running]
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        for process in running:
+            os.killpg(process.pid, signal.SIGKILL)
         raise
-    return process.returncode, out
+    return [process.returncode for process in running], "".join(outputs)
 
 
 def shared_memory():
@@ -44,8 +44,8 @@ def shared_memory():
 def test_train(tmp_path, launcher):
     """It trains, saves, and leaves nothing in shared memory."""
     before = shared_memory()
-    code, out = start(tmp_path, launcher, *SMALL)
-    assert code == 0, out
+    codes, out = start(tmp_path, LAUNCHERS[launcher])
+    assert codes == [0], out
     assert "8 = 4 per rank x 1 accumulation steps x 2 ranks" in out and "step    4 | loss" in out
     assert shared_memory() <= before
     folder = tmp_path / "ds_transformer_checkpoint"
@@ -57,9 +57,10 @@ def test_train(tmp_path, launcher):
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_refuse(tmp_path, launcher):
     """Rank 1 has the same complaint. The launcher ends all ranks when one exits; rank 0's line comes out, once."""
-    code, out = start(tmp_path, launcher, *SMALL, "--resume", "--checkpoint_tag", "global_step9")
-    assert code != 0 and out.count("train.py: error: ds_transformer_checkpoint/global_step9 does not exist") == 1
-    assert launcher == "torchrun" or code == 2
+    resume = [*SMALL, "--resume", "--checkpoint_tag", "global_step9"]
+    codes, out = start(tmp_path, LAUNCHERS[launcher], arguments=resume)
+    assert codes != [0] and out.count("train.py: error: ds_transformer_checkpoint/global_step9 does not exist") == 1
+    assert launcher == "torchrun" or codes == [2]
 
 
 @pytest.mark.slow
@@ -67,28 +68,13 @@ def test_two_nodes(tmp_path):
     """A launcher on each of two nodes, without ssh, both nodes being this machine: they train, save into one folder and
     convert it together; one node goes on."""
     (tmp_path / "hostfile").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
-    nodes = [BIN / "deepspeed", "--hostfile", "hostfile", "--no_ssh", "--master_addr", "127.0.0.1"]
-
-    def on_both(script, *arguments):
-        command = [*nodes, "--master_port", PORT, "--node_rank"]
-        running = [
-            subprocess.Popen(
-                list(map(str, [*command, node, ROOT / script, *arguments])), cwd=tmp_path,
-                env=os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"},
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-            for node in (0, 1)
-        ]  # fmt: skip
-        outputs = [node.communicate(timeout=180)[0] for node in running]
-        assert [node.returncode for node in running] == [0, 0], outputs
-        return "".join(outputs)
-
-    out = on_both("train.py", *SMALL, "--run_name", "two_nodes")
-    assert out.count("8 = 4 per rank x 1 accumulation steps x 2 ranks") == 1
-    folder = tmp_path / "ds_transformer_checkpoint"
-    tag = folder / "global_step2"
-    out = on_both("ds_to_universal.py", "--input_folder", tag, "--output_folder", f"{tag}_universal")
-    assert out.count("28 parameters") == 1 and (folder / "latest_universal").read_text() == "global_step2_universal"
-    resume = ("--resume", "--universal_checkpoint", "--run_name", "one_node")
-    run(tmp_path, 1, "train.py", *SMALL, *resume)
+    nodes = [[*NODES, "--node_rank", node] for node in (0, 1)]
+    codes, out = start(tmp_path, *nodes, arguments=[*SMALL, "--run_name", "two_nodes"])
+    assert codes == [0, 0] and out.count("8 = 4 per rank x 1 accumulation steps x 2 ranks") == 1, out
+    tag = tmp_path / "ds_transformer_checkpoint" / "global_step2"
+    folders = ["--input_folder", tag, "--output_folder", f"{tag}_universal"]
+    codes, out = start(tmp_path, *nodes, script="ds_to_universal.py", arguments=folders)
+    assert codes == [0, 0] and out.count("28 parameters") == 1, out
+    assert (tag.parent / "latest_universal").read_text() == "global_step2_universal"
+    run(tmp_path, 1, "train.py", *SMALL, "--resume", "--universal_checkpoint", "--run_name", "one_node")
     assert max(compare(tmp_path, "two_nodes", "one_node").values()) <= 1e-5

@@ -5,42 +5,31 @@ from pathlib import Path
 import deepspeed
 import pytest
 import torch
+from helpers import refused
 
 import data
 import train
+import universal
 from harness.ranks import launch, run
 
 
 @pytest.fixture
-def refusal(tmp_path, monkeypatch, capsys):
-    """refusal(ranks, arguments): what rank 0 says of them before it makes an engine, or None; in this process."""
+def refusal(tmp_path, monkeypatch):
+    """refusal(script, ranks, arguments): what rank 0 says of them before it makes an engine; in this process."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "init_distributed", lambda: None)
+    monkeypatch.setattr(universal, "install", lambda: None)
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda: None)
     monkeypatch.setattr(deepspeed.accelerator.get_accelerator(), "is_fp16_supported", lambda: False)
     monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(data.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(data.dist, "all_gather_object", lambda found, mine: found.__setitem__(slice(2), [mine] * 2))
-    monkeypatch.setattr(train.torch, "manual_seed", lambda seed: pytest.fail("not refused"))
-
-    def say(ranks, arguments):
-        if ranks:  # a launcher has started it
-            monkeypatch.setenv("RANK", "0")
-            monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        monkeypatch.setattr("sys.argv", ["train.py", *arguments.split()])
-        with pytest.raises(SystemExit) as stop:
-            args = train.arguments().parse_args()
-            train.check_arguments(args)
-            train.start(args)
-        line = capsys.readouterr().err
-        assert stop.value.code == 2 and line.count("\n") == 1 and line.startswith("train.py: error: ")
-        return line
-
-    return say
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("not refused"))
+    return lambda script, ranks, arguments: refused(monkeypatch, script, ranks, arguments.split())
 
 
-@pytest.mark.parametrize(
-    "ranks, arguments, words",
-    [
+TP, PP, SP = "--tensor_parallel", "--pipeline_parallel", "--sequence_parallel"
+REFUSED = {
+    "train.py": [
         (0, "", "start it with a launcher: deepspeed --num_gpus 4 train.py, or torchrun --nproc-per-node 4 train.py"),
         (3, "", "micro-batches of 64 on 3 ranks; the nearest that do: --train_batch_size 192 or 384;"),
         (6, "--train_micro_batch_size_per_gpu 8", "--train_batch_size 240 or 288;"),
@@ -53,10 +42,33 @@ def refusal(tmp_path, monkeypatch, capsys):
         (2, "--data .", "--data: [Errno 21] Is a directory"),
         (2, "--data short.txt", "--data: short.txt has 31 bytes, 340 are needed"),
     ],
+    "train_elastic.py": [
+        (2, "--elastic --resume", "leave out --resume"),
+        (2, "--elastic --train_micro_batch_size_per_gpu 7", "none of 1 to 2 ranks trains micro-batches of 7"),
+        (2, "--mirror 1", "--mirror is for --elastic"),
+        (2, "--exact --dtype bf16", "--exact needs --dtype fp32: sums in bf16 have too few bits"),
+        (2, "--exact --offload", "--exact does not go with --offload"),
+    ],
+    "train_tp_sp.py": [
+        (3, f"{TP} 3", f"--n_head 4 does not divide by {TP} 3 x {SP} 1"),
+        (2, f"{SP} 2 --seq_len 15", f"--seq_len 15 does not divide by {SP} 2"),
+        (2, f"{TP} 4 --elastic", "none of 1 to 2 ranks trains micro-batches of 64, 4 ranks to each"),
+    ],
+    "train_3d.py": [
+        (3, f"{PP} 2", "3 ranks do not divide by 2"),
+        (3, f"{PP} 3", f"{PP} 3 stages want at least as many layers, not 2"),
+        (3, f"{TP} 3", f"--n_head 4 does not divide by {TP} 3"),
+        (1, "--zero_stage 2", "DeepSpeed's pipelines go with --zero_stage 1, not 2"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "script, ranks, arguments, words", [(script, *row) for script in REFUSED for row in REFUSED[script]]
 )
-def test_argument(refusal, ranks, arguments, words):
+def test_argument(refusal, script, ranks, arguments, words):
     Path("short.txt").write_text("too short to cut a tenth off it")
-    assert words in refusal(ranks, arguments)
+    assert words in refusal(script, ranks, arguments)
 
 
 CHANGES = "n_layer 3,n_head 2,n_embd 32,seq_len 16,dropout 0.2,seed 0,dtype bf16,lr 0.1,warmup_steps 9,steps 300"
@@ -68,11 +80,10 @@ def test_another_run(refusal, change):
     """What a resumed run must have in common with the first is named, before any work is done."""
     name, value = change.split()
     Path("other.txt").write_text("another text. " * 1000)
-    args = train.arguments().parse_args([])
-    _, run_before = data.load_run(args)
+    _, run_before = data.load_run(train.arguments().parse_args([]))
     Path("c/tag").mkdir(parents=True)
     torch.save({"run": run_before}, "c/tag/mp_rank_00_model_states.pt")
-    line = refusal(2, f"--resume --checkpoint_dir c --checkpoint_tag tag --{name} {value}")
+    line = refusal("train.py", 2, f"--resume --checkpoint_dir c --checkpoint_tag tag --{name} {value}")
     assert f"{name} is {run_before[name]} in c/tag and " in line and "here: the loss would not go on alike" in line
     assert name == "data" or f"{value} here" in line
 
@@ -87,36 +98,27 @@ def test_another_micro_batch(refusal):
 def test_machines_with_different_text(refusal, monkeypatch):
     gather = lambda found, mine: found.__setitem__(slice(2), [mine, "another"])  # noqa: E731
     monkeypatch.setattr(data.dist, "all_gather_object", gather)
-    assert "--data is not the same on all machines: " in refusal(2, "")
+    assert "--data is not the same on all machines: " in refusal("train.py", 2, "")
 
 
 SIZE = ("--n_embd", 32, "--seq_len", 16, "--train_batch_size", 24, "--train_micro_batch_size_per_gpu", 6, "--steps", 2)
-RESUME = ("--checkpoint_dir", "c", "--resume", "--run_name", "refused")
-
-
-@pytest.fixture(scope="module")
-def trained(work):
-    run(work, 2, "train.py", *SIZE, "--checkpoint_dir", "c", "--checkpoint_interval", 2)
-    return work
 
 
 def everything(folder):
     return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*") if p.is_file() and p.name[0] != "."}
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (("--checkpoint_tag", "global_step2", "--seed", 1), "seed is 1337 in c/global_step2 and 1 here"),
+def test_one_rank_speaks(work):
+    """All ranks have the same complaint, and rank 0 tells it; whatever was written before is as it was."""
+    run(work, 2, "train.py", *SIZE, "--checkpoint_dir", "c", "--checkpoint_interval", 2)
+    before = everything(work)
+    for arguments, words in (
         (("--seed", 1), "seed is 1337 in c/global_step2 and 1 here"),  # which tag, the loader finds out
         (("--checkpoint_tag", "no"), "c/no does not exist; in c there is: global_step2"),
         (("--checkpoint_dir", "nowhere"), "nowhere has no such checkpoint"),
-    ],
-)
-def test_one_rank_speaks(trained, arguments, words):
-    """All ranks have the same complaint, and rank 0 tells it; whatever was written before is as it was."""
-    before = everything(trained)
-    result = launch(trained, 2, "train.py", *SIZE, *RESUME, *arguments, limit=100)
-    assert result.code == 2 and everything(trained) == before, result.errors
-    (line,) = (line for line in result.errors.splitlines() if "error" in line)
-    assert line.startswith(f"train.py: error: {words}")
+    ):
+        resume = ("--checkpoint_dir", "c", "--resume", "--run_name", "refused", *arguments)
+        result = launch(work, 2, "train.py", *SIZE, *resume, limit=100)
+        assert result.code == 2 and everything(work) == before, result.errors
+        (line,) = (line for line in result.errors.splitlines() if "error" in line)
+        assert line.startswith(f"train.py: error: {words}")

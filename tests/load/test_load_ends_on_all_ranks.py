@@ -2,63 +2,35 @@
 
 import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from helpers import flip
 
 import universal
 from harness.ranks import launch, run
 from universal import loader
 
-ZOO = "tests/ranks/zoo.py"
-TAG = "global_step3"
+SCRIPT = "tests/ranks/damage.py"
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The folder of a run of 3 ranks at ZeRO-1: global_step3 and universal."""
+    """The folder of a checkpoint of 3 ranks at ZeRO-1."""
     folder = tmp_path_factory.mktemp("saved")
-    run(folder, 3, ZOO, json.dumps([{"name": ".", "stage": 1, "optimizer": "AdamW", "groups": 2}]))
-    universal.convert(folder / TAG, folder / "universal")
+    run(folder, 3, SCRIPT, 1, "save")
     return folder
 
 
-@pytest.fixture
-def copy(saved, tmp_path):
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True, ignore=lambda *_: ["losses.json"])
-    return tmp_path
+def told(folder, *ranks):
+    """What all these ranks say when they refuse it."""
+    lines = [json.loads((folder / f"told.{rank}.json").read_text())["error"] for rank in ranks]
+    assert "\n" not in "".join(lines)
+    return lines
 
 
-def refused(folder, *jobs, patch=None):
-    """What both ranks say alike when they refuse to load a checkpoint, for each of the jobs."""
-    common = {"name": ".", "stage": 1, "optimizer": "AdamW", "groups": 2, "load": TAG}
-    jobs = [common | {"label": f"job{i}"} | job for i, job in enumerate(jobs)]
-    run(folder, 2, ZOO, json.dumps(jobs), patch=patch)
-    for job in jobs:
-        first, second = ((folder / f"{job['label']}.refused.{rank}").read_text() for rank in (0, 1))
-        assert first == second and "\n" not in first and not (folder / f"{job['label']}.json").exists()
-        yield first
-
-
-@pytest.mark.parametrize("state", ["fp32", "exp_avg_sq"])
-def test_flipped_bit_of_a_universal_checkpoint(copy, state):
-    flip(copy / "universal" / "zero" / "first.weight" / f"{state}.pt")
-    (line,) = refused(copy, {"stage": 3, "load": "universal"})
-    assert f"first.weight/{state}.pt is damaged" in line
-
-
-def test_another_model(copy):
-    wider, renamed, grouped = refused(copy, {"wider": 8}, {"rename": True}, {"groups": 3})
-    assert "rows is (9, 8) here, and (9, 7) in" in wider
-    assert "trained here, and not in the checkpoint (1): renamed" in renamed
-    assert "is in parameter group" in grouped
-
-
-def test_machines_without_a_shared_folder(copy):
+def test_machines_without_a_shared_folder(saved):
     """A machine that has only the shards of its own ranks."""
 
     def patch():
@@ -66,19 +38,21 @@ def test_machines_without_a_shared_folder(copy):
         if os.environ["RANK"] == "1":
             os.scandir = lambda path: [e for e in scandir(path) if "rank_2_" not in e.name]
 
-    (line,) = refused(copy, {}, patch=patch)
-    assert "must be shared, or mirror.gather() before" in line
+    run(saved, 2, SCRIPT, 1, ".", patch=patch)
+    first, second = told(saved, 0, 1)
+    assert first == second and "must be shared, or mirror.gather() before" in first
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_vanishes(copy, by):
+def test_a_rank_that_vanishes(saved, by):
     """The others end at once when it dies, and after the time that is set when it is stopped; rank 0 names it."""
+    (saved / "options.json").write_text(json.dumps({"timeout": 3}))
 
     def patch():
-        fill, load = loader.Reader.fill, loader.load_checkpoint
+        rank, fill, load = os.environ["RANK"], loader.Reader.fill, universal.load_checkpoint
 
         def vanish(*args):
-            if os.environ["RANK"] == "1":
+            if rank == "1":
                 os.kill(os.getpid(), by)
             fill(*args)
 
@@ -86,16 +60,15 @@ def test_a_rank_that_vanishes(copy, by):
             try:
                 return load(*args, **options)
             except universal.CheckpointError as error:
-                Path(f"told.{os.environ['RANK']}").write_text(str(error))
+                Path(f"told.{rank}.json").write_text(json.dumps({"error": str(error)}))
                 os._exit(1)
 
         loader.Reader.fill, universal.load_checkpoint = vanish, leave
 
-    job = {"name": ".", "stage": 1, "optimizer": "AdamW", "groups": 2, "load": TAG, "options": {"timeout": 4}}
     began = time.monotonic()
-    launch(copy, 3, ZOO, json.dumps([job]), patch=patch, limit=20, grace=6)
-    first, last = ((copy / f"told.{rank}").read_text() for rank in (0, 2))
-    assert time.monotonic() - began < 25 and "\n" not in first + last, (first, last)
+    launch(saved, 3, SCRIPT, 1, ".", patch=patch, limit=20, grace=3)
+    first, last = told(saved, 0, 2)
+    assert time.monotonic() - began < 25
     assert "a rank does not answer" in last and "Rank 1 failed" in first, (first, last)
 
 

@@ -9,7 +9,7 @@ from helpers import ROOT
 
 START = ROOT / "universal" / "start"
 SITE = "sitecustomize.py"
-PROCESS = """
+TRAINER = """
 class HfTrainerDeepSpeedConfig:
     def trainer_config_process(self, args, auto=False):
         print(args.gradient_accumulation_steps, auto)
@@ -46,15 +46,15 @@ def theirs(tmp_path):
     write(folder / "deepspeed" / "__init__.py", "print('deepspeed')\n")
     write(folder / "transformers" / "__init__.py", "")
     write(folder / "transformers" / "integrations" / "__init__.py", "")
-    write(folder / "transformers" / "integrations" / "deepspeed.py", PROCESS)
+    write(folder / "transformers" / "integrations" / "deepspeed.py", TRAINER)
     return folder
 
 
-def python(code, *path, check=True):
+def python(code, *path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "DS_ACCELERATOR": "cpu"}
     options = dict(capture_output=True, text=True, timeout=120, env=environment, cwd="/")  # -c looks there first
     result = subprocess.run([sys.executable, "-c", code], **options)
-    assert "Traceback" not in result.stderr and (not result.returncode or not check), result.stderr
+    assert "Traceback" not in result.stderr and not result.returncode, result.stderr
     return result.stdout.split()
 
 
@@ -72,13 +72,6 @@ def test_a_script_that_imports_universal_first(copy, theirs):
 def test_looking_for_deepspeed_does_not_use_it_up(copy, theirs):
     code = "from importlib.util import find_spec; find_spec('deepspeed'); print('found'); import deepspeed"
     assert python(code, copy(), theirs) == ["found", "deepspeed", "installed"]
-
-
-def test_deepspeed_itself():
-    """The real one: what a trainer calls is our load_checkpoint(), with the contract of a first start."""
-    code = "import deepspeed, universal; f = vars(deepspeed.DeepSpeedEngine)['load_checkpoint']; "
-    code += "print(f.func is universal.load_checkpoint, f.keywords['missing_ok'], universal.__file__)"
-    assert python(code, START)[-3:] == ["True", "True", str(ROOT / "universal" / "__init__.py")]
 
 
 def test_costs_nothing_where_deepspeed_is_not_imported():
@@ -127,8 +120,7 @@ def test_survives_a_second_hook_of_its_kind(copy, theirs):
     assert sorted(python("import deepspeed", other, copy(), theirs)) == ["deepspeed", "installed", "two"]
 
 
-class TestKeepBatch:
-    CODE = """
+PROCESS = """
 from types import SimpleNamespace
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig as Config
 args = SimpleNamespace(per_device_train_batch_size=2, world_size={ranks}, gradient_accumulation_steps=3)
@@ -137,37 +129,12 @@ config.config = {config}
 config.trainer_config_process(args, True)
 """
 
-    @pytest.mark.parametrize(
-        "ranks, config, steps",
-        [
-            (4, {"train_batch_size": 24}, 3),
-            (2, {"train_batch_size": 24}, 6),
-            (6, {"train_batch_size": 24}, 2),
-            (5, {"train_batch_size": 24}, 3),  # does not divide: Trainer says so
-            (2, {"train_batch_size": "auto"}, 3),
-            (2, {}, 3),
-        ],
-    )
-    def test_the_number_in_the_json_decides(self, copy, theirs, ranks, config, steps):
-        code = self.CODE.format(ranks=ranks, config=config)
-        assert python(code, copy(), theirs) == [str(steps), "True"]
+
+@pytest.mark.parametrize("ranks, batch, steps", [(4, 24, 3), (2, 24, 6), (6, 24, 2), (2, "auto", 3), (2, None, 3)])
+def test_the_batch_in_the_json_decides(copy, theirs, ranks, batch, steps):
+    config = {"train_batch_size": batch} if batch else {}
+    assert python(PROCESS.format(ranks=ranks, config=config), copy(), theirs) == [str(steps), "True"]
 
 
-# Each promise without the line that keeps it.
-@pytest.mark.parametrize(
-    "edit, test",
-    [
-        (("    sys.path.remove(ROOT)\n", ""), test_hides_nobodys_module),
-        (("sys.path.insert(0, ROOT)", "sys.path.append(ROOT)"), test_universal_is_the_one_beside_it),
-        (("sys.meta_path.index(Hook) + 1 :", ":0"), test_installs_after_the_import_of_deepspeed),
-        (("sys.meta_path.index(Hook) + 1 :", "-1:"), test_survives_a_second_hook_of_its_kind),  # PathFinder alone,
-    ],
-)
-def test_without_it_the_promise_is_seen_to_break(copy, theirs, tmp_path, edit, test):
-    def broken(name="one", *edits):
-        return copy(name, *edits, edit)
-
-    arguments = {"copy": broken, "theirs": theirs, "tmp_path": tmp_path}
-    names = test.__code__.co_varnames[: test.__code__.co_argcount]
-    with pytest.raises(AssertionError):
-        test(**{name: arguments[name] for name in names})
+def test_a_batch_that_does_not_divide_is_left_to_trainer(copy, theirs):
+    assert python(PROCESS.format(ranks=5, config={"train_batch_size": 24}), copy(), theirs) == ["3", "True"]

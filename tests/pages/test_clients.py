@@ -25,7 +25,6 @@ LATER = {"hf_trainer.py": "checkpoint-20", "accelerate_loop.py": "step_14", "lig
 FIRST = {"hf_trainer.py": 11, "accelerate_loop.py": 8, "lightning_module.py": 8}  # step after the checkpoint that stays
 LAST = 20
 SAME, FP32, BF16, SEEN = 0.0, 1e-5, 1e-3, 1e-4
-STAGES = [(stage, dtype) for dtype in ("fp32", "bf16") for stage in (1, 2, 3)]
 RANKS = (4, 2, 6)
 
 
@@ -101,35 +100,39 @@ def without(work, script, *changes):
     return str(name)
 
 
-def check(work, trained, table, script, client, stage, dtype, ranks, *options):
+LORA = ("hf_trainer.py", "Trainer, LoRA", "fp32", 3, "--lora")  # the base is in no checkpoint
+CASES = [LORA, ("hf_trainer.py", "Trainer, half frozen", "fp32", 3, "--freeze")]
+CASES += [("hf_trainer.py", "Trainer, gradient checkpointing", "fp32", 3, "--gradient_checkpointing")]
+for script, client in zip(PACKAGES, ("Trainer", "accelerate", "Lightning"), strict=True):
+    CASES += [(script, client, dtype, stage) for dtype in ("fp32", "bf16") for stage in (1, 2, 3)]
+ALL = [(case, ranks) for case in CASES for ranks in RANKS]
+
+
+@pytest.mark.parametrize("case, ranks", [pytest.param(*one, marks=[clients] * (one != (LORA, 2))) for one in ALL])
+def test_any_ranks(work, trained, table, case, ranks):
+    script, client, dtype, stage, *options = case
     flags = ("--zero_stage", stage, "--dtype", dtype, *options)
-    name = trained(script, *flags)
-    result = go_on(work, name, ranks, script, *flags)
+    result = go_on(work, trained(script, *flags), ranks, script, *flags)
     assert result.code == 0, result.errors
     if ranks != 4:  # it was DeepSpeed that trained, and universal.py that loaded
         assert f"written by 4 ranks, loaded on {ranks} without conversion" in result.out
     assert result.steps == list(range(FIRST[script], LAST + 1))
     table(client, dtype, stage, ranks, result.difference)
-    bar = SAME if ranks == 4 else FP32 if dtype == "fp32" else BF16
-    assert result.difference <= bar
+    assert result.difference <= (SAME if ranks == 4 else FP32 if dtype == "fp32" else BF16)
 
 
-def ranges():
-    """The rows of the page's table: the largest differences on other ranks, of what `make clients` has written."""
-    worst = {}
-    for client, dtype, same, *others in re.findall(
-        r"^(\w+).*? (fp32|bf16) +\d +(\S+) +(\S+) +(\S+)$", (ROOT / "assets" / "clients.txt").read_text(), re.M
-    ):
-        assert float(same) == 0
-        row = worst.setdefault(client, dict.fromkeys(("fp32", "bf16"), 0.0))
-        row[dtype] = max(row[dtype], *map(float, others))
-    return [f"| {client} | {row['fp32']:.1e} | {row['bf16']:.1e} |" for client, row in worst.items()]
+def worst(client, dtype):
+    """The largest difference on other ranks, of what `make clients` has written."""
+    row = rf"^{client}.*? {dtype} +\d +(\S+) +(\S+) +(\S+)$"
+    same, *others = zip(*re.findall(row, (ROOT / "assets" / "clients.txt").read_text(), re.M), strict=True)
+    assert {*map(float, same)} == {0}
+    return max(map(float, sum(others, ())))
 
 
 def test_the_page_says_what_was_measured():
-    page, rows = (ROOT / "docs" / "clients.md").read_text(), ranges()
-    assert len(rows) == 3 and all(row in page for row in rows), rows
-    measured = (ROOT / "assets" / "clients_cli.txt").read_text()
+    page, measured = ((ROOT / name).read_text() for name in ("docs/clients.md", "assets/clients_cli.txt"))
+    for client in ("Trainer", "accelerate", "Lightning"):
+        assert f"| {client} | {worst(client, 'fp32'):.1e} | {worst(client, 'bf16'):.1e} |" in page
     for client in ("LLaMA-Factory", "ms-swift"):
         numbers = re.findall(r"\d\.\de-\d\d", "".join(re.findall(rf"^{client}  .*$", measured, re.M)))
         assert f"{client} {max(map(float, numbers)):.1e}" in page
@@ -138,27 +141,66 @@ def test_the_page_says_what_was_measured():
 
 
 # -----------------------------------------------------------------------------
-# Trainer
+# every cure is needed
 
-
-def test_trainer_with_lora(work, trained, table):
-    """ZeRO-3; the base is in no checkpoint."""
-    check(work, trained, table, "hf_trainer.py", "Trainer, LoRA", 3, "fp32", 2, "--lora")
+DROPOUT_BY_RANK = [("callbacks=[SeedAndLog()]", "callbacks=[Log()]"), (
+    "arguments = TrainingArguments(",
+    "class Log(TrainerCallback):\n    on_log = SeedAndLog.on_log\n\n\narguments = TrainingArguments(",
+)]  # fmt: skip
+# Sequences that make no whole global batch at the end of an epoch: each number of ranks deals them out its way.
+REST_OF_DATA = [
+    ("generator=generator), torch.arange(16 * BATCH)", "generator=generator), torch.arange(16 * BATCH + 11)")
+]
+REST_OF_DATA += [("(0, 64, (16 * BATCH, 1)", "(0, 64, (16 * BATCH + 11, 1)")]
+# train_batch_size as a number makes an accumulation that does not fit an error; "auto" makes it silent.
+KEPT = ("gradient_accumulation_steps=accumulation", "gradient_accumulation_steps=3")
+AUTO = ('"train_batch_size": BATCH', '"train_batch_size": "auto"')
+RESUME_ONLY = [
+    ("hf_trainer.py", DROPOUT_BY_RANK),
+    ("hf_trainer.py", [KEPT, AUTO]),
+    ("accelerate_loop.py", [("scheduler.scheduler.last_epoch = done * RANKS", "pass")]),
+    ("accelerate_loop.py", [("accelerator.step = 0", "pass")]),
+    ("lightning_module.py", [("counts[key] += steps * (accumulation - checkpoint", "0 * (checkpoint")]),
+    ("lightning_module.py", [("range(self.trainer.global_step, STEPS)", "range(STEPS)")]),
+]
+BOTH_RUNS = [
+    ("hf_trainer.py", REST_OF_DATA),
+    # The loss is divided twice, by another number on other ranks: Adam hides it, clipping does not.
+    ("lightning_module.py", [("return loss * accumulation", "return loss")]),
+]
+FLAGS = ("--zero_stage", 2)
 
 
 @clients
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("stage, dtype", STAGES)
-def test_trainer(work, trained, table, stage, dtype, ranks):
-    check(work, trained, table, "hf_trainer.py", "Trainer", stage, dtype, ranks)
+@pytest.mark.parametrize("script, changes", [*RESUME_ONLY, *BOTH_RUNS])
+def test_a_cure_is_needed(work, trained, script, changes):
+    changed = without(work, script, *changes)
+    name = trained(script, *FLAGS, source=changed if (script, changes) in BOTH_RUNS else None)
+    assert go_on(work, name, 2, changed, *FLAGS).difference > SEEN
 
 
 @clients
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("flag, name", [("lora", "LoRA"), ("freeze", "half frozen"), ("gradient_checkpointing",) * 2])
-def test_trainer_variants(work, trained, table, flag, name, ranks):
-    name = f"Trainer, {name.replace('_', ' ')}"
-    check(work, trained, table, "hf_trainer.py", name, 3, "fp32", ranks, f"--{flag}")
+@pytest.mark.parametrize(
+    "change, words", [(KEPT, "train_batch_size"), (("universal.install()", "pass"), "DP world size of 4")]
+)
+def test_trainer_stops(work, trained, change, words):
+    """Without install() DeepSpeed refuses, and without its check there would be nothing to load."""
+    result = go_on(work, trained("hf_trainer.py", *FLAGS), 2, without(work, "hf_trainer.py", change), *FLAGS)
+    assert result.code == 1 and words in result.errors
+
+
+@clients
+def test_trainer_without_frozen_parameters(work, trained):
+    """The loader of universal.py restores them; DeepSpeed's, with its universal checkpoints, does not."""
+    flags = ("--zero_stage", 3, "--dtype", "fp32", "--freeze")
+
+    def forgotten():
+        import universal
+
+        other_weights()
+        universal.loader.keep = lambda *_: None
+
+    assert go_on(work, trained("hf_trainer.py", *flags), 2, "hf_trainer.py", *flags, patch=forgotten).difference > SEEN
 
 
 @clients
@@ -179,110 +221,3 @@ def test_trainer_loads_the_best_at_the_end(work, trained, stage):
     first, last = (entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry)
     at_the_end = float(re.search("AT THE END (.*)", result.out)[1])
     assert abs(at_the_end - first) <= FP32 and abs(at_the_end - last) > SEEN
-
-
-@clients
-def test_trainer_without_install(work, trained):
-    """DeepSpeed refuses, and without the check of the number of ranks there would be nothing to load."""
-    flags = ("--zero_stage", 3)
-    script = without(work, "hf_trainer.py", ("universal.install()", "pass"))
-    result = go_on(work, trained("hf_trainer.py", *flags), 2, script, *flags)
-    assert result.code == 1 and "DP world size of 4 but the current world size is 2" in result.errors
-
-
-@clients
-def test_trainer_with_dropout_by_rank(work, trained):
-    flags = ("--zero_stage", 2)
-    script = without(work, "hf_trainer.py", ("callbacks=[SeedAndLog()]", "callbacks=[Log()]"), (
-        "arguments = TrainingArguments(",
-        "class Log(TrainerCallback):\n    on_log = SeedAndLog.on_log\n\n\narguments = TrainingArguments(",
-    ))  # fmt: skip
-    assert go_on(work, trained("hf_trainer.py", *flags), 2, script, *flags).difference > SEEN
-
-
-@clients
-def test_trainer_with_another_batch(work, trained):
-    """train_batch_size as a number makes an accumulation that does not fit an error; "auto" makes it silent."""
-    flags, kept = ("--zero_stage", 2), ("gradient_accumulation_steps=accumulation", "gradient_accumulation_steps=3")
-    name = trained("hf_trainer.py", *flags)
-    result = go_on(work, name, 2, without(work, "hf_trainer.py", kept), *flags)
-    assert result.code == 1 and "train_batch_size" in result.errors
-    silent = without(work, "hf_trainer.py", kept, ('"train_batch_size": BATCH', '"train_batch_size": "auto"'))
-    assert go_on(work, name, 2, silent, *flags).difference > SEEN
-
-
-@clients
-def test_trainer_with_a_rest_of_data(work, trained):
-    """Sequences that make no whole global batch at the end of an epoch: each number of ranks deals them out its way."""
-    more = ("generator=generator), torch.arange(16 * BATCH)", "generator=generator), torch.arange(16 * BATCH + 11)")
-    script = without(work, "hf_trainer.py", more, ("(0, 64, (16 * BATCH, 1)", "(0, 64, (16 * BATCH + 11, 1)"))
-    flags = ("--zero_stage", 2)
-    name = trained("hf_trainer.py", *flags, source=script)
-    assert go_on(work, name, 2, script, *flags).difference > SEEN
-
-
-@clients
-def test_trainer_without_frozen_parameters(work, trained):
-    """The loader of universal.py restores them; DeepSpeed's, with its universal checkpoints, does not."""
-    flags = ("--zero_stage", 3, "--dtype", "fp32", "--freeze")
-
-    def forgotten():
-        import universal
-
-        other_weights()
-        universal.loader.keep = lambda *_: None
-
-    assert go_on(work, trained("hf_trainer.py", *flags), 2, "hf_trainer.py", *flags, patch=forgotten).difference > SEEN
-
-
-# -----------------------------------------------------------------------------
-# accelerate
-
-
-@clients
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("stage, dtype", STAGES)
-def test_accelerate(work, trained, table, stage, dtype, ranks):
-    check(work, trained, table, "accelerate_loop.py", "accelerate", stage, dtype, ranks)
-
-
-@clients
-@pytest.mark.parametrize("cure", ["scheduler.scheduler.last_epoch = done * RANKS", "accelerator.step = 0"])
-def test_accelerate_without(work, trained, cure):
-    flags = ("--zero_stage", 2)
-    script = without(work, "accelerate_loop.py", (cure, "pass"))
-    assert go_on(work, trained("accelerate_loop.py", *flags), 2, script, *flags).difference > SEEN
-
-
-# -----------------------------------------------------------------------------
-# Lightning
-
-
-@clients
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("stage, dtype", STAGES)
-def test_lightning(work, trained, table, stage, dtype, ranks):
-    check(work, trained, table, "lightning_module.py", "Lightning", stage, dtype, ranks)
-
-
-@clients
-@pytest.mark.parametrize(
-    "cure, instead",
-    [
-        ("counts[key] += steps * (accumulation - checkpoint", "0 * (checkpoint"),
-        ("range(self.trainer.global_step, STEPS)", "range(STEPS)"),
-    ],
-)
-def test_lightning_without(work, trained, cure, instead):
-    flags = ("--zero_stage", 2)
-    script = without(work, "lightning_module.py", (cure, instead))
-    assert go_on(work, trained("lightning_module.py", *flags), 2, script, *flags).difference > SEEN
-
-
-@clients
-def test_lightning_divides_the_loss_twice(work, trained):
-    """By another number on other ranks: Adam hides it, clipping does not."""
-    flags = ("--zero_stage", 2)
-    script = without(work, "lightning_module.py", ("return loss * accumulation", "return loss"))
-    name = trained("lightning_module.py", *flags, source=script)
-    assert go_on(work, name, 2, script, *flags).difference > SEEN

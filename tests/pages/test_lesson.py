@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, load
+from helpers import ROOT, load, same_bits
 
 from harness.ranks import launch
 
@@ -79,33 +79,21 @@ def answer(number, names, old="", new=""):
 # top to bottom
 
 
-def test_install(lesson):
-    assert lesson.printed["install"] == "installed: nothing, all is there\n"
-
-
-def test_the_error_is_deepspeed_s(lesson):
-    assert "ZeRORuntimeException: The checkpoint being loaded used a DP world size of 4" in lesson.printed["error"]
-
-
-def test_a_quarter_of_the_parameters(lesson):
-    assert "= 29632 parameters" in lesson.printed["look"] and 4 * 29632 == 118528 and "118,528" in PAGE
-
-
-def test_an_open_todo_says_that_the_solution_runs(lesson):
-    assert "The TODO is still open" in lesson.printed["check"]
-    assert "112 files are the same, bit for bit" in lesson.printed["check"]
+def test_what_the_cells_print(lesson):
+    said = lesson.printed
+    assert said["install"] == "installed: nothing, all is there\n"
+    assert "ZeRORuntimeException: The checkpoint being loaded used a DP world size of 4" in said["error"]
+    assert "= 29632 parameters" in said["look"] and 4 * 29632 == 118528 and "118,528" in PAGE
+    assert "The TODO is still open" in said["check"] and "112 files are the same, bit for bit" in said["check"]
     assert "TODO" not in execute(CODE["check"]["source"], lesson.names)  # `join` is written now
+    assert "resumed from ckpt_lesson/mine" in said["three"]
+    assert "written by 4 ranks, loaded on 2 without conversion" in said["two"]
 
 
-def test_resumed_on_2_and_on_3_ranks(lesson):
-    assert "resumed from ckpt_lesson/mine" in lesson.printed["three"]
-    assert "written by 4 ranks, loaded on 2 without conversion" in lesson.printed["two"]
+def test_2_and_3_ranks_go_on_and_a_lost_moment_shows_at_the_second_step(lesson):
     for gap in lesson.names["gaps"].values():
         assert list(gap) == list(range(SAVED + 1, STEPS + 1))
         assert gap[SAVED + 1] == 0 and 0 < max(gap.values()) < 1e-5
-
-
-def test_a_lost_moment_shows_at_the_second_step(lesson):
     gap = lesson.names["gaps_lost"]
     assert gap[SAVED + 1] == 0 and gap[SAVED + 2] > 1e-5
 
@@ -130,55 +118,28 @@ def test_a_wrong_converter_fails(lesson, right, wrong):
         execute(CODE["check"]["source"], lesson.names)
 
 
-def test_a_file_too_few_fails(lesson):
-    real = Path("ckpt_lesson", "real")
-    (lost,) = real.glob("zero/wpe.weight/exp_avg.pt")
-    lost.rename(lost.with_suffix(".away"))
-    try:
-        with pytest.raises(AssertionError, match="not the same parameters"):
-            lesson.names["assert_same_bits"](lesson.names["MINE"], real)
-    finally:
-        lost.with_suffix(".away").rename(lost)
-
-
-def assert_equal(ours, theirs, where):
+def equal(ours, theirs):
     """Type, structure, and every bit of every tensor."""
-    assert type(ours) is type(theirs), where
-    if isinstance(ours, torch.Tensor):
-        assert (ours.dtype, ours.shape, ours.requires_grad) == (theirs.dtype, theirs.shape, False), where
-        assert ours.contiguous().numpy().tobytes() == theirs.contiguous().numpy().tobytes(), where
-    elif isinstance(ours, dict):
-        assert ours.keys() == theirs.keys(), where
-        for key in ours:
-            assert_equal(ours[key], theirs[key], f"{where}: {key}")
-    elif isinstance(ours, (list, tuple)) and not isinstance(ours, torch.Size):
-        assert len(ours) == len(theirs), where
-        for a, b in zip(ours, theirs, strict=True):
-            assert_equal(a, b, where)
-    else:
-        assert ours == theirs or vars(ours) == vars(theirs), where
+    if type(ours) is not type(theirs):
+        return False
+    if torch.is_tensor(ours):
+        return same_bits(ours, theirs) and not ours.requires_grad
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(equal(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, (list, tuple)):
+        return len(ours) == len(theirs) and all(map(equal, ours, theirs))
+    return ours == theirs or vars(ours) == vars(theirs)
 
 
-def assert_all_files_equal(mine, real):
-    files = [sorted(path.relative_to(folder) for path in folder.rglob("*.pt")) for folder in (mine, real)]
-    assert files[0] == files[1] and len(files[0]) == 112 + 3
-    for name in files[0]:
-        assert_equal(load(mine / name), load(real / name), name)
+def assert_all_files_equal(folder):
+    names = {path.relative_to(folder / which) for which in ("mine", "real") for path in (folder / which).rglob("*.pt")}
+    assert len(names) == 112 + 3
+    for name in names:
+        assert equal(load(folder / "mine" / name), load(folder / "real" / name)), name
 
 
 def test_what_is_beside_the_parameters_is_equal_too(lesson):
-    assert_all_files_equal(Path("ckpt_lesson", "mine"), Path("ckpt_lesson", "real"))
-
-
-def test_exercise_2(lesson):
-    """Its two parameters, in the slices of its table, padding of stage 1 included."""
-    a, b, shapes = torch.arange(5.0), torch.arange(3.0) + 10, {"a": torch.Size([5]), "b": torch.Size([3])}
-    execute(FENCED.findall(EXERCISES["6"])[0].split("ODD =")[0], lesson.names)
-    padded = torch.cat([a, b, torch.zeros(1)]).chunk(3)
-    third = [torch.cat([a[:3], b[:2]]), torch.cat([a[3:], torch.zeros(1), b[2:], torch.zeros(1)])]
-    for join, slices in (("join", padded), ("join_zero3", third)):
-        whole = lesson.names[join](slices, shapes)
-        assert torch.equal(whole["a"], a) and torch.equal(whole["b"], b), join
+    assert_all_files_equal(Path("ckpt_lesson"))
 
 
 # -----------------------------------------------------------------------------
@@ -206,9 +167,10 @@ def test_traps(lesson):
 # homework
 
 
+@pytest.mark.slow
 def test_exercise_6(lesson):
     assert "112 files are the same" in answer("6", lesson.names)
-    assert_all_files_equal(Path("ckpt_lesson", "odd", "mine"), Path("ckpt_lesson", "odd", "real"))
+    assert_all_files_equal(Path("ckpt_lesson", "odd"))
     with pytest.raises((AssertionError, RuntimeError)):
         answer("6", dict(lesson.names), "-(-shape.numel() // len(slices))", "shape.numel() // len(slices)")
 
@@ -235,13 +197,6 @@ def test_exercise_10(lesson):
 # the page
 
 
-def test_exercises_and_answers():
-    assert list(EXERCISES) == [str(number) for number in range(1, 11)]
-    assert PAGE.index("Exercise 5") < PAGE.index("## Homework") < PAGE.index("Exercise 6")
-    assert all("<details><summary>" in text for text in EXERCISES.values())
-    assert PAGE.count("<details>") == PAGE.count("</details>") == PAGE.count("<summary>")
-
-
 def test_links():
     headings = {heading.replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", PAGE, re.M)}
     for target in re.findall(r"\]\((?!http)([^)]+)\)", PAGE):
@@ -249,29 +204,10 @@ def test_links():
         assert found, target
 
 
-def outputs():
-    return [output for cell in CODE.values() for output in cell["outputs"]]
-
-
 def test_it_is_committed_as_it_ran():
+    """With no error, and no folder or host of the machine that ran it."""
+    outputs = [output for cell in CODE.values() for output in cell["outputs"]]
     assert [cell["execution_count"] for cell in CODE.values()] == list(range(1, len(CODE) + 1))
-    assert not [output for output in outputs() if output["output_type"] == "error"]
-    assert sum("image/png" in output.get("data", {}) for output in outputs()) == 4
-
-
-def test_outputs_name_no_place():
-    """No folder of the machine that ran it, no host."""
-    text = "".join("".join(output.get("text", "")) for output in outputs())
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    text = "".join("".join(output.get("text", "")) for output in outputs)
     assert text and not re.search(r"(?<![\w.])/\w|https?:|localhost", text)
-
-
-def test_make_lesson_sees_another_number():
-    pytest.importorskip("nbclient", reason="requirements-dev.txt has it")
-    from demos.lesson import compare
-
-    before = "step 10 | loss 4.5375\ntwo against four: 0.0e+00 at step 51, at most 2.4e-07\nlost 1.0e-03, 112 files"
-    assert not compare(before, before.replace("2.4e-07", "9.5e-07").replace("4.5375", "4.5374"))
-    for old, new in (("4.5375", "4.4375"), ("0.0e+00", "2.4e-07"), ("2.4e-07", "2.4e-05"), ("112", "111"),
-                     ("1.0e-03", "4.0e-03"), ("files", "file"), ("lost", "\nlost")):  # fmt: skip
-        assert compare(before, before.replace(old, new)), old
-    assert not compare(before, before.replace("4.5375", "4.4375"), other_text=True)

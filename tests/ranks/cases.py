@@ -9,6 +9,7 @@ import shutil
 import sys
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import deepspeed
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups
 from torch import nn
-from toy import Net, begin, held, make, same, train
+from toy import Net, adam, begin, cut, held, in_turn, keep, make, same, train
 
 import universal
 from universal import loader, mirror
@@ -27,9 +28,37 @@ CASES, HERE = {}, Path(".")
 SAID = io.StringIO()  # what this rank has printed in a case
 
 
-def case(function):
-    CASES[function.__name__] = function
-    return function
+class Case(NamedTuple):
+    """play(stage, saving) is called to save, and then to load. own: it is another case on the ranks that saved."""
+
+    play: object
+    stages: tuple
+    own: bool
+
+
+def case(stages=(1, 2, 3), own=False):
+    def take(play):
+        CASES[play.__name__] = Case(play, stages, own)
+        return play
+
+    return take
+
+
+def after(stages=(1, 2, 3), own=False, **tags):
+    """A case of function(stage), which loads. Saved is what trained() makes of the options of each tag; without any,
+    "t" of none. What the last of them held is kept."""
+
+    def take(function):
+        def both(stage, saving):
+            if not saving:
+                return function(stage)
+            for tag, options in (tags or {"t": {}}).items():
+                engine = trained(**{"stage": stage, "tag": tag} | options)
+            keep(held(engine), "truth.pt")
+
+        CASES[function.__name__] = Case(both, stages, own)
+
+    return take
 
 
 def said(*lines):
@@ -45,17 +74,15 @@ def trained(stage, steps=2, tag="t", **options):
     return engine
 
 
-def keep_truth(engine):
-    truth = held(engine)
-    if dist.get_rank() == 0:
-        torch.save(truth, "truth.pt")
-    dist.barrier()
-
-
 def wrong(engine, states=True):
     """The names of what is not as it was saved."""
     truth, now = torch.load("truth.pt", weights_only=False), held(engine, states)
     return [key for key in truth if key in now and not same(truth[key], now[key])]
+
+
+def weights_lost(engine):
+    """What is wrong where the optimizer is a new one."""
+    return set(wrong(engine, states=False)) - {"groups", "steps", "counters"}
 
 
 def refused(engine, *parts, **options):
@@ -77,58 +104,50 @@ def load(engine, tag="t", **options):
     return client_state
 
 
+def restored(stage, tag="t", **options):
+    """An engine of another seed that has loaded, and holds what was saved."""
+    engine = make(stage, **{"seed": 5} | options)
+    load(engine, tag)
+    assert not wrong(engine)
+    return engine
+
+
 # -----------------------------------------------------------------------------
 
 
-@case
+@case()
 def weights_alone(stage, saving):
     """Not those of `latest`, and in fp32; the optimizer is a new one."""
     if saving:
         engine = trained(stage)
-        keep_truth(engine)
+        keep(held(engine), "truth.pt")
         train(engine, 2)
         engine.save_checkpoint(".", tag="latest one")
         return
-    for options in ({"load_optimizer_states": False}, {"load_module_only": True}):
-        engine = make(stage, seed=5, clip=0.125)
+    for to, options in ((stage, {"load_optimizer_states": False}), (4 - stage, {"load_module_only": True})):
+        engine = make(to, seed=5, clip=0.125)
         load(engine, **options)
-        lost = set(wrong(engine, states=False)) - {"groups", "steps", "counters"}
-        assert not lost, (options, lost)
+        assert not weights_lost(engine), options
         assert engine.optimizer.clip_grad == 0.125
         assert engine.global_steps == (2 if "load_optimizer_states" in options else 0)
         states = engine.optimizer.optimizer.state.values()
         assert not any(state.get("exp_avg", torch.zeros(1)).any() for state in states)
-        if stage == 3 and dist.get_world_size() == 2:  # what DeepSpeed makes of it: nothing, or `latest`
-            engine = make(stage, seed=5)
-            loader.deepspeed_load(engine, ".", "t", **options)
-            assert {"a.weight", "b.weight"} <= {*wrong(engine, states=False)}
 
 
-class Transposed(Net):
-    def __init__(self):
+class Other(Net):
+    """Another shape of b.weight."""
+
+    def __init__(self, *shape):
         super().__init__()
-        self.b.weight = nn.Parameter(torch.randn(7, 5))
-
-    def forward(self, x):
-        return self.norm(self.a(x)).matmul(self.b.weight).pow(2).mean()
-
-
-class Shorter(Transposed):
-    """ZeRO cuts 34 elements for 2 or 3 ranks as it cuts 35."""
-
-    def __init__(self):
-        super().__init__()
-        self.b.weight = nn.Parameter(torch.randn(34))
+        self.b.weight = nn.Parameter(torch.randn(shape))
 
     def forward(self, x):
         return self.norm(self.a(x)).pow(2).mean() + self.b.weight.sum()
 
 
-@case
+@case(stages=[1])
 def weights_alone_without_zero(stage, saving):
     """In bf16 the masters follow the weights, or the first step would bring the initial ones back."""
-    if stage == 3:  # once is enough
-        return
     engine = make(0, seed=1 if saving else 5, bf16={"enabled": True})
     if saving:
         engine.save_checkpoint(".", tag="t")
@@ -138,49 +157,48 @@ def weights_alone_without_zero(stage, saving):
         assert all(torch.equal(m.to(w), w) for m, w in zip(masters, weights, strict=True))
 
 
-@case
-def states_on_the_gpu(stage, saving):
-    """offload_optimizer.ratio below 1: a second optimizer, which DeepSpeed neither saves nor loads."""
-    if stage < 3:
-        return
+@case(stages=[1])
+def no_optimizer(stage, saving):
+    """Nor ZeRO: an engine that evaluates, say."""
+    engine = make(0, optimizer=None, seed=1 if saving else 5)
     if saving:
-        trained(stage)
+        keep(engine.module.state_dict(), "truth.pt")
+        engine.save_checkpoint(".", tag="t")
         return
+    load(engine)
+    truth, now = torch.load("truth.pt"), engine.module.state_dict()
+    assert truth.keys() == now.keys() and all(same(truth[name], now[name]) for name in truth)
+
+
+@after(stages=[3])
+def states_on_the_gpu(stage):
+    """offload_optimizer.ratio below 1: a second optimizer, which DeepSpeed neither saves nor loads."""
     engine = make(stage, seed=5)
     engine.optimizer.backup_optimizer = None  # in truth an AdamW; an engine on CPUs never steps with it
     refused(engine, "offload_optimizer.ratio")
     load(engine, load_optimizer_states=False)
 
 
-class Flat(Transposed):
-    def __init__(self):
-        super().__init__()
-        self.b.weight = nn.Parameter(torch.randn(35))
-
-    forward = Shorter.forward
-
-
-@case
-def another_model(stage, saving):
-    if saving:
-        trained(stage)
-        trained(stage, tag="flat", net=Flat)
-        return
+@after(t={}, flat={"net": lambda: Other(35)})
+def another_model(stage):
     refused(make(stage), "b.weight is (5, 7) here, and (35,) in", tag="flat")
-    for net, shape in ((Transposed, "(7, 5)"), (Shorter, "(34,)")):
+    for shape in ((7, 5), (34,)):  # ZeRO cuts 34 elements for 2 or 3 ranks as it cuts 35
+        engine = make(stage, lambda shape=shape: Other(*shape))
         for strict in (True, False):
-            refused(make(stage, net), f"b.weight is {shape} here, and (5, 7) in", load_module_strict=strict)
+            refused(engine, f"b.weight is {shape} here, and (5, 7) in", load_module_strict=strict)
+    two_groups = make(stage, optimizer=lambda ps: torch.optim.AdamW(cut(ps, 2)))
+    refused(two_groups, "is in parameter group")
 
 
-@case
-def another_optimizer(stage, saving):
-    """Before anything is loaded; an optimizer that was started anew, and saved again, loads."""
-    if saving:
-        trained(stage)
-        trained(stage, tag="momentum", optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
-        return
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@after(t={}, momentum={"optimizer": momentum})
+def another_optimizer(stage):
+    """Before anything is loaded."""
     optim = torch.optim
-    for other in (optim.SGD, optim.Adagrad, optim.Adamax, optim.RAdam, optim.RMSprop):
+    for other in (optim.SGD, optim.Adagrad, optim.RAdam):  # fewer states, others, and other numbers
         engine = make(stage, optimizer=lambda ps, other=other: other(ps, lr=0.1))
         before = held(engine, states=False)
         refused(engine, "of another optimizer: it has", "load_optimizer_states=False")
@@ -190,7 +208,7 @@ def another_optimizer(stage, saving):
     refused(make(stage), "another optimizer", tag="momentum")
 
 
-@case
+@case()
 def restarted(stage, saving):
     """Weights alone, trained on and saved: the optimizer has counted other steps than the model."""
     if saving:
@@ -199,37 +217,28 @@ def restarted(stage, saving):
         load(engine, load_optimizer_states=False)
         train(engine, 2)
         engine.save_checkpoint(".", tag="u", client_state={"step": 3})
-        keep_truth(engine)
+        keep(held(engine), "truth.pt")
         return
-    engine = make(stage, seed=5)
-    load(engine, "u")
-    assert not wrong(engine)
+    restored(stage, "u")
 
 
-@case
+@case()
 def written_on_a_gpu(stage, saving):
     if saving:
         engine = trained(stage)
-        keep_truth(engine)
+        keep(held(engine), "truth.pt")
         if dist.get_rank() == 0:
             with mock.patch.object(torch.serialization, "location_tag", lambda storage: "cuda:0"):
                 for path in HERE.glob("t/*.pt"):
                     torch.save(torch.load(path, weights_only=False), path)
         dist.barrier()
         return
-    engine = make(stage, seed=5)
-    load(engine)
-    assert not wrong(engine)
+    restored(stage)
 
 
-@case
-def evaluation(stage, saving):
+@after(stages=[3])
+def evaluation(stage):
     """An engine without an optimizer, which DeepSpeed has at ZeRO-3 alone."""
-    if saving:
-        keep_truth(trained(stage))
-        return
-    if stage < 3:
-        return
     for options in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
         engine = make(stage, optimizer=None, seed=5)
         load(engine, **options)
@@ -254,7 +263,7 @@ class OfItsSlice(torch.optim.Optimizer):
             p.sub_(0.01 * state["exp_avg"] / (1e-3 + state["norm"]))
 
 
-@case
+@case(own=True)
 def numbers_of_a_slice(stage, saving):
     """Kept on the ranks that saved; refused on others, but for the weights."""
     if saving:
@@ -294,7 +303,7 @@ class Peculiar(torch.optim.SGD):
         super().load_state_dict({key: value for key, value in state.items() if key != "looks"})
 
 
-@case
+@case(own=True)
 def peculiar_optimizer(stage, saving):
     def sums(engine):
         return [state["sum"].sum().item() for key, state in engine.optimizer.optimizer.state.items() if key != "k"]
@@ -327,13 +336,13 @@ class OfItsRank(torch.optim.SGD):
         self.param_groups[0]["d"] = 1.0 + dist.get_rank()
 
 
-@case
-def hyper_parameters_of_a_rank(stage, saving):
-    make_it = {"optimizer": lambda ps: OfItsRank([{"params": ps, "d": 1.0}], lr=0.1, momentum=0.9)}
-    if saving:
-        trained(stage, **make_it)
-        return
-    engine = make(stage, seed=5, **make_it)
+def of_its_rank(parameters):
+    return OfItsRank([{"params": parameters, "d": 1.0}], lr=0.1, momentum=0.9)
+
+
+@after(own=True, t={"optimizer": of_its_rank})
+def hyper_parameters_of_a_rank(stage):
+    engine = make(stage, seed=5, optimizer=of_its_rank)
     if dist.get_world_size() == 2:
         load(engine)
         assert engine.optimizer.param_groups[0]["d"] == 1.0 + dist.get_rank()
@@ -361,32 +370,25 @@ class Forgetting(Net):
         self.one, self.two = Forgetful(), Forgetful()
 
 
-@case
-def modules_that_reset(stage, saving):
-    if saving:
-        keep_truth(trained(stage, net=Forgetting))
-        return
-    engine = make(stage, Forgetting, seed=5)
-    load(engine)
-    assert not wrong(engine)
+@after(t={"net": Forgetting})
+def modules_that_reset(stage):
+    restored(stage, net=Forgetting)
 
 
-@case
+@case(stages=[1, 2])
 def two_saves_in_one(stage, saving):
     """One rank's shard is that of the save before, and the optimizer counts no steps. At ZeRO-3 nobody could tell."""
-    sgd = {"optimizer": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9)}
     if saving:
-        trained(stage, tag="before", **sgd)
-        trained(stage, 4, **sgd)
+        trained(stage, tag="before", optimizer=momentum)
+        trained(stage, 4, optimizer=momentum)
         if dist.get_rank() == 0:
             (old,) = HERE.glob("before/*zero_pp_rank_1_mp*optim_states.pt")
             shutil.copy(old, HERE / "t" / old.name)
         return
-    if stage < 3:
-        refused(make(stage, seed=5, **sgd), "model states and shards are of different steps")
+    refused(make(stage, seed=5, optimizer=momentum), "model states and shards are of different steps")
 
 
-@case
+@case()
 def saved_again_on_its_own_disk(stage, saving):
     """What mirror.gather() brought at the first time is not taken for what was saved since."""
     if not saving:
@@ -398,39 +400,37 @@ def saved_again_on_its_own_disk(stage, saving):
         mirror.gather(disk)
         written = [{path.name: path.stat().st_mtime for path in HERE.glob(f"disk{i}/last/*.pt")} for i in (0, 1)]
         assert written[0] == written[1] and len(written[0]) == (4 if stage == 3 else 3)  # clocks may differ
-    keep_truth(engine)
+    keep(held(engine), "truth.pt")
     engine = make(stage, seed=5)
     universal.load_checkpoint(engine, disk, "last")
     assert not wrong(engine) and engine.global_steps == 2
 
 
-@case
+@case(stages=[1])
 def another_pipeline(stage, saving):
     """2 stages, then 1: another model, another optimizer, and weights alone are refused."""
 
-    def make_it(layers, optimizer=torch.optim.AdamW):
-        torch.manual_seed(1)
-        modules = [nn.Linear(8, 8, bias=False) for _ in range(layers)]
-        net = PipelineModule(modules, num_stages=2 if saving else 1, loss_fn=lambda out, _: out.pow(2).mean())
-        net.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
-        config = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
-        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-        return deepspeed.initialize(model=net, optimizer=optimizer(net.parameters(), lr=0.1), config=config)[0]
+    def make_it(layers, optimizer=adam):
+        def net():
+            modules = [nn.Linear(8, 8, bias=False) for _ in range(layers)]
+            made = PipelineModule(modules, num_stages=2 if saving else 1, loss_fn=lambda out, _: out.pow(2).mean())
+            made.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
+            return made
 
-    if stage == 3:  # which pipelines do without
-        return
+        return make(1, net, optimizer)
+
     if saving:
         engine = make_it(3)
         engine.train_batch((torch.ones(1, 8), torch.ones(1, 8)) for _ in range(99))
         engine.save_checkpoint(".", tag="t")
         return
     refused(make_it(2), "trained in the checkpoint, and not here (1): 2.weight")
-    refused(make_it(3, torch.optim.SGD), "of another optimizer")
+    refused(make_it(3, momentum), "of another optimizer")
     refused(make_it(3), "no weights alone of another layout", load_optimizer_states=False)
     load(make_it(3))
 
 
-@case
+@case(own=True)
 def half_a_step(stage, saving):
     """Back to a checkpoint, when all weights are NaN, and from the middle of an accumulation: those gradients are not
     added to the next step's."""
@@ -454,12 +454,9 @@ def half_a_step(stage, saving):
     assert engine.micro_steps % engine.gradient_accumulation_steps() == 0
 
 
-@case
-def one_rank_fails(stage, saving):
+@after(own=True)
+def one_rank_fails(stage):
     """Whatever it raises, the others raise the same, at once; and the engine can load after that."""
-    if saving:
-        keep_truth(trained(stage))
-        return
     engine, own = make(stage, seed=5), stage == 3 and dist.get_world_size() == 2
     for name in ("layout", "check_places", "read_states", "make_shard", *(["of_rank"] if own else [])):
         good = getattr(loader, name)
@@ -475,12 +472,9 @@ def one_rank_fails(stage, saving):
     assert not wrong(engine)
 
 
-@case
-def masters_in_another_order(stage, saving):
+@after()
+def masters_in_another_order(stage):
     """As of a DeepSpeed that cuts shards otherwise: every load compares the masters with the weights."""
-    if saving:
-        trained(stage)
-        return
     engine = make(stage, seed=5)
     optimizer = engine.optimizer
     for flat in optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups:
@@ -502,11 +496,8 @@ class Bigger(Net):
         return super().forward(x) + self.new(x).mean()
 
 
-@case
-def new_parameters(stage, saving):
-    if saving:
-        keep_truth(trained(stage))
-        return
+@after()
+def new_parameters(stage):
     engine = make(stage, Bigger, seed=5)
     refused(
         engine,
@@ -515,7 +506,7 @@ def new_parameters(stage, saving):
     )
     initial, truth = make(stage, Bigger, seed=5), torch.load("truth.pt", weights_only=False)
     load(engine, load_module_strict=False)
-    now, first = held(engine), held_before(initial)
+    now, first = held(engine), held(initial, states=False)
     for name in ("new.weight", "new.bias"):
         assert torch.equal(now[name], first[name]) and torch.equal(now[f"{name} fp32"], first[name])
         assert not now[f"{name} exp_avg"].any() and not now[f"{name} exp_avg_sq"].any()
@@ -529,35 +520,17 @@ def new_parameters(stage, saving):
     train(engine, 3)
 
 
-def held_before(engine):
-    found = {}
-    for name, p in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
-            found[name] = p.detach().clone()
-    return found
-
-
 def falling(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
 
 
-@case
-def elastic_checkpoint(stage, saving):
+@after(stages=[1, 2], t={"scheduler": falling, "zero": {"elastic_checkpoint": True}})
+def elastic_checkpoint(stage):
     """Shards without padding and without hyper-parameters, which DeepSpeed writes at ZeRO-1 and 2 when told to: the
     scheduler knows the rate of the next step."""
-    if saving:
-        engine = make(stage, scheduler=falling, zero={"elastic_checkpoint": stage < 3})
-        for step in (0, 1):
-            train(engine, step)
-        engine.save_checkpoint(".", tag="t")
-        keep_truth(engine)
-        return
-    for elastic in (stage < 3, False):
-        engine = make(stage, scheduler=falling, seed=5, zero={"elastic_checkpoint": elastic})
-        (first,) = {group["lr"] for group in engine.optimizer.param_groups}
-        load(engine)
-        assert not wrong(engine)
-        assert {group["lr"] for group in engine.optimizer.param_groups} == {first * (1 / 3)}
+    for elastic in (True, False):
+        engine = restored(stage, scheduler=falling, zero={"elastic_checkpoint": elastic})
+        assert {group["lr"] for group in engine.optimizer.param_groups} == {0.01 * (1 / 3)}
 
 
 class Empty(Net):
@@ -566,24 +539,14 @@ class Empty(Net):
         self.none, self.nothing = nn.Parameter(torch.randn(0)), nn.Parameter(torch.randn(3, 0))
 
 
-@case
-def empty_parameters(stage, saving):
-    if saving:
-        if stage < 3:  # ZeRO-3 cannot hold them
-            keep_truth(trained(stage, net=Empty))
-        return
-    if stage < 3:
-        engine = make(stage, Empty, seed=5)
-        load(engine)
-        assert not wrong(engine)
+@after(stages=[1, 2], t={"net": Empty})
+def empty_parameters(stage):
+    """Which ZeRO-3 cannot hold."""
+    restored(stage, net=Empty)
 
 
-@case
-def without_zero(stage, saving):
-    if saving:
-        trained(0)
-        trained(stage, tag="zero")
-        return
+@after(t={"stage": 0}, zero={})
+def without_zero(stage):
     refused(make(stage), "saved without ZeRO", f"stage {stage}")
     engine = make(0)
     refused(engine, "saved with ZeRO", "stage 0", tag="zero")
@@ -592,12 +555,12 @@ def without_zero(stage, saving):
     assert engine.global_steps == 2
 
 
-@case
+@case()
 def frozen_ones_left_out(stage, saving):
     if saving:
         engine = trained(stage)
         engine.save_checkpoint(".", tag="t", exclude_frozen_parameters=True)
-        keep_truth(engine)
+        keep(held(engine), "truth.pt")
         return
     engine = make(stage, seed=5)
     refused(
@@ -609,7 +572,7 @@ def frozen_ones_left_out(stage, saving):
     assert set(wrong(engine)) == {"frozen.weight", "frozen.bias"}
 
 
-@case
+@case()
 def converted_without_a_state(stage, saving):
     """ASGD's eta belongs to no element: a universal checkpoint has no place for it."""
     if saving:
@@ -618,10 +581,7 @@ def converted_without_a_state(stage, saving):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 universal.convert("t", "u", strict=False)
-        dist.barrier()
-        weights = held_before(engine)
-        if dist.get_rank() == 0:
-            torch.save(weights, "weights.pt")
+        keep(held(engine), "truth.pt")
         return
     engine = make(stage, optimizer=torch.optim.ASGD, seed=5)
     load(engine)
@@ -629,11 +589,10 @@ def converted_without_a_state(stage, saving):
     engine = make(stage, optimizer=torch.optim.ASGD, seed=5)
     refused(engine, "converted without", "eta", "load_optimizer_states=False", tag="u")
     load(engine, "u", load_optimizer_states=False)
-    now, saved = held_before(engine), torch.load("weights.pt")
-    assert all(torch.equal(now[name], saved[name]) for name in saved)
+    assert not weights_lost(engine)
 
 
-@case
+@case()
 def the_first_start(stage, saving):
     """install() keeps DeepSpeed's contract for it, and load_checkpoint() stays strict."""
     if saving:
@@ -661,11 +620,8 @@ def starts(engine):
     assert engine.load_checkpoint(".")[1]["step"] == 2
 
 
-@case
-def another_batch(stage, saving):
-    if saving:
-        trained(stage)
-        return
+@after(own=True)
+def another_batch(stage):
     load(make(stage, batch=6 * dist.get_world_size()))
     if dist.get_world_size() == 2:
         assert "WARNING" not in SAID.getvalue()
@@ -675,7 +631,7 @@ def another_batch(stage, saving):
         assert said("WARNING: the global batch was 12, and is 15 now: other ranks or micro-batches keep it")
 
 
-@case
+@case(own=True)
 def of_each_rank(stage, saving):
     """ZeRO-3 saves the client state and the buffers of every rank; on as many ranks each gets its own."""
     if saving:
@@ -690,26 +646,15 @@ def of_each_rank(stage, saving):
     assert engine.module.calls.tolist() == [6.0 + (dist.get_rank() if own else 0)] * 3
 
 
-def play(name, stage, saving):
-    """One case, in its folder; `ended` has a line for every case that all ranks have come to the end of."""
-    top = Path.cwd()
-    Path(name).mkdir(exist_ok=True)
-    os.chdir(name)
-    SAID.seek(0)
-    SAID.truncate()
-    # A pipeline leaves its mpu there, and the next engine would take it.
-    with contextlib.redirect_stdout(SAID), mock.patch.object(groups, "mpu", None):
-        CASES[name](stage, saving)
-    os.chdir(top)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        with open("ended", "a") as file:
-            file.write(f"{name}\n")
-
-
 if __name__ == "__main__":
     begin()
     stage, phase, *names = sys.argv[1:]
-    for name in names:
-        play(name, int(stage), phase == "save")
-    dist.barrier()  # a rank that left at once would cut off one still connecting
+
+    def play(name):
+        SAID.seek(0)
+        SAID.truncate()
+        # A pipeline leaves its mpu there, and the next engine would take it.
+        with contextlib.redirect_stdout(SAID), mock.patch.object(groups, "mpu", None):
+            CASES[name].play(int(stage), phase == "save")
+
+    in_turn(names, play)

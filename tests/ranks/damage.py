@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from toy import begin, held, make, same, train
+from toy import begin, held, keep, make, same, train
 
 import universal
 
@@ -21,22 +21,18 @@ def save(stage):
     for step in (1, 2, 3, 4):
         train(engine, step)
         if step % 2 == 0:
-            tag = {2: "t", 4: "later"}[step]
-            engine.save_checkpoint(".", tag=tag, client_state={"step": step})
-            truth = held(engine)
-            if dist.get_rank() == 0:
-                torch.save(truth, f"truth_{step}.pt")
-            dist.barrier()
+            engine.save_checkpoint(".", tag={2: "t", 4: "later"}[step], client_state={"step": step})
+            keep(held(engine), f"truth_{step}.pt")
 
 
 def load(engine, folder):
     """{"error"} or {"tag", "step", "wrong": what is not as it was saved, by name}, and the seconds."""
-    options = {"load_dir": folder, "tag": "t"}
+    options = {"load_dir": folder, "tag": "t", "timeout": 30}
     if (folder / "options.json").exists():
         options |= json.loads((folder / "options.json").read_text())
     began = time.monotonic()
     try:
-        path, client_state = universal.load_checkpoint(engine, **options, timeout=30)
+        path, client_state = universal.load_checkpoint(engine, **options)
         told = {"tag": str(Path(path).relative_to(folder)), "step": client_state["step"]}
     except universal.CheckpointError as error:
         told = {"error": str(error)}

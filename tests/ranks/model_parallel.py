@@ -5,7 +5,6 @@ pipeline with tensor parallelism of its own.
     model_parallel.py FOLDER pipeline TENSOR PIPELINE
 """
 
-import logging
 import sys
 
 import deepspeed
@@ -16,16 +15,14 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
+from toy import begin
 
 from data import global_batch, load_data
 from model import GPT, parameter_groups
 from train_3d import Spread, Sum
 
 folder, kind, *degrees = sys.argv[1:]
-torch.set_num_threads(1)
-logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-deepspeed.init_distributed()
+begin()
 torch.manual_seed(1)
 train, _, _ = load_data(None, 16)
 CONFIG = {
