@@ -26,10 +26,9 @@ def laid_out(tmp_path):
     def make(stage=1, model=None, shard=None, shapes=SHAPES):
         folder = tmp_path / "c"
         lay_out(folder, shapes, 2, stage)
-        if model:
-            edit(folder, "*_model_*", model)
-        if shard:
-            edit(folder, "*_optim_*", shard)
+        for pattern, change in (("*_model_*", model), ("*_optim_*", shard)):
+            if change:
+                edit(folder, pattern, change)
         return folder
 
     return make
