@@ -12,7 +12,7 @@
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 4 minutes
 # make gpu       on NVIDIA cards: precisions, optimizers, from GPUs to CPU ranks and back, time, memory
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
-# make test      the quick tests, in an environment of their own making; 7 minutes
+# make test      the quick tests, in an environment of their own making; 4 minutes
 # make test-all  these and the long ones: every change of ranks and stage, random lives, long chains
 # make lint      ruff
 # make clean     remove what these, and the commands on the pages, have made, but not .venv
@@ -197,6 +197,7 @@ resume: $(OUT)/resume_cost.txt
 $(OUT)/resume_cost.txt: .venv/installed benchmarks/resume.py model.py $(PACKAGE)
 	@mkdir -p $(OUT)
 	$(PY) benchmarks/resume.py > $@
+	sed -i /WARNING/d $@
 	@cat $@
 
 # Training loops that are not ours
