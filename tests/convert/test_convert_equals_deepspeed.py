@@ -2,8 +2,10 @@
 (tests/ranks/model_parallel.py): every tensor, every bit."""
 
 import shutil
+from collections import OrderedDict
 
 import pytest
+import torch
 from helpers import assert_equal_to_deepspeed, edit, frozen_and_buffer, load, not_converted
 
 from harness.ranks import run
@@ -42,6 +44,13 @@ def test_data_parallel(tmp_path, stage, dtype, ranks, variant):
     size = sum(shape.numel() for group in model["param_shapes"] for shape in group.values())
     files = list((ours / "zero").rglob("*.pt"))
     assert 3 * 4 * size < sum(path.stat().st_size for path in files) < 3 * 4 * size + 2500 * len(files)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_more_than_a_chunk(laid_out, tmp_path, stage):
+    """Megabytes, which are read and written in pieces: the checksums in the files are right, too."""
+    shapes = [OrderedDict(a=torch.Size((700_001,)), b=torch.Size((7, 90_000)))]
+    assert_equal_to_deepspeed(laid_out(stage, shapes=shapes), tmp_path)
 
 
 AUTOTP = [(stage, *sizes) for stage in (1, 2, 3) for sizes in [(4, 2), (4, 4), (3, 3)]]
