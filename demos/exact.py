@@ -3,9 +3,9 @@
     python demos/exact.py --output out/exact.png
 
 Trains 200 steps on 1, 2, 4 and 8 ranks, and on 4, 2, 8 and 1 in turn by --resume, with --exact at ZeRO 1, 2 and 3 and
-without it at ZeRO-1; compares all with one rank, and draws ZeRO-1. Then trains with and without it over seeds, on 2
-ranks. The ranks are forked from this process. Ends with an error when a bit of a loss or gradient norm differs with
---exact, or when it changes what is learned by more than the seeds do.
+without it at ZeRO-1; compares all with one rank, and draws those in turn. Then trains with and without it over seeds,
+on 2 ranks. The ranks are forked from this process. Ends with an error when a bit of a loss or gradient norm differs
+with --exact, or when it changes what is learned by more than the seeds do.
 """
 
 import argparse
@@ -14,8 +14,6 @@ import statistics
 import sys
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -23,11 +21,11 @@ import plot  # noqa: E402
 from harness.ranks import compare, ends_after, read_log, run  # noqa: E402
 
 TRAIN = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 200 --checkpoint_interval 50".split()
-FOLDER, HERE, IN_TURN, BASELINE = Path("ckpt_exact"), Path.cwd(), "4, 2, 8, 1 in turn", "1 rank"
+FOLDER, HERE, BASELINE, IN_TURN = Path("ckpt_exact"), Path.cwd(), "1 rank", "4, 2, 8, 1 in turn"
 # what: [(the step that it ends after, ranks)]
 RUNS = {BASELINE: [(200, 1)]} | {f"{ranks} ranks": [(200, ranks)] for ranks in (2, 4, 8)}
 RUNS[IN_TURN] = [(50, 4), (100, 2), (150, 8), (200, 1)]
-HOW = {"rounding": [], "exact": ["--exact"]}
+HOW = {"without --exact": [], "with --exact": ["--exact"]}
 
 
 def train(name, lives, *arguments):
@@ -37,51 +35,49 @@ def train(name, lives, *arguments):
     return name
 
 
-def draw(groups, path):
-    """groups: {title: {what: run}}, one rank first. A panel for each group: how far its runs are from one rank, each
-    run at every twelfth step, and not at the same ones."""
-    figure = Figure(figsize=(6, 4.5), layout="constrained")
-    panels = figure.subplots(len(groups), sharex=True)
-    for axis, (title, runs) in zip(panels, groups.items(), strict=True):
-        (_, baseline), *others = runs.items()
-        worst, names = 0.0, {}
-        for i, (what, other) in enumerate(others):
-            gaps = plot.differences(baseline, other, "loss")
-            look = plot.style(i) | {"ls": "", "ms": 5}
-            what = what.replace(IN_TURN, "4, then 2, 8, 1 ranks")
-            names[what] = plot.draw_line(axis, gaps, **look, markevery=(3 * i, 12), clip_on=False)
-            worst = max(worst, *gaps.values())
-        for step in (50, 100, 150):
-            names["where those change"] = axis.axvline(step + 0.5, color="0.4", ls="--", lw=1)
-        names["float32 rounding step"] = plot.scale(axis, baseline, 1e-3)
-        axis.set_title(f"{title}: " + (f"up to {worst:.0e} apart" if worst else "every bit is equal"))
-        axis.set_ylabel("|difference|\n(nats per byte)")
-    axis.set_xlabel("step (each run at every twelfth)")
-    where = {"loc": "outside upper center", "ncols": 2, "frameon": False, "labelspacing": 0.2}
-    figure.legend(names.values(), names, title="The loss against that of 1 rank:", **where)
+def on_other_ranks(stage, how):
+    """{what: {column: the largest difference from one rank at ZeRO-1}}"""
+    gaps = {}
+    for what, lives in RUNS.items():
+        name = train(f"zero{stage}_{what} {how}", lives, "--zero_stage", stage, *HOW[how])
+        columns = ("loss", "val_loss", "grad_norm")
+        gaps[what] = {c: max(compare(HERE, f"zero1_{BASELINE} {how}", name, c).values()) for c in columns}
+    return gaps
+
+
+def draw(path):
+    """One rank, and how far those in turn are from it, without --exact and with it."""
+    logs = {how: [plot.read_log(f"logs/zero1_{what} {how}.csv") for what in (BASELINE, IN_TURN)] for how in HOW}
+    gaps = [plot.differences(*pair, "loss") for pair in logs.values()]
+    (baseline, _), _ = logs.values()
+    runs = {BASELINE: baseline} | {how: log for how, (_, log) in logs.items()}
+    figure = plot.draw({what: run | {"val_loss": {}} for what, run in runs.items()}, gaps)
+    apart = "{:.0e} apart, with --exact {:.0e}".format(*(max(gap.values()) for gap in gaps))
+    figure.axes[0].set_title(f"4, 2, 8 and 1 ranks in turn: {apart}")
+    for axis in figure.axes:
+        for step, _ in RUNS[IN_TURN][:-1]:
+            axis.axvline(step + 0.5, color="0.4", ls="--", lw=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
-    columns = {f"{what} {title}": run for title, runs in groups.items() for what, run in runs.items()}
-    plot.write_joined(columns, path.with_suffix(".csv"))
+    plot.write_joined(runs, path.with_suffix(".csv"))
 
 
 def over_seeds():
     """Train with and without --exact, by seed. Returns whether that changes what is learned less than the seeds do."""
-    heads = f"{'seed':>6}{'validation loss':>20}{'with --exact':>16}{'difference':>14}"
-    print(f"{heads}{'steps/s':>12}{'with --exact':>16}")
-    losses, ratios = [], []
-    for seed in ("1337", "1", "2"):
-        names = [train(f"{how}_seed_{seed}", [(200, 2)], "--seed", seed, *flags) for how, flags in HOW.items()]
-        logs = [read_log(HERE, name, "val_loss", "seconds") for name in names]
-        loss, rounded = (log["val_loss"][200] for log in logs)
-        speed, slower = (1 / statistics.median(log["seconds"].values()) for log in logs)
-        print(f"{seed:>6}{loss:20.5f}{rounded:16.5f}{rounded - loss:14.1e}{speed:12.1f}{slower:16.1f}", flush=True)
-        losses.append((loss, rounded))
-        ratios.append(speed / slower)
-    plain, exact = zip(*losses, strict=True)
+    print(f"{'seed':>6}{'validation loss':>20}{'with --exact':>16}{'difference':>14}")
+    losses, seconds = {how: [] for how in HOW}, {how: [] for how in HOW}
+    for seed in (1337, 1, 2):
+        for how, flags in HOW.items():
+            log = read_log(HERE, train(f"seed_{seed} {how}", [(200, 2)], "--seed", seed, *flags), "val_loss", "seconds")
+            losses[how].append(log["val_loss"][200])
+            seconds[how].append(statistics.median(log["seconds"].values()))
+        plain, exact = (losses[how][-1] for how in HOW)
+        print(f"{seed:>6}{plain:20.5f}{exact:16.5f}{exact - plain:14.1e}", flush=True)
+    plain, exact = losses.values()
     mean, noise = statistics.mean(exact) - statistics.mean(plain), statistics.stdev(plain)
-    ratio = f"a step takes {statistics.median(ratios):.2f} times as long"
-    print(f"mean difference {mean:.1e}, the seeds' standard deviation {noise:.1e}; {ratio}")
+    ratio = statistics.median(slow / fast for fast, slow in zip(*seconds.values(), strict=True))
+    print(f"mean difference {mean:.1e}, the seeds' standard deviation {noise:.1e}; ", end="")
+    print(f"a step takes {ratio:.2f} times as long")
     return abs(mean) <= noise
 
 
@@ -90,26 +86,17 @@ if __name__ == "__main__":
     parser.add_argument("--output", type=Path, default=Path("out/exact.png"), help="picture, with its .csv beside it")
     args = parser.parse_args()
     shutil.rmtree(FOLDER, ignore_errors=True)
+    row, equal = "{:<22}{:>10}{:>10}{:>10}{:>22}", True
     print("largest difference of the loss from one rank's, in 200 steps")
-    print(f"{'':<22}{'2 ranks':>10}{'4 ranks':>10}{'8 ranks':>10}{IN_TURN:>22}")
-    pictured, equal = {}, True
-    for stage, how in ((1, "rounding"), (1, "exact"), (2, "exact"), (3, "exact")):
-        title = f"with{'out' * (how == 'rounding')} --exact"
-        flags = ("--zero_stage", stage, *HOW[how])
-        names = {what: train(f"{how}_zero{stage}_{what}", lives, *flags) for what, lives in RUNS.items()}
-        gaps = {}
-        for column in ("grad_norm", "val_loss", "loss"):
-            for what, name in names.items():
-                gaps[what] = max(compare(HERE, f"{how}_zero1_{BASELINE}", name, column).values())
-            equal &= how == "rounding" or not any(gaps.values())
-        widths = (10, 10, 10, 22)
-        cells = "".join(f"{gaps[what]:>{width}.1e}" for what, width in zip([*RUNS][1:], widths, strict=True))
-        print(f"{f'ZeRO-{stage} {title}':<22}{cells}", flush=True)
-        pictured.setdefault(title, {what: plot.read_log(f"logs/{name}.csv") for what, name in names.items()})
+    print(row.format("", *[*RUNS][1:]))
+    for stage, how in ((1, "without --exact"), (1, "with --exact"), (2, "with --exact"), (3, "with --exact")):
+        gaps = on_other_ranks(stage, how)
+        equal &= not HOW[how] or not any(any(gap.values()) for gap in gaps.values())
+        cells = [f"{gap['loss']:.1e}" for gap in gaps.values()]
+        print(row.format(f"ZeRO-{stage} {how}", *cells[1:]), flush=True)
     print(f"with --exact: every bit of loss, validation loss and gradient norm equal: {'yes' if equal else 'NO'}\n")
-    draw(pictured, args.output)
-    alike = over_seeds()
+    draw(args.output)
+    if not over_seeds():
+        sys.exit("--exact changes what is learned")
     if not equal:
         sys.exit("--exact leaves a difference")
-    if not alike:
-        sys.exit("--exact changes what is learned")
