@@ -1,5 +1,5 @@
 """Draw where the weight matrices of a ZeRO-1 checkpoint are: in the ranks' files, then in a universal checkpoint, then
-on other ranks that read it; and in a second picture the same with ZeRO-3's cuts. One matrix is followed through all.
+on two ranks that read it. One matrix is followed through all.
 
     python demos/folders.py ds_transformer_checkpoint/global_step100 --output out/folders.png
 """
@@ -26,8 +26,8 @@ def saved(checkpoint, ranks):
     return found
 
 
-def cut_across(sizes, ranks):
-    """ZeRO-1 and 2: the parameters end to end, and one slice of that for each rank."""
+def cut(sizes, ranks):
+    """As ZeRO-1 and 2 do: the parameters end to end, and one slice of that for each rank."""
     total, found = sum(n for _, n in sizes), []
     for rank in range(ranks):
         low, high, at = total * rank // ranks, total * (rank + 1) // ranks, 0
@@ -38,11 +38,6 @@ def cut_across(sizes, ranks):
                 found[-1].append((name, part))
             at += n
     return found
-
-
-def cut_each(sizes, ranks):
-    """ZeRO-3: a share of every parameter for each rank, rounded up."""
-    return [[(name, -(-n // ranks)) for name, n in sizes]] * ranks
 
 
 def draw_row(axis, y, label, holders, colors, gap, heads=True):
@@ -74,24 +69,24 @@ def connect(axis, pieces, y, whole, whole_y, style):
         start += part
 
 
-def draw(title, label, rows, colors, path):
-    """rows: what each old rank's file, each folder and each new rank holds."""
+def draw(files, folders, readers, colors, path):
+    """What each rank's file, each folder and each new rank holds."""
     figure = Figure(figsize=(6, 4.5))
     axis = figure.add_axes((0.2, 0.17, 0.79, 0.69))
-    files, folders, readers = rows
-    above = draw_row(axis, 3, label, files, colors, 0.03)
-    label = "universal:\na folder per\nparameter"
-    (whole,) = draw_row(axis, 1.5, label, folders, colors, 0.008, heads=False)
+    above = draw_row(axis, 3, "ZeRO-1/2:\na file per\nrank", files, colors, 0.03)
+    (whole,) = draw_row(axis, 1.5, "universal:\na folder per\nparameter", folders, colors, 0.008, heads=False)
     below = draw_row(axis, 0, f"resumed on\n{len(readers)} ranks", readers, colors, 0.03)
     connect(axis, above, 3, whole, 1.5 + HEIGHT, "<|-")  # points at the whole
     connect(axis, below, HEIGHT, whole, 1.5, "-|>")
     axis.set(xlim=(0, 1), ylim=(-0.3, 3.8))
     axis.axis("off")
-    figure.suptitle(f"{title};\na universal checkpoint keeps each of them whole", fontsize=12, y=0.98)
+    title = "ZeRO-1/2 cuts across the parameters;\na universal checkpoint keeps each of them whole"
+    figure.suptitle(title, fontsize=12, y=0.98)
     words = {"one weight matrix, followed": FOLLOWED, "the other matrices": OTHERS[1]}
     patches = [Patch(facecolor=color, label=word) for word, color in words.items()]
     look = {"loc": "lower center", "ncols": 2, "frameon": False, "columnspacing": 1, "handlelength": 1}
     figure.legend(handles=patches, title="every box holds fp32 weights, exp_avg and exp_avg_sq", **look)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
     print(f"wrote {path}")
 
@@ -99,20 +94,12 @@ def draw(title, label, rows, colors, path):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a ZeRO-1 checkpoint")
-    parser.add_argument("--ranks", type=int, default=2, help="that read the universal checkpoint")
-    both = "ZeRO-3's is beside it: *_zero3.png"
-    parser.add_argument("--output", type=Path, default=Path("out/folders.png"), help=both)
+    parser.add_argument("--output", type=Path, default=Path("out/folders.png"))
     args = parser.parse_args()
     model = torch.load(args.checkpoint / "mp_rank_00_model_states.pt", mmap=True, weights_only=False)
     sizes = [(name, shape.numel()) for name, shape in model["param_shapes"][0].items()]  # the group of the matrices
-    ranks, whole = model["dp_world_size"], [[size] for size in sizes]
-    across = [saved(args.checkpoint, ranks), whole, cut_across(sizes, args.ranks)]
-    each = [cut_each(sizes, ranks), whole, cut_each(sizes, args.ranks)]
-    everywhere = [name for holders in across for parts in holders for name, _ in parts]
+    files = saved(args.checkpoint, model["dp_world_size"])
+    everywhere = [name for parts in files for name, _ in parts]
     colors = {name: OTHERS[i % 2] for i, (name, _) in enumerate(sizes)}
-    colors[max(colors, key=everywhere.count)] = FOLLOWED  # the one that ZeRO-1 cuts most
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    file = "\na file per\nrank"
-    draw("ZeRO-1/2 cuts across the parameters", f"ZeRO-1/2:{file}", across, colors, args.output)
-    twin = args.output.with_stem(f"{args.output.stem}_zero3")
-    draw("ZeRO-3 cuts every parameter by itself", f"ZeRO-3:{file}", each, colors, twin)
+    colors[max(colors, key=everywhere.count)] = FOLLOWED  # the one that is cut most
+    draw(files, [[size] for size in sizes], cut(sizes, ranks=2), colors, args.output)

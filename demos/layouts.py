@@ -39,29 +39,31 @@ def name_of(script, layout):
     return "TP {}, {} {}, DP {}".format(layout[0], "SP" if script == TPSP else "PP", *layout[1:])
 
 
-def train(script, stage, layout, run_name, folder, *arguments):
+def run_name(script, stage, layout):
+    return f"{script[:-3]} ZeRO-{stage} {name_of(script, layout)}"
+
+
+def train(script, stage, layout, name, folder, *arguments):
     degrees = [f"--{axis}_parallel={n}" for axis, n in zip(AXES[script], layout, strict=False)]
-    words = (*COMMON, *degrees, "--zero_stage", stage, "--run_name", run_name, "--checkpoint_dir", folder, *arguments)
+    words = (*COMMON, *degrees, "--zero_stage", stage, "--run_name", name, "--checkpoint_dir", folder, *arguments)
     run(HERE, math.prod(layout), script, *words, limit=1200)
 
 
-def largest(baseline, run_name):
+def largest(baseline, name):
     """Difference of any step's training or validation loss."""
-    return max(max(compare(HERE, baseline, run_name, column).values()) for column in ("loss", "val_loss"))
+    return max(max(compare(HERE, baseline, name, column).values()) for column in ("loss", "val_loss"))
 
 
-def draw(runs, path):
-    """Of {name: run}: the first one, the same layout resumed, which comes next, and the one that differs most."""
-    (name, baseline), (_, same), *others = runs.items()
-    gaps = {there: plot.differences(baseline, run, "loss") for there, run in others}
-    most = max(gaps, key=lambda there: max(gaps[there].values()))
-    shown = {f"{name}: uninterrupted": baseline, "resumed on the same layout": same}
-    shown[f"resumed on {most.removeprefix('then ')}"] = runs[most]
-    strips = [plot.differences(baseline, same, "loss"), gaps[most]]
-    figure = plot.draw({label: run | {"val_loss": {}} for label, run in shown.items()}, strips)
+def draw(path):
+    """The run on 8 ranks, and those that go on from it on the same layout and on one rank."""
+    name = run_name(PIPE, 1, CUBE[0])
+    names = [name, *(f"{name} to {name_of(PIPE, layout)}" for layout in (CUBE[0], CUBE[2]))]
+    logs = [plot.read_log(f"logs/{name}.csv") | {"val_loss": {}} for name in names]
+    gaps = [plot.differences(logs[0], log, "loss") for log in logs[1:]]
+    words = "TP 2, PP 2, DP 2: uninterrupted", "resumed on the same layout", "resumed on one rank"
+    runs = dict(zip(words, logs, strict=True))
+    figure = plot.draw(runs, gaps)
     figure.axes[0].get_legend().set_title("ranks: tensor (TP) x pipeline (PP) x data (DP)")
-    far = f"{max(gaps[most].values()):.1e}"
-    figure.axes[0].set_title(f"Another layout after step {min(same['loss']) - 1}: at most {far} apart")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
     plot.write_joined(runs, path.with_suffix(".csv"))
@@ -69,8 +71,7 @@ def draw(runs, path):
 
 def play(script, stage, layout, others):
     """Train the layout, and go on with the others. Yields (script, from, to), and the largest difference."""
-    here = name_of(script, layout)
-    name = f"{script[:-3]} ZeRO-{stage} {here}"
+    here, name = name_of(script, layout), run_name(script, stage, layout)
     folder = Path("ckpt_3d", name.replace(" ", "_").replace(",", ""))
     shutil.rmtree(folder, ignore_errors=True)
     train(script, stage, layout, name, folder, "--checkpoint_interval", 60)
@@ -96,10 +97,7 @@ if __name__ == "__main__":
     for (script, before, after), found in table.items():
         cells = "".join(f"{found[stage]:>10.1e}" if stage in found else " " * 10 for stage in (1, 2, 3))
         print(f"{script:<12} {before:<20} {after:<20}{cells}".rstrip())
-    here, *_ = layouts = [name_of(PIPE, layout) for layout in CUBE]
-    name = f"train_3d ZeRO-1 {here}"
-    runs = {here: plot.read_log(f"logs/{name}.csv")}
-    draw(runs | {f"then {there}": plot.read_log(f"logs/{name} to {there}.csv") for there in layouts}, args.output)
+    draw(args.output)
     most = max(difference for found in table.values() for difference in found.values())
     print(f"largest difference {most:.1e}")
     if most > 1e-5:
