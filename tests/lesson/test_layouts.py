@@ -112,14 +112,8 @@ def test_more_stages(work):
 
 def test_a_stage_without_a_parameter_group(work, pipeline, tmp_path):
     """DeepSpeed's loader would give the one group of such a stage's state to another: refused."""
-
-    lists = {
-        "param_shapes",
-        "single_partition_of_fp32_groups",
-        "group_paddings",
-        "param_slice_mappings",
-        "param_groups",
-    }
+    lists = {"param_shapes", "single_partition_of_fp32_groups", "group_paddings", "param_slice_mappings"}
+    lists |= {"param_groups"}
 
     def drop_one(state):
         optimizer = state.get("optimizer_state_dict") or {}

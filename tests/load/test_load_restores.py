@@ -110,6 +110,18 @@ def test_states_of_the_live_engine(trained, stage, name):
         assert len(shard["optimizer_state_dict"]["fp32_flat_groups"]) > len(saved)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_without_padding(trained, tmp_path, stage):
+    """elastic_checkpoint: true leaves out padding and hyper-parameters, and nothing else."""
+    run(tmp_path, 3, ZOO, json.dumps([runs_of(stage)["plain"] | {"zero": {"elastic_checkpoint": True}}]))
+    universal.convert(tmp_path / "plain" / f"global_step{SAVED}", tmp_path / "plain" / "universal")
+    rigid, elastic = (content(folder / "plain" / "universal" / "zero") for folder in (trained(stage), tmp_path))
+    groups = load(tmp_path / "plain" / "universal" / "zero" / "optimizer_state.pt")["param_groups"]
+    assert groups == [{"params": [i]} for i in range(3)]
+    del rigid["optimizer_state.pt"], elastic["optimizer_state.pt"]
+    assert rigid and rigid == elastic
+
+
 def goes_on(folder, ranks, jobs, load_from=f"global_step{SAVED}", **changes):
     """Resume jobs in models of another seed. Returns {name: (what was not restored, largest |loss difference|)}. What
     is compared: fp32 and every optimizer state, frozen parameters, buffers, hyper-parameters and step counts of the

@@ -89,7 +89,7 @@ def parse_script(words, monkeypatch):
 def test_command(page, command, monkeypatch):
     """The launcher takes its flags, and the script its own; a make target exists."""
     words = shlex.split(command)
-    if words[1:3] == ["-m", "universal.elastic"]:  # torchrun with warm workers
+    if words[1:3] == ["-m", "harness.warm"]:  # torchrun with warm workers
         words = ["torchrun", *words[3:]]
     if words[1:3] == ["-m", "universal"]:
         words = words[3:]
@@ -128,7 +128,7 @@ WRONG = ["deepspeed --num_gpus 2 train.py --no_such_flag", "deepspeed --no_such_
 WRONG += ["torchrun --no_such_flag train.py", "make no_such_target", "python no_such_script.py"]
 WRONG += ["torchrun examples/hf_trainer.py --no_such_flag", "pip install -r no_such_file.txt"]
 WRONG += ["python -m universal deepspeed train.py --no_such_flag", "python -m universal.safetensors no_output"]
-WRONG += ["python -m universal.elastic --no_such_flag train.py", "deepspeed --no_such_flag your_script.py"]
+WRONG += ["python -m harness.warm --no_such_flag train.py", "deepspeed --no_such_flag your_script.py"]
 
 
 @pytest.mark.parametrize("command", WRONG)
