@@ -93,7 +93,7 @@ def work(
         checkpoint={"load_universal": how != "ours"},
     )  # fmt: skip
 
-    states = states_of if optimizer == "Muon" else True
+    states = not options and (states_of if optimizer == "Muon" else True)  # a new optimizer has none
     if load and how != "ours":
         assert engine.load_checkpoint(folder, tag=load)[0] is not None
         if how == "mend":
