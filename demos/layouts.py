@@ -93,10 +93,10 @@ if __name__ == "__main__":
     for script, stage, *layouts in CHANGES:
         for change, difference in play(script, stage, *layouts):
             table.setdefault(change, {})[stage] = difference
-    print(f"{'script':<12} {'from':<20} {'to':<20}    ZeRO-1    ZeRO-2    ZeRO-3")
+    print(f"{'script':<15} {'from':<20} {'to':<20}    ZeRO-1    ZeRO-2    ZeRO-3")
     for (script, before, after), found in table.items():
         cells = "".join(f"{found[stage]:>10.1e}" if stage in found else " " * 10 for stage in (1, 2, 3))
-        print(f"{script:<12} {before:<20} {after:<20}{cells}".rstrip())
+        print(f"{script:<15} {before:<20} {after:<20}{cells}".rstrip())
     draw(args.output)
     most = max(difference for found in table.values() for difference in found.values())
     print(f"largest difference {most:.1e}")
