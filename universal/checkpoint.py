@@ -122,11 +122,11 @@ def tags(folder):
 
 def first_models(folder):
     """Rank 0's file of model states. If two saves left one each, that of the newest whole checkpoint."""
-    both = [folder / f"{prefix}mp_rank_00_model_states.pt" for prefix in ("", "zero_pp_rank_0_")]
+    both = folder / "mp_rank_00_model_states.pt", folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     found = [path for path in both if path.exists()]
     if len(found) == 2 and not (folder / "zero").is_dir() or len(find_shards(folder)) > 1:
         return describe(folder).first
-    return found[0] if found else both[0]
+    return found[0] if found else both[any(folder.glob("zero_pp_*_model_states.pt"))]
 
 
 def newest_first(folder, say):
