@@ -34,12 +34,10 @@ def sh(command):
 
 def host(number):
     """The process that holds a host: an address, a network card and a /dev/shm of its own."""
-    card = (
-        f"ip link add eth0 type veth peer name port$$ netns {os.getpid()} && ip addr add 10.77.0.{number}/24 dev eth0"
-    )
-    up = "ip link set lo up && ip link set eth0 up && mount -t tmpfs memory /dev/shm"
-    command = ["unshare", "--net", "--mount", "sh", "-c", f"{card} && {up} && echo && exec sleep infinity"]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+    card = f"ip link add eth0 type veth peer name port$$ netns {os.getpid()} && ip link set eth0 up"
+    address = f"ip addr add 10.77.0.{number}/24 dev eth0 && ip link set lo up"
+    shell = f"{card} && {address} && mount -t tmpfs memory /dev/shm && echo && exec sleep infinity"
+    holder = subprocess.Popen(["unshare", "--net", "--mount", "sh", "-c", shell], stdout=subprocess.PIPE)
     assert holder.stdout.readline(), "no namespaces for a host"
     sh(f"ip link set port{holder.pid} master switch up")
     return holder.pid
@@ -134,9 +132,7 @@ def short(job):
     job.plug("node 2")
     stepped, _ = job.first(rf"^step +{reached + 1} \|", since)
     assert job.said("accumulation steps x") == started, "not the same ranks"
-    print(
-        f"{reached:4}  cable 2 out for 5 seconds: the same ranks do the next step after {stepped - since:.1f} seconds"
-    )
+    print(f"{reached:4}  cable 2 out for 5 seconds: the same ranks have the next step after {stepped - since:.1f}")
 
 
 def cut(job, what, name, *caught, ranks=2):
