@@ -51,7 +51,8 @@ class HostsJob(Job):
     settings = "keep_alive_interval=3,keep_alive_max_attempt=5,last_call_timeout=5,read_timeout=120"
 
     def __init__(self, name, hosts, *train):
-        self.hosts, self.folder, self.seen = hosts, DISK / name, {}
+        self.hosts, self.folder = hosts, DISK / name
+        self.seen = {}  # {checkpoint: its files when it was finished}
         train = [*TRAIN, "--checkpoint_dir", str(self.folder), *train]
         super().__init__(WARM, train, name, endpoint="10.77.0.1:29400")
         for name, pid in hosts.items():
@@ -72,7 +73,8 @@ class HostsJob(Job):
     def catch(self, name, folder, pattern, known=()):
         """Let the node's rank run for moments, until it is frozen while there are such files. Returns it, and them."""
         _, rank = self.nodes[name].workers()[0]
-        while True:
+        end = time.time() + self.patience
+        while time.time() < end:
             rank.suspend()
             found = {*folder.glob(pattern)}.difference(known)
             time.sleep(0.3 * bool(found))  # not just about to go
@@ -80,6 +82,7 @@ class HostsJob(Job):
                 return rank, found
             rank.resume()
             time.sleep(0.002)
+        raise TimeoutError(f"{folder} never had {pattern}")
 
     def watch(self):
         """Start agents that have ended again, as a scheduler does; note every finished checkpoint as it is when it

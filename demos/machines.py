@@ -145,17 +145,18 @@ def throw(dice, alive):
 
 
 def try_soak(args):
-    steps, minutes, found = int(150 * args.soak), args.soak, {}
+    steps, found = int(150 * args.soak), {}
     head = f"seed {args.seed}, ZeRO-{args.zero_stage}, {steps} steps"
-    print(f"{head}, up to {minutes:g} minutes of events\n{HEAD}", flush=True)
+    print(f"{head}, up to {args.soak:g} minutes of events\n{HEAD}", flush=True)
     shutil.rmtree(FOLDER, ignore_errors=True)
-    train, dice, start = [*SMALL, "--steps", str(steps)], random.Random(args.seed), time.time()
+    train = [*SMALL, "--steps", str(steps)]
+    dice, start = random.Random(args.seed), time.time()
     flags = ["--zero_stage", str(args.zero_stage), "--mirror", "1"]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a rendezvous that no node holds
     where = {"endpoint": f"127.0.0.1:{store.port}", "rendezvous": "is_host=0"}
     with Job(WARM, [*train, *flags], "elastic_soak", memory=MEMORY, **where) as job:
         job.happen("start", Job.start, *NODES, ranks=len(NODES))
-        while time.time() < start + 60 * minutes and job.step() + 100 < steps:
+        while time.time() < start + 60 * args.soak and job.step() + 100 < steps:
             gap, what, nodes = throw(dice, job.nodes)
             job.reach(job.step() + gap)
             took = job.happen(f"{', '.join(nodes)} {what}", HAPPENS[what], *nodes, lost=True)

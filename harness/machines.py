@@ -69,7 +69,7 @@ class Node:
 
     def forget(self):
         """Of a machine that is gone: its memory is gone, too."""
-        self.agent.wait()
+        self.agent.wait(timeout=120)
         psutil.wait_procs(self.killed, timeout=10)  # one that still ends could write into the memory
         if self.memory:
             shutil.rmtree(self.memory, ignore_errors=True)
@@ -87,8 +87,10 @@ class Job:
         memory: the folder with one for each node, of a job that mirrors its shards."""
         self.launcher = [*launcher, *AGENT, "--nproc-per-node", str(ranks), "--rdzv-endpoint", endpoint, "--rdzv-conf"]
         self.train = [str(ROOT / "train_elastic.py"), *train, "--elastic", "--run_name", name]
-        self.rendezvous, self.memory, self.inside = rendezvous, memory, {}
-        self.lines, self.nodes, self.rows = [], {}, []
+        self.rendezvous, self.memory = rendezvous, memory
+        self.inside = {}  # {node: what its command begins with}
+        self.lines, self.nodes = [], {}
+        self.rows = []  # (event, steps done again, ranks before, ranks after)
         self.log = Path("logs", f"{name}.csv")
         self.log.unlink(missing_ok=True)
 
