@@ -1,5 +1,5 @@
 """Plays a job whose machines die and come back: each "machine" is an agent of torchrun on this one, with its ranks. For
-demos/machines.py, demos/hosts.py and the tests; it only starts agents and takes them down."""
+demos/machines.py, demos/hosts.py and the tests."""
 
 import contextlib
 import csv
@@ -8,25 +8,22 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
-AGENT = "--nnodes 1:3 --max-restarts 100 --rdzv-id job --rdzv-backend c10d --local-addr 127.0.0.1".split()
+from harness.ranks import ROOT, ends_after, run
+
+AGENT = "--nnodes 1:3 --max-restarts 100 --rdzv-id job --rdzv-backend c10d".split()
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
-QUIET |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+QUIET |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_LOCAL_ADDR": "127.0.0.1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WARM = [sys.executable, "-m", "harness.warm"]  # torchrun with workers that have torch and DeepSpeed in memory
-
-
-def holder(port, address="127.0.0.1"):
-    """The command of a rendezvous that no machine holds."""
-    store = f"s = d.TCPStore('{address}', {port}, is_master=True, wait_for_workers=False)"
-    return [sys.executable, "-c", f"import time, torch.distributed as d; {store}; time.sleep(1e9)"]
+HEAD = "step  event                    ranks        goes on at   again   seconds = torchrun  start  first step"
 
 
 class Node:
@@ -46,19 +43,18 @@ class Node:
             lines.append((time.time(), line))
 
     def processes(self):
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(self.agent.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
+        return []
 
     def workers(self):
-        """[(time of its start, process)] of the ranks."""
+        """[(time of its start, process)] of the ranks; what a rank starts is younger."""
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):  # it can end while it is looked at
                 if "RANK" in process.environ() or "forkserver" in " ".join(process.parent().cmdline()):
                     found.append((process.create_time(), process))
-        return found
+        return sorted(found, key=lambda worker: worker[0])
 
     def kill(self):
         """As if the machine had lost its power: an agent that is killed by itself would leave its workers running."""
@@ -73,7 +69,7 @@ class Node:
 
     def forget(self):
         """Of a machine that is gone: its memory is gone, too."""
-        self.agent.wait()
+        self.agent.wait(timeout=120)
         psutil.wait_procs(self.killed, timeout=10)  # one that still ends could write into the memory
         if self.memory:
             shutil.rmtree(self.memory, ignore_errors=True)
@@ -84,21 +80,25 @@ class Job:
     an error does so."""
 
     patience = 180  # seconds that first() waits
+    settings = RENDEZVOUS
 
     def __init__(self, launcher, train, name, ranks=1, endpoint="127.0.0.1:29400", rendezvous=None, memory=None):
         """ranks: of each node. rendezvous: settings of --rdzv-conf when it is not the agent of node 1 that holds it.
         memory: the folder with one for each node, of a job that mirrors its shards."""
-        self.launcher, self.train, self.log = [*launcher, *AGENT, "--nproc-per-node", str(ranks)], train, logged(name)
-        self.endpoint, self.rendezvous, self.memory = endpoint, rendezvous, memory
-        self.ranks, self.lines, self.nodes = ranks, [], {}
+        self.launcher = [*launcher, *AGENT, "--nproc-per-node", str(ranks), "--rdzv-endpoint", endpoint, "--rdzv-conf"]
+        self.train = [str(ROOT / "train_elastic.py"), *train, "--elastic", "--run_name", name]
+        self.rendezvous, self.memory = rendezvous, memory
+        self.inside = {}  # {node: what its command begins with}
+        self.lines, self.nodes = [], {}
+        self.rows = []  # (event, steps done again, ranks before, ranks after)
+        self.log = Path("logs", f"{name}.csv")
         self.log.unlink(missing_ok=True)
 
     def start(self, *names):
         for name in names:
-            where = self.rendezvous or ("is_host=1" if name == "node 1" else "is_host=0")
-            meet = ["--rdzv-endpoint", self.endpoint, "--rdzv-conf", f"{RENDEZVOUS},{where}"]
-            command = [*self.launcher, *meet, str(ROOT / "train_elastic.py"), *self.train]
-            self.nodes[name] = Node(command, self.lines, self.memory and self.memory / name.replace(" ", "_"))
+            held = self.rendezvous or f"is_host={int(name == 'node 1')}"
+            command = [*self.inside.get(name, []), *self.launcher, f"{self.settings},{held}", *self.train]
+            self.nodes[name] = Node(command, self.lines, self.memory and self.memory / name)
 
     def kill(self, *names):
         nodes = [self.nodes.pop(name) for name in names]
@@ -108,13 +108,12 @@ class Job:
             node.forget()
 
     def kill_a_rank(self, name):
-        _, rank = min(self.nodes[name].workers(), key=lambda worker: worker[0])  # what a rank starts is younger
-        rank.kill()
+        self.nodes[name].workers()[0][1].kill()
 
     def preempt(self, name):
         node = self.nodes.pop(name)
         node.agent.terminate()
-        threading.Thread(target=node.forget).start()
+        node.forget()
 
     def hang(self, name):
         self.nodes[name].workers()[0][1].suspend()
@@ -123,10 +122,35 @@ class Job:
         """The last one in the log."""
         return max((int(row["step"]) for row in read(self.log) if row["layout"]), default=0)
 
-    def reach(self, step):
-        while self.step() < step:
+    def until(self, reached, pause=0.01):
+        while not reached():
             assert any(node.agent.poll() is None for node in self.nodes.values()), "the job ended by itself"
-            time.sleep(0.01)
+            time.sleep(pause)
+
+    def reach(self, step):
+        self.until(lambda: self.step() >= step)
+
+    def happen(self, what, event, *names, **expected):
+        since = time.time()
+        event(self, *names)
+        return self.resumed(what, since, **expected)
+
+    def resumed(self, what, since, ranks=r"\d+", lost=False):
+        """Wait for the first step of new ranks, and print what happened: the last step before it, and a row of HEAD.
+        Returns the steps done again, and the seconds of all. ranks: wait for so many: on a busy machine a node may be
+        late, and joins a job that has begun. lost: steps may be done again."""
+        reached, before = self.step(), self.rows[-1][-1] if self.rows else 0
+        began, found = self.first(rf"= \d+ per rank x \d+ accumulation steps x ({ranks}) ranks", since)
+        starts = [when for node in self.nodes.values() for when, _ in node.workers() if when > since]
+        after, created = int(found[1]), min(starts, default=began)
+        stepped, found = self.first(r"^step +(\d+) \|", began)
+        again = max(reached + 1 - int(found[1]), 0)
+        self.rows.append((what, again, before, after))
+        seconds = stepped - since, created - since, began - created, stepped - began
+        print(f"{reached:4}  {what:<23}{before:>3} -> {after:<7}{found[1]:>12}{again:>8}", end="")
+        print("{:>10.1f}{:>11.1f}{:>7.1f}{:>12.1f}".format(*seconds), flush=True)
+        assert lost or not again, "steps are done again"
+        return again, seconds[0]
 
     def wait(self, seconds=300):
         """Until all agents say that the job is done."""
@@ -135,16 +159,8 @@ class Job:
         for node in self.nodes.values():
             node.reader.join()  # a spare rank may say so after the others have begun to train
 
-    def went_on(self, since, ranks=r"\d+"):
-        """(when ranks were there again, how many train, when they have done a step, which one it is). ranks: wait until
-        there are so many: on a busy machine a node may be late, and joins a job that has begun."""
-        began, ranks = self.first(rf"= \d+ per rank x \d+ accumulation steps x ({ranks}) ranks", since)
-        stepped, step = self.first(r"^step +(\d+) \|", began)
-        return began, int(ranks[1]), stepped, int(step[1])
-
-    def created(self, since):
-        """When the first process of a rank was started since then."""
-        return min(when for node in self.nodes.values() for when, _ in node.workers() if when > since)
+    def said(self, words):
+        return sum(words in line for _, line in self.lines)
 
     def first(self, pattern, since):
         """(time, match) of the first line since then that has the pattern; waits for it."""
@@ -172,10 +188,6 @@ class Job:
         self.close()
 
 
-def logged(name):
-    return Path("logs", f"{name}.csv")
-
-
 def read(log):
     """Its rows; none where there is no log yet."""
     if not log.exists():
@@ -184,10 +196,19 @@ def read(log):
         return list(csv.DictReader(file))
 
 
+def alone(train, name, steps):
+    """The log of what a job is compared with: the same training on one rank, to which nothing happens."""
+    with tempfile.TemporaryDirectory() as folder:
+        train = [*train, "--run_name", name, "--checkpoint_dir", folder]
+        run(Path.cwd(), 1, "train_elastic.py", *train, patch=ends_after(steps), limit=900 + steps)
+    return read(Path("logs", f"{name}.csv"))
+
+
 def compare(log, wanted):
-    """([difference of the loss at every step], the largest of loss, validation loss and gradient norm)."""
+    """The largest differences of loss, validation loss and gradient norm."""
     assert [row["step"] for row in log] == [row["step"] for row in wanted], "a step is missing, or twice in the log"
-    gaps = {"loss": [], "val_loss": [], "grad_norm": []}
-    for column, found in gaps.items():
-        found += [abs(float(a[column]) - float(b[column])) for a, b in zip(log, wanted, strict=True) if b[column]]
-    return gaps["loss"], {column: max(found, default=0.0) for column, found in gaps.items()}
+    worst = {}
+    for column in ("loss", "val_loss", "grad_norm"):
+        pairs = [(float(a[column]), float(b[column])) for a, b in zip(log, wanted, strict=True) if b[column]]
+        worst[column] = max((abs(a - b) for a, b in pairs), default=0.0)
+    return worst

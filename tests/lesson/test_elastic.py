@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -186,23 +185,20 @@ def test_agents(tmp_path, monkeypatch, launcher, where, events, last, batch):
     monkeypatch.chdir(tmp_path)
     train = "--n_embd 32 --seq_len 16 --n_layer 1 --train_micro_batch_size_per_gpu 2 --exact --checkpoint_interval 5"
     train = f"{train} --train_batch_size {batch} --steps {last} --checkpoint_dir {tmp_path / 'c'}".split()
-    run(tmp_path, 1, "train_elastic.py", *train, "--run_name", "alone", "--checkpoint_dir", "alone")
     code = re.search(r"python -c '(.*)'", (ROOT / "docs" / "elastic.md").read_text())[1]
     holder = subprocess.Popen([sys.executable, "-c", code if where else "pass"])
     where = where | ({"endpoint": str(tmp_path / "meet")} if "file" in str(where) else {})
-    job = machines.Job(launcher, [*train, "--elastic", "--run_name", "machines"], "machines", **where)
+    job = machines.Job(launcher, train, "machines", **where)
     try:
         for at, what, nodes, ranks in ((0, "start", ["node 1", "node 2"], 2), *events):
             job.reach(at)
-            since = time.time()
-            getattr(job, what)(*nodes)
-            job.went_on(since, ranks)
+            job.happen(what, getattr(machines.Job, what), *nodes, ranks=ranks, lost=True)
         job.wait()
     finally:
         job.close()
         holder.kill()
         holder.wait()
-    _, worst = machines.compare(machines.read(job.log), machines.read(machines.logged("alone")))
+    worst = machines.compare(machines.read(job.log), machines.alone(train, "alone", last))
     assert set(worst.values()) == {0.0}
     assert any("rank 2 stands by" in line for _, line in job.lines) == ("node 3" in str(events))
 
