@@ -159,7 +159,7 @@ def read_only(job):
     while subprocess.run(["mount", "-o", "remount,ro", DISK], capture_output=True).returncode:
         time.sleep(0.01)  # a file in it is being written
     failed, _ = job.first("Read-only file system", since)
-    job.resumed("folder read-only in a save", failed, ranks=3)
+    job.resumed("folder is read-only", failed, ranks=3)
     sh(f"mount -o remount,rw {DISK}")
     job.first("^saved ", time.time())
 
