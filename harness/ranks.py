@@ -50,14 +50,11 @@ def free_port():
 PORT = free_port()
 
 
-def rank_main(place, script, arguments, patch, environment):
+def rank_main(place, script, arguments, patch):
     """In the child; it never returns."""
     code = 1
     try:
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-        if environment is not None:
-            command = [sys.executable, str(ROOT / script), *map(str, arguments)]
-            os.execve(sys.executable, command, environment | place)
         gc.freeze()  # DeepSpeed collects garbage: not in what it has from the parent, which would copy all of it
         os.environ |= place
         for name in ("train", "train_elastic"):  # where a test has imported it, it would not see what patch() changes
@@ -79,12 +76,11 @@ def rank_main(place, script, arguments, patch, environment):
     os._exit(code)
 
 
-def launch(folder, ranks, script, *arguments, patch=None, limit=300, grace=0, environment=None):
+def launch(folder, ranks, script, *arguments, patch=None, limit=300, grace=0):
     """Run `script`, or call it, on `ranks` ranks in `folder`; like the launchers, end all ranks when one fails.
 
     patch() runs in every rank before the script. Returns codes, of all ranks; code, out and err of the first rank that
     ended badly, or of rank 0; and err of all ranks as `errors`. grace: seconds that the others have when one fails.
-    environment: start the script in it, in a Python of its own: on GPUs a forked process cannot be.
     """
     children, files = {}, []
     place = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
@@ -95,7 +91,7 @@ def launch(folder, ranks, script, *arguments, patch=None, limit=300, grace=0, en
             os.chdir(folder)
             for fd, file in enumerate(files[rank], 1):
                 os.dup2(file.fileno(), fd)
-            rank_main(place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, script, arguments, patch, environment)
+            rank_main(place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, script, arguments, patch)
         children[pid] = rank
     codes, deadline = {}, time.monotonic() + limit
     while children and time.monotonic() < deadline:
