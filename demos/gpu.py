@@ -67,7 +67,7 @@ def check(what, flags, source, place, most, kind="", least=0.0):
     that is off. kind: "_universal", converted; "_forgotten", converted, without the optimizer's first moments."""
     base, losses = train(*source, flags)
     words = f"{flags} --resume --checkpoint_dir {base} --checkpoint_tag {SAVED}{kind}"
-    if kind:
+    if kind and losses.isfinite().all():
         universal.convert(f"{base}/{SAVED}", f"{base}/{SAVED}{kind}")
         words += " --universal_checkpoint"
     if kind == "_forgotten":
@@ -75,8 +75,7 @@ def check(what, flags, source, place, most, kind="", least=0.0):
             moment = torch.load(path)
             moment["param"].zero_()
             torch.save(moment, path)
-    _, resumed = train(*place, words)
-    gap = (resumed - losses).abs().max().item()  # of tensors: NaN is the largest
+    gap = (train(*place, words)[1] - losses).abs().max().item()  # of tensors: NaN is the largest
     off = not least <= gap <= most
     print(f"{flags:<42}{what:<32}{gap:.1e}{' is off' * off}", flush=True)
     return off

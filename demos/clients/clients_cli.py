@@ -85,7 +85,6 @@ def run(client, case, ranks, how=""):
         "NPROC_PER_NODE": str(ranks),
         "MASTER_PORT": "29533",
         "FORCE_TORCHRUN": "1",
-        "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": WORK / "home",
@@ -112,6 +111,7 @@ def said(output, pattern):
 
 
 if __name__ == "__main__":
+    os.environ["DS_ACCELERATOR"] = "cpu"
     prepare()
     fine = []
     for client in COMMANDS:
