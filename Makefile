@@ -6,7 +6,7 @@
 # make 3d        change the tensor, pipeline and sequence layout; 40 minutes
 # make resume    what it costs to resume a model of 86 million parameters, in three ways
 # make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
-# make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; 15 minutes
+# make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; 20 minutes
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; writes assets/versions.txt
 # make deepspeed-suite  DeepSpeed's own checkpoint tests through install(); they are in DEEPSPEED, a clone: ./DeepSpeed
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 4 minutes

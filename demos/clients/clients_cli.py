@@ -118,11 +118,12 @@ if __name__ == "__main__":
         for case in (FULL, LORA):
             baseline = run(client, case, 4)
             for ranks in (2, 3):
-                difference = gap(run(client, case, ranks), baseline)
+                resumed = run(client, case, ranks)
+                difference = gap(resumed, baseline)
                 trains, stage, batch = case
                 how = f'ZeRO-{stage}, "train_batch_size": {json.dumps(batch)}, 4 to {ranks} ranks'
                 print(f"{client:<15}{trains}, {how}: {difference:.1e}", flush=True)
-                fine.append(difference <= ROUNDING)
+                fine += [difference <= ROUNDING, said(resumed, f"written by 4 ranks, loaded on {ranks}")]
         without, left = run(client, LORA, 2, "without"), run(client, LORA, 2, "left")
         refused = said(without, r"\w+: The checkpoint being loaded used a DP world size of 4.*?2")
         difference, warning = gap(left, baseline), said(left, "WARNING: the global batch.*")
