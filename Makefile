@@ -6,11 +6,11 @@
 # make 3d        change the tensor, pipeline and sequence layout; 40 minutes
 # make resume    what it costs to resume a model of 86 million parameters, in three ways
 # make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
-# make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; an hour
+# make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; 20 minutes
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; writes assets/versions.txt
 # make deepspeed-suite  DeepSpeed's own checkpoint tests through install(); they are in DEEPSPEED, a clone: ./DeepSpeed
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 4 minutes
-# make gpu       on NVIDIA cards: precisions, optimizers, from GPUs to CPU ranks and back, time, memory
+# make gpu       on NVIDIA cards: precisions, from GPUs to CPU ranks and back, the same bits; some minutes
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
 # make test      the quick tests, in an environment of their own making; 4 minutes
 # make test-all  these and the long ones: every change of ranks and stage, random lives, long chains
@@ -209,11 +209,13 @@ clients: .venv/installed-clients
 
 # Commands that have no script
 clients-cli: .venv/installed-clients
-	$(PY) demos/clients/clients_cli.py --output assets/clients_cli.txt
+	@mkdir -p $(OUT)
+	$(PY) demos/clients/clients_cli.py > $(OUT)/clients_cli.txt
+	@cat $(OUT)/clients_cli.txt
 
 # What a GPU does. Without a network: whatever Python has torch and DeepSpeed
 gpu:
-	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) demos/gpu.py --output $(OUT)/gpu.txt
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) demos/gpu.py
 
 # The DeepSpeeds that people have
 versions: .venv/installed
