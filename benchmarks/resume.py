@@ -14,13 +14,12 @@ resume.
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -52,20 +51,16 @@ def make_engine(batch, micro, stage, load_universal=False):
     return deepspeed.initialize(model=gpt, model_parameters=model.parameter_groups(gpt, 0.1), config=config)[0]
 
 
+def megabytes(key):
+    """Of memory: VmRSS, what this process has, or VmHWM, the most that it had."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{key}:\s*(\d+) kB", status)[1]) * 1024 / 1e6
+
+
 def load(engine, folder, way):
     """Returns (seconds, megabytes) of this rank."""
-    process, peak, done = psutil.Process(), [0], threading.Event()
-
-    def anonymous():  # the memory of this process that no file is behind
-        memory = process.memory_info()
-        return memory.rss - memory.shared
-
-    def watch():
-        while not done.wait(0.01):
-            peak[0] = max(peak[0], anonymous())
-
-    before, watcher = anonymous(), threading.Thread(target=watch)
-    watcher.start()
+    before = megabytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     dist.barrier()
     start = time.perf_counter()
     if way == "reshard":
@@ -74,10 +69,7 @@ def load(engine, folder, way):
         assert engine.load_checkpoint(folder, way)[0]
         if way == "ours":
             universal.mend(engine, f"{folder}/{way}")
-    seconds = time.perf_counter() - start
-    done.set()
-    watcher.join()
-    return seconds, (peak[0] - before) / 1e6
+    return time.perf_counter() - start, megabytes("VmHWM") - before
 
 
 def train(folder, way=None):

@@ -1,7 +1,7 @@
 """What this repository does on a GPU: `make gpu`, some minutes on one card, without a network.
 
     python demos/gpu.py
-    python demos/gpu.py --device cpu      the same with 2 CPU ranks in the GPUs' place
+    python demos/gpu.py --device cpu      the same in fp32, with 2 CPU ranks in the GPUs' place
 
 Resumes on the GPUs from an ordinary checkpoint (Test 1), a universal one (Test 3) and one of 4 CPU ranks, and on those
 from one of the GPUs. A number is the largest difference of the losses from then on; nan: the run failed, and its log is
@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import universal  # noqa: E402
-from harness.machines import QUIET, TORCHRUN, WARM, logged, read  # noqa: E402
+from harness.machines import QUIET, TORCHRUN, WARM  # noqa: E402
+from harness.ranks import rows_of  # noqa: E402
 
 TRAIN = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 20 --checkpoint_interval 12 --dropout 0"
 SAVED, CPUS, EXACT = "global_step12", ("cpu", 4), "--zero_stage 3 --dropout 0.1 --exact"
@@ -58,7 +59,7 @@ def train(device, ranks, flags):
     command += f"{TRAIN} --run_name {name} --checkpoint_dir {name} {flags}".split()
     with open(f"{name}.log", "w") as log:
         failed = subprocess.run(command, env=environment, stdout=log, stderr=log).returncode
-    losses = [float(row["loss"]) for row in read(logged(name))[-8:]]
+    losses = [float(row["loss"]) for row in rows_of(Path("logs", f"{name}.csv"))[-8:]]
     return name, torch.tensor([torch.nan] if failed else losses, dtype=torch.float64)
 
 
@@ -97,7 +98,8 @@ if __name__ == "__main__":
     print(f"{cards} x {card}, torch {torch.__version__}, DeepSpeed {version('deepspeed')}", flush=True)
     ranks = max(n for n in (1, 2, 4, 8) if n <= cards)
     here, other, off = (device, ranks), (device, ranks // 2 or 2), 0
-    for flags, (same, apart) in ROUNDING.items():
+    for flags in (FP32, *HALF) if device == "cuda" else (FP32,):
+        same, apart = ROUNDING[flags]
         off += check("Test 1", flags, here, here, same)
         off += check("Test 3", flags, here, here, same, "_universal")
         off += check("to 4 CPU ranks", flags, here, CPUS, apart)

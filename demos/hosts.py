@@ -20,7 +20,8 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from harness.machines import HEAD, WARM, Job, alone, compare, read  # noqa: E402
+from harness.machines import HEAD, WARM, Job, alone, compare  # noqa: E402
+from harness.ranks import rows_of  # noqa: E402
 from universal import checkpoint  # noqa: E402
 
 DISK = Path("/mnt")  # that all hosts see
@@ -116,7 +117,7 @@ class HostsJob(Job):
         for folder in checkpoints:
             assert contents(folder) == self.seen[folder], f"{folder} was finished, and written into"
             checkpoint.describe(folder)  # raises where it is not whole
-        log = read(self.log)
+        log = rows_of(self.log)
         worst = compare(log, alone(TRAIN, "hosts_alone", len(log)))
         assert not any(worst.values()), f"the {len(log)} steps differ from one rank's: {worst}"
         print(f"{len(log)} steps, each once in the log, and no bit differs from one rank's", flush=True)

@@ -24,7 +24,8 @@ from torch.distributed import TCPStore
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from harness.machines import HEAD, TORCHRUN, WARM, Job, alone, compare, read  # noqa: E402
+from harness.machines import HEAD, TORCHRUN, WARM, Job, alone, compare  # noqa: E402
+from harness.ranks import rows_of  # noqa: E402
 
 FOLDER, STEPS = Path("ckpt_elastic").resolve(), 200
 MEMORY = Path(f"/dev/shm/machines_{os.getpid()}")
@@ -36,7 +37,7 @@ def finish(job, wanted, rounding=False):
     """Compare the log of a job with one rank's; nothing may be left over."""
     left = [*FOLDER.glob("*unfinished"), *MEMORY.glob("*/*")]
     assert not left, f"left over: {left}"
-    worst = compare(read(job.log), wanted)
+    worst = compare(rows_of(job.log), wanted)
     print(f"{len(wanted)} steps, each once; largest difference to one rank that was never interrupted:")
     print("  " + ", ".join(f"{column} {worst[column]:.1e}" for column in worst), flush=True)
     assert rounding or not any(worst.values()), "the runs differ"

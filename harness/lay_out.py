@@ -10,22 +10,11 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-TIED = {"lm_head.weight": "wte.weight"}  # of gpt_groups()
 
-
-def gpt_groups(vocabulary, width, layers):
-    """Parameter shapes of a GPT-2 with tied embeddings, in a decay and a no-decay group."""
-    decay = {"wte.weight": (vocabulary, width), "wpe.weight": (1024, width)}
-    no_decay = {}
-    matrices = {"attn.qkv": (3, 1), "attn.proj": (1, 1), "up": (4, 1), "down": (1, 4)}
-    for i in range(layers):
-        for name, (rows, columns) in matrices.items():
-            decay[f"blocks.{i}.{name}.weight"] = (rows * width, columns * width)
-            no_decay[f"blocks.{i}.{name}.bias"] = (rows * width,)
-        for name in ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"):
-            no_decay[f"blocks.{i}.{name}"] = (width,)
-    no_decay |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
-    return [OrderedDict((name, torch.Size(shape)) for name, shape in group.items()) for group in (decay, no_decay)]
+def groups_of(net):
+    """The parameter shapes of a model, in a decay and a no-decay group."""
+    shapes = [(name, parameter.shape) for name, parameter in net.named_parameters()]
+    return [OrderedDict(one for one in shapes if (len(one[1]) > 1) == decay) for decay in (True, False)]
 
 
 def lay_out(folder, groups, ranks, stage, shared_params=None):

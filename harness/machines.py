@@ -2,7 +2,6 @@
 demos/machines.py, demos/hosts.py and the tests."""
 
 import contextlib
-import csv
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from harness.ranks import ROOT, ends_after, run
+from harness.ranks import ROOT, ends_after, rows_of, run
 
 AGENT = "--nnodes 1:3 --max-restarts 100 --rdzv-id job --rdzv-backend c10d".split()
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"
@@ -120,7 +119,7 @@ class Job:
 
     def step(self):
         """The last one in the log."""
-        return max((int(row["step"]) for row in read(self.log) if row["layout"]), default=0)
+        return max((int(row["step"]) for row in rows_of(self.log) if row["layout"]), default=0)
 
     def until(self, reached, pause=0.01):
         while not reached():
@@ -188,20 +187,12 @@ class Job:
         self.close()
 
 
-def read(log):
-    """Its rows; none where there is no log yet."""
-    if not log.exists():
-        return []
-    with log.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def alone(train, name, steps):
     """The log of what a job is compared with: the same training on one rank, to which nothing happens."""
     with tempfile.TemporaryDirectory() as folder:
         train = [*train, "--run_name", name, "--checkpoint_dir", folder]
         run(Path.cwd(), 1, "train_elastic.py", *train, patch=ends_after(steps), limit=900 + steps)
-    return read(Path("logs", f"{name}.csv"))
+    return rows_of(Path("logs", f"{name}.csv"))
 
 
 def compare(log, wanted):

@@ -152,10 +152,14 @@ def ends_after(last):
     return patch
 
 
+def rows_of(log):
+    """[{column: text}]; nothing where there is no log yet."""
+    return list(csv.DictReader(log.read_text().splitlines())) if log.exists() else []
+
+
 def read_log(folder, run_name, *columns):
     """{column: {step: value}} of logs/<run_name>.csv."""
-    with open(Path(folder, "logs", f"{run_name}.csv"), newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(Path(folder, "logs", f"{run_name}.csv"))
     return {c: {int(r["step"]): float(r[c]) for r in rows if r[c]} for c in columns or ("loss", "val_loss")}
 
 

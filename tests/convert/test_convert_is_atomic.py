@@ -19,7 +19,8 @@ from types import SimpleNamespace
 import pytest
 from helpers import SHAPES, at_event, content, converter, edit, failed, flip, forked, makes_a_file, states
 
-from harness.lay_out import gpt_groups, lay_out
+import model
+from harness.lay_out import groups_of, lay_out
 from universal import CheckpointError, convert
 from universal.safetensors import export
 
@@ -48,7 +49,7 @@ def two(tmp_path_factory):
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """Files of many pages."""
-    return Two(tmp_path_factory.mktemp("large"), gpt_groups(50, 32, 2), 4)
+    return Two(tmp_path_factory.mktemp("large"), groups_of(model.GPT(2, 2, 32, 50)), 4)
 
 
 def settled(output, wanted):

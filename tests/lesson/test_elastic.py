@@ -15,7 +15,7 @@ import pytest
 from helpers import ROOT, at_step, forked, hang, kill, steps, told_to_stop
 
 from harness import machines
-from harness.ranks import compare, launch, run
+from harness.ranks import compare, launch, rows_of, run
 from universal import elastic
 
 COMMON = ("--n_embd", 32, "--seq_len", 16, "--train_batch_size", 24, "--train_micro_batch_size_per_gpu", 6)
@@ -198,7 +198,7 @@ def test_agents(tmp_path, monkeypatch, launcher, where, events, last, batch):
         job.close()
         holder.kill()
         holder.wait()
-    worst = machines.compare(machines.read(job.log), machines.alone(train, "alone", last))
+    worst = machines.compare(rows_of(job.log), machines.alone(train, "alone", last))
     assert set(worst.values()) == {0.0}
     assert any("rank 2 stands by" in line for _, line in job.lines) == ("node 3" in str(events))
 
