@@ -14,6 +14,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,13 +74,10 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--folder", type=Path, default="/dev/shm", help="where: /dev/shm is memory, others a disk")
     args = parser.parse_args()
-    work = args.folder / f"convert_benchmark_{os.getpid()}"
     print(f"seconds of whole processes, medians of 3, on {args.folder}; data: what ours takes after its start")
     columns = "{:>4}{:>7}{:>7} |{:>8}{:>11}{:>8} |{:>16}{:>9} |{:>9}{:>14}"
     heads = ("ranks", "GB", "ours", "DeepSpeed", "cp -r", "DeepSpeed/ours", "data/cp", "ours MB", "DeepSpeed MB")
     print(columns.format("ZeRO", *heads))
-    try:
-        for stage in (1, 3):
-            print(columns.format(*compare(work, stage, args.ranks)), flush=True)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    for stage in (1, 3):
+        with tempfile.TemporaryDirectory(dir=args.folder) as work:
+            print(columns.format(*compare(Path(work), stage, args.ranks)), flush=True)

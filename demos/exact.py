@@ -49,8 +49,7 @@ def draw(path):
     """One rank, and how far those in turn are from it, without --exact and with it."""
     logs = {how: [plot.read_log(f"logs/zero1_{what} {how}.csv") for what in (BASELINE, IN_TURN)] for how in HOW}
     gaps = [plot.differences(*pair, "loss") for pair in logs.values()]
-    (baseline, _), _ = logs.values()
-    runs = {BASELINE: baseline} | {how: log for how, (_, log) in logs.items()}
+    runs = {BASELINE: logs["without --exact"][0]} | {how: log for how, (_, log) in logs.items()}
     figure = plot.draw({what: run | {"val_loss": {}} for what, run in runs.items()}, gaps)
     apart = "{:.0e} apart, with --exact {:.0e}".format(*(max(gap.values()) for gap in gaps))
     figure.axes[0].set_title(f"4, 2, 8 and 1 ranks in turn: {apart}")

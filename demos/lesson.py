@@ -6,7 +6,7 @@ outputs that are in it.
 
 Words and whole numbers must be equal. Of a number like 2.4e-07, a difference of two losses: zero stays zero, what is
 below 1e-05 is rounding and stays below it, anything else stays within a factor of 3. Other numbers, losses say, may
-move by 1%. Where Python's standard library, which the model learns, is another text, nothing is compared.
+move by 1%. Another version of Python has another text to learn, of which `helpers` tells first, and other numbers.
 """
 
 import argparse
@@ -27,12 +27,6 @@ ROUNDING = 1e-5
 
 def printed(cell):
     return TIMES.sub("", "".join(output["text"] for output in cell.outputs if output.output_type == "stream"))
-
-
-def learned_text(notebook):
-    """What the cell with the helpers says of the text."""
-    (found,) = [cell for cell in notebook.cells if cell.id == "helpers"]
-    return re.search(r"text (.*)", printed(found))[1]
 
 
 def is_near(old, new):
@@ -69,8 +63,6 @@ def main():
             if output.output_type == "stream":
                 output["text"] = TIMES.sub("", output["text"])
         return nbformat.write(new, NOTEBOOK)
-    if learned_text(old) != learned_text(new):
-        sys.exit("the text that the model learns is another one here: it ran to its end, and nothing is compared")
     code = 0
     for before, now in zip(old.cells, new.cells, strict=True):
         if before.cell_type == "code" and "not-compared" not in before.metadata.get("tags", []):

@@ -183,8 +183,7 @@ def main():
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--output", type=Path, help="the picture of two runs")
     args = parser.parse_args()
-    play = try_soak if args.soak else try_events
-    play(args)
+    (try_soak if args.soak else try_events)(args)
 
 
 if __name__ == "__main__":
