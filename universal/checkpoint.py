@@ -142,8 +142,9 @@ def newest_first(folder, say):
             say(f"{name} is passed over: {type(error).__name__}: {error}")
     # A tag of fewer steps that was saved later means that the run went back. Converted tags are always late.
     saved = {name: not (folder / name / "zero").is_dir() for name in steps}
-    pairs = ((a, b) for a in steps for b in steps if saved[b] and steps[b] < steps[a])
-    given_up = {a for a, b in pairs if written[b] > written[a] + BETWEEN_SAVES}
+    given_up = {
+        a for a in steps for b in steps if saved[b] and steps[b] < steps[a] and written[b] > written[a] + BETWEEN_SAVES
+    }
     order = sorted(steps, key=lambda name: (name not in given_up, steps[name], saved[name]), reverse=True)
     # A job killed before it wrote `latest` leaves a newer tag. Others are from an earlier run, or `latest` was edited.
     if named in steps:

@@ -75,6 +75,8 @@ def load_checkpoint(
         raise CheckpointError(f"universal needs DeepSpeed 0.16.4 or newer, and finds {version}")
     if custom_load_fn:
         raise CheckpointError("custom_load_fn would get no weights: they are read from the shards of the optimizer")
+    if engine.has_moe_layers and missing_ok:  # install() takes nothing away: DeepSpeed loads experts on their own ranks
+        return deepspeed_load(engine, load_dir, tag, **options)
     with conversation(timeout) as talk:
         names = talk.on_rank_0(lambda: find(Path(load_dir), tag, missing_ok, engine.load_universal_checkpoint()))
         if names is None:
@@ -365,11 +367,11 @@ def choose(engine, checkpoint, options, trained):
     stage, states = engine.zero_optimization_stage(), options["load_optimizer_states"]
     kind = type(engine.optimizer).__name__
     if (checkpoint is None) != (stage == 0):
-        saved = "with" if checkpoint else "without"
-        raise CheckpointError(f"the checkpoint was saved {saved} ZeRO, and the engine is at stage {stage}")
+        without = "out" * (not checkpoint)
+        raise CheckpointError(f"the checkpoint was saved with{without} ZeRO, and the engine is at stage {stage}")
     if checkpoint is None:
         return "own"
-    odd = isinstance(engine.module, deepspeed.pipe.PipelineModule) or engine.has_moe_layers
+    odd = isinstance(engine.module, deepspeed.pipe.PipelineModule)
     odd = odd or engine.mp_world_size > 1 or checkpoint.tensor * checkpoint.pipeline > 1
     odd = odd or engine.zero_nvme_offload_optimizer() or kind not in OPTIMIZERS
     if not odd and not (states and checkpoint.uneven):

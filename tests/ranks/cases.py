@@ -16,6 +16,8 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups
 from torch import nn
@@ -622,6 +624,33 @@ def starts(engine):
             continue
         raise AssertionError(options)
     assert engine.load_checkpoint(".")[1]["step"] == 2
+
+
+class Experts(Net):
+    def __init__(self):
+        super().__init__()
+        self.moe = MoE(7, nn.Linear(7, 7), num_experts=2, min_capacity=0)
+
+    def forward(self, x):
+        return self.moe(self.a(x))[0].pow(2).mean() + super().forward(x)
+
+
+@case(stages=[1, 2], own=True)
+def experts(stage, saving):
+    """install() leaves them to DeepSpeed, which loads them on the ranks that saved."""
+    groups = lambda ps: adam(split_params_into_different_moe_groups_for_optimizer({"params": ps, "name": "all"}))  # noqa: E731
+    engine, path = make(stage, Experts, groups, seed=1 if saving else 5), f"truth.{dist.get_rank()}"
+    if saving:
+        train(engine, 0)
+        torch.save(engine.module.state_dict(), path)
+        return engine.save_checkpoint(".", tag="t")
+    refused(engine, "has experts")
+    if dist.get_world_size() == 2:
+        with mock.patch.multiple(deepspeed.DeepSpeedEngine, load_checkpoint=None):
+            universal.install()
+            assert engine.load_checkpoint(".", "t")[0]
+        truth, now = torch.load(path), engine.module.state_dict()
+        assert truth.keys() == now.keys() and all(same(truth[name], now[name]) for name in truth)
 
 
 @after(own=True)
