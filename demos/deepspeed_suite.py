@@ -34,8 +34,7 @@ def run(name, tests, *before):
     settings["LOCAL_SIZE"] = "4"  # DeepSpeed's count of devices on CPUs: tests that need more are skipped
     settings["PYTHONPATH"] = f"{PYTEST}:{os.environ.get('PYTHONPATH', '')}"
     with open(WORK / f"{name}.txt", "w") as output:
-        pipes = dict(stdout=output, stderr=subprocess.STDOUT)
-        result = subprocess.run(command, cwd=tests, env=settings, timeout=6 * 3600, **pipes)
+        result = subprocess.run(command, cwd=tests, env=settings, stdout=output, stderr=output, timeout=6 * 3600)
     if result.returncode not in (0, 1):
         sys.exit(f"pytest has not come to its end: {output.name}")
     text = re.sub(r"\x1b\[[\d;]*m", "", Path(output.name).read_text())  # in colors, whatever it is told
@@ -52,8 +51,8 @@ def main():
         print(f"deepspeed_suite.py: error: {tests} is not tests/ of DeepSpeed {installed}: {get}", file=sys.stderr)
         sys.exit(2)
     if not PYTEST.exists():
-        pip = [sys.executable, "-m", "pip", "install", "-q"]
-        subprocess.run([*pip, "--target", PYTEST, "pytest<8.4"], check=True, timeout=600)
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--target", PYTEST, "pytest<8.4"]
+        subprocess.run(pip, check=True, timeout=600)
     alone, through = run("alone", tests), run("through install()", tests, sys.executable, ROOT / "universal")
     worse = [test for test in alone if alone[test] == "PASSED" and through.get(test) != "PASSED"]
     for test in worse:
