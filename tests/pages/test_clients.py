@@ -195,10 +195,10 @@ def test_trainer_without_frozen_parameters(work, trained):
     flags = ("--zero_stage", 3, "--dtype", "fp32", "--freeze")
 
     def forgotten():
-        import universal
+        from universal import loader
 
         other_weights()
-        universal.loader.keep = lambda *_: None
+        loader.keep = lambda *_: None
 
     assert go_on(work, trained("hf_trainer.py", *flags), 2, "hf_trainer.py", *flags, patch=forgotten).difference > SEEN
 
