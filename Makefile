@@ -7,13 +7,13 @@
 # make resume    what it costs to resume a model of 86 million parameters, in three ways
 # make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
 # make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; 20 minutes
-# make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; 20 minutes
+# make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; 9 minutes
 # make deepspeed-suite  DeepSpeed's own checkpoint tests through install(); they are in DEEPSPEED, a clone: ./DeepSpeed
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 4 minutes
 # make gpu       on NVIDIA cards: precisions, from GPUs to CPU ranks and back, the same bits; some minutes
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
 # make test      the quick tests, in an environment of their own making; 4 minutes
-# make test-all  these and the long ones: every change of ranks and stage, random lives, clients, versions; 90 minutes
+# make test-all  these and the long ones: every change of ranks and stage, random lives, clients, versions; 45 minutes
 # make lint      ruff
 # make clean     remove what these, and the commands on the pages, have made, but not .venv
 
