@@ -98,8 +98,8 @@ if __name__ == "__main__":
     args = parser.parse_args()
     model = torch.load(args.checkpoint / "mp_rank_00_model_states.pt", mmap=True, weights_only=False)
     sizes = [(name, shape.numel()) for name, shape in model["param_shapes"][0].items()]  # the group of the matrices
-    files = saved(args.checkpoint, model["dp_world_size"])
-    everywhere = [name for parts in files for name, _ in parts]
+    files, readers = saved(args.checkpoint, model["dp_world_size"]), cut(sizes, ranks=2)
+    everywhere = [name for parts in [*files, *readers] for name, _ in parts]
     colors = {name: OTHERS[i % 2] for i, (name, _) in enumerate(sizes)}
     colors[max(colors, key=everywhere.count)] = FOLLOWED  # the one that is cut most
-    draw(files, [[size] for size in sizes], cut(sizes, ranks=2), colors, args.output)
+    draw(files, [[size] for size in sizes], readers, colors, args.output)
