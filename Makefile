@@ -65,8 +65,8 @@ demo: $(OUT)/resume.png $(OUT)/stock.txt $(OUT)/resume_no_uc.png \
 	.venv/bin/pip install -q -r requirements-dev.txt
 	touch $@
 
-.venv/installed-clients: .venv/installed-dev demos/clients/requirements.txt
-	.venv/bin/pip install -q -r demos/clients/requirements.txt
+.venv/installed-clients: .venv/installed-dev measure/clients/requirements.txt
+	.venv/bin/pip install -q -r measure/clients/requirements.txt
 	touch $@
 
 # Three processes on two cores, because some tests wait. A module's tests stay together, because they share what its
@@ -114,8 +114,8 @@ logs/resume_no_uc.csv: logs/default.csv
 $(OUT)/resume_no_uc.png: logs/default.csv logs/resume_no_uc.csv plot.py
 	$(call plot,logs/default.csv logs/resume_no_uc.csv,0)
 
-$(OUT)/folders.png: logs/default.csv demos/folders.py
-	$(PY) demos/folders.py $(CKPT)/global_step100 --output $@
+$(OUT)/folders.png: logs/default.csv measure/folders.py
+	$(PY) -m measure.folders $(CKPT)/global_step100 --output $@
 
 # Test 2: accumulation, in PyTorch and on DeepSpeed
 RUN2 = $(basename $(notdir $@))
@@ -141,9 +141,9 @@ $(OUT)/grad_accu.png: logs/no_grad_accu_pt.csv logs/grad_accu_4_pt.csv logs/grad
 $(OUT)/grad_accu_ds.png: logs/no_grad_accu_pt.csv logs/no_grad_accu_ds.csv logs/grad_accu_4_ds.csv plot.py
 	$(call plot,$(filter %.csv,$^),1e-5)
 
-$(OUT)/traps.txt: .venv/installed demos/traps.py grad_accu_pt.py grad_accu_ds.py $(LESSON)
+$(OUT)/traps.txt: .venv/installed measure/traps.py grad_accu_pt.py grad_accu_ds.py $(LESSON)
 	@mkdir -p $(OUT)
-	$(PY) demos/traps.py > $@
+	$(PY) -m measure.traps > $@
 	@cat $@
 
 # Test 3: a universal checkpoint resumes on any number of ranks, with DeepSpeed's own loader, too
@@ -164,41 +164,41 @@ $(OUT)/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc.csv plot.py
 # Machines that die and come back
 elastic: $(OUT)/elastic.txt
 
-$(OUT)/elastic.txt: .venv/installed demos/machines.py train_elastic.py train.py $(LESSON) $(PACKAGE)
+$(OUT)/elastic.txt: .venv/installed measure/elastic.py train_elastic.py train.py $(LESSON) $(PACKAGE)
 	@mkdir -p $(OUT)
-	$(PY) demos/machines.py --output $(OUT)/elastic.png > $@
-	$(PY) demos/machines.py --mirror 1 --zero_stage 3 >> $@
-	$(PY) demos/machines.py --mirror 1 --rounding >> $@
+	$(PY) -m measure.elastic --output $(OUT)/elastic.png > $@
+	$(PY) -m measure.elastic --mirror 1 --zero_stage 3 >> $@
+	$(PY) -m measure.elastic --mirror 1 --rounding >> $@
 	@cat $@
 
 hosts: .venv/installed
 	@mkdir -p $(OUT)
 	setpriv --pdeathsig KILL unshare --map-root-user --net --mount --pid --fork --kill-child --mount-proc \
-		$(PY) demos/hosts.py > $(OUT)/hosts.txt
+		$(PY) -m measure.hosts > $(OUT)/hosts.txt
 	@cat $(OUT)/hosts.txt
 
 # --exact: every bit alike
 exact: $(OUT)/exact.txt
 
-$(OUT)/exact.txt: .venv/installed demos/exact.py plot.py train_elastic.py train.py $(LESSON) $(PACKAGE)
+$(OUT)/exact.txt: .venv/installed measure/exact.py plot.py train_elastic.py train.py $(LESSON) $(PACKAGE)
 	@mkdir -p $(OUT)
-	$(PY) demos/exact.py --output $(OUT)/exact.png > $@
+	$(PY) -m measure.exact --output $(OUT)/exact.png > $@
 	@cat $@
 
 # Other layouts
 3d: $(OUT)/3d.txt
 
-$(OUT)/3d.txt: .venv/installed-dev demos/layouts.py plot.py train_3d.py train_tp_sp.py train_elastic.py train.py $(LESSON) $(PACKAGE)
+$(OUT)/3d.txt: .venv/installed-dev measure/layouts.py plot.py train_3d.py train_tp_sp.py train_elastic.py train.py $(LESSON) $(PACKAGE)
 	@mkdir -p $(OUT)
-	$(PY) demos/layouts.py --output $(OUT)/3d.png > $@
+	$(PY) -m measure.layouts --output $(OUT)/3d.png > $@
 	cat $@
 
 # What a resume costs, of a model of 86 million parameters
 resume: $(OUT)/resume_cost.txt
 
-$(OUT)/resume_cost.txt: .venv/installed benchmarks/resume.py model.py $(PACKAGE)
+$(OUT)/resume_cost.txt: .venv/installed measure/resume.py model.py $(PACKAGE)
 	@mkdir -p $(OUT)
-	$(PY) benchmarks/resume.py > $@
+	$(PY) -m measure.resume > $@
 	sed -i /WARNING/d $@
 	@cat $@
 
@@ -211,21 +211,21 @@ clients: .venv/installed-clients
 # Commands that have no script
 clients-cli: .venv/installed-clients
 	@mkdir -p $(OUT)
-	$(PY) demos/clients/clients_cli.py > $(OUT)/clients_cli.txt
+	$(PY) -m measure.clients.clients_cli > $(OUT)/clients_cli.txt
 	@cat $(OUT)/clients_cli.txt
 
 # What a GPU does. Without a network: whatever Python has torch and DeepSpeed
 gpu:
-	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) demos/gpu.py
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m measure.gpu
 
 # The DeepSpeeds that people have
 versions: .venv/installed
-	$(PY) demos/versions.py --output $(OUT)/versions.txt
+	$(PY) -m measure.versions --output $(OUT)/versions.txt
 
 # SUITE: what pytest takes, to choose among them
 DEEPSPEED ?= DeepSpeed
 deepspeed-suite: .venv/installed-dev
-	$(PY) demos/deepspeed_suite.py $(DEEPSPEED) $(SUITE)
+	$(PY) -m measure.deepspeed_suite $(DEEPSPEED) $(SUITE)
 
 lesson: .venv/installed-dev
-	$(PY) demos/lesson.py
+	$(PY) -m measure.lesson

@@ -3,7 +3,8 @@
 
     python ds_to_universal.py --input_folder checkpoints/global_step100
 
-writes checkpoints/global_step100_universal. The input may also be the parent folder, such as Trainer's checkpoint-500.
+writes checkpoints/global_step100_universal. The input may also be the parent folder, such as
+Trainer's checkpoint-500.
 
 Input, written by engine.save_checkpoint() on N ranks (ZeRO-1/2, then ZeRO-3):
 
@@ -30,10 +31,9 @@ The conversion has five steps, each a function in universal/:
     check_all()         torch_file.py   what was read is compared with the CRC-32 of every record
     publish()           converter.py    once all is on the disk, names the folder, then writes latest_universal
 
-A .pt file is a zip archive of one pickle and one stored record per tensor (torch_file.py). Conversion only regroups
-byte ranges of those records, so it works without torch, needs nothing but Python 3.10, and runs no code
-in a checkpoint: classes are copied by name.
-"""
+A .pt file is a zip archive of one pickle and one stored record per tensor (torch_file.py).
+Conversion only regroups byte ranges of those records, so it works without torch, needs nothing but
+Python 3.10, and runs no code in a checkpoint: classes are copied by name."""
 
 import argparse
 import contextlib
@@ -47,14 +47,16 @@ from universal.torch_file import CheckpointError
 
 
 def launched(args):
-    """(rank, ranks) of this process if a launcher started it, or --distributed says so. RANK and WORLD_SIZE alone are
-    not enough: a platform or a training script may have set them."""
+    """(rank, ranks) of this process if a launcher started it, or --distributed says so. RANK and
+    WORLD_SIZE alone are not enough: a platform or a training script may have set them."""
     if not args.distributed and args.local_rank is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return 0, 1
     try:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError) as error:
-        raise CheckpointError(f"several processes need RANK and WORLD_SIZE, as launchers set them: {error}") from None
+        raise CheckpointError(
+            f"several processes need RANK and WORLD_SIZE, as launchers set them: {error}"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -64,7 +66,6 @@ def meet(ranks):
         yield alone
         return
     import torch.distributed as dist
-
     from universal.ranks import conversation, end_group
 
     try:
@@ -73,28 +74,61 @@ def meet(ranks):
         why = str(error).splitlines()[0]
         raise CheckpointError(f"not all of {ranks} processes met within 5 minutes: {why}") from None
     try:
-        with conversation(timeout=24 * 3600) as talk:  # a process waits for as long as another one writes
+        with conversation(
+            timeout=24 * 3600
+        ) as talk:  # a process waits for as long as another one writes
             yield talk
     finally:
         end_group()
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arg = parser.add_argument
     arg("--version", action="version", version=__version__)
-    arg("--input_folder", required=True, help="ZeRO checkpoint, the folder with the *_states.pt files; or the one "
-        "above it, where `latest` says which, or there is no other")  # fmt: skip
-    arg("--output_folder", help="universal checkpoint to write; default: <the folder with the files>_universal")
+    arg(
+        "--input_folder",
+        required=True,
+        help="ZeRO checkpoint, the folder with the *_states.pt files; or the one "
+        "above it, where `latest` says which, or there is no other",
+    )
+    arg(
+        "--output_folder",
+        help="universal checkpoint to write; default: <the folder with the files>_universal",
+    )
     arg("--num_extract_workers", type=int, default=4, help="threads that open shards")
     arg("--num_merge_workers", type=int, default=2, help="threads that write parameters")
-    arg("--no_strict", dest="strict", action="store_false", help="go on without what the result cannot hold")
-    arg("--zero3_before_0_19_3", action="store_true", help="write for the universal loader of DeepSpeed before 0.19.3 "
-        "at ZeRO-3: it fails on what others want (\"'dict' object has no attribute 'view'\")")  # fmt: skip
-    arg("--verify", dest="check", action="store_true", help="read the result back before it is published")
-    arg("--distributed", action="store_true", help="share the work with the other processes that RANK, WORLD_SIZE, "
-        "MASTER_ADDR and MASTER_PORT tell of; torchrun and deepspeed need no flag")  # fmt: skip
-    arg("--inject_missing_state", action="store_true", help="accepted, as DeepSpeed's converter does; not needed here")
+    arg(
+        "--no_strict",
+        dest="strict",
+        action="store_false",
+        help="go on without what the result cannot hold",
+    )
+    arg(
+        "--zero3_before_0_19_3",
+        action="store_true",
+        help="write for the universal loader of DeepSpeed before 0.19.3 "
+        "at ZeRO-3: it fails on what others want (\"'dict' object has no attribute 'view'\")",
+    )
+    arg(
+        "--verify",
+        dest="check",
+        action="store_true",
+        help="read the result back before it is published",
+    )
+    arg(
+        "--distributed",
+        action="store_true",
+        help="share the work with the other processes that RANK, WORLD_SIZE, "
+        "MASTER_ADDR and MASTER_PORT tell of; torchrun and deepspeed need no flag",
+    )
+    arg(
+        "--inject_missing_state",
+        action="store_true",
+        help="accepted, as DeepSpeed's converter does; not needed here",
+    )
     arg("--keep_temp_folder", action="store_true", help="accepted; there is none")
     arg("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     args = parser.parse_args()
@@ -107,14 +141,26 @@ def main():
     args = parse_arguments()
     with in_one_line("ds_to_universal"):
         rank, ranks = launched(args)
-    with contextlib.suppress(ValueError, OSError):  # so that every shard can stay open, if the system permits it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    with contextlib.suppress(
+        ValueError, OSError
+    ):  # so that every shard can stay open, if the system permits it
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2
+        )
     with in_one_line("ds_to_universal", rank), meet(ranks) as gather:
         done = convert(
-            args.input_folder, args.output_folder, args.num_extract_workers, args.num_merge_workers, strict=args.strict,
-            check=args.check, progress=not rank, zero3_before_0_19_3=args.zero3_before_0_19_3, rank=rank, ranks=ranks,
+            args.input_folder,
+            args.output_folder,
+            args.num_extract_workers,
+            args.num_merge_workers,
+            strict=args.strict,
+            check=args.check,
+            progress=not rank,
+            zero3_before_0_19_3=args.zero3_before_0_19_3,
+            rank=rank,
+            ranks=ranks,
             gather=gather,
-        )  # fmt: skip
+        )
     if not rank:
         report(done)
 

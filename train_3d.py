@@ -1,14 +1,14 @@
-"""Train the same GPT as a pipeline with tensor parallelism inside, ZeRO-1; save; resume on any other layout.
+"""Train the same GPT as a pipeline with tensor parallelism inside, ZeRO-1; save; resume on any
+other layout.
 
     deepspeed --num_gpus 8 train_3d.py --pipeline_parallel 2 --tensor_parallel 2 --steps 200 --run_name tp2_pp2_dp2 \
         --checkpoint_dir ckpt_3d --checkpoint_interval 100
     deepspeed --num_gpus 4 train_3d.py --pipeline_parallel 2 --tensor_parallel 2 --steps 200 --run_name tp2_pp2_dp1 \
         --checkpoint_dir ckpt_3d --resume --checkpoint_tag global_step100
 
-A resume on another layout converts the checkpoint first. A pipeline numbers its layers, so its parameters have other
-names than train.py's, and neither script resumes the other's checkpoints. Also takes --elastic, --keep and --timeout,
-like train_elastic.py.
-"""
+A resume on another layout converts the checkpoint first. A pipeline numbers its layers, so its
+parameters have other names than train.py's, and neither script resumes the other's checkpoints.
+Also takes --elastic, --keep and --timeout, like train_elastic.py. """
 
 import functools
 import time
@@ -29,14 +29,24 @@ from train_elastic import arguments, go_on, prepare
 
 def parse_arguments():
     parser = arguments(__doc__)
-    parser.set_defaults(checkpoint_dir="ckpt_3d", run_name="default_3d", train_micro_batch_size_per_gpu=32)
+    parser.set_defaults(
+        checkpoint_dir="ckpt_3d", run_name="default_3d", train_micro_batch_size_per_gpu=32
+    )
     for kind, shared in (("tensor", "each layer"), ("pipeline", "the layers")):
-        parser.add_argument(f"--{kind}_parallel", type=positive, default=1, metavar="N", help=f"ranks share {shared}")
+        parser.add_argument(
+            f"--{kind}_parallel",
+            type=positive,
+            default=1,
+            metavar="N",
+            help=f"ranks share {shared}",
+        )
     args = parser.parse_args()
     if args.n_head % args.tensor_parallel:
         fail(f"--n_head {args.n_head} does not divide by --tensor_parallel {args.tensor_parallel}")
     if args.pipeline_parallel > args.n_layer:
-        fail(f"--pipeline_parallel {args.pipeline_parallel} stages want at least as many layers, not {args.n_layer}")
+        fail(
+            f"--pipeline_parallel {args.pipeline_parallel} stages want at least as many layers, not {args.n_layer}"
+        )
     if args.zero_stage > 1:
         fail(f"DeepSpeed's pipelines go with --zero_stage 1, not {args.zero_stage}")
     return args
@@ -82,12 +92,15 @@ def shard(parameter, rank, ranks, dim=0, parts=1):
 
 
 class Column(nn.Module):
-    """A linear layer [in -> out] of which this rank has some outputs, from each of its `parts` (such as q, k and v)."""
+    """A linear layer [in -> out] of which this rank has some outputs, from each of its `parts`
+    (such as q, k and v)."""
 
     def __init__(self, linear, group, parts=1):
         super().__init__()
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.weight, self.bias = (shard(p, rank, ranks, parts=parts) for p in (linear.weight, linear.bias))
+        self.weight, self.bias = (
+            shard(p, rank, ranks, parts=parts) for p in (linear.weight, linear.bias)
+        )
         self.group = group
 
     def forward(self, x):
@@ -131,7 +144,10 @@ class Positions(Embedding):
 class Layer(nn.Module):
     def __init__(self, block, number, group):
         super().__init__()
-        block.attn.qkv, block.attn.proj = Column(block.attn.qkv, group, parts=3), Row(block.attn.proj, group)
+        block.attn.qkv, block.attn.proj = (
+            Column(block.attn.qkv, group, parts=3),
+            Row(block.attn.proj, group),
+        )
         block.up, block.down = Column(block.up, group), Row(block.down, group)
         self.block, self.number = block, number
 
@@ -146,9 +162,12 @@ class Norm(nn.LayerNorm):
 
 
 def build(args, loss_function, *shape):
-    """Every rank builds the whole GPT, so that training starts the same on every layout, and keeps its part."""
+    """Every rank builds the whole GPT, so that training starts the same on every layout, and keeps
+    its part."""
     stages, tensor, ranks = args.pipeline_parallel, args.tensor_parallel, dist.get_world_size()
-    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=ranks // (stages * tensor))
+    topology = PipeModelDataParallelTopology(
+        num_pp=stages, num_mp=tensor, num_dp=ranks // (stages * tensor)
+    )
     for members in topology.get_axis_comm_lists("model") or [[rank] for rank in range(ranks)]:
         group = dist.new_group(members)
         if dist.get_rank() in members:
@@ -156,11 +175,21 @@ def build(args, loss_function, *shape):
     gpt = GPT(*shape)
     norm = Norm(args.n_embd)
     norm.load_state_dict(gpt.ln_f.state_dict())
-    tied = functools.partial(TiedLayerSpec, "wte", Embedding, gpt.wte.weight, tied_weight_attr="weight")
-    layers = [tied(), Positions(gpt.wpe.weight), *(Layer(block, i, mine) for i, block in enumerate(gpt.blocks)), norm]
+    tied = functools.partial(
+        TiedLayerSpec, "wte", Embedding, gpt.wte.weight, tied_weight_attr="weight"
+    )
+    layers = [
+        tied(),
+        Positions(gpt.wpe.weight),
+        *(Layer(block, i, mine) for i, block in enumerate(gpt.blocks)),
+        norm,
+    ]
     layers.append(tied(forward_fn=lambda embedding, x: x @ embedding.weight.T))
-    # Every stage gets a Layer, so it has both parameter groups: DeepSpeed's loader matches groups by number.
-    module = PipelineModule(layers, topology=topology, loss_fn=loss_function, partition_method="type:Layer")
+    # Every stage gets a Layer, so it has both parameter groups: DeepSpeed's loader matches groups
+    # by number.
+    module = PipelineModule(
+        layers, topology=topology, loss_fn=loss_function, partition_method="type:Layer"
+    )
     D = args.n_embd
     module.universal_checkpoint_info = {  # how to join the ranks' parts; DeepSpeed saves this with them
         "universal_checkpoint_version": 0.2,
@@ -188,9 +217,13 @@ def build(args, loss_function, *shape):
 
 
 def train(engine, args, texts, seen, done):
-    """As in train.py, with a pipeline's train_batch(). seen: collects the micro-batches' losses on the last stage."""
+    """As in train.py, with a pipeline's train_batch(). seen: collects the micro-batches' losses on
+    the last stage."""
     batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
-    accumulation, ranks = engine.gradient_accumulation_steps(), engine.grid.get_data_parallel_world_size()
+    accumulation, ranks = (
+        engine.gradient_accumulation_steps(),
+        engine.grid.get_data_parallel_world_size(),
+    )
     rank = engine.grid.get_data_parallel_rank()
     mine = range(rank * accumulation, (rank + 1) * accumulation)
 
@@ -209,13 +242,20 @@ def train(engine, args, texts, seen, done):
         return losses.mean().item() / args.tensor_parallel  # each loss was counted so many times
 
     for step in range(done + 1, args.steps + 1):
-        row = {"step": step, "lr": engine.get_lr()[0], "layout": f"{micro} x {accumulation} x {ranks}"}
+        row = {
+            "step": step,
+            "lr": engine.get_lr()[0],
+            "layout": f"{micro} x {accumulation} x {ranks}",
+        }
         began = time.perf_counter()
         engine.train_batch(micro_batches(texts[0], step))
         row["loss"] = mean_of_seen()
         row["seconds"] = time.perf_counter() - began
         row["tokens_per_second"] = batch * args.seq_len / row["seconds"]
-        row |= {"grad_norm": float(engine.get_global_grad_norm()), "loss_scale": engine.optimizer.loss_scale}
+        row |= {
+            "grad_norm": float(engine.get_global_grad_norm()),
+            "loss_scale": engine.optimizer.loss_scale,
+        }
         if step % args.eval_interval == 0 or step == args.steps:
             engine.eval_batch(micro_batches(texts[1], 0), num_micro_batches=accumulation)
             row["val_loss"] = mean_of_seen()
@@ -230,7 +270,8 @@ def main():
         seen.append(loss.detach())
         return loss
 
-    # DeepSpeed uses this broadcast once, to make the tied weights equal; no gradient has to flow through it.
+    # DeepSpeed uses this broadcast once, to make the tied weights equal; no gradient has to flow
+    # through it.
     warnings.filterwarnings("ignore", message="c10d::broadcast_")
     prepare(args, args.pipeline_parallel * args.tensor_parallel)
     engine, texts, run = start(args, functools.partial(build, args, loss_function))

@@ -1,13 +1,13 @@
-"""A training loop with accelerate on any number of ranks: run it, let it die, run it again on another number of ranks.
+"""A training loop with accelerate on any number of ranks: run it, let it die, run it again on
+another number of ranks.
 
     torchrun --standalone --nproc-per-node 4 examples/accelerate_loop.py
     rm -r ckpt_accelerate/step_14             # as if it had died after step 13
     torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
 
-It saves at steps 7 and 14, and resumes from the newest checkpoint. The loop needs the lines marked (1) to (3) so that
-the number of ranks can change. Requires accelerate, and the package universal: installed (pip install .), or as a
-folder next to the script or one level up.
-"""
+It saves at steps 7 and 14, and resumes from the newest checkpoint. The loop needs the lines marked
+(1) to (3) so that the number of ranks can change. Requires accelerate, and the package universal:
+installed (pip install .), or as a folder next to the script or one level up."""
 
 import argparse
 import csv
@@ -25,7 +25,9 @@ from torch import nn
 
 import universal
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=3)
 parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
 parser.add_argument("--output_dir", default="ckpt_accelerate")
@@ -37,12 +39,18 @@ universal.install()  # accelerator.load_state() reshards from now on
 RANK, RANKS, BATCH, MICRO, STEPS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 24, 2, 20
 accumulation, rest = divmod(BATCH, MICRO * RANKS)  # (1) keep the global batch
 if rest:
-    sys.exit(f"accelerate_loop.py: a batch of {BATCH} is no multiple of {MICRO} per rank x {RANKS} ranks")
+    sys.exit(
+        f"accelerate_loop.py: a batch of {BATCH} is no multiple of {MICRO} per rank x {RANKS} ranks"
+    )
 if not torch.cuda.is_available():
     torch.set_num_threads(1)  # the number of threads affects the last bits of a sum
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute, and leaks memory
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # it compiles for a minute, and leaks memory
+    )
     deepspeed.init_distributed()
-    PartialState(cpu=True).distributed_type = DistributedType.DEEPSPEED  # on CPU, accelerate silently uses DDP
+    PartialState(
+        cpu=True
+    ).distributed_type = DistributedType.DEEPSPEED  # on CPU, accelerate silently uses DDP
 warnings.simplefilter("ignore", FutureWarning)
 
 config = {
@@ -55,19 +63,26 @@ config = {
 }
 plugin = DeepSpeedPlugin(hf_ds_config=config)
 accelerator = Accelerator(deepspeed_plugin=plugin)
-assert accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.num_processes == RANKS
+assert (
+    accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.num_processes == RANKS
+)
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-matrices, rest = ([p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
-optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], 3e-3)
+matrices, rest = (
+    [p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False)
+)
+optimizer = torch.optim.AdamW(
+    [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], 3e-3
+)
 # The prepared scheduler takes RANKS steps per optimizer step, so its length is counted in those.
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 - count / (STEPS * RANKS))
 model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 
 
 def micro_batch(step, number):
-    """Sequences that count in steps of 1 to 5; they depend on (step, micro-batch), not on the rank."""
+    """Sequences that count in steps of 1 to 5; they depend on (step, micro-batch), not on the
+    rank."""
     generator = torch.Generator().manual_seed(step * BATCH + number)
     start, stride = (
         torch.randint(0, 64, (MICRO, 1), generator=generator),
@@ -78,19 +93,28 @@ def micro_batch(step, number):
 
 
 done = 0
-if folders := sorted(Path(args.output_dir).glob("step_*"), key=lambda path: int(path.name.split("_")[1])):
+if folders := sorted(
+    Path(args.output_dir).glob("step_*"), key=lambda path: int(path.name.split("_")[1])
+):
     accelerator.load_state(folders[-1])
     done = int(folders[-1].name.split("_")[1])
-    scheduler.scheduler.last_epoch = done * RANKS  # (2) its saved count is for the old number of ranks
+    scheduler.scheduler.last_epoch = (
+        done * RANKS
+    )  # (2) its saved count is for the old number of ranks
     accelerator.step = 0  # (3) it counts micro-batches; new ranks start at 0, so all do
 
 run_name = args.run_name or f"accelerate_{RANKS}_ranks"
 os.makedirs("logs", exist_ok=True)
-with open(f"logs/{run_name}.csv" if RANK == 0 else os.devnull, "w", newline="", buffering=1) as file:
+with open(
+    f"logs/{run_name}.csv" if RANK == 0 else os.devnull, "w", newline="", buffering=1
+) as file:
     log = csv.writer(file)
     log.writerow(["step", "loss", "lr"])
     for step in range(done + 1, STEPS + 1):
-        total, lr = torch.zeros((), dtype=torch.float64, device=accelerator.device), scheduler.get_last_lr()[0]
+        total, lr = (
+            torch.zeros((), dtype=torch.float64, device=accelerator.device),
+            scheduler.get_last_lr()[0],
+        )
         for number in range(RANK, BATCH // MICRO, RANKS):
             with accelerator.accumulate(model):
                 tokens = micro_batch(step, number)

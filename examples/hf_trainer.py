@@ -1,14 +1,14 @@
-"""Hugging Face's Trainer on any number of ranks: run it, let it die, run it again on another number of ranks.
+"""Hugging Face's Trainer on any number of ranks: run it, let it die, run it again on another number
+of ranks.
 
     torchrun --standalone --nproc-per-node 4 examples/hf_trainer.py
     rm -r ckpt_trainer/checkpoint-20          # as if it had died after step 19
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
     python plot.py logs/trainer_4_ranks.csv logs/trainer_2_ranks.csv --output out/trainer.png --tolerance 1e-5
 
-It trains a tiny Llama on data that it makes itself, so there is nothing to download; on a CPU or on GPUs. Requires
-transformers, accelerate, peft for --lora, and the package universal: installed (pip install .), or as a folder next to
-the script or one level up.
-"""
+It trains a tiny Llama on data that it makes itself, so there is nothing to download; on a CPU or on
+GPUs. Requires transformers, accelerate, peft for --lora, and the package universal: installed (pip
+install .), or as a folder next to the script or one level up."""
 
 import argparse
 import csv
@@ -21,16 +21,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import deepspeed
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 import universal
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=3)
 parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-parser.add_argument("--lora", action="store_true", help="train adapters alone; the base model is frozen and not saved")
-parser.add_argument("--freeze", action="store_true", help="train the upper half of the layers alone")
+parser.add_argument(
+    "--lora",
+    action="store_true",
+    help="train adapters alone; the base model is frozen and not saved",
+)
+parser.add_argument(
+    "--freeze", action="store_true", help="train the upper half of the layers alone"
+)
 parser.add_argument("--gradient_checkpointing", action="store_true")
 parser.add_argument("--output_dir", default="ckpt_trainer")
 parser.add_argument("--run_name", help="default: trainer_<N>_ranks")
@@ -42,16 +57,21 @@ universal.install()  # Trainer's engine.load_checkpoint() reshards from now on
 RANK, RANKS, BATCH, MICRO, STEPS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 24, 2, 20
 accumulation, rest = divmod(BATCH, MICRO * RANKS)
 if rest:
-    sys.exit(f"hf_trainer.py: a batch of {BATCH} is no multiple of {MICRO} per rank x {RANKS} ranks")
+    sys.exit(
+        f"hf_trainer.py: a batch of {BATCH} is no multiple of {MICRO} per rank x {RANKS} ranks"
+    )
 if not torch.cuda.is_available():
     torch.set_num_threads(1)  # the number of threads affects the last bits of a sum
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute, and leaks memory
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # it compiles for a minute, and leaks memory
+    )
     deepspeed.init_distributed()  # without it, ZeRO-3 on a CPU takes each rank for the only one
 warnings.simplefilter("ignore", FutureWarning)  # torch warns about DeepSpeed's calls, on every rank
 
 
 class SeedAndLog(TrainerCallback):
-    """Seeds dropout by (step, micro-batch), not by rank: Trainer gives micro-batch m to rank m % ranks."""
+    """Seeds dropout by (step, micro-batch), not by rank: Trainer gives micro-batch m to rank m %
+    ranks."""
 
     def on_step_begin(self, _, state, control, **kwargs):
         self.micro_batch, self.step = RANK, state.global_step
@@ -67,11 +87,26 @@ class SeedAndLog(TrainerCallback):
 
 
 arguments = TrainingArguments(
-    output_dir=args.output_dir, max_steps=STEPS, per_device_train_batch_size=MICRO, per_device_eval_batch_size=MICRO,
-    gradient_accumulation_steps=accumulation, learning_rate=3e-3, lr_scheduler_type="cosine", warmup_steps=5,
-    weight_decay=0.1, max_grad_norm=1.0, activation_checkpointing=args.gradient_checkpointing,
-    bf16=args.dtype == "bf16", logging_steps=1, save_steps=10, eval_strategy="steps", eval_steps=10,
-    load_best_model_at_end=True, report_to=[], use_cpu=not torch.cuda.is_available(), disable_tqdm=True,
+    output_dir=args.output_dir,
+    max_steps=STEPS,
+    per_device_train_batch_size=MICRO,
+    per_device_eval_batch_size=MICRO,
+    gradient_accumulation_steps=accumulation,
+    learning_rate=3e-3,
+    lr_scheduler_type="cosine",
+    warmup_steps=5,
+    weight_decay=0.1,
+    max_grad_norm=1.0,
+    activation_checkpointing=args.gradient_checkpointing,
+    bf16=args.dtype == "bf16",
+    logging_steps=1,
+    save_steps=10,
+    eval_strategy="steps",
+    eval_steps=10,
+    load_best_model_at_end=True,
+    report_to=[],
+    use_cpu=not torch.cuda.is_available(),
+    disable_tqdm=True,
     deepspeed={
         "train_batch_size": BATCH,  # a number, not "auto", so that accumulation steps that do not fit are an error
         "train_micro_batch_size_per_gpu": "auto",
@@ -80,30 +115,47 @@ arguments = TrainingArguments(
         "bf16": {"enabled": "auto"},
         "zero_optimization": {"stage": args.zero_stage},
     },
-)  # fmt: skip
+)
 
 set_seed(0)
-shape = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
-model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, attention_dropout=0.1, use_cache=False))
+shape = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+)
+model = AutoModelForCausalLM.from_config(
+    LlamaConfig(**shape, attention_dropout=0.1, use_cache=False)
+)
 if args.lora:
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
+    model = get_peft_model(
+        model, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+    )
 if args.freeze:
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[0].requires_grad_(False)
 
-# Sequences that count in steps of 1 to 5. Exactly 15 global batches: how Trainer distributes a remainder depends on the
-# number of ranks.
+# Sequences that count in steps of 1 to 5. Exactly 15 global batches: how Trainer distributes a
+# remainder depends on the number of ranks.
 generator = torch.Generator().manual_seed(0)
-starts, strides = torch.randint(0, 64, (16 * BATCH, 1), generator=generator), torch.arange(16 * BATCH)[:, None] % 5 + 1
+starts, strides = (
+    torch.randint(0, 64, (16 * BATCH, 1), generator=generator),
+    torch.arange(16 * BATCH)[:, None] % 5 + 1,
+)
 data = [{"input_ids": row, "labels": row} for row in (starts + strides * torch.arange(32)) % 64]
-trainer = Trainer(model, arguments, train_dataset=data[BATCH:], eval_dataset=data[:BATCH], callbacks=[SeedAndLog()])
+trainer = Trainer(
+    model,
+    arguments,
+    train_dataset=data[BATCH:],
+    eval_dataset=data[:BATCH],
+    callbacks=[SeedAndLog()],
+)
 
 run_name = args.run_name or f"trainer_{RANKS}_ranks"
 for folder in ("logs", args.output_dir):
     os.makedirs(folder, exist_ok=True)
-with open(f"logs/{run_name}.csv" if RANK == 0 else os.devnull, "w", newline="", buffering=1) as file:
+with open(
+    f"logs/{run_name}.csv" if RANK == 0 else os.devnull, "w", newline="", buffering=1
+) as file:
     log = csv.writer(file)
     log.writerow(["step", "loss", "lr"])
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))

@@ -4,10 +4,9 @@
     rm -r ckpt_lightning/step=14.ckpt         # as if it had died after step 13
     torchrun --standalone --nproc-per-node 2 examples/lightning_module.py
 
-It saves at steps 7 and 14, and resumes from the newest checkpoint. The module needs the lines marked (1) to (4) so that
-the number of ranks can change. Requires lightning, and the package universal: installed (pip install .), or as a folder
-next to the script or one level up.
-"""
+It saves at steps 7 and 14, and resumes from the newest checkpoint. The module needs the lines
+marked (1) to (4) so that the number of ranks can change. Requires lightning, and the package
+universal: installed (pip install .), or as a folder next to the script or one level up."""
 
 import argparse
 import csv
@@ -27,7 +26,9 @@ from torch import nn
 
 import universal
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=3)
 parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
 parser.add_argument("--output_dir", default="ckpt_lightning")
@@ -40,10 +41,14 @@ RANK, RANKS, BATCH, MICRO, STEPS = int(os.environ["RANK"]), int(os.environ["WORL
 GPU = torch.cuda.is_available()
 accumulation, rest = divmod(BATCH, MICRO * RANKS)  # (1) keep the global batch
 if rest:
-    sys.exit(f"lightning_module.py: a batch of {BATCH} is no multiple of {MICRO} per rank x {RANKS} ranks")
+    sys.exit(
+        f"lightning_module.py: a batch of {BATCH} is no multiple of {MICRO} per rank x {RANKS} ranks"
+    )
 if not GPU:
     torch.set_num_threads(1)  # the number of threads affects the last bits of a sum
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute, and leaks memory
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # it compiles for a minute, and leaks memory
+    )
 warnings.simplefilter("ignore")
 
 
@@ -51,23 +56,29 @@ class Module(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.net = nn.Sequential(
+            nn.Embedding(64, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)
+        )
         self.losses = []
 
     def configure_optimizers(self):
-        matrices, rest = ([p for p in self.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
+        matrices, rest = (
+            [p for p in self.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False)
+        )
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, 3e-3)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def train_dataloader(self):
-        """(2) Start at the next step: when it resumes within an epoch, Lightning starts the data over."""
+        """(2) Start at the next step: when it resumes within an epoch, Lightning starts the data
+        over."""
 
         def batches():
             for step in range(self.trainer.global_step, STEPS):
                 for number in range(RANK, BATCH // MICRO, RANKS):
-                    # Sequences that count in steps of 1 to 5; they depend on (step, micro-batch), not on the rank.
+                    # Sequences that count in steps of 1 to 5; they depend on (step, micro-batch),
+                    # not on the rank.
                     generator = torch.Generator().manual_seed(step * BATCH + number)
                     start = torch.randint(0, 64, (MICRO, 1), generator=generator)
                     stride = torch.randint(1, 6, (MICRO, 1), generator=generator)
@@ -83,7 +94,9 @@ class Module(lightning.LightningModule):
 
     def on_train_batch_end(self, *_):
         if len(self.losses) == accumulation:
-            loss = self.trainer.strategy.reduce(torch.stack(self.losses).mean(), reduce_op="mean").item()
+            loss = self.trainer.strategy.reduce(
+                torch.stack(self.losses).mean(), reduce_op="mean"
+            ).item()
             log.writerow([self.trainer.global_step, loss, self.lr_schedulers().get_last_lr()[0]])
             self.losses.clear()
 
@@ -91,11 +104,14 @@ class Module(lightning.LightningModule):
         checkpoint["accumulation"] = accumulation
 
     def on_load_checkpoint(self, checkpoint):
-        """(4) The loop counts micro-batches; convert its count from the old accumulation steps to the new."""
+        """(4) The loop counts micro-batches; convert its count from the old accumulation steps to
+        the new."""
         for counts in checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"].values():
             if isinstance(counts, dict):
                 steps = counts["ready"] // checkpoint["accumulation"]
-                for key in counts:  # "completed" is one behind: Lightning saves before it counts the batch
+                for key in (
+                    counts
+                ):  # "completed" is one behind: Lightning saves before it counts the batch
                     counts[key] += steps * (accumulation - checkpoint["accumulation"])
 
 
@@ -119,15 +135,26 @@ config = {
     "zero_allow_untested_optimizer": True,
 }
 trainer = lightning.Trainer(
-    accelerator="gpu" if GPU else "cpu", devices=RANKS, strategy=(DeepSpeedStrategy if GPU else OnCPU)(config=config),
-    precision="bf16-true" if args.dtype == "bf16" else "32-true", accumulate_grad_batches=accumulation, max_steps=STEPS,
-    max_epochs=1, callbacks=[ModelCheckpoint(args.output_dir, "{step}", every_n_train_steps=7, save_top_k=-1)],
-    logger=False, enable_progress_bar=False, enable_model_summary=False,
-)  # fmt: skip
-saved = sorted(Path(args.output_dir).glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
+    accelerator="gpu" if GPU else "cpu",
+    devices=RANKS,
+    strategy=(DeepSpeedStrategy if GPU else OnCPU)(config=config),
+    precision="bf16-true" if args.dtype == "bf16" else "32-true",
+    accumulate_grad_batches=accumulation,
+    max_steps=STEPS,
+    max_epochs=1,
+    callbacks=[ModelCheckpoint(args.output_dir, "{step}", every_n_train_steps=7, save_top_k=-1)],
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+saved = sorted(
+    Path(args.output_dir).glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1])
+)
 run_name = args.run_name or f"lightning_{RANKS}_ranks"
 os.makedirs("logs", exist_ok=True)
-with open(f"logs/{run_name}.csv" if RANK == 0 else os.devnull, "w", newline="", buffering=1) as file:
+with open(
+    f"logs/{run_name}.csv" if RANK == 0 else os.devnull, "w", newline="", buffering=1
+) as file:
     log = csv.writer(file)
     log.writerow(["step", "loss", "lr"])
     trainer.fit(Module(), ckpt_path=saved[-1] if saved else None)

@@ -1,4 +1,5 @@
-"""Adds to a Megatron-DeepSpeed checkpoint what its universal_checkpoint_info leaves out. Run it before you convert.
+"""Adds to a Megatron-DeepSpeed checkpoint what its universal_checkpoint_info leaves out. Run it
+before you convert.
 
     python examples/megatron_info.py checkpoints/global_step1000
     python ds_to_universal.py --input_folder checkpoints/global_step1000
@@ -10,11 +11,10 @@ Without this, a change of the tensor-parallel degree silently goes wrong:
     padding of the vocab    is trained, but comes back as zeros; this script keeps it, so let the new run pad to the
                             same size: keep the product of --make-vocab-size-divisible-by and the degree
 
-It rewrites *mp_rank_00_model_states.pt, the file that converters read; a second run changes nothing. It needs neither
-torch nor Megatron, only the package universal: installed, or as a folder one level up. It is for Megatron-DeepSpeed
-since commit 676a482c, which changed how Q, K and V are cut, and for attention with as many heads for keys as for
-queries.
-"""
+It rewrites *mp_rank_00_model_states.pt, the file that converters read; a second run changes
+nothing. It needs neither torch nor Megatron, only the package universal: installed, or as a folder
+one level up. It is for Megatron-DeepSpeed since commit 676a482c, which changed how Q, K and V are
+cut, and for attention with as many heads for keys as for queries."""
 
 import os
 import re
@@ -30,23 +30,33 @@ ROW = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
 
 
 def pattern(name):
-    """A regular expression, as converters want it: the name, with any number in place of its layer's."""
+    """A regular expression, as converters want it: the name, with any number in place of its
+    layer's."""
     return r"\d+".join(re.escape(part) for part in re.split(r"\d+(?=\.)", name)) + "$"
 
 
 def complete(info, args, names):
-    """Add to `info` what is missing for the parameters `names`. Returns one line for each addition."""
+    """Add to `info` what is missing for the parameters `names`. Returns one line for each
+    addition."""
     added, heads = [], args["num_attention_heads"]
     if args.get("num_key_value_heads", heads) != heads:
-        sys.exit("megatron_info.py: grouped-query attention: how Q, K and V of this checkpoint are cut is not known")
+        sys.exit(
+            "megatron_info.py: grouped-query attention: how Q, K and V of this checkpoint are cut is not known"
+        )
     tp, hidden = args["tensor_model_parallel_size"], args["kv_channels"] * heads
     subs = info.setdefault("parameter_with_sub_params", [])
     widths = info.setdefault("sub_param_shard_widths", {})
     rows = info.setdefault("parameter_with_row_parallelism_patterns", [])
     for name in names:
-        matched = any(re.match(p, name) for p in (*rows, *(p for sub in subs for p in sub["patterns"])))
+        matched = any(
+            re.match(p, name) for p in (*rows, *(p for sub in subs for p in sub["patterns"]))
+        )
         if "self_attention.query_key_value." in name and not matched:
-            shape = ((hidden,) * 3, args["hidden_size"]) if name.endswith("weight") else ((hidden,) * 3,)
+            shape = (
+                ((hidden,) * 3, args["hidden_size"])
+                if name.endswith("weight")
+                else ((hidden,) * 3,)
+            )
             subs.append({"patterns": [pattern(name)], "shape": shape, "partition_dim": 0})
             widths[pattern(name)] = [[hidden // tp] * tp] * 3
             added.append(f"{pattern(name)}: Q, K and V, each cut by itself")
@@ -54,7 +64,9 @@ def complete(info, args, names):
             rows.append(pattern(name))
             added.append(f"{pattern(name)}: cut along its rows")
     if info["original_vocab_size"] != info["padded_vocab_size"]:
-        added.append(f"original_vocab_size: {info['padded_vocab_size']}, was {info['original_vocab_size']}")
+        added.append(
+            f"original_vocab_size: {info['padded_vocab_size']}, was {info['original_vocab_size']}"
+        )
         info["original_vocab_size"] = info["padded_vocab_size"]
     return added
 
@@ -68,11 +80,15 @@ def main(folder):
     if "universal_checkpoint_info" not in states[first]:
         sys.exit(f"megatron_info.py: {first} has no universal_checkpoint_info")
     # Each pipeline stage lists only its own parameters.
-    names = dict.fromkeys(name for state in states.values() for group in state["param_shapes"] for name in group)
+    names = dict.fromkeys(
+        name for state in states.values() for group in state["param_shapes"] for name in group
+    )
     added = complete(states[first]["universal_checkpoint_info"], states[first]["args"].state, names)
     if added:
         with tempfile.TemporaryDirectory(dir=folder) as beside:
-            torch_file.write_pt(Path(beside, first.name), *torch_file.pickled(states[first]), torch_file.Reader())
+            torch_file.write_pt(
+                Path(beside, first.name), *torch_file.pickled(states[first]), torch_file.Reader()
+            )
             os.replace(Path(beside, first.name), first)
     print("\n".join(dict.fromkeys(added)) or "nothing is missing")
 

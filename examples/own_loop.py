@@ -1,10 +1,11 @@
-"""A training loop that meets the README's four conditions for any data-parallel training: copy these functions.
+"""A training loop that meets the README's four conditions for any data-parallel training: copy
+these functions.
 
     for step, loss in train(engine, dataset, steps=1000, folder="checkpoints", resume=True):
         ...
 
-`dataset[i]` is a tuple of tensors; the model takes a batch of each and returns its loss. train() yields the mean loss
-of this rank's micro-batches: average it over the ranks before you print it.
+`dataset[i]` is a tuple of tensors; the model takes a batch of each and returns its loss. train()
+yields the mean loss of this rank's micro-batches: average it over the ranks before you print it.
 """
 
 import torch
@@ -13,12 +14,17 @@ import universal
 
 
 def micro_batch(dataset, size, m, count, step, seed):
-    """Micro-batch m of a step, which has `count` micro-batches of `size` samples. Each epoch goes through the data set
-    once, in its own order, and drops the samples at its end that do not fill a whole step."""
+    """Micro-batch m of a step, which has `count` micro-batches of `size` samples. Each epoch goes
+    through the data set once, in its own order, and drops the samples at its end that do not fill a
+    whole step."""
     epoch, step = divmod(step - 1, len(dataset) // (size * count))
-    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(hash((seed, epoch))))
+    order = torch.randperm(
+        len(dataset), generator=torch.Generator().manual_seed(hash((seed, epoch)))
+    )
     first = (step * count + m) * size
-    return torch.utils.data.default_collate([dataset[i] for i in order[first : first + size].tolist()])
+    return torch.utils.data.default_collate(
+        [dataset[i] for i in order[first : first + size].tolist()]
+    )
 
 
 def train_step(engine, dataset, step, seed=0):

@@ -1,5 +1,5 @@
-"""Fixtures. Scripts run on ranks that harness/ranks.py forks from this process; lesson/test_launch.py starts the real
-launchers."""
+"""Fixtures. Scripts run on ranks that measure/ranks.py forks from this process;
+lesson/test_launch.py starts the real launchers."""
 
 import os
 

@@ -28,7 +28,7 @@ import data
 import ds_to_universal
 import model
 import universal
-from harness.ranks import launch
+from measure.ranks import launch
 
 
 def fp16_is(supported):
@@ -44,7 +44,8 @@ def convert_with_deepspeed(folder, output):
 
 
 def frozen_and_buffer():
-    """A patch: a GPT with a frozen layer that comes from elsewhere and a buffer that training moves."""
+    """A patch: a GPT with a frozen layer that comes from elsewhere and a buffer that training
+    moves."""
 
     class Variant(model.GPT):
         def __init__(self, *shape):
@@ -74,7 +75,8 @@ def hang():
 
 
 def at_step(step, rank, act=kill, call="data.global_batch"):
-    """A patch: in that step this rank calls act() before the call of a function; by default when it draws the data."""
+    """A patch: in that step this rank calls act() before the call of a function; by default when it
+    draws the data."""
 
     def patch():
         function, draw, now = pkgutil.resolve_name(call), data.global_batch, [0]
@@ -101,7 +103,8 @@ def steps(folder, run_name):
 
 
 def record_rows(name):
-    """A patch: every sequence that passes through the model in training is written down, by rank."""
+    """A patch: every sequence that passes through the model in training is written down, by
+    rank."""
 
     def patch():
         import model
@@ -121,29 +124,36 @@ def record_rows(name):
 
 
 def each_row_once(folder, name, ranks, numbers, batch, seq_len):
-    """Whether over ranks and micro-batches the model has seen the global batch of each step: each row once."""
+    """Whether over ranks and micro-batches the model has seen the global batch of each step: each
+    row once."""
     seen = [Path(folder, f"{name}.rows.{rank}").read_text().splitlines() for rank in range(ranks)]
     train, _, _ = data.load_data(None, seq_len)
     share, alike = batch // ranks, True
     for i, step in enumerate(numbers):
         inputs, targets = data.global_batch(train, 1337, step, batch, seq_len)
         wanted = [str(row) for row in torch.cat([inputs, targets[:, -1:]], dim=1).tolist()]
-        assert len(set(wanted)) > 0.8 * batch  # hardly any two are the same, so counting them means something
+        assert (
+            len(set(wanted)) > 0.8 * batch
+        )  # hardly any two are the same, so counting them means something
         got = [row for rows in seen for row in rows[i * share : (i + 1) * share]]
         alike = alike and sorted(got) == sorted(wanted)
     return alike and sum(map(len, seen)) == len(numbers) * batch
 
 
 def refused(patched, script, ranks, arguments):
-    """The line with which rank 0 of so many refuses the arguments before it meets the others; in this process. 0 ranks:
-    no launcher has started it."""
+    """The line with which rank 0 of so many refuses the arguments before it meets the others; in
+    this process. 0 ranks: no launcher has started it."""
     said = io.StringIO()
     patched.setattr(sys, "argv", [script, *map(str, arguments)])
-    patched.setattr(os, "environ", os.environ | ({"RANK": "0", "WORLD_SIZE": str(ranks)} if ranks else {}))
+    patched.setattr(
+        os, "environ", os.environ | ({"RANK": "0", "WORLD_SIZE": str(ranks)} if ranks else {})
+    )
     with pytest.raises(SystemExit) as stop, contextlib.redirect_stderr(said):
         runpy.run_path(str(ROOT / script), run_name="__main__")
     line = said.getvalue()
-    assert stop.value.code == 2 and line.count("\n") == 1 and line.startswith(f"{script}: error: "), line
+    assert (
+        stop.value.code == 2 and line.count("\n") == 1 and line.startswith(f"{script}: error: ")
+    ), line
     return line
 
 
@@ -153,12 +163,18 @@ def load(path):
 
 def same_bits(a, b):
     assert (a.dtype, a.shape) == (b.dtype, b.shape)
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(
+        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+    )
 
 
 def content(folder):
     """Every byte below a folder, by file."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file()
+    }
 
 
 def with_bit_flipped(data, position, bit=0):
@@ -167,8 +183,9 @@ def with_bit_flipped(data, position, bit=0):
 
 
 def forked(work, limit=120):
-    """Call work() in a process forked from this one, which has imported what is needed. Returns end(), which waits for
-    it: its exit code, or minus the signal that ended it, and what it printed, at most what a pipe holds."""
+    """Call work() in a process forked from this one, which has imported what is needed. Returns
+    end(), which waits for it: its exit code, or minus the signal that ended it, and what it
+    printed, at most what a pipe holds."""
     pipes = [os.pipe() for _ in range(2)]
 
     def main():
@@ -210,7 +227,8 @@ def converter(*arguments, **options):
 
 
 def at_event(number, which, act=lambda: os.kill(os.getpid(), signal.SIGKILL)):
-    """From here on, in this process: act() ahead of the so many-th audit event of which which(event, arguments)."""
+    """From here on, in this process: act() ahead of the so many-th audit event of which
+    which(event, arguments)."""
     left = itertools.count(1)
     sys.addaudithook(lambda *told: act() if which(*told) and next(left) == number else None)
 
@@ -220,7 +238,9 @@ def not_converted(source, *words, **options):
     before = sorted(os.listdir(source.parent))
     with pytest.raises(universal.CheckpointError) as error:
         universal.convert(source, source.parent / "u", **options)
-    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), (
+        error.value
+    )
     assert sorted(os.listdir(source.parent)) == before
 
 
@@ -231,13 +251,15 @@ def makes_a_file(event, arguments):
 
 def failed(done, code, *words):
     """The command has ended with this exit code, and one line that has these words."""
-    assert done.code == code and done.err.count("\n") == 1 and all(word in done.err for word in words), done.err
+    assert (
+        done.code == code and done.err.count("\n") == 1 and all(word in done.err for word in words)
+    ), done.err
 
 
 def assert_equal_to_deepspeed(source, folder):
-    """Convert source into folder/ours, and with DeepSpeed's converter into folder/theirs. Every file of DeepSpeed's
-    zero/ but the second copy of tied weights is the same: tensors, shapes, how to cut them, step counts. Ours has the
-    files of every parameter, and no others."""
+    """Convert source into folder/ours, and with DeepSpeed's converter into folder/theirs. Every
+    file of DeepSpeed's zero/ but the second copy of tied weights is the same: tensors, shapes, how
+    to cut them, step counts. Ours has the files of every parameter, and no others."""
     ours, theirs = folder / "ours" / "zero", folder / "theirs" / "zero"
     convert_with_deepspeed(source, theirs.parent)
     universal.convert(source, ours.parent, check=True)
@@ -245,9 +267,14 @@ def assert_equal_to_deepspeed(source, folder):
     tied = {name for model in models for name in model["shared_params"]}
     kept = {name: tensor for model in models for name, tensor in (model["module"] or {}).items()}
     names = {name for model in models for group in model["param_shapes"] for name in group}
-    found, others = ({str(path.parent.relative_to(zero)) for path in zero.rglob("fp32.pt")} for zero in (ours, theirs))
+    found, others = (
+        {str(path.parent.relative_to(zero)) for path in zero.rglob("fp32.pt")}
+        for zero in (ours, theirs)
+    )
     assert found == names == others - {*tied, *kept}
-    for name in others & kept.keys() - tied:  # the loader of zero/ never reads what DeepSpeed writes there
+    for name in (
+        others & kept.keys() - tied
+    ):  # the loader of zero/ never reads what DeepSpeed writes there
         assert torch.equal(load(theirs / name / "fp32.pt")["param"], kept[name].float()), name
     for path in (path for name in names for path in (theirs / name).glob("*.pt")):
         wanted, got = load(path), load(ours / path.relative_to(theirs))
@@ -257,7 +284,11 @@ def assert_equal_to_deepspeed(source, folder):
         if torch.is_tensor(wanted):  # ZeRO-3, without a shape
             wanted = {"param": wanted.view(got["param"].shape), "cat_dim": 0}
         assert same_bits(got.pop("param"), wanted.pop("param")) and got == wanted, path
-    assert all((theirs / name / f"{state}.pt").exists() for name in names for state in ("exp_avg", "exp_avg_sq"))
+    assert all(
+        (theirs / name / f"{state}.pt").exists()
+        for name in names
+        for state in ("exp_avg", "exp_avg_sq")
+    )
 
 
 SHAPES = [OrderedDict(a=torch.Size((5, 3)), b=torch.Size((7,))), OrderedDict(c=torch.Size((4,)))]
@@ -266,18 +297,26 @@ SHAPES = [OrderedDict(a=torch.Size((5, 3)), b=torch.Size((7,))), OrderedDict(c=t
 def records(path, part="/data/"):
     """The records of a .pt file, the largest last."""
     with zipfile.ZipFile(path) as archive:
-        return sorted((i for i in archive.infolist() if part in i.filename and i.file_size), key=lambda i: i.file_size)
+        return sorted(
+            (i for i in archive.infolist() if part in i.filename and i.file_size),
+            key=lambda i: i.file_size,
+        )
 
 
 def data_of(data, record):
     """Where the bytes of a record begin in those of its file."""
-    return record.header_offset + 30 + sum(struct.unpack_from("<HH", data, record.header_offset + 26))
+    return (
+        record.header_offset + 30 + sum(struct.unpack_from("<HH", data, record.header_offset + 26))
+    )
 
 
 def flip(path, record=None, at=0.5):
-    """Change one bit of a record of a .pt file; without one, in the middle of the largest tensor."""
+    """Change one bit of a record of a .pt file; without one, in the middle of the largest
+    tensor."""
     record, data = record or records(path)[-1], path.read_bytes()
-    path.write_bytes(with_bit_flipped(data, data_of(data, record) + int(record.file_size * at), bit=4))
+    path.write_bytes(
+        with_bit_flipped(data, data_of(data, record) + int(record.file_size * at), bit=4)
+    )
 
 
 def edit(folder, pattern, change):
@@ -291,12 +330,15 @@ def edit(folder, pattern, change):
 def states(shard):
     """The optimizer's states by parameter group, of a shard of any stage."""
     optimizer = shard["optimizer_state_dict"]
-    return (optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"])["state"].values()
+    return (optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"])[
+        "state"
+    ].values()
 
 
 def run_all(folder, ranks, script, *arguments, names):
-    """{name: error} of what has failed. The script does what is named, one after the other, and adds each name to the
-    file `ended`. What fails ends the launch: what comes after it gets another one."""
+    """{name: error} of what has failed. The script does what is named, one after the other, and
+    adds each name to the file `ended`. What fails ends the launch: what comes after it gets another
+    one."""
     failed, left, ended = {}, list(names), Path(folder, "ended")
     while left:
         ended.write_text("")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Resume a DeepSpeed training run on any number of ranks and at any ZeRO stage, without converting its checkpoint.
+"""Resume a DeepSpeed training run on any number of ranks and at any ZeRO stage, without converting
+its checkpoint.
 
     import universal
     universal.install()                                     # every engine.load_checkpoint() can; or only here:
@@ -7,10 +8,10 @@
 
     python -m universal llamafactory-cli train full.yaml    # the same for a command that has no script
 
-convert() turns a ZeRO checkpoint into a universal checkpoint, which DeepSpeed's own loader reads, and mend() restores
-what that loader leaves out. The modules elastic, mirror and exact are for jobs whose machines come and go. Each name is
-imported at its first use, so convert(), which needs neither torch nor DeepSpeed, runs without them.
-"""
+convert() turns a ZeRO checkpoint into a universal checkpoint, which DeepSpeed's own loader reads,
+and mend() restores what that loader leaves out. The modules elastic, mirror and exact are for jobs
+whose machines come and go. Each name is imported at its first use, so convert(), which needs
+neither torch nor DeepSpeed, runs without them."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

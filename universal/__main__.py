@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""Run a command with universal.install() in every Python process that it starts and that imports DeepSpeed:
+"""Run a command with universal.install() in every Python process that it starts and that imports
+DeepSpeed:
 
     python -m universal llamafactory-cli train full.yaml
     python -m universal deepspeed --num_gpus 2 their_script.py --resume
 
-It puts the folder start/ first in PYTHONPATH, which child processes inherit, and then becomes the command. A launcher
-that starts processes on other machines must pass PYTHONPATH on to them. `python -I` and `python -S` ignore it.
-"""
+It puts the folder start/ first in PYTHONPATH, which child processes inherit, and then becomes the
+command. A launcher that starts processes on other machines must pass PYTHONPATH on to them. `python
+-I` and `python -S` ignore it."""
 
 import os
 import sys
@@ -25,7 +26,9 @@ def main():
     if find_spec("deepspeed") is None:
         fail(f"{sys.executable} has no deepspeed")
     start = Path(__file__).resolve().with_name("start")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(start), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(start), os.environ.get("PYTHONPATH")])
+    )
     try:
         os.execvp(sys.argv[1], sys.argv[1:])
     except OSError as error:

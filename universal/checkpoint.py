@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Find everything in a DeepSpeed ZeRO checkpoint or a universal one: describe() does so without reading tensors.
+"""Find everything in a DeepSpeed ZeRO checkpoint or a universal one: describe() does so without
+reading tensors.
 
-Part 1 handles one data-parallel checkpoint; part 2 joins those of tensor and pipeline parallel ranks. Reads files with
-torch_file.py; needs nothing but Python 3.10.
-"""
+Part 1 handles one data-parallel checkpoint; part 2 joins those of tensor and pipeline parallel
+ranks. Reads files with torch_file.py; needs nothing but Python 3.10."""
 
 import itertools
 import math
@@ -14,22 +14,40 @@ from pathlib import Path
 from typing import NamedTuple
 
 from universal.torch_file import (
-    CheckpointError, Joined, Slices, Tensor, about, begin_of, compact, cut_along, keep_open, load, number, own_name,
-    pickled, scalar, stub, tensor_of, whole,
-)  # fmt: skip
+    CheckpointError,
+    Joined,
+    Slices,
+    Tensor,
+    about,
+    begin_of,
+    compact,
+    cut_along,
+    keep_open,
+    load,
+    number,
+    own_name,
+    pickled,
+    scalar,
+    stub,
+    tensor_of,
+    whole,
+)
 
 # -----------------------------------------------------------------------------
 # 1. one data-parallel checkpoint, without reading tensors
 
 MISSING = object()
-BETWEEN_SAVES = 10  # seconds; the largest gap between the times of successive files of one save, or of its copy
+BETWEEN_SAVES = (
+    10  # seconds; the largest gap between the times of successive files of one save, or of its copy
+)
 
 
 class Parameter(NamedTuple):
-    """shape: of the whole parameter. flat: the number of the flat tensor that holds it, which is the number of its dict
-    in param_shapes; at ZeRO-3, of its sub-group. group: its parameter group. states: {state: Slices, or Joined for
-    several tensor-parallel ranks}, fp32 first. scalars: {key: Tensor with its bytes, or plain value}, the rest of its
-    optimizer state, the same for a whole flat tensor. how: what a state file says besides the tensor."""
+    """shape: of the whole parameter. flat: the number of the flat tensor that holds it, which is
+    the number of its dict in param_shapes; at ZeRO-3, of its sub-group. group: its parameter group.
+    states: {state: Slices, or Joined for several tensor-parallel ranks}, fp32 first. scalars: {key:
+    Tensor with its bytes, or plain value}, the rest of its optimizer state, the same for a whole
+    flat tensor. how: what a state file says besides the tensor."""
 
     shape: tuple
     flat: int
@@ -47,17 +65,19 @@ class Problem(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A ZeRO or universal checkpoint without its data. It can be pickled, to send it to other processes.
+    """A ZeRO or universal checkpoint without its data. It can be pickled, to send it to other
+    processes.
 
-    stage: 1 (for ZeRO-2, too) or 3; 0 for BF16_Optimizer, None for universal folders. ranks: how many data-parallel
-    ranks wrote it, or None. tensor, pipeline: the degrees. parameters: {name: Parameter}. flats: [[name]], in the order
-    of the flat tensors. kept: {name: Tensor}, the module without trained parameters: buffers, frozen parameters,
-    tensors of get_extra_state() or of a state_dict hook. extra: names of what is in the module and is not a tensor.
-    frozen: as in the model states. param_groups: hyperparameters. uneven: {(flat, key): why}, optimizer states that
-    differ by rank or are not cut like the weights. problems: what a conversion would lose. models: the model states of
-    each model-parallel rank; optimizer: rank 0's optimizer state; both without shards. first: rank 0's file of model
-    states. left: names of files that an earlier save under this name left behind.
-    """
+    stage: 1 (for ZeRO-2, too) or 3; 0 for BF16_Optimizer, None for universal folders. ranks: how
+    many data-parallel ranks wrote it, or None. tensor, pipeline: the degrees. parameters: {name:
+    Parameter}. flats: [[name]], in the order of the flat tensors. kept: {name: Tensor}, the module
+    without trained parameters: buffers, frozen parameters, tensors of get_extra_state() or of a
+    state_dict hook. extra: names of what is in the module and is not a tensor. frozen: as in the
+    model states. param_groups: hyperparameters. uneven: {(flat, key): why}, optimizer states that
+    differ by rank or are not cut like the weights. problems: what a conversion would lose. models:
+    the model states of each model-parallel rank; optimizer: rank 0's optimizer state; both without
+    shards. first: rank 0's file of model states. left: names of files that an earlier save under
+    this name left behind."""
 
     folder: Path
     universal: bool
@@ -81,7 +101,8 @@ class Description(NamedTuple):
 
 
 def find_tag(folder):
-    """The folder with a checkpoint's files: this one, or the one in it that `latest` names, or the only one in it."""
+    """The folder with a checkpoint's files: this one, or the one in it that `latest` names, or the
+    only one in it."""
     folder = Path(folder)
     if any(folder.glob("*_optim_states.pt")):
         return folder
@@ -90,12 +111,15 @@ def find_tag(folder):
     tags = {path.parent for path in folder.glob("*/*_optim_states.pt")}
     if len(tags) > 1:
         names = ", ".join(sorted(tag.name for tag in tags))
-        raise CheckpointError(f"{folder} holds several checkpoints, and no `latest` that names one: {names}")
+        raise CheckpointError(
+            f"{folder} holds several checkpoints, and no `latest` that names one: {names}"
+        )
     return tags.pop() if tags else folder
 
 
 def is_newer(universal, folder):
-    """Whether the folder has been converted already, and no other folder was moved into its place since then."""
+    """Whether the folder has been converted already, and no other folder was moved into its place
+    since then."""
     made = universal / "zero" / "optimizer_state.pt"
     since = max(folder.stat().st_ctime, *(path.stat().st_mtime for path in folder.glob("*.pt")))
     return made.is_file() and made.stat().st_mtime >= since
@@ -110,8 +134,8 @@ def named_by_latest(folder):
 
 
 def tags(folder):
-    """The names of the checkpoints in a folder, whole or not. A tag like epoch1/step5 is a folder in a folder; such
-    tags are found if they are next to the one that `latest` names."""
+    """The names of the checkpoints in a folder, whole or not. A tag like epoch1/step5 is a folder
+    in a folder; such tags are found if they are next to the one that `latest` names."""
     found = set()
     for place in {folder, (folder / named_by_latest(folder)).parent}:
         for path in place.glob("[!.]*/*mp_rank_00_model_states.pt"):
@@ -121,8 +145,12 @@ def tags(folder):
 
 
 def first_models(folder):
-    """Rank 0's file of model states. If two saves left one each, that of the newest whole checkpoint."""
-    both = folder / "mp_rank_00_model_states.pt", folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    """Rank 0's file of model states. If two saves left one each, that of the newest whole
+    checkpoint."""
+    both = (
+        folder / "mp_rank_00_model_states.pt",
+        folder / "zero_pp_rank_0_mp_rank_00_model_states.pt",
+    )
     found = [path for path in both if path.exists()]
     if len(found) == 2 and not (folder / "zero").is_dir() or len(find_shards(folder)) > 1:
         return describe(folder).first
@@ -130,28 +158,42 @@ def first_models(folder):
 
 
 def newest_first(folder, say):
-    """The tags in a folder, in the order in which to try to resume from them: first the one that `latest` names, unless
-    there is a later one. say(text) reports what is skipped."""
+    """The tags in a folder, in the order in which to try to resume from them: first the one that
+    `latest` names, unless there is a later one. say(text) reports what is skipped."""
     named, steps, written = named_by_latest(folder), {}, {}
     for name in tags(folder):
         try:
             path = first_models(folder / name)
-            steps[name] = int(load(path)["global_steps"])
+            with about(path):
+                steps[name] = int(load(path)["global_steps"])
             written[name] = path.stat().st_mtime
-        except Exception as error:
+        except (CheckpointError, OSError) as error:
             say(f"{name} is passed over: {type(error).__name__}: {error}")
-    # A tag of fewer steps that was saved later means that the run went back. Converted tags are always late.
+    # A tag of fewer steps that was saved later means that the run went back. Converted tags are
+    # always late.
     saved = {name: not (folder / name / "zero").is_dir() for name in steps}
     given_up = {
-        a for a in steps for b in steps if saved[b] and steps[b] < steps[a] and written[b] > written[a] + BETWEEN_SAVES
+        a
+        for a in steps
+        for b in steps
+        if saved[b] and steps[b] < steps[a] and written[b] > written[a] + BETWEEN_SAVES
     }
-    order = sorted(steps, key=lambda name: (name not in given_up, steps[name], saved[name]), reverse=True)
-    # A job killed before it wrote `latest` leaves a newer tag. Others are from an earlier run, or `latest` was edited.
+    order = sorted(
+        steps, key=lambda name: (name not in given_up, steps[name], saved[name]), reverse=True
+    )
+    # A job killed before it wrote `latest` leaves a newer tag. Others are from an earlier run, or
+    # `latest` was edited.
     if named in steps:
-        since = (folder / ("latest" if (folder / "latest").is_file() else "latest_universal")).stat().st_mtime
+        since = (
+            (folder / ("latest" if (folder / "latest").is_file() else "latest_universal"))
+            .stat()
+            .st_mtime
+        )
         later = [name for name in order if steps[name] > steps[named] and written[name] > since]
         if later:
-            say(f"`latest` names {named}, and {later[0]} was written after it: the later one is taken, if it is whole")
+            say(
+                f"`latest` names {named}, and {later[0]} was written after it: the later one is taken, if it is whole"
+            )
         return list(dict.fromkeys([*later, named, *order]))
     if named:
         say(f"`latest` names {named}, which holds no checkpoint")
@@ -159,12 +201,17 @@ def newest_first(folder, say):
 
 
 def find_shards(folder):
-    """The optimizer shards as {prefix of the file, its dtype: {model-parallel rank: {data-parallel rank: path}}}."""
+    """The optimizer shards as {prefix of the file, its dtype: {model-parallel rank: {data-parallel
+    rank: path}}}."""
     shards = {}
     for path in sorted(folder.glob("*_optim_states.pt")):
-        match = re.fullmatch(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", path.name)
+        match = re.fullmatch(
+            r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", path.name
+        )
         if match is None:
-            raise CheckpointError(f"{path} is not the optimizer shard of a ZeRO checkpoint of dense layers")
+            raise CheckpointError(
+                f"{path} is not the optimizer shard of a ZeRO checkpoint of dense layers"
+            )
         prefix, rank, mp_rank = match.groups()
         shards.setdefault(prefix, {}).setdefault(int(mp_rank), {})[int(rank)] = path
     return shards
@@ -176,53 +223,76 @@ def is_stage_3(optimizer):
 
 def flat_groups(optimizer):
     """The fp32 slices, in a shard of any stage."""
-    flats = optimizer["fp32_flat_groups" if is_stage_3(optimizer) else "single_partition_of_fp32_groups"]
+    flats = optimizer[
+        "fp32_flat_groups" if is_stage_3(optimizer) else "single_partition_of_fp32_groups"
+    ]
     return [tensor_of(flat) for flat in flats]
 
 
 def base_optimizer(optimizer):
     """The state dict of PyTorch's optimizer, in a shard of any stage."""
     base = optimizer["optimizer_state_dict" if is_stage_3(optimizer) else "base_optimizer_state"]
-    if isinstance(base, list):  # elastic_checkpoint: only states, without padding and hyperparameters
-        step = {"step": optimizer["base_optimizer_state_step"]} if "base_optimizer_state_step" in optimizer else {}
-        base = {"state": dict(enumerate(base)), "param_groups": [step | {"params": [i]} for i in range(len(base))]}
+    if isinstance(
+        base, list
+    ):  # elastic_checkpoint: only states, without padding and hyperparameters
+        step = (
+            {"step": optimizer["base_optimizer_state_step"]}
+            if "base_optimizer_state_step" in optimizer
+            else {}
+        )
+        base = {
+            "state": dict(enumerate(base)),
+            "param_groups": [step | {"params": [i]} for i in range(len(base))],
+        }
     return base
 
 
 def beside_states(optimizer):
-    """Two dicts: what PyTorch's optimizer keeps besides the states of its parameters, and besides its groups."""
+    """Two dicts: what PyTorch's optimizer keeps besides the states of its parameters, and besides
+    its groups."""
     base = base_optimizer(optimizer)
     states = {key: value for key, value in base["state"].items() if not isinstance(key, int)}
-    return states, {key: value for key, value in base.items() if key not in ("state", "param_groups")}
+    return states, {
+        key: value for key, value in base.items() if key not in ("state", "param_groups")
+    }
 
 
 def settings_of(optimizer, opened):
-    """{(group or None, key): value}: hyperparameters and what is besides the states; normally the same on all ranks."""
+    """{(group or None, key): value}: hyperparameters and what is besides the states; normally the
+    same on all ranks."""
     groups = enumerate(base_optimizer(optimizer)["param_groups"])
-    found = {(i, key): value for i, group in groups for key, value in group.items() if key != "params"}
-    found |= {(None, key): value for beside in beside_states(optimizer) for key, value in beside.items()}
+    found = {
+        (i, key): value for i, group in groups for key, value in group.items() if key != "params"
+    }
+    found |= {
+        (None, key): value for beside in beside_states(optimizer) for key, value in beside.items()
+    }
     return {key: scalar(value, opened) for key, value in found.items()}
 
 
 def slice_size(optimizer, group):
     """How many elements of a group one rank's slice has at ZeRO-1/2, padding included."""
     size = flat_groups(optimizer)[group].size[0]
-    return size + (optimizer["group_paddings"][group] if "zero_stage" in optimizer else 0)  # BF16_Optimizer saves it
+    return size + (
+        optimizer["group_paddings"][group] if "zero_stage" in optimizer else 0
+    )  # BF16_Optimizer saves it
 
 
 def places(optimizer, group, shapes, ranks):
-    """({name: (origin, share, base, numel) as in Slices}, elements of the group), from shapes {name: shape}.
+    """({name: (origin, share, base, numel) as in Slices}, elements of the group), from shapes
+    {name: shape}.
 
-    ZeRO-1/2: a group's parameters are laid end to end and cut into one slice per rank. The shard has these numbers,
-    too, but with round_robin_gradients they are wrong. ZeRO-3: every parameter is cut by itself, ceil(numel / ranks)
-    elements per rank.
-    """
+    ZeRO-1/2: a group's parameters are laid end to end and cut into one slice per rank. The shard
+    has these numbers, too, but with round_robin_gradients they are wrong. ZeRO-3: every parameter
+    is cut by itself, ceil(numel / ranks) elements per rank."""
     counts = optimizer["partition_count"]
     found = {}
     at = 0
     if not isinstance(counts, int) and counts[group] != ranks:
         raise ValueError(f"group {group} is cut for {counts[group]} ranks and not for {ranks}")
-    paddings = (optimizer.get("param_alignment_paddings") or {group: None})[group] or [0] * len(shapes)
+    paddings = (optimizer.get("param_alignment_paddings") or {group: None})[group] or [0] * len(
+        shapes
+    )
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         numel = math.prod(shape)
         if is_stage_3(optimizer):
@@ -235,7 +305,8 @@ def places(optimizer, group, shapes, ranks):
 
 
 def check_slices(optimizer, group, rank, ranks, found, end, round_robin):
-    """Raise ValueError if this rank's slice is not cut like that. Returns how many elements it must hold."""
+    """Raise ValueError if this rank's slice is not cut like that. Returns how many elements it must
+    hold."""
     if is_stage_3(optimizer):
         if flat_groups(optimizer)[group].size[0] != end:
             raise ValueError(f"group {group} is not cut for {ranks} ranks")
@@ -269,7 +340,8 @@ class Flat(NamedTuple):
 
 
 def flat_states(optimizer, group, needed, opened):
-    """Returns a Flat. A state with a value per element is as long as the fp32 slice, or longer by the padding."""
+    """Returns a Flat. A state with a value per element is as long as the fp32 slice, or longer by
+    the padding."""
     flat = flat_groups(optimizer)[group]
     size = flat.size[0]
     longest = size if is_stage_3(optimizer) else slice_size(optimizer, group)
@@ -278,9 +350,18 @@ def flat_states(optimizer, group, needed, opened):
     odd = {}
     for key, value in base_optimizer(optimizer)["state"].get(group, {}).items():
         tensor = tensor_of(value)
-        if tensor is None or math.prod(tensor.size) == 1 and (not tensor.size or key == "step" or size > 1):
+        if (
+            tensor is None
+            or math.prod(tensor.size) == 1
+            and (not tensor.size or key == "step" or size > 1)
+        ):
             scalars[key] = scalar(value, opened)
-        elif key not in states and key != "step" and len(tensor.size) == 1 and size <= tensor.size[0] <= longest:
+        elif (
+            key not in states
+            and key != "step"
+            and len(tensor.size) == 1
+            and size <= tensor.size[0] <= longest
+        ):
             states[key] = tensor
         else:
             odd[key] = tensor
@@ -303,7 +384,9 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
     with about(shards[low]):
         first = load(shards[low])["optimizer_state_dict"]
         count = first["partition_count"]
-        count = range(count if isinstance(count, int) else max(count)).stop  # a TypeError if it is not a number
+        count = range(
+            count if isinstance(count, int) else max(count)
+        ).stop  # a TypeError if it is not a number
     for missing in (r for r in range(count) if r not in shards):
         name = shards[low].name.replace(f"_rank_{low}_", f"_rank_{missing}_", 1)
         raise CheckpointError(f"{folder / name} is missing")
@@ -311,10 +394,14 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
     paths = [folder / f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt" for prefix in prefixes]
     model, frozen = read_models(paths, shards[low], count, pool)
     if list(folder.glob("layer_*_expert_*")) or model.get("ds_autoep_layers"):
-        raise CheckpointError(f"{folder} has experts, which are not converted: DeepSpeed's own converter does AutoEP's")
+        raise CheckpointError(
+            f"{folder} has experts, which are not converted: DeepSpeed's own converter does AutoEP's"
+        )
     with about(shards[low]):
         groups = [places(first, i, names, count) for i, names in enumerate(model["param_shapes"])]
-        config = model["ds_config"] if isinstance(model["ds_config"], dict) else {}  # older versions: a file's path
+        config = (
+            model["ds_config"] if isinstance(model["ds_config"], dict) else {}
+        )  # older versions: a file's path
         round_robin = (config.get("zero_optimization") or {}).get("round_robin_gradients")
 
     def read_shard(rank):
@@ -323,7 +410,9 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
         with about(path):
             optimizer = first if rank == low else load(path)["optimizer_state_dict"]
             if len(flat_groups(optimizer)) != len(groups):
-                raise CheckpointError(f"{path} has another number of parameter groups than {paths[0].name}")
+                raise CheckpointError(
+                    f"{path} has another number of parameter groups than {paths[0].name}"
+                )
             found = []
             for i, (names, end) in enumerate(groups):
                 needed = check_slices(optimizer, i, rank, count, names, end, round_robin)
@@ -332,7 +421,9 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
 
     ranks, settings = zip(*pool.map(read_shard, range(count)), strict=True)
     with about(shards[low]):
-        parameters, uneven = put_together(shards, ranks, groups, model["param_shapes"], base_optimizer(first))
+        parameters, uneven = put_together(
+            shards, ranks, groups, model["param_shapes"], base_optimizer(first)
+        )
         uneven |= differences(settings)
     files = [*paths, *(shards[rank] for rank in range(count))]
     problems = other_steps(paths[0], files[len(paths) :], model, parameters, is_stage_3(first))
@@ -342,7 +433,8 @@ def describe_ranks(folder, mp_rank, shards, pool, opened):
     with about(paths[0]):
         if model["module"] is not None:
             model["module"], lost = module_of(model, frozen, parameters, count)
-            # The other tensor-parallel ranks have the same names, but only rank 0's shared_params says which are tied.
+            # The other tensor-parallel ranks have the same names, but only rank 0's shared_params
+            # says which are tied.
             if lost and not mp_rank:
                 problem = f"{paths[0]}: no parameter group holds {', '.join(lost)}, and DeepSpeed saved nothing of it"
                 problems.append(Problem(True, problem))
@@ -361,17 +453,25 @@ def put_together(shards, ranks, groups, shapes, base):
         odd = {key for mine in held for key in mine.odd}
         for rank, mine in enumerate(held):
             if mine.states.keys() - odd != first.states.keys() - odd:
-                raise CheckpointError(f"{shards[rank]} has other optimizer states than {shards[0].name}")
+                raise CheckpointError(
+                    f"{shards[rank]} has other optimizer states than {shards[0].name}"
+                )
             step, wanted = (number(flat.scalars.get("step")) for flat in (mine, first))
             if step != wanted:
-                raise CheckpointError(f"{shards[rank]} is at optimizer step {step}, {shards[0].name} at {wanted}")
-        uneven |= {(i, key): why for key, why in differences([mine.scalars for mine in held]).items()}
+                raise CheckpointError(
+                    f"{shards[rank]} is at optimizer step {step}, {shards[0].name} at {wanted}"
+                )
+        uneven |= {
+            (i, key): why for key, why in differences([mine.scalars for mine in held]).items()
+        }
         flats = {}
         for key in (key for key in first.states if key == "fp32" or key not in odd):
             tensors = [mine.states[key] for mine in held]
             for rank, tensor in enumerate(tensors):
                 if tensor.dtype != tensors[0].dtype:
-                    raise CheckpointError(f"{shards[rank]}: {key} of group {i} is not what it is in {shards[0].name}")
+                    raise CheckpointError(
+                        f"{shards[rank]}: {key} of group {i} is not what it is in {shards[0].name}"
+                    )
             begins = (begin_of(mine.states[key], mine.needed) for mine in held)
             flats[key] = tensors[0].dtype, *zip(*begins, strict=True)
         momentum = whole_momentum(held, names) if "momentum_buffer" in odd else {}
@@ -382,7 +482,9 @@ def put_together(shards, ranks, groups, shapes, base):
             if momentum:
                 states["momentum_buffer"] = momentum[name]
             shape = tuple(shapes[i][name])
-            parameters[name] = Parameter(shape, i, group_of.get(i), states, first.scalars, {"cat_dim": 0})
+            parameters[name] = Parameter(
+                shape, i, group_of.get(i), states, first.scalars, {"cat_dim": 0}
+            )
     return parameters, uneven
 
 
@@ -398,8 +500,9 @@ def differences(values):
 
 
 def whole_momentum(held, names):
-    """{name: Slices} of Muon's momentum at ZeRO-1/2: a rank holds, end to end, the whole momentum of each parameter of
-    which it has a part. Empty if the ranks' tensors do not have that length."""
+    """{name: Slices} of Muon's momentum at ZeRO-1/2: a rank holds, end to end, the whole momentum
+    of each parameter of which it has a part. Empty if the ranks' tensors do not have that
+    length."""
     found = {}
     for rank, mine in enumerate(held):
         parts = {}
@@ -419,21 +522,30 @@ def whole_momentum(held, names):
 
 def lost_states(uneven, parameters, optimizer):
     """The parts of the optimizer's state that are not per element."""
-    keys = {key for p in parameters.values() for key, value in p.scalars.items() if value is not None and key != "step"}
+    keys = {
+        key
+        for p in parameters.values()
+        for key, value in p.scalars.items()
+        if value is not None and key != "step"
+    }
     keys |= {*itertools.chain(*beside_states(optimizer))}
     return sorted({str(key) for key in keys} | {str(key) for _, key in uneven})
 
 
 def other_steps(path, shards, model, parameters, stage_3):
-    """[a Problem] if the optimizer is of another step than the module, for example after a start from weights alone. At
-    ZeRO-3 only the files' times tell that from a save that was killed between model states and shards."""
+    """[a Problem] if the optimizer is of another step than the module, for example after a start
+    from weights alone. At ZeRO-3 only the files' times tell that from a save that was killed
+    between model states and shards."""
     with about(path):
         wanted = model["global_steps"] - model["skipped_steps"]
     steps = {number(p.scalars.get("step")) for p in parameters.values()} - {None, wanted}
     if not steps:
         return []
     text = f"{path} is of step {wanted}, the optimizer of step {sorted(steps)}"
-    if stage_3 and path.stat().st_mtime > max(shard.stat().st_mtime for shard in shards) + BETWEEN_SAVES:
+    if (
+        stage_3
+        and path.stat().st_mtime > max(shard.stat().st_mtime for shard in shards) + BETWEEN_SAVES
+    ):
         raise CheckpointError(
             f"{text} and older: a save was killed before its shards (or was copied: touch the shards)"
         )
@@ -445,12 +557,20 @@ def read_models(paths, shard, count, pool):
     model = load(paths[0])
     with about(paths[0]):
         if model["dp_world_size"] != count:
-            raise CheckpointError(f"{paths[0]} is of {model['dp_world_size']} ranks, {shard.name} of {count}")
+            raise CheckpointError(
+                f"{paths[0]} is of {model['dp_world_size']} ranks, {shard.name} of {count}"
+            )
 
     def read_model(path):
         state = load(path)
         with about(path):
-            for key in ("dp_world_size", "param_shapes", "buffer_names", "frozen_param_shapes", "global_steps"):
+            for key in (
+                "dp_world_size",
+                "param_shapes",
+                "buffer_names",
+                "frozen_param_shapes",
+                "global_steps",
+            ):
                 if state.get(key) != model.get(key):
                     raise CheckpointError(f"{path} has other {key} than {paths[0].name}")
             names = model.get("frozen_param_shapes") or {}
@@ -467,8 +587,9 @@ def place_of(value):
 
 
 def module_of(model, frozen, parameters, count):
-    """({name: tensor}, names of what was not saved) for what no optimizer holds: buffers, whole frozen parameters, and
-    what get_extra_state() or a hook of state_dict() has added. frozen: every rank's frozen parameters at ZeRO-3."""
+    """({name: tensor}, names of what was not saved) for what no optimizer holds: buffers, whole
+    frozen parameters, and what get_extra_state() or a hook of state_dict() has added. frozen: every
+    rank's frozen parameters at ZeRO-3."""
     module = model["module"]
     kept = {}
     lost = []
@@ -480,20 +601,28 @@ def module_of(model, frozen, parameters, count):
         parts = [held[name] for held in frozen]
         share = math.prod(parts[0].size)
         if share * count < numel or any(math.prod(part.size) != share for part in parts):
-            raise CheckpointError(f"{numel - share * count} elements of the frozen {name} are missing")
+            raise CheckpointError(
+                f"{numel - share * count} elements of the frozen {name} are missing"
+            )
         records, begins = zip(*(begin_of(part, share) for part in parts), strict=True)
         slices = Slices(parts[0].dtype, records, begins, 0, share, 0, numel)
         kept[name] = whole(parts[0].dtype, slices, shape)
-    # DeepSpeed ignores a module's second name. Its tensors then share one storage, or one placeholder.
+    # DeepSpeed ignores a module's second name. Its tensors then share one storage, or one
+    # placeholder.
     first_name = {place_of(module[name]): name for name in (*parameters, *shapes) if name in module}
     others = module.keys() - {*first_name.values(), *model["buffer_names"]}
-    aliases = {name: first_name[place_of(module[name])] for name in others if place_of(module[name]) in first_name}
+    aliases = {
+        name: first_name[place_of(module[name])]
+        for name in others
+        if place_of(module[name]) in first_name
+    }
     if aliases:
         model["shared_params"] = aliases | (model.get("shared_params") or {})
     accounted = {*parameters, *(model.get("shared_params") or {}), *kept}
     for name in sorted({*model["buffer_names"], *module} - accounted):
         tensor = tensor_of(module[name])
-        # Of a parameter in no group, which is neither trained nor frozen, ZeRO-3 saves only the name.
+        # Of a parameter in no group, which is neither trained nor frozen, ZeRO-3 saves only the
+        # name.
         placeholder = frozen and tensor and 0 in tensor.size and not name.endswith("_extra_state")
         if placeholder and name not in model["buffer_names"]:
             lost.append(name)
@@ -509,10 +638,16 @@ def module_of(model, frozen, parameters, count):
 class TensorParallel:
     """How tensor-parallel ranks cut a parameter, by the checkpoint's universal_checkpoint_info.
 
-    Its entries are DeepSpeed's (deepspeed/checkpoint/constants.py), most of them lists of regular expressions."""
+    Its entries are DeepSpeed's (deepspeed/checkpoint/constants.py), most of them lists of regular
+    expressions."""
 
-    LISTS = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns", "vocabulary_parameter_patterns",
-             "parameter_with_row_parallelism_patterns", "parameter_with_2_sub_params_cat_dim_0")  # fmt: skip
+    LISTS = (
+        "tp_replicated_parameter_patterns",
+        "parameter_to_average_patterns",
+        "vocabulary_parameter_patterns",
+        "parameter_with_row_parallelism_patterns",
+        "parameter_with_2_sub_params_cat_dim_0",
+    )
 
     def __init__(self, info, degree, folder):
         self.info = info or {}
@@ -527,7 +662,9 @@ class TensorParallel:
             )
         self.affine = self.info.get("affine_map") or {"params": {}}
         if self.affine.get("version", 1) > 1:
-            raise CheckpointError(f"{folder}: affine map of version {self.affine['version']}, and only 1 is known")
+            raise CheckpointError(
+                f"{folder}: affine map of version {self.affine['version']}, and only 1 is known"
+            )
         rows = "parameter_with_row_parallelism_patterns"
         subs = self.info.get("parameter_with_sub_params", [])
         if degree > 1:
@@ -535,51 +672,73 @@ class TensorParallel:
             self.unused |= {pattern for sub in subs for pattern in sub["patterns"]}
         elif info and not (self.info.get(rows) or self.affine["params"]):
             text = f"{folder}: universal_checkpoint_info names no row-parallel weights ({rows}): if there are some, "
-            self.problems = [Problem(False, text + "the result is wrong on more than one tensor-parallel rank")]
+            self.problems = [
+                Problem(False, text + "the result is wrong on more than one tensor-parallel rank")
+            ]
 
     def match(self, patterns, name):
         matched = [pattern for pattern in patterns if re.match(pattern, name)]
         self.unused -= set(matched)
         if len(matched) > 1:
-            raise CheckpointError(f"{self.folder}: {name} matches more than one pattern: {', '.join(matched)}")
+            raise CheckpointError(
+                f"{self.folder}: {name} matches more than one pattern: {', '.join(matched)}"
+            )
         return matched[0] if matched else None
 
     def tied(self, name):
         return self.match(self.info.get("pipeline_replicated_parameter_patterns", []), name)
 
     def how_cut(self, name, shapes):
-        """(shape of the whole, blocks or None for a mean, what the loader needs to cut it again) for the parameter that
-        has these shapes on its ranks. On one rank it is whole, but the file must still say how more ranks would cut
-        it."""
+        """(shape of the whole, blocks or None for a mean, what the loader needs to cut it again)
+        for the parameter that has these shapes on its ranks. On one rank it is whole, but the file
+        must still say how more ranks would cut it."""
         found = {key: self.match(self.info.get(key, []), name) for key in self.LISTS}
-        sub = next((s for s in self.info.get("parameter_with_sub_params", []) if self.match(s["patterns"], name)), None)
+        sub = next(
+            (
+                s
+                for s in self.info.get("parameter_with_sub_params", [])
+                if self.match(s["patterns"], name)
+            ),
+            None,
+        )
         affine = self.match(self.affine["params"], name)
         two = found["parameter_with_2_sub_params_cat_dim_0"]
         if self.match(self.info.get("autotp_unsupported_parameter_patterns") or {}, name):
             raise CheckpointError(f"{self.folder}: DeepSpeed did not record how {name} is cut")
-        # For layers that no category describes (bigcode, codegen, shared QK) AutoTP saves a map of every element. So
-        # look for the map first.
+        # For layers that no category describes (bigcode, codegen, shared QK) AutoTP saves a map of
+        # every element. So look for the map first.
         if affine:
             shape, blocks = self.affine_blocks(name, self.affine["params"][affine])
             return shape, blocks, {}
         # Every rank has the whole: compare them, and take one.
         if found["tp_replicated_parameter_patterns"]:
             stride = whole("", b"", shapes[0]).stride
-            return shapes[0], tuple((rank, shapes[0], stride, 0, stride, 0) for rank in range(self.degree)), {}
-        # Every rank has the whole, but computed its own, such as a LayerNorm that is not synchronized: take the mean.
+            return (
+                shapes[0],
+                tuple((rank, shapes[0], stride, 0, stride, 0) for rank in range(self.degree)),
+                {},
+            )
+        # Every rank has the whole, but computed its own, such as a LayerNorm that is not
+        # synchronized: take the mean.
         if found["parameter_to_average_patterns"]:
             return shapes[0], None, {}
-        # Q, K and V in one matrix, or a gate and its value: each is cut by itself, so a rank has a part of each.
+        # Q, K and V in one matrix, or a gate and its value: each is cut by itself, so a rank has a
+        # part of each.
         if sub and not two:
             return self.sub_parameters(name, shapes, sub)
-        # All else is cut along one dimension: row-parallel weights along the input, others along the first.
+        # All else is cut along one dimension: row-parallel weights along the input, others along
+        # the first.
         dim = 1 if found["parameter_with_row_parallelism_patterns"] and not two else 0
         size = [sum(s[d] for s in shapes) if d == dim else n for d, n in enumerate(shapes[0])]
         parts, how = (2, {"cat_dim": 0, "param_n_sub_params": 2}) if two else (1, {"cat_dim": dim})
         blocks = cut_along(dim, size, parts * [[s[dim] // parts for s in shapes]]) if size else ()
         # The vocabulary was padded to a multiple of the ranks.
         if found["vocabulary_parameter_patterns"]:
-            return (self.info["original_vocab_size"], *size[1:]), blocks, how | {"vocab_tensor": True}
+            return (
+                (self.info["original_vocab_size"], *size[1:]),
+                blocks,
+                how | {"vocab_tensor": True},
+            )
         return tuple(size), blocks, how
 
     def affine_blocks(self, name, entry):
@@ -587,7 +746,9 @@ class TensorParallel:
         for rank, shard in entry["ranks"].items():
             for piece in shard["pieces"]:
                 if piece.get("scale", 1.0) != 1.0:
-                    raise CheckpointError(f"{self.folder}: {name} is stored scaled, its states cannot be converted")
+                    raise CheckpointError(
+                        f"{self.folder}: {name} is stored scaled, its states cannot be converted"
+                    )
                 (there, full_stride) = piece["source"]
                 (here, stride) = piece["dest"]
                 blocks.append((int(rank), piece["shape"], stride, here, full_stride, there))
@@ -603,16 +764,22 @@ class TensorParallel:
         if self.info.get("universal_checkpoint_version", 0.0) >= 0.4:
             widths = self.info["sub_param_shard_widths"][self.match(sub["patterns"], name)]
         if [sum(width) for width in widths] != list(spec):
-            raise CheckpointError(f"{self.folder}: the widths of {name}, {widths}, do not make up its sizes {spec}")
+            raise CheckpointError(
+                f"{self.folder}: the widths of {name}, {widths}, do not make up its sizes {spec}"
+            )
         size = [sum(n) if isinstance(n, (tuple, list)) else n for n in sub["shape"]]
         size[dim] = sum(spec)
         if -1 in size:
             size[size.index(-1)] = total // -math.prod(size)
         if math.prod(size) != total:
-            raise CheckpointError(f"{self.folder}: {name} has {total} elements, which do not make up {size}")
+            raise CheckpointError(
+                f"{self.folder}: {name} has {total} elements, which do not make up {size}"
+            )
         shape = tuple(spec if d == dim else n for d, n in enumerate(sub["shape"]))
         state = {"patterns": sub["patterns"], "shape": shape, "partition_dim": dim}
-        described = stub(own_name("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"), (), state=state)
+        described = stub(
+            own_name("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"), (), state=state
+        )
         return tuple(size), cut_along(dim, size, widths), {"sub_param_shape": described}
 
     def join(self, name, parts):
@@ -624,8 +791,12 @@ class TensorParallel:
         numel = math.prod(shape)
         for key in parts[0].states:
             slices = tuple(part.states[key] for part in parts)
-            if len({part.dtype for part in slices}) > 1 or numel > sum(part.numel for part in slices):
-                raise CheckpointError(f"{self.folder}: the shards of {name} do not cover its elements exactly once")
+            if len({part.dtype for part in slices}) > 1 or numel > sum(
+                part.numel for part in slices
+            ):
+                raise CheckpointError(
+                    f"{self.folder}: the shards of {name} do not cover its elements exactly once"
+                )
             if self.degree == 1 and not self.affine["params"]:
                 states[key] = slices[0]._replace(numel=numel)
             else:
@@ -634,8 +805,9 @@ class TensorParallel:
 
 
 def describe(folder, workers=4, opened=None):
-    """The Description of the ZeRO or universal checkpoint in a folder. Reads no tensors but the optimizer's scalars,
-    and runs no code. Raises CheckpointError if files are missing, damaged, or not of the same checkpoint."""
+    """The Description of the ZeRO or universal checkpoint in a folder. Reads no tensors but the
+    optimizer's scalars, and runs no code. Raises CheckpointError if files are missing, damaged, or
+    not of the same checkpoint."""
     folder = Path(folder)
     opened = opened or keep_open()
     if not folder.is_dir():
@@ -647,12 +819,19 @@ def describe(folder, workers=4, opened=None):
         for shards in find_shards(folder).values():
             try:
                 one = describe_shards(folder, shards, pool, opened)
-                found.append((not one.problems, one.models[0]["global_steps"], shards[0][0].stat().st_mtime, one))
+                found.append(
+                    (
+                        not one.problems,
+                        one.models[0]["global_steps"],
+                        shards[0][0].stat().st_mtime,
+                        one,
+                    )
+                )
             except CheckpointError as error:
                 problems.append(str(error))
     if found:
-        # Saved again under the same name in another dtype, both may be whole. Copies have no usable times; the doubt is
-        # about the step.
+        # Saved again under the same name in another dtype, both may be whole. Copies have no usable
+        # times; the doubt is about the step.
         newest = max(written for _, _, written, _ in found) - BETWEEN_SAVES
         return max((one for one in found if one[2] > newest), key=lambda one: one[:3])[3]
     nothing = f"{folder} holds no *_optim_states.pt: it is no ZeRO checkpoint, nor a folder above"
@@ -671,11 +850,18 @@ def describe_shards(folder, shards, pool, opened):
         tensor = degrees.get("tp_degree") or len(shards) // pipeline
         if missing := set(range(tensor * pipeline)) - shards.keys():
             names = ", ".join(f"mp_rank_{mp:02d}" for mp in sorted(missing))
-            raise CheckpointError(f"{folder} has {tensor} tensor x {pipeline} pipeline ranks, and lacks {names}")
-        others = [describe_ranks(folder, mp, shards[mp], pool, opened) for mp in range(1, tensor * pipeline)]
+            raise CheckpointError(
+                f"{folder} has {tensor} tensor x {pipeline} pipeline ranks, and lacks {names}"
+            )
+        others = [
+            describe_ranks(folder, mp, shards[mp], pool, opened)
+            for mp in range(1, tensor * pipeline)
+        ]
         ranks = [first, *others]
         used = {path.name for rank in ranks for path in rank.files}
-        parameters, problems = join_ranks(folder, ranks, tensor, model.get("universal_checkpoint_info"))
+        parameters, problems = join_ranks(
+            folder, ranks, tensor, model.get("universal_checkpoint_info")
+        )
         return described(
             folder,
             [rank.model for rank in ranks],
@@ -698,40 +884,62 @@ def describe_shards(folder, shards, pool, opened):
 def left_over(description):
     """[a line about what an earlier save left in the folder], or []."""
     left = description.left
-    text = f"{description.folder} was saved again under its name; left over from before, and ignored: "
-    return [text + ", ".join(left[:3]) + (f" and {len(left) - 3} more" if left[3:] else "")] if left else []
+    text = (
+        f"{description.folder} was saved again under its name; left over from before, and ignored: "
+    )
+    return (
+        [text + ", ".join(left[:3]) + (f" and {len(left) - 3} more" if left[3:] else "")]
+        if left
+        else []
+    )
 
 
 def described(folder, models, optimizer, parameters, groups, **facts):
     module = models[0]["module"] or {}
     return Description(
-        folder=folder, parameters=parameters, models=models, optimizer=optimizer, param_groups=groups,
+        folder=folder,
+        parameters=parameters,
+        models=models,
+        optimizer=optimizer,
+        param_groups=groups,
         flats=[list(names) for names in models[0]["param_shapes"]],
         kept={name: tensor for name, tensor in module.items() if isinstance(tensor, Tensor)},
         extra=[name for name, thing in module.items() if not isinstance(thing, Tensor)],
-        frozen=models[0].get("frozen_param_shapes") or {}, **facts,
-    )  # fmt: skip
+        frozen=models[0].get("frozen_param_shapes") or {},
+        **facts,
+    )
 
 
 def join_ranks(folder, ranks, tensor, info):
-    """({name: Parameter}, problems), joined from the model-parallel ranks of each pipeline stage."""
+    """({name: Parameter}, problems), joined from the model-parallel ranks of each pipeline
+    stage."""
     for rank in ranks:
         for key in ("global_steps", "dp_world_size"):
             if rank.model[key] != ranks[0].model[key]:
-                raise CheckpointError(f"{folder}: its model-parallel ranks are of different saves: {key} differs")
-        if len(rank.model["param_shapes"]) != len(ranks[0].model["param_shapes"]):  # the loader goes by number
-            raise CheckpointError(f"{folder}: a pipeline stage lacks a parameter group that others have")
+                raise CheckpointError(
+                    f"{folder}: its model-parallel ranks are of different saves: {key} differs"
+                )
+        if len(rank.model["param_shapes"]) != len(
+            ranks[0].model["param_shapes"]
+        ):  # the loader goes by number
+            raise CheckpointError(
+                f"{folder}: a pipeline stage lacks a parameter group that others have"
+            )
     joined = {}
     cuts = TensorParallel(info, tensor, folder)
     for stage in range(0, len(ranks), tensor):
         parts = [rank.parameters for rank in ranks[stage : stage + tensor]]
         if any(part.keys() != parts[0].keys() for part in parts):
-            raise CheckpointError(f"{folder}: tensor-parallel ranks of stage {stage} hold different parameters")
+            raise CheckpointError(
+                f"{folder}: tensor-parallel ranks of stage {stage} hold different parameters"
+            )
         for name in parts[0]:
             if name not in joined:
                 joined[name] = cuts.join(name, [part[name] for part in parts])
             elif not cuts.tied(name):
-                raise CheckpointError(f"{folder}: {name} is in two pipeline stages and is not declared as tied")
+                raise CheckpointError(
+                    f"{folder}: {name} is in two pipeline stages and is not declared as tied"
+                )
     if cuts.unused:
         text = f"{folder}: universal_checkpoint_info has patterns that match no parameter: "
         cuts.problems.append(Problem(True, text + ", ".join(sorted(cuts.unused))))
@@ -739,26 +947,37 @@ def join_ranks(folder, ranks, tensor, info):
 
 
 def file_name(name):
-    """A name from the checkpoint as part of a path, in UTF-8 whatever the locale; it must not point out of the
-    folder."""
+    """A name from the checkpoint as part of a path, in UTF-8 whatever the locale; it must not point
+    out of the folder."""
     plain = isinstance(name, str) and name == os.path.normpath(name) and "\0" not in name
     if not plain or name in (".", "..") or name.startswith(("../", "/")):
-        raise CheckpointError(f"{name!r} is the name of a parameter or a state, and cannot be that of a file")
+        raise CheckpointError(
+            f"{name!r} is the name of a parameter or a state, and cannot be that of a file"
+        )
     return os.fsdecode(name.encode())
 
 
 def describe_universal(folder, pool, opened):
-    """Describes the output of our converter or DeepSpeed's. The latter leaves weights in `module`, and at ZeRO-3 also
-    rank 0's part of frozen ones, its whole shard in optimizer_state.pt, and tensors without their shape."""
-    paths = sorted(folder.glob("mp_rank_*_model_states.pt")) or sorted(folder.glob("*_model_states.pt"))
+    """Describes the output of our converter or DeepSpeed's. The latter leaves weights in `module`,
+    and at ZeRO-3 also rank 0's part of frozen ones, its whole shard in optimizer_state.pt, and
+    tensors without their shape."""
+    paths = sorted(folder.glob("mp_rank_*_model_states.pt")) or sorted(
+        folder.glob("*_model_states.pt")
+    )
     if not paths:
-        raise CheckpointError(f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")
+        raise CheckpointError(
+            f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed"
+        )
     models = [load(path) for path in paths]
     file = folder / "zero" / "optimizer_state.pt"
     with about(file):
         optimizer = load(file)
         base = base_optimizer(optimizer) if is_stage_3(optimizer) else {"state": {}}
-        common = {key: scalar(value, opened) for key, value in base["state"].get(0, {}).items() if key == "step"}
+        common = {
+            key: scalar(value, opened)
+            for key, value in base["state"].get(0, {}).items()
+            if key == "step"
+        }
         groups = optimizer.get("param_groups") or optimizer["optimizer_state_dict"]["param_groups"]
         group_of = {flat: i for i, group in enumerate(groups) for flat in group["params"]}
 
@@ -774,24 +993,55 @@ def describe_universal(folder, pool, opened):
                 if path.stem == "step":
                     scalars = {"step": scalar(content, opened)}
                     continue
-                how = {key: value for key, value in content.items() if key != "param"} if type(content) is dict else how
+                how = (
+                    {key: value for key, value in content.items() if key != "param"}
+                    if type(content) is dict
+                    else how
+                )
                 tensor = tensor_of(content["param"] if type(content) is dict else content)
                 states[path.stem] = Slices.of(tensor)
                 shape = tensor.size if path.stem == "fp32" else shape
         return name, Parameter(tuple(shape), flat, group_of.get(flat), states, scalars, how)
 
     with about(paths[0]):
-        names = {name: flat for model in models for flat, names in enumerate(model["param_shapes"]) for name in names}
+        names = {
+            name: flat
+            for model in models
+            for flat, names in enumerate(model["param_shapes"])
+            for name in names
+        }
         parameters = dict(pool.map(read_parameter, names, names.values()))
         for model in models:
             frozen = model.get("frozen_param_shapes") or {}
             module = model["module"] or {}
             gone = {*parameters, *(model.get("shared_params") or {})}
-            gone |= {n for n in frozen.keys() & module.keys() if tuple(module[n].size) != tuple(frozen[n])}
-            pairs = ((name, tensor_of(module[name]) or module[name]) for name in module if name not in gone)
-            model["module"] = {name: compact(t) if isinstance(t, Tensor) else t for name, t in pairs}
+            gone |= {
+                n
+                for n in frozen.keys() & module.keys()
+                if tuple(module[n].size) != tuple(frozen[n])
+            }
+            pairs = (
+                (name, tensor_of(module[name]) or module[name])
+                for name in module
+                if name not in gone
+            )
+            model["module"] = {
+                name: compact(t) if isinstance(t, Tensor) else t for name, t in pairs
+            }
     return described(
-        folder, models, optimizer, parameters, groups, universal=True, stage=None, bf16=None, ranks=None, tensor=1,
-        pipeline=1, uneven={}, problems=[],
-        first=paths[0], left=[],
-    )  # fmt: skip
+        folder,
+        models,
+        optimizer,
+        parameters,
+        groups,
+        universal=True,
+        stage=None,
+        bf16=None,
+        ranks=None,
+        tensor=1,
+        pipeline=1,
+        uneven={},
+        problems=[],
+        first=paths[0],
+        left=[],
+    )

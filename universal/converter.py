@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""ZeRO checkpoint -> universal checkpoint: convert() finds, describes, writes, checks and publishes.
+"""ZeRO checkpoint -> universal checkpoint: convert() finds, describes, writes, checks and
+publishes.
 
-ds_to_universal.py is its command line, and describes the input and the output. Uses checkpoint.py and torch_file.py;
-needs nothing but Python 3.10.
-"""
+ds_to_universal.py is its command line, and describes the input and the output. Uses checkpoint.py
+and torch_file.py; needs nothing but Python 3.10."""
 
 import contextlib
 import ctypes
 import errno
 import fcntl
 import functools
-import itertools
 import math
 import os
 import re
@@ -19,14 +18,24 @@ import sys
 import time
 import warnings
 from array import array
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from universal.checkpoint import describe, file_name, find_tag, left_over, lost_states
+from universal.collective import AllGather, all_or_none, alone, merge_spans
 from universal.torch_file import (
-    CheckpointError, Reader, Slices, about, check_all, keep_open, nbytes_of, pickled, verify, whole, write_pt,
-)  # fmt: skip
+    CheckpointError,
+    Reader,
+    Slices,
+    about,
+    check_all,
+    keep_open,
+    nbytes_of,
+    pickled,
+    verify,
+    whole,
+    write_pt,
+)
 
 # -----------------------------------------------------------------------------
 # 3. what the result consists of
@@ -34,32 +43,46 @@ from universal.torch_file import (
 
 @functools.lru_cache(4096)
 def state_pickle(dtype, shape, bare, *how):
-    """The pickle of a state file, cached: layers and their states are alike, so few have to be made."""
+    """The pickle of a state file, cached: layers and their states are alike, so few have to be
+    made."""
     tensor = whole(dtype, Slices(dtype, (), (), 0, 0, 0, math.prod(shape)), shape)
     return pickled(tensor if bare else {"param": tensor} | dict(how))[0]
 
 
 def global_state(description):
-    """zero/optimizer_state.pt: what the loaders of ZeRO-1/2 and of ZeRO-3 ask for, without a shard."""
+    """zero/optimizer_state.pt: what the loaders of ZeRO-1/2 and of ZeRO-3 ask for, without a
+    shard."""
     groups = description.param_groups
-    shards = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")
+    shards = (
+        "base_optimizer_state",
+        "param_slice_mappings",
+        "single_partition_of_fp32_groups",
+        "fp32_flat_groups",
+    )
     state = {key: value for key, value in description.optimizer.items() if key not in shards}
     steps = (p.scalars.get("step") for p in description.parameters.values())
     step = next((step for step in steps if step is not None), groups[0].get("step"))
     state["param_groups"] = groups
-    # The ZeRO-3 loader gives every group the first one's values. So leave out the values in which the groups differ.
-    shared = {key: value for key, value in groups[0].items() if all(group.get(key) == value for group in groups)}
+    # The ZeRO-3 loader gives every group the first one's values. So leave out the values in which
+    # the groups differ.
+    shared = {
+        key: value
+        for key, value in groups[0].items()
+        if all(group.get(key) == value for group in groups)
+    }
     if left_out := lost_states(description.uneven, description.parameters, description.optimizer):
         state["left_out"] = left_out  # the loader asks for it
     state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": [shared]}
-    if version := description.models[0].get("ds_version"):  # ZeRO-1/2's loader asks for it; ZeRO-3 does not save it
+    if version := description.models[0].get(
+        "ds_version"
+    ):  # ZeRO-1/2's loader asks for it; ZeRO-3 does not save it
         state.setdefault("ds_version", version)
     return state
 
 
 def files_of(description, bare=False):
-    """{path below the output folder: (pickle, the sources of its tensors)}. bare: tensors without a dict around
-    them."""
+    """{path below the output folder: (pickle, the sources of its tensors)}. bare: tensors without a
+    dict around them."""
     files = {}
     steps = {}
     for name, parameter in description.parameters.items():
@@ -75,11 +98,15 @@ def files_of(description, bare=False):
                 steps[id(step)] = pickled(step)
             files[f"{folder}/step.pt"] = steps[id(step)]
     files["zero/optimizer_state.pt"] = pickled(global_state(description))
-    return files | {f"mp_rank_{i:02d}_model_states.pt": pickled(model) for i, model in enumerate(description.models)}
+    return files | {
+        f"mp_rank_{i:02d}_model_states.pt": pickled(model)
+        for i, model in enumerate(description.models)
+    }
 
 
 def jobs_of(files, ranks):
-    """The files, grouped into lists, so that neighbors in the shards are read, and checksummed, in one go."""
+    """The files, grouped into lists, so that neighbors in the shards are read, and checksummed, in
+    one go."""
     names = list(files)
     count = max(1, min(64, len(names) // (8 * ranks)))
     return [names[i : i + count] for i in range(0, len(names), count)]
@@ -94,30 +121,48 @@ def beside(output, what):
 
 
 def check_output(source, output):
-    """Check that the output is new, or a universal checkpoint and nothing else, and does not contain the source."""
-    entry = re.compile(r"zero|(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|layer_.*_model_states\.pt")
+    """Check that the output is new, or a universal checkpoint and nothing else, and does not
+    contain the source."""
+    entry = re.compile(
+        r"zero|(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|layer_.*_model_states\.pt"
+    )
     pointer = output.parent / "latest_universal"
     if source == output or output in source.parents:
-        raise CheckpointError(f"{output} is not a universal checkpoint but holds the input: name another output folder")
+        raise CheckpointError(
+            f"{output} is not a universal checkpoint but holds the input: name another output folder"
+        )
     if pointer == output or pointer.is_dir():
-        raise CheckpointError(f"{pointer} is the name of the file that points to the output, and not of a folder")
+        raise CheckpointError(
+            f"{pointer} is the name of the file that points to the output, and not of a folder"
+        )
     if output.exists():
-        others = [path.name for path in output.iterdir() if not entry.fullmatch(path.name)] if output.is_dir() else []
+        others = (
+            [path.name for path in output.iterdir() if not entry.fullmatch(path.name)]
+            if output.is_dir()
+            else []
+        )
         if others or not (output / "zero" / "optimizer_state.pt").is_file():
             held = f": it holds {min(others)}" if others else ""
-            raise CheckpointError(f"{output} exists and is not a universal checkpoint{held}: it is left as it is")
+            raise CheckpointError(
+                f"{output} exists and is not a universal checkpoint{held}: it is left as it is"
+            )
 
 
 @contextlib.contextmanager
 def locked(folder, made):
-    """Keep other conversions out of the folder. made: this conversion has just made it, so nobody else holds it."""
+    """Keep other conversions out of the folder. made: this conversion has just made it, so nobody
+    else holds it."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError(f"another conversion to the same folder is running: it writes to {folder}") from None
-        except OSError as error:  # a file system without locks: the folder itself serves as the lock
+            raise CheckpointError(
+                f"another conversion to the same folder is running: it writes to {folder}"
+            ) from None
+        except (
+            OSError
+        ) as error:  # a file system without locks: the folder itself serves as the lock
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise
             if not made:
@@ -132,8 +177,8 @@ def locked(folder, made):
 
 @contextlib.contextmanager
 def unfinished(output):
-    """An empty folder next to the output, to write into; removed in the end unless it was published. First removes what
-    a killed conversion left."""
+    """An empty folder next to the output, to write into; removed in the end unless it was
+    published. First removes what a killed conversion left."""
     folder = beside(output, "unfinished")
     old = beside(output, "replaced")
     with contextlib.ExitStack() as stack:
@@ -149,7 +194,9 @@ def unfinished(output):
         if old.exists():  # if another user's, it stays, and must not be in the way
             old.rename(beside(output, f"replaced.{time.time_ns()}"))
         for left in folder.iterdir():
-            shutil.rmtree(left, ignore_errors=True) if left.is_dir() and not left.is_symlink() else left.unlink()
+            shutil.rmtree(
+                left, ignore_errors=True
+            ) if left.is_dir() and not left.is_symlink() else left.unlink()
         try:
             yield folder
         finally:
@@ -159,9 +206,9 @@ def unfinished(output):
 
 
 def publish(folder, output, latest="latest_universal"):
-    """Write everything to the disk, give the finished folder its final name, and let the file `latest` point to it. If
-    this is interrupted, the output is either the old or the new one, and whole. For a moment the old one is next to its
-    place; the next conversion then moves it back."""
+    """Write everything to the disk, give the finished folder its final name, and let the file
+    `latest` point to it. If this is interrupted, the output is either the old or the new one, and
+    whole. For a moment the old one is next to its place; the next conversion then moves it back."""
     old = beside(output, "replaced")
     pointer = beside(output, "pointer")
     pointer.write_bytes(os.fsencode(output.name))
@@ -189,45 +236,36 @@ def sync(folder):
 # 5. convert(); several processes
 
 
-def alone(value):
-    """gather() for a single process."""
-    return [value]
-
-
-@contextlib.contextmanager
-def together(gather):
-    """None of several processes continues unless all do: if one raises an error, all of them raise the first one."""
-    problem, own = None, None
-    try:
-        yield
-    except Exception as error:
-        problem = own = error
-        if gather is not alone and not isinstance(error, CheckpointError):
-            problem = CheckpointError(f"{type(error).__name__}: {error}")
-    problem = next((p for p in gather(problem) if p is not None), None)
-    if problem is not None:
-        raise problem from own if own is not problem else None
-
-
 def convert(
-    input_folder: str, output_folder: str | None = None, num_extract_workers: int = 4, num_merge_workers: int = 2, *,
-    strict: bool = True, check: bool = False, progress: bool = False, rank: int = 0, ranks: int = 1,
-    gather: Callable[[object], list] = alone, zero3_before_0_19_3: bool = False,
-) -> dict:  # fmt: skip
-    """Convert the ZeRO checkpoint in input_folder, or in the folder below it that find_tag() finds, into a universal
-    checkpoint at output_folder; default: the input's name with _universal appended.
+    input_folder: str,
+    output_folder: str | None = None,
+    num_extract_workers: int = 4,
+    num_merge_workers: int = 2,
+    *,
+    strict: bool = True,
+    check: bool = False,
+    progress: bool = False,
+    rank: int = 0,
+    ranks: int = 1,
+    gather: AllGather = alone,
+    zero3_before_0_19_3: bool = False,
+) -> dict:
+    """Convert the ZeRO checkpoint in input_folder, or in the folder below it that find_tag() finds,
+    into a universal checkpoint at output_folder; default: the input's name with _universal
+    appended.
 
-    check=True reads the finished files back before they are published. strict=False leaves out, with a warning, what a
-    universal checkpoint cannot hold. zero3_before_0_19_3 is for the ZeRO-3 universal loader of older DeepSpeeds, which
-    wants a tensor where all others want {"param": the tensor}. Several processes share the work, each as number `rank`
-    of `ranks`; gather(value) returns the values of all. Raises CheckpointError if the input is not a whole ZeRO
-    checkpoint, or the output folder holds something else; OSError if a disk fails. Nothing has then appeared at
-    output_folder. Returns {"source", "output", "parameters", "bytes", "seconds"}; source is the folder of the tag.
-    """
+    check=True reads the finished files back before they are published. strict=False leaves out,
+    with a warning, what a universal checkpoint cannot hold. zero3_before_0_19_3 is for the ZeRO-3
+    universal loader of older DeepSpeeds, which wants a tensor where all others want {"param": the
+    tensor}. Several processes share the work, each as number `rank` of `ranks`; gather(value)
+    returns the values of all. Raises CheckpointError if the input is not a whole ZeRO checkpoint,
+    or the output folder holds something else; OSError if a disk fails. Nothing has then appeared at
+    output_folder. Returns {"source", "output", "parameters", "bytes", "seconds"}; source is the
+    folder of the tag."""
     began = time.perf_counter()
     opened = keep_open()
     with contextlib.ExitStack() as stack:
-        with together(gather):
+        with all_or_none(gather):
             source = find_tag(input_folder)
             output_folder = output_folder or f"{os.path.abspath(source)}_universal"
             output = Path(os.path.realpath(output_folder))
@@ -242,22 +280,27 @@ def convert(
                 stack.enter_context(unfinished(output))
                 for parent in {os.path.dirname(name) for name in files}:
                     os.makedirs(folder / parent, exist_ok=True)
-        with together(gather):
+        with all_or_none(gather):
             mine = jobs_of(files, ranks)[rank::ranks]
             spans = write_files(folder, files, mine, opened, num_merge_workers, progress)
             if rank:
                 sync(folder)  # this machine's part; publish() does rank 0's
-        spans = merged(gather(spans))
-        with together(gather):
+        spans = merge_spans(gather(spans))
+        with all_or_none(gather):
             check_all(spans, opened, rank, ranks)
-        with together(gather):
+        with all_or_none(gather):
             if rank == 0:
                 for name in files if check else ():
                     verify(folder / name)
                 link_second_names(folder)
                 publish(folder, output)
     nbytes = sum(nbytes_of(source) for _, sources in files.values() for source in sources)
-    done = {"source": source, "output": output_folder, "parameters": len(description.parameters), "bytes": nbytes}
+    done = {
+        "source": source,
+        "output": output_folder,
+        "parameters": len(description.parameters),
+        "bytes": nbytes,
+    }
     return done | {"seconds": time.perf_counter() - began}
 
 
@@ -299,14 +342,6 @@ def write_files(folder, files, jobs, opened, workers, progress):
     return spans
 
 
-def merged(everyone):
-    """Merge the spans of all processes."""
-    first, *others = everyone
-    for record, more in itertools.chain(*(other.items() for other in others)):
-        first.setdefault(record, array("Q")).extend(more)
-    return first
-
-
 def link_second_names(folder):
     for path in folder.glob("mp_rank_*_model_states.pt"):
         second = path.with_name(f"zero_pp_rank_0_{path.name}")
@@ -318,23 +353,31 @@ def link_second_names(folder):
 
 @contextlib.contextmanager
 def bar(total, progress):
-    """Yields a function that moves a progress bar, if there is a terminal, and tqdm, which comes with DeepSpeed."""
+    """Yields a function that moves a progress bar, if there is a terminal, and tqdm, which comes
+    with DeepSpeed."""
     try:
         from tqdm import tqdm
     except ImportError:
         yield lambda nbytes: None
         return
-    with tqdm(total=total, unit="B", unit_scale=True, disable=not progress or None) as shown:  # None: no terminal
+    with tqdm(
+        total=total, unit="B", unit_scale=True, disable=not progress or None
+    ) as shown:  # None: no terminal
         yield shown.update
 
 
 @contextlib.contextmanager
 def in_one_line(program, rank=0):
-    """Rank 0 prints an error, and every warning, as one line on standard error; after an error the process ends."""
+    """Rank 0 prints an error, and every warning, as one line on standard error; after an error the
+    process ends."""
 
     def say(kind, text):
         if not rank:
-            print(f"{program}: {kind}: {' '.join(str(text).splitlines())}", file=sys.stderr, flush=True)
+            print(
+                f"{program}: {kind}: {' '.join(str(text).splitlines())}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")

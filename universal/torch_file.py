@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Read and write the .pt files of torch.save() without torch, and without running code in them.
 
-Such a file is a zip archive of one pickle and one stored record per tensor. load() returns the content, with every
-tensor as a place in the file; write_pt() makes a file from places in others; Reader reads each byte once and remembers
-its CRC-32, and check() compares that with the archive's. This file knows nothing of DeepSpeed, and needs nothing but
-Python 3.10.
-"""
+Such a file is a zip archive of one pickle and one stored record per tensor. load() returns the
+content, with every tensor as a place in the file; write_pt() makes a file from places in others;
+Reader reads each byte once and remembers its CRC-32, and check() compares that with the archive's.
+This file knows nothing of DeepSpeed, and needs nothing but Python 3.10."""
 
 import contextlib
 import copyreg
@@ -39,8 +38,8 @@ class CheckpointError(Exception):
 
 @contextlib.contextmanager
 def about(path, problem="does not hold what a ZeRO checkpoint does"):
-    """Turn what is wrong with a file into one line with its name. Errors of the system are not damage, and pass
-    through."""
+    """Turn what is wrong with a file into one line with its name. Errors of the system are not
+    damage, and pass through."""
     try:
         yield
     except CheckpointError as error:
@@ -87,7 +86,8 @@ class Record(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """storage: a Record, bytes, or an object with chunks() that yields them. dtype: "float32", "uint16"."""
+    """storage: a Record, bytes, or an object with chunks() that yields them. dtype: "float32",
+    "uint16"."""
 
     storage: object
     offset: int
@@ -104,7 +104,8 @@ class Size(tuple):
 
 
 def typed_tensor(storage, offset, size, stride, requires_grad, hooks, metadata=None):
-    """torch._utils._rebuild_tensor_v2; None for what is more than its elements, such as a conjugated view."""
+    """torch._utils._rebuild_tensor_v2; None for what is more than its elements, such as a
+    conjugated view."""
     if not hooks and not metadata:
         return Tensor(storage, offset, size, stride, requires_grad, DTYPES[storage.kind])
 
@@ -124,8 +125,8 @@ BUILT = {
 
 
 class Named(type):
-    """A class of which we know only the name. Every file makes its own, so that no pickle reaches what another one has
-    read."""
+    """A class of which we know only the name. Every file makes its own, so that no pickle reaches
+    what another one has read."""
 
 
 class Stub(metaclass=Named):
@@ -171,7 +172,8 @@ copyreg.pickle(Named, lambda cls: (named, (cls.__module__, cls.__qualname__)))
 
 
 def tensor_of(value):
-    """The Tensor, also for a parameter or a tensor with attributes; None for what is not a tensor."""
+    """The Tensor, also for a parameter or a tensor with attributes; None for what is not a
+    tensor."""
     if not isinstance(value, Stub) or not value.args:
         return value if isinstance(value, Tensor) else None
     name = type(value).__qualname__
@@ -183,22 +185,30 @@ def tensor_of(value):
 
 
 def begin_of(tensor, needed):
-    """(record, byte in it) where a tensor without gaps begins; checks that it has the `needed` elements."""
+    """(record, byte in it) where a tensor without gaps begins; checks that it has the `needed`
+    elements."""
     record = tensor.storage
     size = width(tensor.dtype)
     follow = 1
     numel = math.prod(tensor.size)
-    if min(tensor.offset, *tensor.size, 0) < 0 or needed > numel or (tensor.offset + numel) * size > record.nbytes:
+    if (
+        min(tensor.offset, *tensor.size, 0) < 0
+        or needed > numel
+        or (tensor.offset + numel) * size > record.nbytes
+    ):
         raise CheckpointError(f"{record.path} holds fewer elements than its description says")
     for n, stride in zip(reversed(tensor.size), reversed(tensor.stride), strict=True):
         if stride != follow and n != 1 and numel:
-            raise CheckpointError(f"{record.path} has gaps between the elements of a tensor that must have none")
+            raise CheckpointError(
+                f"{record.path} has gaps between the elements of a tensor that must have none"
+            )
         follow *= n
     return record, tensor.offset * size
 
 
 def compact(tensor):
-    """The tensor with only the part of its storage that it spans, not the whole storage behind a view."""
+    """The tensor with only the part of its storage that it spans, not the whole storage behind a
+    view."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.size, tensor.stride, strict=True))
     numel = last + 1 if all(tensor.size) else 0
     flat = tensor._replace(size=(numel,), stride=(1,))
@@ -231,8 +241,8 @@ class Unpickler(pickle.Unpickler):
         return self.found[module, name]
 
     def attribute(self, cls, parent, name):
-        """How a pickle names a class inside another class, and how Python 3.11.0 to 3.11.3 names a member of an
-        enum."""
+        """How a pickle names a class inside another class, and how Python 3.11.0 to 3.11.3 names a
+        member of an enum."""
         if isinstance(parent, Named):
             return self.find_class(parent.__module__, f"{parent.__qualname__}.{name}")
         return Stub.__new__(cls, parent, name)
@@ -242,33 +252,44 @@ class Unpickler(pickle.Unpickler):
         kind = storage.__name__.removesuffix("Storage")
         record = self.records[f"data/{key}"]
         if record.nbytes != numel * width(DTYPES[kind]):
-            raise CheckpointError(f"record {key} has {record.nbytes} bytes, which is not {numel} elements")
+            raise CheckpointError(
+                f"record {key} has {record.nbytes} bytes, which is not {numel} elements"
+            )
         return record._replace(kind=kind)
 
 
 @functools.lru_cache(2)  # shards are alike
 def check_memo(data):
-    """Refuse large memo numbers: a pickle may choose any, and Python would make room up to the largest."""
+    """Refuse large memo numbers: a pickle may choose any, and Python would make room up to the
+    largest."""
     for code, number, _ in pickletools.genops(data):
         if code.name in ("PUT", "LONG_BINPUT") and number > len(data):
-            raise ValueError(f"a pickle of {len(data)} bytes that wants to remember {number} objects")
+            raise ValueError(
+                f"a pickle of {len(data)} bytes that wants to remember {number} objects"
+            )
 
 
 def open_file(path):
     try:
         return open(path, "rb", buffering=0)
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise CheckpointError(f"{path} is {'missing' if error.errno == errno.ENOENT else 'not a file'}") from None
+        raise CheckpointError(
+            f"{path} is {'missing' if error.errno == errno.ENOENT else 'not a file'}"
+        ) from None
 
 
 def load(path):
-    """The content of a .pt file: tensors become Tensor, other objects Stub. Raises CheckpointError, naming the file."""
+    """The content of a .pt file: tensors become Tensor, other objects Stub. Raises CheckpointError,
+    naming the file."""
     path = Path(path)
     records = {}
     with about(path, "is damaged"), open_file(path) as file, zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             prefix, _, name = info.filename.partition("/")
-            if prefix not in (path.stem, "archive"):  # torch.save writes the file's name into the archive
+            if prefix not in (
+                path.stem,
+                "archive",
+            ):  # torch.save writes the file's name into the archive
                 raise CheckpointError(f"it was written as {prefix}.pt, and renamed")
             header = os.pread(file.fileno(), 30, info.header_offset)
             mark, name_size, extra_size = struct.unpack("<4s22xHH", header)
@@ -290,8 +311,9 @@ own_name = functools.cache(named)
 
 
 class Pickler:
-    """Writes a pickle of protocol 2, as torch.save does. It imports nothing: its names are those that were read. It
-    does not recurse, so no nesting is too deep; `storages` collects what tensors refer to."""
+    """Writes a pickle of protocol 2, as torch.save does. It imports nothing: its names are those
+    that were read. It does not recurse, so no nesting is too deep; `storages` collects what tensors
+    refer to."""
 
     def __init__(self):
         self.data = bytearray(b"\x80\2")
@@ -345,7 +367,9 @@ class Pickler:
             self.made.append(stands_for)  # otherwise another object may get its id
             yield from self.write_stub(stands_for, key)
         else:
-            raise CheckpointError(f"{value!r} cannot be written: torch.save does not write {kind.__name__} like that")
+            raise CheckpointError(
+                f"{value!r} cannot be written: torch.save does not write {kind.__name__} like that"
+            )
 
     def stub_of(self, value):
         """The call that makes a value."""
@@ -357,7 +381,9 @@ class Pickler:
             return stub(own_name("collections", "OrderedDict"), (), True, entries=value)
         if isinstance(value, Tensor):
             kind = KINDS.get(value.dtype, "Untyped")
-            storage = value.storage if isinstance(value.storage, Record) else Storage(value.storage, kind)
+            storage = (
+                value.storage if isinstance(value.storage, Record) else Storage(value.storage, kind)
+            )
             arguments = (storage, *value[1:5], OrderedDict())
             version = 2
             if kind == "Untyped":
@@ -400,7 +426,9 @@ class Pickler:
 
     def write_storage(self, storage):
         content, kind = storage if isinstance(storage, Storage) else (storage, storage.kind)
-        key = id(content) if isinstance(content, bytes) else content  # two views of one storage still share it
+        key = (
+            id(content) if isinstance(content, bytes) else content
+        )  # two views of one storage still share it
         number, _ = self.storages.setdefault(key, (len(self.storages), content))
         self.data += b"("
         yield "storage"
@@ -426,8 +454,8 @@ def pickled(content):
 
 
 def write_pt(path, data, storages, reader):
-    """Write a .pt file around a pickle. Its storages are bytes, or have chunks(reader). Raises OSError and, if a source
-    cannot be read, CheckpointError."""
+    """Write a .pt file around a pickle. Its storages are bytes, or have chunks(reader). Raises
+    OSError and, if a source cannot be read, CheckpointError."""
     with about(path), open(path, "xb", buffering=SHORT) as file:
         write_archive(file, path.stem, data, storages, reader)
 
@@ -436,16 +464,24 @@ def write_archive(file, stem, data, storages, reader):
     """The same, into an open file, on a disk or in memory."""
     contents = {"data.pkl": data, "byteorder": b"little", "version": b"3\n"}
     contents |= {f"data/{key}": storage for key, storage in enumerate(storages)}
-    with zipfile.ZipFile(file, "w") as archive:  # writes the directory; archive.open() would checksum all bytes again
+    with zipfile.ZipFile(
+        file, "w"
+    ) as archive:  # writes the directory; archive.open() would checksum all bytes again
         for name, content in contents.items():
             info = zipfile.ZipInfo(f"{stem}/{name}")
             info.CRC = 0
             info.file_size = info.compress_size = nbytes_of(content)
             info.header_offset = file.tell()
-            padding = -(info.header_offset + len(info.FileHeader()) + 4) % 64  # torch aligns records, to map them
+            padding = (
+                -(info.header_offset + len(info.FileHeader()) + 4) % 64
+            )  # torch aligns records, to map them
             info.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)
             file.write(info.FileHeader())
-            for chunk, crc in [(content, zlib.crc32(content))] if type(content) is bytes else content.chunks(reader):
+            for chunk, crc in (
+                [(content, zlib.crc32(content))]
+                if type(content) is bytes
+                else content.chunks(reader)
+            ):
                 file.write(chunk)
                 info.CRC = sum_on(info.CRC, chunk, crc)
             archive.start_dir = file.tell()
@@ -472,8 +508,8 @@ SHORT = 1 << 14  # bytes; below this it is faster to continue a CRC than to join
 
 
 def keep_open():
-    """Returns opened(path), which returns an open file. Keeps open up to half as many as the system allows this
-    process."""
+    """Returns opened(path), which returns an open file. Keeps open up to half as many as the system
+    allows this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return functools.lru_cache(max(4, min(soft // 2, 1 << 14)))(open_file)
 
@@ -493,7 +529,8 @@ def fill(opened, buffer, record, start):
 
 
 class Reader:
-    """Reads records, and remembers what it has read: spans is {record: [start, end, CRC-32, start, ...]}."""
+    """Reads records, and remembers what it has read: spans is {record: [start, end, CRC-32, start,
+    ...]}."""
 
     def __init__(self, opened=None):
         self.opened = opened or keep_open()
@@ -511,7 +548,8 @@ class Reader:
         return crc
 
     def read_slices(self, buffer, slices, start=0):
-        """Fill the buffer with elements of Slices, from `start` on. Returns the CRC-32 of these bytes."""
+        """Fill the buffer with elements of Slices, from `start` on. Returns the CRC-32 of these
+        bytes."""
         done = 0
         crc = 0
         for record, first, nbytes in slices.cut(start, len(buffer) // width(slices.dtype)):
@@ -528,9 +566,9 @@ class Reader:
 class Slices(NamedTuple):
     """Where a parameter lies in the flat tensors of its ranks: a formula, not a list of pieces.
 
-    ZeRO-1/2   origin: where it begins in the group laid end to end; share: elements of a rank; base: 0
-    ZeRO-3     origin: 0; share: ceil(numel / ranks); base: where it begins in the flat tensor of every rank
-    """
+    ZeRO-1/2   origin: where it begins in the group laid end to end; share: elements of a rank;
+    base: 0 ZeRO-3     origin: 0; share: ceil(numel / ranks); base: where it begins in the flat
+    tensor of every rank"""
 
     dtype: str
     records: tuple  # of every rank
@@ -553,7 +591,8 @@ class Slices(NamedTuple):
             within = 0
 
     def chunks(self, reader):
-        """Yields (bytes, their CRC-32), one chunk at a time: use a chunk before you ask for the next."""
+        """Yields (bytes, their CRC-32), one chunk at a time: use a chunk before you ask for the
+        next."""
         rows = CHUNK // width(self.dtype)
         buffer = memoryview(bytearray(min(CHUNK, nbytes_of(self))))
         for start in range(0, self.numel, rows):
@@ -578,8 +617,9 @@ ROWS = 1 << 16  # elements read at a time if several ranks hold parts or copies
 
 
 class Joined(NamedTuple):
-    """A state of a parameter of which tensor-parallel ranks hold parts. blocks: (rank, shape, strides and first element
-    in its part, strides and first element in the whole); None if the whole is the mean of the parts."""
+    """A state of a parameter of which tensor-parallel ranks hold parts. blocks: (rank, shape,
+    strides and first element in its part, strides and first element in the whole); None if the
+    whole is the mean of the parts."""
 
     name: str
     parts: tuple  # Slices
@@ -598,7 +638,9 @@ class Joined(NamedTuple):
             yield chunk, zlib.crc32(chunk)
             left -= len(chunk)
         if left:
-            raise CheckpointError(f"the shards of {self.name} do not cover its elements exactly once")
+            raise CheckpointError(
+                f"the shards of {self.name} do not cover its elements exactly once"
+            )
 
     def read(self, reader, rank, start, numel):
         data = bytearray(numel * width(self.dtype))
@@ -611,8 +653,12 @@ class Joined(NamedTuple):
         count = len(self.parts)
         for start in range(0, self.numel, ROWS):
             numel = min(ROWS, self.numel - start)
-            parts = (array(code, bytes(self.read(reader, rank, start, numel))) for rank in range(count))
-            total = functools.reduce(lambda sums, part: array(code, map(operator.add, sums, part)), parts)
+            parts = (
+                array(code, bytes(self.read(reader, rank, start, numel))) for rank in range(count)
+            )
+            total = functools.reduce(
+                lambda sums, part: array(code, map(operator.add, sums, part)), parts
+            )
             yield array(code, (value / count for value in total)).tobytes()
 
     def in_order(self, reader):
@@ -626,7 +672,9 @@ class Joined(NamedTuple):
                 last = data
                 end += numel
             elif place + numel != end or len(data) != len(last):
-                raise CheckpointError(f"the shards of {self.name} do not cover its elements exactly once")
+                raise CheckpointError(
+                    f"the shards of {self.name} do not cover its elements exactly once"
+                )
             elif data != last:  # several ranks hold it
                 raise CheckpointError(f"{self.name} differs on tensor-parallel rank {rank}")
             if len(joined) >= CHUNK:
@@ -636,8 +684,8 @@ class Joined(NamedTuple):
 
 
 def runs(blocks):
-    """Yields (place in the whole, rank, place in its part, elements) for runs of elements that are contiguous in both,
-    in the order of the whole."""
+    """Yields (place in the whole, rank, place in its part, elements) for runs of elements that are
+    contiguous in both, in the order of the whole."""
 
     def of(rank, shape, stride, here, full_stride, there):
         dims = list(zip(shape, stride, full_stride, strict=True))
@@ -654,8 +702,8 @@ def runs(blocks):
 
 
 def cut_along(dim, size, widths):
-    """The blocks of a tensor that consists of one or more sub-tensors along dim, each cut by itself:
-    widths[sub][rank]."""
+    """The blocks of a tensor that consists of one or more sub-tensors along dim, each cut by
+    itself: widths[sub][rank]."""
     blocks = []
     strides = whole("", b"", size).stride
     at = 0
@@ -665,7 +713,9 @@ def cut_along(dim, size, widths):
             mine = [sum(w[rank] for w in widths) if d == dim else m for d, m in enumerate(size)]
             stride = whole("", b"", mine).stride
             block = [n if d == dim else m for d, m in enumerate(size)]
-            blocks.append((rank, block, stride, in_part[rank] * stride[dim], strides, at * strides[dim]))
+            blocks.append(
+                (rank, block, stride, in_part[rank] * stride[dim], strides, at * strides[dim])
+            )
             in_part[rank] += n
             at += n
     return tuple(blocks)
@@ -696,8 +746,8 @@ def crc_power(nbytes):
 
 
 def crc_join(first, second, nbytes):
-    """The CRC-32 of A + B from those of A and of B, which has nbytes: so each byte is summed once, though two files
-    need it."""
+    """The CRC-32 of A + B from those of A and of B, which has nbytes: so each byte is summed once,
+    though two files need it."""
     return crc_multiply(first, crc_power(nbytes)) ^ second
 
 
@@ -716,25 +766,31 @@ def checksum(opened, record, start, end, crc=0):
 
 
 def check(record, spans, opened):
-    """Check a record against its archive's CRC-32. spans: what readers in any process have read of it, as start, end
-    and CRC-32 in turn. What nobody has read (padding) is read here. Raises CheckpointError."""
+    """Check a record against its archive's CRC-32. spans: what readers in any process have read of
+    it, as start, end and CRC-32 in turn. What nobody has read (padding) is read here. Raises
+    CheckpointError."""
     at = 0
     crc = 0
     spans = sorted(set(zip(*[iter(spans)] * 3, strict=True)))
     for start, end, own in [*spans, (record.nbytes, record.nbytes, 0)]:
         if start < at:  # views that share elements: their CRCs do not join to the record's
             if any(checksum(opened, record, *span) != again for *span, again in spans):
-                raise CheckpointError(f"{record.path} is damaged, or was read wrong: a tensor is not the same twice")
+                raise CheckpointError(
+                    f"{record.path} is damaged, or was read wrong: a tensor is not the same twice"
+                )
             crc = checksum(opened, record, 0, record.nbytes)
             break
         crc = crc_join(checksum(opened, record, at, start, crc), own, end - start)
         at = end
     if crc != record.crc:
-        raise CheckpointError(f"{record.path} is damaged: a tensor does not match the checksum saved with it")
+        raise CheckpointError(
+            f"{record.path} is damaged: a tensor does not match the checksum saved with it"
+        )
 
 
 def check_all(spans, opened, rank=0, ranks=1):
-    """Compare the records in {record: what was read of it}, or this process's share of them, with their checksums."""
+    """Compare the records in {record: what was read of it}, or this process's share of them, with
+    their checksums."""
     for record in sorted(spans)[rank::ranks]:
         check(record, spans[record], opened)
 
@@ -746,13 +802,25 @@ def verify(path):
             raise CheckpointError(f"{path} is damaged: {record} does not match its checksum")
 
 
-CODES = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b"}
+CODES = {
+    "float64": "d",
+    "float32": "f",
+    "float16": "e",
+    "int64": "q",
+    "int32": "i",
+    "int16": "h",
+    "int8": "b",
+}
 CODES |= {"uint8": "B", "bool": "?"}
 
 
 def number(value):
     """The number in a one-element tensor that scalar() has read; any other value unchanged."""
-    return struct.unpack(f"<{CODES[value.dtype]}", value.storage)[0] if isinstance(value, Tensor) else value
+    return (
+        struct.unpack(f"<{CODES[value.dtype]}", value.storage)[0]
+        if isinstance(value, Tensor)
+        else value
+    )
 
 
 def scalar(value, opened):

@@ -7,21 +7,24 @@ from pathlib import Path
 import pytest
 from helpers import SHAPES, edit
 
-from harness.lay_out import lay_out
+from measure.lay_out import lay_out
 
 
 @pytest.fixture
 def tmp_path(tmp_path):
-    """In memory where there is a folder for that: every conversion waits until the disk has its result."""
+    """In memory where there is a folder for that: every conversion waits until the disk has its
+    result."""
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+    with tempfile.TemporaryDirectory(
+        dir=memory if os.access(memory, os.W_OK) else tmp_path
+    ) as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def laid_out(tmp_path):
-    """laid_out(stage, model=change, shard=change): a checkpoint of 2 ranks, with the parameters a, b and c in 2 groups
-    or those of other shapes, in tmp_path/c; its contents changed."""
+    """laid_out(stage, model=change, shard=change): a checkpoint of 2 ranks, with the parameters a,
+    b and c in 2 groups or those of other shapes, in tmp_path/c; its contents changed."""
 
     def make(stage=1, model=None, shard=None, shapes=SHAPES):
         folder = tmp_path / "c"

@@ -1,5 +1,5 @@
-"""Damaged and hostile checkpoints, of train.py and laid out by hand: the converter's result is right to the byte, or
-one line names the file at fault. Nothing in a file is run."""
+"""Damaged and hostile checkpoints, of train.py and laid out by hand: the converter's result is
+right to the byte, or one line names the file at fault. Nothing in a file is run."""
 
 import collections
 import io
@@ -29,17 +29,39 @@ from helpers import (
     with_bit_flipped,
 )
 
-from harness.ranks import run
+from measure.ranks import run
 from universal import CheckpointError, convert
 
 MODEL = "mp_rank_00_model_states.pt"
-SMALL = ("--n_embd", 16, "--n_head", 2, "--n_layer", 1, "--seq_len", 14, "--steps", 4, "--checkpoint_interval", 2)
-SMALL = (*SMALL, "--train_batch_size", 12, "--train_micro_batch_size_per_gpu", 1, "--checkpoint_dir", "c")
+SMALL = (
+    "--n_embd",
+    16,
+    "--n_head",
+    2,
+    "--n_layer",
+    1,
+    "--seq_len",
+    14,
+    "--steps",
+    4,
+    "--checkpoint_interval",
+    2,
+)
+SMALL = (
+    *SMALL,
+    "--train_batch_size",
+    12,
+    "--train_micro_batch_size_per_gpu",
+    1,
+    "--checkpoint_dir",
+    "c",
+)
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["zero1", "zero3"])
 def saved(request, tmp_path_factory):
-    """Steps 2 and 4 of a run with a frozen layer and a buffer on 3 ranks; the files of the first, converted."""
+    """Steps 2 and 4 of a run with a frozen layer and a buffer on 3 ranks; the files of the first,
+    converted."""
     work = tmp_path_factory.mktemp("damage")
     run(work, 3, "train.py", *SMALL, "--zero_stage", request.param, patch=frozen_and_buffer)
     early, late = work / "c" / "global_step2", work / "c" / "global_step4"
@@ -73,8 +95,14 @@ def outcome(source, output, blamed, same):
 
 
 def fuzz(tmp_path, checkpoint, cases, same):
-    """cases: (label, {file: change}, whom to blame). None may end badly. How many were refused and converted."""
-    ended, bad, source, output = collections.Counter(), [], tmp_path / "changed", tmp_path / "out" / "u"
+    """cases: (label, {file: change}, whom to blame). None may end badly. How many were refused and
+    converted."""
+    ended, bad, source, output = (
+        collections.Counter(),
+        [],
+        tmp_path / "changed",
+        tmp_path / "out" / "u",
+    )
     for label, changed, blamed in cases:
         output.parent.mkdir(exist_ok=True)
         how = outcome(with_files(source, checkpoint, changed), output, blamed or str(source), same)
@@ -97,7 +125,9 @@ def damaged_bytes(checkpoint):
         lengths = [0, len(data) - 1, *(1 << n for n in range(len(data).bit_length()))]
         for length in lengths + rng.sample(range(len(data)), 6):
             yield f"{path.name} cut at {length}", {path.name: data[:length]}, path.name
-        places = [(f"data of {r.filename}", data_of(data, r), r.file_size) for r in records if r.file_size]
+        places = [
+            (f"data of {r.filename}", data_of(data, r), r.file_size) for r in records if r.file_size
+        ]
         places += [(f"header of {record.filename}", record.header_offset, 30) for record in records]
         places += [places[0]] * 5 + [("directory", directory, end - directory)] * 12
         places += [("end record", end, len(data) - end)] * 8 + [("anywhere", 0, len(data))] * 8
@@ -110,7 +140,8 @@ def damaged_bytes(checkpoint):
 # Of hundreds of cases every so many are tried by `make test`, and all of them by `make test-all`.
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_damaged_bytes(tmp_path, saved, every):
-    """Files cut at any length and single flipped bits: refused by name, or without effect on any byte."""
+    """Files cut at any length and single flipped bits: refused by name, or without effect on any
+    byte."""
     cases = itertools.islice(damaged_bytes(saved.early), 0, None, every)
     ended = fuzz(tmp_path, saved.early, cases, lambda output: content(output) == saved.wanted)
     assert ended.total() >= 300 // every and ended["converted"]
@@ -126,9 +157,12 @@ def test_a_wrong_step_count(laid_out):
 
 
 def test_tensors_of_the_model_states(laid_out, tmp_path):
-    """Views of one storage are no damage, whichever bytes they share; a flipped bit in them is, and in a tensor inside
-    an object that is taken over as it is."""
-    buffers, note = {"table": torch.arange(5000.0)}, SimpleNamespace(tensor=torch.arange(1000, 1010))
+    """Views of one storage are no damage, whichever bytes they share; a flipped bit in them is, and
+    in a tensor inside an object that is taken over as it is."""
+    buffers, note = (
+        {"table": torch.arange(5000.0)},
+        SimpleNamespace(tensor=torch.arange(1000, 1010)),
+    )
     buffers |= {"middle": buffers["table"][900:2500], "end": buffers["table"][2400:]}
     more = {"buffer_names": [*buffers], "note": note}
     source = laid_out(1, model=lambda model: model.update(more, module=model["module"] | buffers))
@@ -143,31 +177,42 @@ def test_tensors_of_the_model_states(laid_out, tmp_path):
 
 @pytest.mark.parametrize("loss", ["cut", "emptied", "overwritten"])
 def test_source_vanishes(tmp_path, saved, loss):
-    """Shards that shrink or change while they are read: one line with the name of one, and the older result stays."""
+    """Shards that shrink or change while they are read: one line with the name of one, and the
+    older result stays."""
     shards = {path.name: path.read_bytes() for path in saved.late.glob("*_optim_*")}
     source, output = with_files(tmp_path / "s", saved.late, shards), tmp_path / "out" / "u"
     convert(saved.early, output)
 
     def lose():
         for name, data in shards.items():
-            new = {"cut": data[: len(data) // 2], "emptied": b"", "overwritten": (saved.early / name).read_bytes()}
+            new = {
+                "cut": data[: len(data) // 2],
+                "emptied": b"",
+                "overwritten": (saved.early / name).read_bytes(),
+            }
             (source / name).write_bytes(new[loss])
 
     done = converter(source, output, before=lambda: at_event(5, makes_a_file, lose))
     failed(done, 2, "_optim_states.pt ")
     assert "is damaged" in done.err or "became shorter" in done.err
-    assert content(output) == saved.wanted and sorted(os.listdir(output.parent)) == ["latest_universal", "u"]
+    assert content(output) == saved.wanted and sorted(os.listdir(output.parent)) == [
+        "latest_universal",
+        "u",
+    ]
 
 
 @pytest.mark.parametrize("saved", [1], indirect=True, ids=["zero1"])
 @pytest.mark.parametrize("kind", ["exp_avg.pt", "fp32.pt", "step.pt", "optimizer_state.pt", MODEL])
 def test_verify(tmp_path, saved, kind):
-    """check finds one wrong bit of any tensor in any kind of file that the disk did not keep as it was written."""
+    """check finds one wrong bit of any tensor in any kind of file that the disk did not keep as it
+    was written."""
     output, unfinished = tmp_path / "out" / "u", tmp_path / "out" / ".u.unfinished"
 
     def read_back(event, arguments):
         path = str(arguments[0]) if event == "open" else ""
-        return ".u.unfinished/" in path and path.endswith(f"/{kind}") and not arguments[2] & os.O_CREAT
+        return (
+            ".u.unfinished/" in path and path.endswith(f"/{kind}") and not arguments[2] & os.O_CREAT
+        )
 
     spoil = lambda: [flip(path) for path in unfinished.rglob(kind)]  # noqa: E731
     done = converter(saved.early, output, "--verify", before=lambda: at_event(1, read_back, spoil))
@@ -188,7 +233,8 @@ def wrong_files(early, late):
 
 
 def test_wrong_files(tmp_path, saved):
-    """A file that is not there, or one of another step or another rank in its place, is always refused."""
+    """A file that is not there, or one of another step or another rank in its place, is always
+    refused."""
     ended = fuzz(tmp_path, saved.early, wrong_files(saved.early, saved.late), lambda output: False)
     assert ended == {"refused": {1: 4 + 3 + 12, 3: 6 + 6 + 24}[saved.stage]}
 
@@ -202,7 +248,8 @@ def keys(value, path=()):
 
 
 def changed_entries(checkpoint, every, change):
-    """Of every so many entries of every file, at any depth: the file after change(what holds it, its key)."""
+    """Of every so many entries of every file, at any depth: the file after change(what holds it,
+    its key)."""
     for path in sorted(checkpoint.iterdir()):
         for taken in list(keys(load(path)))[::every]:
             holder = whole = load(path)
@@ -216,13 +263,19 @@ def changed_entries(checkpoint, every, change):
 
 def weights(folder):
     """Every byte below zero/<parameter>/, and the buffers and frozen parameters."""
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("zero/?*/*.pt")}
-    return files | {name: (tensor.dtype, tensor.tolist()) for name, tensor in load(folder / MODEL)["module"].items()}
+    files = {
+        str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("zero/?*/*.pt")
+    }
+    return files | {
+        name: (tensor.dtype, tensor.tolist())
+        for name, tensor in load(folder / MODEL)["module"].items()
+    }
 
 
 @pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
 def test_missing_keys(tmp_path, saved, every):
-    """Without any one entry of any file: refused, or every weight and moment is there all the same."""
+    """Without any one entry of any file: refused, or every weight and moment is there all the
+    same."""
     convert(saved.early, tmp_path / "whole" / "u")
     wanted = weights(tmp_path / "whole" / "u").items()
     cases = changed_entries(saved.early, every, lambda holder, key: holder.pop(key))
@@ -233,14 +286,40 @@ def test_missing_keys(tmp_path, saved, every):
     assert min(ended["refused"], ended["converted"]) >= 100 // every
 
 
-ODD = [None, -1, 0, 10**30, 2.5, "x", "(", b"x", [], ["x"], {}, {"x": 1}, (), torch.zeros(2, 2), torch.Size((3,)), True]
+ODD = [
+    None,
+    -1,
+    0,
+    10**30,
+    2.5,
+    "x",
+    "(",
+    b"x",
+    [],
+    ["x"],
+    {},
+    {"x": 1},
+    (),
+    torch.zeros(2, 2),
+    torch.Size((3,)),
+    True,
+]
 
 
 def one_of_everything(model):
     """A change of model states."""
-    info = {"tp_replicated_parameter_patterns": ["b"], "parameter_with_row_parallelism_patterns": ["a"]}
-    info |= {"parameter_with_sub_params": [{"patterns": ["c"], "shape": [2, -1], "partition_dim": 0}]}
-    more = {"universal_checkpoint_info": info, "mine": {"x": [1, {"y": 2}]}, "buffer_names": ["buffer"]}
+    info = {
+        "tp_replicated_parameter_patterns": ["b"],
+        "parameter_with_row_parallelism_patterns": ["a"],
+    }
+    info |= {
+        "parameter_with_sub_params": [{"patterns": ["c"], "shape": [2, -1], "partition_dim": 0}]
+    }
+    more = {
+        "universal_checkpoint_info": info,
+        "mine": {"x": [1, {"y": 2}]},
+        "buffer_names": ["buffer"],
+    }
     more |= {"ds_config": {"zero_optimization": {"stage": 1, "round_robin_gradients": False}}}
     model.update(more, module=model["module"] | {"buffer": torch.ones(3)})
 
@@ -251,7 +330,9 @@ def one_of_everything(model):
 def test_any_value_of_any_kind(laid_out, tmp_path, stage, every):
     """With something else in the place of any entry: converted or refused."""
     rng, source = random.Random(5), laid_out(stage, one_of_everything)
-    cases = changed_entries(source, every, lambda holder, key: holder.__setitem__(key, rng.choice(ODD)))
+    cases = changed_entries(
+        source, every, lambda holder, key: holder.__setitem__(key, rng.choice(ODD))
+    )
     ended = fuzz(tmp_path, source, cases, lambda output: True)
     assert ended.total() > 140 // every and ended["converted"] > 10 // every
 
@@ -292,17 +373,24 @@ def test_hostile_pickle(laid_out, tmp_path, place):
         convert(victim.parent, tmp_path / "u", check=True)
         assert not marker.exists()
         load(tmp_path / "u" / {"optimizer state": "zero/optimizer_state.pt"}.get(place, MODEL))
-        assert marker.exists() is (place != "shard")  # of a shard nothing but the optimizer's state goes on
+        assert marker.exists() is (
+            place != "shard"
+        )  # of a shard nothing but the optimizer's state goes on
         marker.unlink(missing_ok=True)
 
 
 def test_no_file_changes_what_another_means(laid_out, tmp_path):
-    """A pickle's BUILD gives an object attributes. Given to a class, they are refused; and the next conversion is what
-    it was."""
+    """A pickle's BUILD gives an object attributes. Given to a class, they are refused; and the next
+    conversion is what it was."""
     convert(laid_out(3), tmp_path / "u")
     wanted, path = content(tmp_path / "u"), min(laid_out(3).glob("*_model_*"))
     attribute = b"X\x0a\0\0\0__module__X\x07\0\0\0planted"
-    for name in (b"torch\nSize", b"torch._utils\n_rebuild_tensor_v2", b"torch.nn\nLinear", b"collections\nOrderedDict"):
+    for name in (
+        b"torch\nSize",
+        b"torch._utils\n_rebuild_tensor_v2",
+        b"torch.nn\nLinear",
+        b"collections\nOrderedDict",
+    ):
         for state in (b"}%ss\x86", b"N}%ss\x86", b"}%ss"):
             pickle_file(path, b"\x80\x02c" + name + b"\n" + state % attribute + b"b.")
             not_converted(path.parent, path.name)

@@ -1,5 +1,5 @@
-"""The converter when things go wrong around it: kill -9, full disks, a second conversion, an older result. The result
-is whole and right, or the older one is untouched; nothing else is left."""
+"""The converter when things go wrong around it: kill -9, full disks, a second conversion, an older
+result. The result is whole and right, or the older one is untouched; nothing else is left."""
 
 import ctypes
 import errno
@@ -17,23 +17,38 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from helpers import SHAPES, at_event, content, converter, edit, failed, flip, forked, makes_a_file, states
+from helpers import (
+    SHAPES,
+    at_event,
+    content,
+    converter,
+    edit,
+    failed,
+    flip,
+    forked,
+    makes_a_file,
+    states,
+)
 
 import model
-from harness.lay_out import groups_of, lay_out
+from measure.lay_out import groups_of, lay_out
 from universal import CheckpointError, convert
 from universal.safetensors import export
 
 
 class Two:
-    """Two checkpoints of the same parameters, early and late, and the files they convert into, old and new; and the
-    first with a flipped bit in a weight."""
+    """Two checkpoints of the same parameters, early and late, and the files they convert into, old
+    and new; and the first with a flipped bit in a weight."""
 
     def __init__(self, folder, groups, ranks):
         self.early, self.late, self.damaged = folder / "early", folder / "late", folder / "damaged"
         for source in (self.early, self.late, self.damaged):
             lay_out(source, groups, ranks, 1)
-        edit(self.late, "*_optim_*", lambda shard: [state["exp_avg"].neg_() for state in states(shard)])
+        edit(
+            self.late,
+            "*_optim_*",
+            lambda shard: [state["exp_avg"].neg_() for state in states(shard)],
+        )
         flip(min(self.damaged.glob("*_optim_*")))
         convert(self.early, folder / "old")
         convert(self.late, folder / "new")
@@ -56,13 +71,15 @@ def settled(output, wanted):
     """The output is this, it is what latest_universal names, and nothing else lies beside it."""
     assert content(output) == wanted
     assert (output.parent / "latest_universal").read_text() == output.name
-    assert sorted(path.name for path in output.parent.iterdir()) == sorted(["latest_universal", output.name])
+    assert sorted(path.name for path in output.parent.iterdir()) == sorted(
+        ["latest_universal", output.name]
+    )
 
 
 @pytest.mark.parametrize("kills", [12, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(tmp_path, large, kills):
-    """So many times kill -9, spread over the calls that a conversion makes, not over its time: an older result is
-    untouched or replaced whole, and the next conversion is right and sweeps up."""
+    """So many times kill -9, spread over the calls that a conversion makes, not over its time: an
+    older result is untouched or replaced whole, and the next conversion is right and sweeps up."""
     output, told, wanted = tmp_path / "o" / "u", tmp_path / "calls", [large.old, large.new]
     rng, seen, untouched = random.Random(2), [], content(large.late)
 
@@ -93,7 +110,10 @@ def test_killed_at_any_moment(tmp_path, large, kills):
         assert content(large.late) == untouched
     convert(large.late, output)
     settled(output, large.new)
-    assert sum(unfinished for unfinished, _ in seen) > kills // 10 and {new for _, new in seen} == {0, 1}
+    assert sum(unfinished for unfinished, _ in seen) > kills // 10 and {new for _, new in seen} == {
+        0,
+        1,
+    }
 
 
 CHANGES = {"os.link", "os.mkdir", "os.rename", "os.rmdir", "ctypes.dlsym", "shutil.rmtree"}
@@ -104,8 +124,8 @@ def changes_a_folder(event, arguments):
 
 
 def test_killed_at_every_step(tmp_path, two):
-    """Killed right before every rename, link and removal. The old result may for a moment only stand beside its place,
-    whole; the next conversion brings it back, also one that fails."""
+    """Killed right before every rename, link and removal. The old result may for a moment only
+    stand beside its place, whole; the next conversion brings it back, also one that fails."""
     output, beside = tmp_path / "o" / "u", 0
     convert(two.early, output)
     for moment in itertools.count(1):
@@ -133,7 +153,9 @@ def test_interrupted(tmp_path, two):
     """Ctrl-C while it writes: exit code 130, nothing left, no word."""
 
     def before():
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a shell's background jobs ignore it
         at_event(1, makes_a_file, lambda: os.kill(os.getpid(), signal.SIGINT))
 
     done = converter(two.early, tmp_path / "u", before=before)
@@ -142,7 +164,8 @@ def test_interrupted(tmp_path, two):
 
 
 def test_left_over_of_a_killed_run(tmp_path, two):
-    """Files of an unfinished conversion, right or wrong, have no part in the next; what they link to stays."""
+    """Files of an unfinished conversion, right or wrong, have no part in the next; what they link
+    to stays."""
     output, precious = tmp_path / "out" / "u", tmp_path / "precious" / "folder"
     stale = output.with_name(".u.unfinished")
     precious.mkdir(parents=True)
@@ -155,7 +178,8 @@ def test_left_over_of_a_killed_run(tmp_path, two):
 
 
 def test_full_disk(tmp_path, large):
-    """A file system that fills up at any file, also the last: one line, exit code 1, and the older result stays."""
+    """A file system that fills up at any file, also the last: one line, exit code 1, and the older
+    result stays."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", disk]
@@ -164,12 +188,21 @@ def test_full_disk(tmp_path, large):
     try:
         convert(large.early, disk / "u")
         used = shutil.disk_usage(disk).used
-        for size in [*range(used, 2 * used - 8192, used // 5 // 4096 * 4096), 2 * used - 8192, used - 4096]:
+        for size in [
+            *range(used, 2 * used - 8192, used // 5 // 4096 * 4096),
+            2 * used - 8192,
+            used - 4096,
+        ]:
             if size < used:
                 shutil.rmtree(disk / "u")
                 (disk / "latest_universal").unlink()
             subprocess.run(["mount", "-o", f"remount,size={size}", disk], timeout=9, check=True)
-            failed(converter(large.late, disk / "u"), 1, "ds_to_universal: error: ", "No space left on device")
+            failed(
+                converter(large.late, disk / "u"),
+                1,
+                "ds_to_universal: error: ",
+                "No space left on device",
+            )
             settled(disk / "u", large.old) if size >= used else None
         assert not any(disk.iterdir())
     finally:
@@ -180,7 +213,10 @@ def test_full_disk(tmp_path, large):
 def test_disk_fails_late(tmp_path, monkeypatch, two, work, name):
     """What the disk says only when everything has to be on it: the older result stays."""
     work(two.early, tmp_path / name)
-    before, failing = content(tmp_path), SimpleNamespace(syncfs=lambda _: (ctypes.set_errno(errno.EIO), -1)[1])
+    before, failing = (
+        content(tmp_path),
+        SimpleNamespace(syncfs=lambda _: (ctypes.set_errno(errno.EIO), -1)[1]),
+    )
     monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: failing)
     with pytest.raises(OSError, match=r"Input/output error: .*unfinished"):
         work(two.late, tmp_path / name)
@@ -193,14 +229,19 @@ def test_limited_file_size(tmp_path, large):
     convert(large.early, output)
     for limit in (0, 1, 5000, largest // 2, *range(largest - 700, largest, 233), largest - 1):
         limited = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # noqa: B023, E731
-        failed(converter(large.late, output, before=limited), 1, "ds_to_universal: error: ", "File too large")
+        failed(
+            converter(large.late, output, before=limited),
+            1,
+            "ds_to_universal: error: ",
+            "File too large",
+        )
         settled(output, large.old)
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["first result", "replaces a result"])
 def test_two_at_once(tmp_path, two, older):
-    """A second conversion to the same folder, which starts at any step of the first one: it is kept out, or the result
-    is one of the two, whole, and nothing is left."""
+    """A second conversion to the same folder, which starts at any step of the first one: it is kept
+    out, or the result is one of the two, whole, and nothing is left."""
     output, kept_out, let_in = tmp_path / "o" / "u", tmp_path / "kept out", tmp_path / "let in"
 
     def second():
@@ -208,7 +249,10 @@ def test_two_at_once(tmp_path, two, older):
             convert(two.late, output)
             let_in.touch()
         except CheckpointError as error:
-            assert f"another conversion to the same folder is running: it writes to {output.parent}" in str(error)
+            assert (
+                f"another conversion to the same folder is running: it writes to {output.parent}"
+                in str(error)
+            )
             kept_out.touch()
 
     def step(event, arguments):
@@ -229,8 +273,8 @@ def test_two_at_once(tmp_path, two, older):
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP])
 def test_no_locks(tmp_path, monkeypatch, two, number):
-    """A file system without flock, as Lustre is by default: the folder itself keeps others out, and what a killed
-    conversion has left is named with the command that removes it."""
+    """A file system without flock, as Lustre is by default: the folder itself keeps others out, and
+    what a killed conversion has left is named with the command that removes it."""
 
     def fails(*arguments):
         raise OSError(number, os.strerror(number))
@@ -254,7 +298,9 @@ def test_a_library_leaves_the_process_alone(tmp_path, two):
         return resource.getrlimit(resource.RLIMIT_NOFILE), gc.isenabled(), sys.getrecursionlimit()
 
     def work():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
         before, seen = state(), set()
         sys.addaudithook(lambda event, _: seen.add(state()) if event == "open" else None)
         convert(two.early, tmp_path / "u")

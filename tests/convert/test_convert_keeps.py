@@ -1,4 +1,5 @@
-"""What real programs write goes through the converter as it is: in checkpoints of a few numbers, laid out by hand."""
+"""What real programs write goes through the converter as it is: in checkpoints of a few numbers,
+laid out by hand."""
 
 import argparse
 import collections
@@ -18,9 +19,19 @@ import numpy
 import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from helpers import ROOT, SHAPES, assert_equal_to_deepspeed, content, converter, edit, load, same_bits, states
+from helpers import (
+    ROOT,
+    SHAPES,
+    assert_equal_to_deepspeed,
+    content,
+    converter,
+    edit,
+    load,
+    same_bits,
+    states,
+)
 
-from harness.lay_out import lay_out
+from measure.lay_out import lay_out
 from universal import convert
 
 MODEL = "mp_rank_00_model_states.pt"
@@ -34,11 +45,19 @@ def converted(source):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_frozen_parameter_that_is_a_view(laid_out, stage):
-    """A frozen parameter whose elements do not follow each other keeps its numbers, and its table stays behind."""
+    """A frozen parameter whose elements do not follow each other keeps its numbers, and its table
+    stays behind."""
     table = torch.arange(40.0).view(5, 8)
-    frozen = {"columns": table[:, :4], "transposed": table.t(), "rows": table[1:3], "last": table[:, 7]}
+    frozen = {
+        "columns": table[:, :4],
+        "transposed": table.t(),
+        "rows": table[1:3],
+        "last": table[:, 7],
+    }
     shapes = OrderedDict((name, tensor.shape) for name, tensor in frozen.items())
-    add = lambda model: model.update(module=frozen, frozen_param_shapes=shapes, frozen_param_fragments=frozen)  # noqa: E731
+    add = lambda model: model.update(
+        module=frozen, frozen_param_shapes=shapes, frozen_param_fragments=frozen
+    )  # noqa: E731
     module = converted(laid_out(stage, model=add))["module"]
     assert module.keys() == frozen.keys()
     assert all(torch.equal(module[name], tensor) for name, tensor in frozen.items())
@@ -52,16 +71,21 @@ def test_momentum_that_ranks_hold_whole(laid_out, tmp_path):
     def add(shard):
         mappings = shard["optimizer_state_dict"]["param_slice_mappings"]
         for state, held in zip(states(shard), mappings, strict=True):
-            state["momentum_buffer"] = torch.cat([torch.empty(0), *(wanted[name].flatten() for name in held)])
+            state["momentum_buffer"] = torch.cat(
+                [torch.empty(0), *(wanted[name].flatten() for name in held)]
+            )
 
     converted(laid_out(1, shard=add))
     for name, tensor in wanted.items():
-        assert torch.equal(load(tmp_path / "u" / "zero" / name / "momentum_buffer.pt")["param"], tensor)
+        assert torch.equal(
+            load(tmp_path / "u" / "zero" / name / "momentum_buffer.pt")["param"], tensor
+        )
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_small_pieces_of_many_ranks(tmp_path, stage):
-    """Of 48 ranks, as DeepSpeed puts them together; and the same bytes when no more than 48 files may be open."""
+    """Of 48 ranks, as DeepSpeed puts them together; and the same bytes when no more than 48 files
+    may be open."""
     shapes = [OrderedDict((f"layer{i}.weight", torch.Size((7, 11 + i))) for i in range(10))]
     lay_out(tmp_path / "c", shapes, 48, stage)
     assert_equal_to_deepspeed(tmp_path / "c", tmp_path)
@@ -91,7 +115,8 @@ class Outer:
 
 
 class Attribute:
-    """Pickles by getattr, as Python 3.11.0 to 3.11.3 does with members of enums, ZeroStageEnum's, too."""
+    """Pickles by getattr, as Python 3.11.0 to 3.11.3 does with members of enums, ZeroStageEnum's,
+    too."""
 
     def __init__(self, *arguments):
         self.arguments = arguments
@@ -103,16 +128,46 @@ class Attribute:
 def client_state():
     generator, seeded = numpy.random.default_rng(3), numpy.random.RandomState(4)
     return {
-        "numpy": [numpy.float64(0.5), numpy.arange(6).reshape(2, 3), numpy.random.get_state(), seeded, generator],
+        "numpy": [
+            numpy.float64(0.5),
+            numpy.arange(6).reshape(2, 3),
+            numpy.random.get_state(),
+            seeded,
+            generator,
+        ],
         "arguments": argparse.Namespace(lr=1e-3, path=pathlib.PosixPath("/x")),
         "containers": [{1, 2}, frozenset({3}), b"\xff\0", bytearray(b"x"), range(3), 1j],
-        "more": [collections.defaultdict(list, a=[1]), collections.Counter("aab"), collections.deque([1, 2], 5)],
-        "types": [collections.defaultdict(int, a=1), collections.OrderedDict(b=2), Outer.Inner, int, len],
-        "times": [datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), datetime.timedelta(3), datetime.date.max],
+        "more": [
+            collections.defaultdict(list, a=[1]),
+            collections.Counter("aab"),
+            collections.deque([1, 2], 5),
+        ],
+        "types": [
+            collections.defaultdict(int, a=1),
+            collections.OrderedDict(b=2),
+            Outer.Inner,
+            int,
+            len,
+        ],
+        "times": [
+            datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
+            datetime.timedelta(3),
+            datetime.date.max,
+        ],
         "space": types.SimpleNamespace(a=1),
-        "dtypes": [torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.strided, torch.device("cpu")],
-        "tensors": [torch.get_rng_state(), torch.ones(2).to(torch.uint32), torch.ones(2).to(torch.complex128)],
-    }  # fmt: skip
+        "dtypes": [
+            torch.bfloat16,
+            torch.complex64,
+            torch.float8_e4m3fn,
+            torch.strided,
+            torch.device("cpu"),
+        ],
+        "tensors": [
+            torch.get_rng_state(),
+            torch.ones(2).to(torch.uint32),
+            torch.ones(2).to(torch.complex128),
+        ],
+    }
 
 
 def plain(value):
@@ -140,22 +195,41 @@ def test_ordinary_client_states(laid_out, older):
             archived = {name: archive.read(name) for name in archive.namelist()}
         with zipfile.ZipFile(source / MODEL, "w") as archive:
             for name, data in archived.items():
-                archive.writestr(name, data.replace(b"numpy._core", b"numpy.core") if "data.pkl" in name else data)
+                archive.writestr(
+                    name,
+                    data.replace(b"numpy._core", b"numpy.core") if "data.pkl" in name else data,
+                )
     assert plain(converted(source)["mine"]) == plain(wanted)
 
 
 def test_unknown_classes(laid_out, tmp_path):
-    """They go on as they came, whatever getattr is to be called with, and so do sparse buffers, what get_extra_state()
-    returned, and what holds itself."""
-    things = [Colour.RED, os.getcwd, Outer(), Outer.Inner(), Attribute(pathlib.Path, "home"), ([], [])]
+    """They go on as they came, whatever getattr is to be called with, and so do sparse buffers,
+    what get_extra_state() returned, and what holds itself."""
+    things = [
+        Colour.RED,
+        os.getcwd,
+        Outer(),
+        Outer.Inner(),
+        Attribute(pathlib.Path, "home"),
+        ([], []),
+    ]
     things[-1][0].append(things[-1])
-    add = {"mine": things, "buffer_names": ["sparse"], "module": {"sparse": torch.eye(3).to_sparse(), "extra": {1: 2}}}
+    add = {
+        "mine": things,
+        "buffer_names": ["sparse"],
+        "module": {"sparse": torch.eye(3).to_sparse(), "extra": {1: 2}},
+    }
 
     def by_getattr(shard):
-        shard["optimizer_state_dict"] |= {"mine": things, "zero_stage": Attribute(ZeroStageEnum, "gradients")}
+        shard["optimizer_state_dict"] |= {
+            "mine": things,
+            "zero_stage": Attribute(ZeroStageEnum, "gradients"),
+        }
 
     model = converted(laid_out(2, lambda model: model.update(add), by_getattr))
-    assert torch.equal(model["module"].pop("sparse").to_dense(), torch.eye(3)) and model["module"] == {"extra": {1: 2}}
+    assert torch.equal(model["module"].pop("sparse").to_dense(), torch.eye(3)) and model[
+        "module"
+    ] == {"extra": {1: 2}}
     optimizer = load(tmp_path / "u" / "zero" / "optimizer_state.pt")
     assert optimizer["zero_stage"] is ZeroStageEnum.gradients
     for got in (model["mine"], optimizer["mine"]):
@@ -181,7 +255,8 @@ def test_deeply_nested(laid_out):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_version_of_deepspeed(laid_out, tmp_path, stage):
-    """The result says which version wrote the checkpoint, as the checkpoint does; and lacks what that one lacked."""
+    """The result says which version wrote the checkpoint, as the checkpoint does; and lacks what
+    that one lacked."""
     others = {"random_ltd", "data_sampler", "lr_scheduler", "global_samples", "mp_world_size"}
 
     def older(content):
@@ -201,12 +276,15 @@ def test_for_the_loader_of_zero3_before_0_19_3(laid_out, tmp_path):
     convert(source, tmp_path / "u")
     assert converter(source, tmp_path / "bare", "--zero3_before_0_19_3", "--verify").code == 0
     for path in (tmp_path / "u").glob("zero/[abc]/[ef]*.pt"):
-        assert same_bits(load(tmp_path / "bare" / path.relative_to(tmp_path / "u")), load(path)["param"])
+        assert same_bits(
+            load(tmp_path / "bare" / path.relative_to(tmp_path / "u")), load(path)["param"]
+        )
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_no_row_parallel_pattern(laid_out):
-    """At TP 1 nothing tells which weights are to be cut by rows later: resumed at TP 2 they would be cut wrong."""
+    """At TP 1 nothing tells which weights are to be cut by rows later: resumed at TP 2 they would
+    be cut wrong."""
     info = {"tp_replicated_parameter_patterns": ["b"], "universal_checkpoint_version": 0.2}
     with pytest.warns(UserWarning, match="row-parallel"):
         converted(laid_out(1, model=lambda model: model.update(universal_checkpoint_info=info)))
@@ -221,12 +299,24 @@ runpy.run_path(sys.argv[0], run_name="__main__")"""
 
 
 def test_needs_nothing_but_python(laid_out, tmp_path):
-    """In a process of its own without torch; names beyond ASCII and a path that is no UTF-8, under a locale that knows
-    neither."""
-    source, output = laid_out(shapes=[{"ünï": torch.Size((5, 3))}]), tmp_path / os.fsdecode(b"u\xff")
-    words = [sys.executable, "-c", WITHOUT_TORCH, ROOT / "ds_to_universal.py", "--input_folder", source]
+    """In a process of its own without torch; names beyond ASCII and a path that is no UTF-8, under
+    a locale that knows neither."""
+    source, output = (
+        laid_out(shapes=[{"ünï": torch.Size((5, 3))}]),
+        tmp_path / os.fsdecode(b"u\xff"),
+    )
+    words = [
+        sys.executable,
+        "-c",
+        WITHOUT_TORCH,
+        ROOT / "ds_to_universal.py",
+        "--input_folder",
+        source,
+    ]
     environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run([*words, "--output_folder", output], check=True, env=environment, timeout=60)
     assert (tmp_path / "latest_universal").read_bytes() == b"u\xff"
     convert(source, tmp_path / "u")
-    assert (tmp_path / "u" / "zero" / "ünï" / "fp32.pt").is_file() and content(output) == content(tmp_path / "u")
+    assert (tmp_path / "u" / "zero" / "ünï" / "fp32.pt").is_file() and content(output) == content(
+        tmp_path / "u"
+    )

@@ -1,6 +1,6 @@
-"""Checkpoints that Megatron-DeepSpeed itself wrote, in tests/data: 2 layers of width 16 with 4 heads, bf16, ZeRO-1,
-tensor-parallel degree 2. Converted as DeepSpeed does it; and examples/megatron_info.py, which completes what Megatron
-says of how its weights are cut."""
+"""Checkpoints that Megatron-DeepSpeed itself wrote, in tests/data: 2 layers of width 16 with 4
+heads, bf16, ZeRO-1, tensor-parallel degree 2. Converted as DeepSpeed does it; and
+examples/megatron_info.py, which completes what Megatron says of how its weights are cut."""
 
 import contextlib
 import enum
@@ -16,10 +16,16 @@ from helpers import ROOT, content, convert_with_deepspeed, edit, forked, load
 
 import universal
 
-# its archive in tests/data, the files with the weights of each rank, in which dicts, and the first layer's name there
+# its archive in tests/data, the files with the weights of each rank, in which dicts, and the first
+# layer's name there
 CHECKPOINTS = [
     ("megatron-tp2-pp2-dp2", "layer_02-model_{:02}-model_states.pt", (), "2."),
-    ("megatron-tp2-dp2-no-pipeline", "mp_rank_{:02}_model_states.pt", ("language_model", "encoder"), "layers.0."),
+    (
+        "megatron-tp2-dp2-no-pipeline",
+        "mp_rank_{:02}_model_states.pt",
+        ("language_model", "encoder"),
+        "layers.0.",
+    ),
 ]
 MODEL = "mp_rank_00_model_states.pt"
 QKV = "self_attention.query_key_value"
@@ -46,12 +52,19 @@ def saved(request, tmp_path):
         held = load(folder / files.format(rank))
         for key in ("module", *inside) if inside else ():
             held = held[key]
-        ranks.append({key.removeprefix(layer): tensor for key, tensor in held.items() if torch.is_tensor(tensor)})
+        ranks.append(
+            {
+                key.removeprefix(layer): tensor
+                for key, tensor in held.items()
+                if torch.is_tensor(tensor)
+            }
+        )
     return folder, ".".join((*inside, layer)), ranks
 
 
 def test_equal_to_deepspeed(saved, tmp_path):
-    """DeepSpeed's converter fails itself where `module` is nested: after the states are written, before the rest."""
+    """DeepSpeed's converter fails itself where `module` is nested: after the states are written,
+    before the rest."""
     source, ours, theirs = saved[0], tmp_path / "ours", tmp_path / "theirs"
     universal.convert(source, ours, check=True)
     nested = load(source / MODEL)["module"] is not None
@@ -68,7 +81,11 @@ def test_equal_to_deepspeed(saved, tmp_path):
     assert compared == 3 * len(list((ours / "zero").glob("*/fp32.pt"))) >= 84
     for path in source.glob("mp_rank_*_model_states.pt"):
         wanted, got = load(path), load(ours / path.name)
-        assert wanted.keys() == got.keys() and wanted["args"].lr == got["args"].lr and repr(wanted) == repr(got)
+        assert (
+            wanted.keys() == got.keys()
+            and wanted["args"].lr == got["args"].lr
+            and repr(wanted) == repr(got)
+        )
 
 
 def run_example(*arguments):
@@ -80,44 +97,68 @@ def run_example(*arguments):
 
 
 def test_what_megatron_leaves_out(saved):
-    """How Q, K and V lie in one matrix; saved at degree 1, which weights are cut by rows; how many rows of the
-    vocabulary are trained, padding, too: without the entries, the whole is not what the ranks have. The entries are
-    all that changes in the files."""
+    """How Q, K and V lie in one matrix; saved at degree 1, which weights are cut by rows; how many
+    rows of the vocabulary are trained, padding, too: without the entries, the whole is not what the
+    ranks have. The entries are all that changes in the files."""
     folder, name, ranks = saved
-    others, dense = {"parameter_with_row_parallelism_patterns": [], "original_vocab_size": 250}, "self_attention.dense"
+    others, dense = (
+        {"parameter_with_row_parallelism_patterns": [], "original_vocab_size": 250},
+        "self_attention.dense",
+    )
     edit(folder, MODEL, lambda model: model["universal_checkpoint_info"].update(others))
     before, files = load(folder / MODEL), content(folder)
     vocabulary = next(iter(before["param_shapes"][0]))
-    wanted = {f"{name}{dense}.weight": torch.cat([rank[f"{dense}.weight"] for rank in ranks], dim=1)}
+    wanted = {
+        f"{name}{dense}.weight": torch.cat([rank[f"{dense}.weight"] for rank in ranks], dim=1)
+    }
     for key in (f"{QKV}.weight", f"{QKV}.bias"):
         thirds = zip(*(rank[key].chunk(3) for rank in ranks), strict=True)
         wanted[name + key] = torch.cat([part for third in thirds for part in third])
 
     def converted(output):
         universal.convert(folder, folder.parent / output)
-        read = {key: load(folder.parent / output / "zero" / key / "fp32.pt")["param"] for key in (*wanted, vocabulary)}
-        return [torch.equal(read[key].bfloat16(), tensor) for key, tensor in wanted.items()], read[vocabulary]
+        read = {
+            key: load(folder.parent / output / "zero" / key / "fp32.pt")["param"]
+            for key in (*wanted, vocabulary)
+        }
+        return [torch.equal(read[key].bfloat16(), tensor) for key, tensor in wanted.items()], read[
+            vocabulary
+        ]
 
     equal, lost = converted("as_it_is")
     assert not any(equal) and lost.shape == (250, 16)
     told = run_example(folder).out
-    assert all(words in told for words in ("query_key_value", "dense_4h_to_h", "original_vocab_size: 256, was 250"))
+    assert all(
+        words in told
+        for words in ("query_key_value", "dense_4h_to_h", "original_vocab_size: 256, was 250")
+    )
     equal, kept = converted("completed")
-    assert all(equal) and kept.shape == (256, 16) and torch.equal(kept[:250], lost) and kept[250:].any()
+    assert (
+        all(equal)
+        and kept.shape == (256, 16)
+        and torch.equal(kept[:250], lost)
+        and kept[250:].any()
+    )
     assert run_example(folder).out == "nothing is missing\n"
 
     after, rest = load(folder / MODEL), content(folder)
     assert files.pop(MODEL) != rest.pop(MODEL) and files == rest
     info, more = (state.pop("universal_checkpoint_info") for state in (before, after))
     assert more.keys() - info.keys() == {"parameter_with_sub_params", "sub_param_shard_widths"}
-    assert repr(before) == repr(after) and all(more[key] == info[key] for key in info.keys() - others.keys())
+    assert repr(before) == repr(after) and all(
+        more[key] == info[key] for key in info.keys() - others.keys()
+    )
 
 
 def test_refusals(saved, tmp_path):
     """No folder, no checkpoint, a damaged one: nothing is changed."""
     os.truncate(saved[0] / MODEL, 1000)
     before = content(tmp_path)
-    for arguments, words in (((), "megatron_info.py"), ((tmp_path,), "holds no"), ((saved[0],), f"{MODEL} is damaged")):
+    for arguments, words in (
+        ((), "megatron_info.py"),
+        ((tmp_path,), "holds no"),
+        ((saved[0],), f"{MODEL} is damaged"),
+    ):
         done = run_example(*arguments)
         assert done.code == 1 and words in done.err, done.err
     assert content(tmp_path) == before

@@ -1,5 +1,5 @@
-"""The weights alone, `python -m universal.safetensors`: the file against the live engine, and in transformers; or one
-line, with nothing written."""
+"""The weights alone, `python -m universal.safetensors`: the file against the live engine, and in
+transformers; or one line, with nothing written."""
 
 import itertools
 import json
@@ -13,12 +13,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import at_event, convert_with_deepspeed, failed, forked, load, same_bits, with_bit_flipped
+from helpers import (
+    at_event,
+    convert_with_deepspeed,
+    failed,
+    forked,
+    load,
+    same_bits,
+    with_bit_flipped,
+)
 from safetensors.torch import load_file
 from zoo import SAVED
 
-from harness.lay_out import lay_out
-from harness.ranks import run
+from measure.lay_out import lay_out
+from measure.ranks import run
 from universal import CheckpointError, convert
 from universal import safetensors as command
 from universal.safetensors import export
@@ -41,39 +49,59 @@ def trained(work):
     """A folder with <stage>-<dtype>/global_step3 and <stage>-<dtype>/truth.pt."""
     runs = itertools.product((1, 2, 3), ("fp32", "bf16"))
     jobs = [{"name": f"{stage}-{dtype}", "stage": stage, "dtype": dtype} for stage, dtype in runs]
-    run(work, 3, "tests/ranks/zoo.py", json.dumps([job | {"optimizer": "AdamW", "groups": 3} for job in jobs]))
+    run(
+        work,
+        3,
+        "tests/ranks/zoo.py",
+        json.dumps([job | {"optimizer": "AdamW", "groups": 3} for job in jobs]),
+    )
     return work
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_weights_of_the_live_engine(trained, tmp_path, stage, dtype):
-    """Odd names, views, two names of one weight, frozen parameters and persistent buffers, and nothing else; from the
-    ZeRO checkpoint, and from what it converts into."""
+    """Odd names, views, two names of one weight, frozen parameters and persistent buffers, and
+    nothing else; from the ZeRO checkpoint, and from what it converts into."""
     source = trained / f"{stage}-{dtype}" / f"global_step{SAVED}"
     truth = load(source.with_name("truth.pt"))
     moments = ("scratch", " exp_avg", " exp_avg_sq")  # and a buffer that is not persistent
-    wanted = {name: t for name, t in sorted(truth.items()) if torch.is_tensor(t) and not name.endswith(moments)}
-    wanted = {name.removesuffix(" fp32"): t for name, t in wanted.items()}  # in place of the weights of the model
-    wanted |= {name.replace("norm.", "same_norm."): t for name, t in wanted.items() if name.startswith("norm.")}
+    wanted = {
+        name: t
+        for name, t in sorted(truth.items())
+        if torch.is_tensor(t) and not name.endswith(moments)
+    }
+    wanted = {
+        name.removesuffix(" fp32"): t for name, t in wanted.items()
+    }  # in place of the weights of the model
+    wanted |= {
+        name.replace("norm.", "same_norm."): t
+        for name, t in wanted.items()
+        if name.startswith("norm.")
+    }
     assert "first.weight" in wanted and "tied.weight" not in wanted
     convert(source, tmp_path / "u")
     for folder in (source, tmp_path / "u"):
         done = export(folder, tmp_path / "model.safetensors")
         got = load_file(tmp_path / "model.safetensors")
-        assert got.keys() == wanted.keys() and all(same_bits(got[name], wanted[name]) for name in wanted)
+        assert got.keys() == wanted.keys() and all(
+            same_bits(got[name], wanted[name]) for name in wanted
+        )
         assert done["parameters"] == len(wanted)
         assert done["bytes"] == sum(tensor.nbytes for tensor in wanted.values())
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_takes_the_file(tmp_path, tied):
-    """In a folder as Trainer leaves it, beside its config.json: from_pretrained() gives the weights."""
+    """In a folder as Trainer leaves it, beside its config.json: from_pretrained() gives the
+    weights."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=tied)
-    shapes = {name: p.shape for name, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+    shapes = {
+        name: p.shape for name, p in AutoModelForCausalLM.from_config(config).named_parameters()
+    }
     folder, tie = tmp_path / "checkpoint-500", {"lm_head.weight": "model.embed_tokens.weight"}
     lay_out(folder / "global_step500", [OrderedDict(shapes)], 2, 3, tie if tied else None)
     config.save_pretrained(folder)
@@ -83,8 +111,15 @@ def test_transformers_takes_the_file(tmp_path, tied):
     convert(folder, tmp_path / "u")
     got = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name in shapes:
-        assert same_bits(got.get_parameter(name).detach(), load(tmp_path / "u" / "zero" / name / "fp32.pt")["param"])
-    assert (got.lm_head.weight is got.model.embed_tokens.weight) is tied is ("lm_head.weight" not in shapes)
+        assert same_bits(
+            got.get_parameter(name).detach(),
+            load(tmp_path / "u" / "zero" / name / "fp32.pt")["param"],
+        )
+    assert (
+        (got.lm_head.weight is got.model.embed_tokens.weight)
+        is tied
+        is ("lm_head.weight" not in shapes)
+    )
 
 
 VIEWS = {
@@ -101,7 +136,9 @@ VIEWS = {
 
 def test_views_and_other_kinds(laid_out, tmp_path):
     """Element by element whatever the strides, in its dtype; nothing of no elements."""
-    source = laid_out(1, lambda model: model.update(module=model["module"] | VIEWS, buffer_names=[*VIEWS]))
+    source = laid_out(
+        1, lambda model: model.update(module=model["module"] | VIEWS, buffer_names=[*VIEWS])
+    )
     export(source, tmp_path / "x.safetensors")
     got = load_file(tmp_path / "x.safetensors")
     assert got.keys() == VIEWS.keys() | set("abc")
@@ -119,15 +156,26 @@ def test_universal_checkpoint_of_deepspeed(laid_out, tmp_path):
     convert_with_deepspeed(source, tmp_path / "u")
     export(tmp_path / "u", tmp_path / "y.safetensors")
     wanted, got = load_file(tmp_path / "x.safetensors"), load_file(tmp_path / "y.safetensors")
-    assert got.keys() == wanted.keys() == set("abc") and all(same_bits(got[name], wanted[name]) for name in got)
+    assert got.keys() == wanted.keys() == set("abc") and all(
+        same_bits(got[name], wanted[name]) for name in got
+    )
 
 
 def test_what_is_no_tensor(laid_out, tmp_path):
-    """In the module: named, and left out only if that is permitted. Elsewhere it does not matter."""
+    """In the module: named, and left out only if that is permitted. Elsewhere it does not
+    matter."""
     odd = {"extra": {"x": 1}, "complex": torch.ones(2, dtype=torch.complex128)}
-    source = laid_out(1, lambda model: model.update(module=model["module"] | odd, note=SimpleNamespace()))
+    source = laid_out(
+        1, lambda model: model.update(module=model["module"] | odd, note=SimpleNamespace())
+    )
     output = tmp_path / "x.safetensors"
-    failed(exporter(source, output), 2, "ds_to_safetensors: error: ", "no place for complex", "--no_strict")
+    failed(
+        exporter(source, output),
+        2,
+        "ds_to_safetensors: error: ",
+        "no place for complex",
+        "--no_strict",
+    )
     assert os.listdir(tmp_path) == ["c"]
     done = exporter(source, output, "--no_strict")
     assert done.code == 0 and re.findall("no place for (.*)", done.err) == ["complex", "extra"]
@@ -136,7 +184,8 @@ def test_what_is_no_tensor(laid_out, tmp_path):
 
 @pytest.mark.parametrize("universal", [False, True])
 def test_damage(laid_out, tmp_path, universal):
-    """One bit of any weight: refused with the file's name; an older result stays, and nothing lies beside it."""
+    """One bit of any weight: refused with the file's name; an older result stays, and nothing lies
+    beside it."""
     source, output = laid_out(3), tmp_path / "o" / "x.safetensors"
     export(source, output)
     before = output.read_bytes()
@@ -145,7 +194,11 @@ def test_damage(laid_out, tmp_path, universal):
         source = tmp_path / "u" / "u"
     for path in source.rglob("fp32.pt" if universal else "*_optim_states.pt"):
         kept, weights = path.read_bytes(), load(path)
-        weights = weights["param"] if universal else weights["optimizer_state_dict"]["fp32_flat_groups"][0]
+        weights = (
+            weights["param"]
+            if universal
+            else weights["optimizer_state_dict"]["fp32_flat_groups"][0]
+        )
         last = kept.index(weights.numpy().tobytes()) + weights.nbytes - 1
         path.write_bytes(with_bit_flipped(kept, last))
         with pytest.raises(CheckpointError, match=f"{re.escape(str(path))} is damaged"):
@@ -160,7 +213,9 @@ def test_refusals(laid_out, tmp_path):
     source, output = laid_out(1), tmp_path / "x.safetensors"
     (tmp_path / "folder.safetensors").mkdir()
     convert(source, tmp_path / "parallel")
-    torch.save(load(tmp_path / "parallel" / MODEL), tmp_path / "parallel" / MODEL.replace("00", "01"))
+    torch.save(
+        load(tmp_path / "parallel" / MODEL), tmp_path / "parallel" / MODEL.replace("00", "01")
+    )
     shutil.copytree(tmp_path / "parallel" / "zero", tmp_path / "empty" / "zero")
     before = sorted(os.listdir(tmp_path))
     for words, arguments in {
@@ -175,7 +230,8 @@ def test_refusals(laid_out, tmp_path):
 
 
 def test_replaced_at_once(laid_out, tmp_path):
-    """Who has mapped the older file keeps it; what a killed export has left is swept away by the next one."""
+    """Who has mapped the older file keeps it; what a killed export has left is swept away by the
+    next one."""
     source, output = laid_out(1), tmp_path / "o" / "x.safetensors"
 
     def killed():

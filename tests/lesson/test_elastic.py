@@ -1,5 +1,5 @@
-"""Killed, stopped, hung, joined: the same command goes on from the newest whole checkpoint, and no step is lost, done
-twice, or different in one bit."""
+"""Killed, stopped, hung, joined: the same command goes on from the newest whole checkpoint, and no
+step is lost, done twice, or different in one bit."""
 
 import contextlib
 import os
@@ -14,11 +14,20 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT, at_step, forked, hang, kill, steps, told_to_stop
 
-from harness import machines
-from harness.ranks import compare, launch, rows_of, run
+from measure import machines
+from measure.ranks import compare, launch, rows_of, run
 from universal import elastic
 
-COMMON = ("--n_embd", 32, "--seq_len", 16, "--train_batch_size", 24, "--train_micro_batch_size_per_gpu", 6)
+COMMON = (
+    "--n_embd",
+    32,
+    "--seq_len",
+    16,
+    "--train_batch_size",
+    24,
+    "--train_micro_batch_size_per_gpu",
+    6,
+)
 INEXACT = (*COMMON, "--steps", 12, "--warmup_steps", 4, "--checkpoint_interval", 4)
 COMMON = (*INEXACT, "--exact")
 
@@ -27,7 +36,9 @@ COMMON = (*INEXACT, "--exact")
 def uninterrupted(work):
     names = ("--run_name", "uninterrupted", "--checkpoint_dir", "uninterrupted")
     run(work, 2, "train_elastic.py", *COMMON, *names, "--keep", 1)
-    assert [path.name for path in (work / "uninterrupted").iterdir() if path.is_dir()] == ["global_step12"]
+    assert [path.name for path in (work / "uninterrupted").iterdir() if path.is_dir()] == [
+        "global_step12"
+    ]
 
 
 def train(work, ranks, name, *arguments, patch=None):
@@ -38,7 +49,16 @@ def train(work, ranks, name, *arguments, patch=None):
         if patch:
             patch()
 
-    command = ("train_elastic.py", *COMMON, "--elastic", "--run_name", name, "--checkpoint_dir", name, *arguments)
+    command = (
+        "train_elastic.py",
+        *COMMON,
+        "--elastic",
+        "--run_name",
+        name,
+        "--checkpoint_dir",
+        name,
+        *arguments,
+    )
     return launch(work, ranks, *command, patch=output)
 
 
@@ -51,45 +71,69 @@ SAVE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpo
 
 @pytest.mark.parametrize(
     "stage, moment",
-    [(1, "commit"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, "save"), (2, "commit")])],
+    [
+        (1, "commit"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, "save"), (2, "commit")]),
+    ],
 )
 def test_one_job(work, uninterrupted, stage, moment):
-    """The same command on other ranks goes on each time, whatever has happened, and a job that is done is done."""
+    """The same command on other ranks goes on each time, whatever has happened, and a job that is
+    done is done."""
     name = f"job_{stage}_{moment}"
 
     def goes_on(step, ranks, code, patch=None, stage=stage):
         """From `step` to what ends it."""
         result = train(work, ranks, name, "--zero_stage", stage, patch=patch)
         assert result.code == code, result.errors
-        assert f"resumed from {name}/global_step{step} at step {step}\n" in result.errors or not step
+        assert (
+            f"resumed from {name}/global_step{step} at step {step}\n" in result.errors or not step
+        )
         return result.errors
 
     # One of 4 ranks is told to stop in step 2: all save step 2 and leave. The other 3 stand by.
     said = goes_on(0, 7, 143, at_step(2, 2, told_to_stop), stage=3)
     assert "rank 6 stands by" in said and steps(work, name) == [1, 2]
-    # In step 6 another start of the job saves into the same folder: torch's agents can split a job in two. All ranks
-    # end before they save again, to be started with the others.
+    # In step 6 another start of the job saves into the same folder: torch's agents can split a job
+    # in two. All ranks end before they save again, to be started with the others.
     goes_on(2, 2, 143, at_step(6, 0, lambda: Path(name, ".last_save").write_text("theirs")))
-    assert {path.name for path in (work / name).glob("global_step*")} == {"global_step2", "global_step4"}
+    assert {path.name for path in (work / name).glob("global_step*")} == {
+        "global_step2",
+        "global_step4",
+    }
     # Rank 1 dies in the save of step 8, before or after it has written its shard.
     goes_on(4, 4, -signal.SIGKILL, at_step(8, 1, kill, f"{SAVE}.{moment}"))
-    assert [*(work / name).glob("global_step8.*unfinished")] and not (work / name / "global_step8").exists()
-    # Told to stop in the last step, the job is done: 0, or the agents would start it again and again.
+    assert [*(work / name).glob("global_step8.*unfinished")] and not (
+        work / name / "global_step8"
+    ).exists()
+    # Told to stop in the last step, the job is done: 0, or the agents would start it again and
+    # again.
     goes_on(4, 2, 0, at_step(12, 1, told_to_stop))
     assert "| loss" not in goes_on(12, 3, 0)  # the one that stands by learns it, and leaves
     assert steps(work, name) == list(range(1, 13))
     assert set(compare(work, "uninterrupted", name).values()) == {0.0}
     assert shards(work / name / "global_step8") == 2  # and none of what the 4 ranks left behind
     # Gone on with from an older checkpoint, it saves the later ones again: all of the old is gone.
-    older = ("--resume", "--checkpoint_tag", "global_step4", "--checkpoint_dir", name, "--zero_stage", stage)
+    older = (
+        "--resume",
+        "--checkpoint_tag",
+        "global_step4",
+        "--checkpoint_dir",
+        name,
+        "--zero_stage",
+        stage,
+    )
     run(work, 1, "train_elastic.py", *COMMON, *older, "--run_name", "older")
     assert [shards(work / name / f"global_step{step}") for step in (4, 8, 12)] == [2, 1, 1]
     there = {"latest", ".last_save", *(f"global_step{step}" for step in (2, 4, 8, 12))}
-    assert {path.name for path in (work / name).iterdir()} == there | {"zero_to_fp32.py", "zero_to_torch.py"}
+    assert {path.name for path in (work / name).iterdir()} == there | {
+        "zero_to_fp32.py",
+        "zero_to_torch.py",
+    }
 
 
 def test_a_rank_that_hangs(work):
-    """It is given up after --timeout seconds, not after the 30 minutes of gloo, also where DeepSpeed waits for it."""
+    """It is given up after --timeout seconds, not after the 30 minutes of gloo, also where
+    DeepSpeed waits for it."""
     flags = (*INEXACT, "--timeout", 3, "--run_name", "hangs")
     result = launch(work, 2, "train_elastic.py", *flags, patch=at_step(6, 1, hang))
     assert result.code == 1 and "Timed out waiting 3000ms" in result.errors
@@ -98,11 +142,20 @@ def test_a_rank_that_hangs(work):
 def test_enlist(monkeypatch):
     """The largest number of ranks that divides the batch; tensor-parallel ranks count as one."""
     for present, batch, micro, model_parallel, ranks in (
-        (4, 24, 6, 1, 4), (3, 24, 6, 1, 2), (7, 24, 6, 1, 4), (6, 24, 6, 2, 4), (5, 30, 2, 1, 5), (1, 8, 8, 1, 1),
-    ):  # fmt: skip
+        (4, 24, 6, 1, 4),
+        (3, 24, 6, 1, 2),
+        (7, 24, 6, 1, 4),
+        (6, 24, 6, 2, 4),
+        (5, 30, 2, 1, 5),
+        (1, 8, 8, 1, 1),
+    ):
         monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": str(present)})
         elastic.enlist(batch, micro, model_parallel)
-        assert os.environ == {"RANK": "0", "WORLD_SIZE": str(ranks), "STANDING_BY": str(present - ranks)}
+        assert os.environ == {
+            "RANK": "0",
+            "WORLD_SIZE": str(ranks),
+            "STANDING_BY": str(present - ranks),
+        }
     for present, batch, micro, model_parallel in ((1, 24, 6, 2), (4, 24, 7, 1)):
         monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": str(present)})
         with pytest.raises(ValueError, match=f"none of 1 to {present} ranks"):
@@ -110,14 +163,17 @@ def test_enlist(monkeypatch):
 
 
 def test_another_run_is_refused(work, uninterrupted):
-    result = launch(work, 2, "train_elastic.py", *INEXACT, "--elastic", "--checkpoint_dir", "uninterrupted")
+    result = launch(
+        work, 2, "train_elastic.py", *INEXACT, "--elastic", "--checkpoint_dir", "uninterrupted"
+    )
     assert result.code == 2 and not (work / "logs" / "default.csv").exists()
     assert result.errors.count("\n") == 1
     assert "error: exact is True in uninterrupted/global_step12 and None here" in result.errors
 
 
 def test_nothing_whole_is_not_a_start(work, uninterrupted):
-    """A folder with checkpoints of which none is whole: a start from scratch would hide that they are lost."""
+    """A folder with checkpoints of which none is whole: a start from scratch would hide that they
+    are lost."""
     shutil.copytree(work / "uninterrupted", work / "torn")
     for file in (work / "torn").glob("global_step*/*optim_states.pt"):
         file.write_bytes(file.read_bytes()[:-100])
@@ -126,20 +182,34 @@ def test_nothing_whole_is_not_a_start(work, uninterrupted):
 
 
 def test_keep(tmp_path):
-    """The newest two, what was converted from them, and what `latest` names; nothing half removed has a final name."""
-    names = ["global_step20", "global_step40", "global_step40_universal", "global_step60", "global_step80", "mine"]
+    """The newest two, what was converted from them, and what `latest` names; nothing half removed
+    has a final name."""
+    names = [
+        "global_step20",
+        "global_step40",
+        "global_step40_universal",
+        "global_step60",
+        "global_step80",
+        "mine",
+    ]
     for age, name in enumerate(names):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mp_rank_00_model_states.pt").touch()
         os.utime(tmp_path / name / "mp_rank_00_model_states.pt", (age, age))
-    for left in ("global_step99.unfinished", "global_step40.unfinished", "global_step20.3.unfinished"):
+    for left in (
+        "global_step99.unfinished",
+        "global_step40.unfinished",
+        "global_step20.3.unfinished",
+    ):
         (tmp_path / left / "zero").mkdir(parents=True)  # of a save that was killed
     (tmp_path / "latest").write_text("global_step80")
     there = {path.name for path in tmp_path.iterdir()}
 
     def killed_in_the_middle():
         remove = shutil.rmtree
-        shutil.rmtree = lambda path, **options: kill() if "20.unf" in str(path) else remove(path, **options)
+        shutil.rmtree = lambda path, **options: (
+            kill() if "20.unf" in str(path) else remove(path, **options)
+        )
         elastic.remove_old(tmp_path, 3)
 
     assert forked(killed_in_the_middle)().code == -signal.SIGKILL
@@ -156,32 +226,51 @@ def test_keep(tmp_path):
 
 
 def test_pipeline(work, uninterrupted):
-    """train_3d.py, from 2 pipelines to 1: by conversion, without a word of it on the command line; and told to stop."""
-    common = (*INEXACT, "--pipeline_parallel", 2, "--elastic", "--run_name", "pipes", "--checkpoint_dir", "pipes")
+    """train_3d.py, from 2 pipelines to 1: by conversion, without a word of it on the command line;
+    and told to stop."""
+    common = (
+        *INEXACT,
+        "--pipeline_parallel",
+        2,
+        "--elastic",
+        "--run_name",
+        "pipes",
+        "--checkpoint_dir",
+        "pipes",
+    )
     assert launch(work, 4, "train_3d.py", *common, patch=at_step(8, 1, told_to_stop)).code == 143
     out = run(work, 3, "train_3d.py", *common)
-    assert "resumed from pipes/global_step8_universal at step 8" in out and steps(work, "pipes") == list(range(1, 13))
+    assert "resumed from pipes/global_step8_universal at step 8" in out and steps(
+        work, "pipes"
+    ) == list(range(1, 13))
     assert max(compare(work, "uninterrupted", "pipes").values()) <= 1e-5
 
 
 KILLED = [(6, "kill", ["node 1"], 1), (7, "start", ["node 1"], 2)]
-# launcher, where the agents meet, the step after which something happens, what, and how many ranks then train
+# launcher, where the agents meet, the step after which something happens, what, and how many ranks
+# then train
 LONG = {
     "one more comes than is of use": (
-        machines.WARM, {}, [(6, "kill", ["node 2"], 1), (7, "start", ["node 2", "node 3"], 2)]
+        machines.WARM,
+        {},
+        [(6, "kill", ["node 2"], 1), (7, "start", ["node 2", "node 3"], 2)],
     ),
-    "one is preempted": (machines.TORCHRUN, {}, [(6, "preempt", ["node 2"], 1), (9, "start", ["node 2"], 2)]),
+    "one is preempted": (
+        machines.TORCHRUN,
+        {},
+        [(6, "preempt", ["node 2"], 1), (9, "start", ["node 2"], 2)],
+    ),
     "they meet elsewhere": (machines.TORCHRUN, {"rendezvous": "is_host=0"}, KILLED),
     "they meet in a file": (machines.TORCHRUN, {"rendezvous": "store_type=file"}, KILLED),
-}  # fmt: skip
+}
 JOBS = [pytest.param(*job, 160, 64, marks=pytest.mark.slow, id=what) for what, job in LONG.items()]
 JOBS.append(pytest.param(machines.WARM, {}, [(6, "kill", ["node 2"], 1)], 30, 8, id="one dies"))
 
 
 @pytest.mark.parametrize("launcher, where, events, last, batch", JOBS)
 def test_agents(tmp_path, monkeypatch, launcher, where, events, last, batch):
-    """Machines of 1 rank, each with an agent of torchrun, die and come. The loss is that of one rank to which nothing
-    happens. The rendezvous elsewhere is that of docs/elastic.md."""
+    """Machines of 1 rank, each with an agent of torchrun, die and come. The loss is that of one
+    rank to which nothing happens. The rendezvous elsewhere is that of docs/elastic.md."""
     monkeypatch.chdir(tmp_path)
     train = "--n_embd 32 --seq_len 16 --n_layer 1 --train_micro_batch_size_per_gpu 2 --exact --checkpoint_interval 5"
     train = f"{train} --train_batch_size {batch} --steps {last} --checkpoint_dir {tmp_path / 'c'}".split()
@@ -204,8 +293,13 @@ def test_agents(tmp_path, monkeypatch, launcher, where, events, last, batch):
 
 
 def test_a_late_writer(tmp_path, monkeypatch):
-    """A rank that was cut off in a save, and writes on while the others save the step again, does not reach them."""
-    one = {"get_rank": lambda: 0, "barrier": lambda: None, "broadcast_object_list": lambda said: None}
+    """A rank that was cut off in a save, and writes on while the others save the step again, does
+    not reach them."""
+    one = {
+        "get_rank": lambda: 0,
+        "barrier": lambda: None,
+        "broadcast_object_list": lambda said: None,
+    }
     monkeypatch.setattr(elastic, "dist", SimpleNamespace(**one))
     begun = []
 

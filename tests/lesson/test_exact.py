@@ -1,4 +1,5 @@
-"""--exact: the same bits at any number of ranks and any ZeRO stage. 24 sequences a step, 12 or 8 micro-batches."""
+"""--exact: the same bits at any number of ranks and any ZeRO stage. 24 sequences a step, 12 or 8
+micro-batches."""
 
 import math
 
@@ -6,11 +7,21 @@ import pytest
 import torch
 
 import universal
-from harness.ranks import compare, ends_after, launch, run
+from measure.ranks import compare, ends_after, launch, run
 from universal import exact
 
 SHAPE = ("--n_layer", 1, "--n_head", 2, "--n_embd", 36, "--seq_len", 16)
-COMMON = (*SHAPE, "--train_batch_size", 24, "--train_micro_batch_size_per_gpu", 2, "--steps", 8, "--warmup_steps", 3)
+COMMON = (
+    *SHAPE,
+    "--train_batch_size",
+    24,
+    "--train_micro_batch_size_per_gpu",
+    2,
+    "--steps",
+    8,
+    "--warmup_steps",
+    3,
+)
 COMMON += ("--eval_interval", 2, "--checkpoint_interval", 2)
 COLUMNS = ("loss", "val_loss", "grad_norm")
 
@@ -30,10 +41,12 @@ def one_rank(work):
     train(work, 1, "exact_1", "--exact")
 
 
-@pytest.mark.parametrize("stages", [(2, 3, 1, 3), *(pytest.param([n] * 4, marks=pytest.mark.slow) for n in (1, 2, 3))])
+@pytest.mark.parametrize(
+    "stages", [(2, 3, 1, 3), *(pytest.param([n] * 4, marks=pytest.mark.slow) for n in (1, 2, 3))]
+)
 def test_chain(work, one_rank, stages):
-    """From 4 ranks to 3 to 6 to 1, every 2 steps, the last time by a conversion; with clipping and dropout, in
-    partitions of odd sizes."""
+    """From 4 ranks to 3 to 6 to 1, every 2 steps, the last time by a conversion; with clipping and
+    dropout, in partitions of odd sizes."""
     name = "chain_{}{}{}{}".format(*stages)
     universally = ("--resume", "--universal_checkpoint")
     links = ((2, 4, ()), (4, 3, ["--resume"]), (6, 6, ["--resume"]), (8, 1, universally))
@@ -67,29 +80,39 @@ def test_a_gradient_that_is_not_finite_stops_the_run(work):
         forward = model.GPT.forward
 
         def infinite(self, inputs, targets, key=None, **options):
-            return forward(self, inputs, targets, key, **options) * (math.inf if key and key[1:] == (6, 5) else 1)
+            return forward(self, inputs, targets, key, **options) * (
+                math.inf if key and key[1:] == (6, 5) else 1
+            )
 
         model.GPT.forward = infinite
 
-    result = launch(work, 2, "train_elastic.py", *COMMON, "--exact", "--run_name", "infinite", patch=patch)
+    result = launch(
+        work, 2, "train_elastic.py", *COMMON, "--exact", "--run_name", "infinite", patch=patch
+    )
     assert result.code == 1 and "exact.py: a gradient is not finite" in result.errors
-    assert (work / "logs" / "infinite.csv").read_text().count("\n") == 1 + 5  # five steps were whole
+    assert (work / "logs" / "infinite.csv").read_text().count(
+        "\n"
+    ) == 1 + 5  # five steps were whole
 
 
 def gradients(micro_batches):
     torch.manual_seed(0)
     drawn = torch.randn(micro_batches, 999) * torch.logspace(-6, 3, 999)
-    drawn[:, 300:600] = 1.9 + 0.09 * torch.rand(micro_batches, 300)  # all of them just below a power of two
+    drawn[:, 300:600] = 1.9 + 0.09 * torch.rand(
+        micro_batches, 300
+    )  # all of them just below a power of two
     return drawn
 
 
 def sums(monkeypatch, micro_batches, ranks, orders=1):
-    """The sum of a parameter's rounded gradients over micro_batches as ZeRO takes it, dealt out to ranks in many
-    orders."""
+    """The sum of a parameter's rounded gradients over micro_batches as ZeRO takes it, dealt out to
+    ranks in many orders."""
     drawn = gradients(micro_batches)
     largest = (drawn / micro_batches).abs().amax(0)
     monkeypatch.setattr(exact.dist, "get_world_size", lambda: ranks)
-    monkeypatch.setattr(exact.dist, "all_reduce", lambda peak, op: torch.maximum(peak, largest, out=peak))
+    monkeypatch.setattr(
+        exact.dist, "all_reduce", lambda peak, op: torch.maximum(peak, largest, out=peak)
+    )
     for _ in range(orders):
         shares = torch.randperm(micro_batches).view(ranks, -1)
         reduced = torch.zeros(999)
@@ -102,12 +125,16 @@ def sums(monkeypatch, micro_batches, ranks, orders=1):
         yield reduced
 
 
-SLOW = [pytest.param(number, 10, marks=pytest.mark.slow) for number in (1, 2, 3, 6, 8, 10, 12, 20, 40, 60)]
+SLOW = [
+    pytest.param(number, 10, marks=pytest.mark.slow)
+    for number in (1, 2, 3, 6, 8, 10, 12, 20, 40, 60)
+]
 
 
 @pytest.mark.parametrize("micro_batches, orders", [(8, 1), *SLOW])
 def test_any_order_of_additions(monkeypatch, micro_batches, orders):
-    """And the rounding is small: a sum of 8 is off by at most 2^-20 of the largest gradient of this element."""
+    """And the rounding is small: a sum of 8 is off by at most 2^-20 of the largest gradient of this
+    element."""
     results = []
     for ranks in (n for n in range(1, micro_batches + 1) if micro_batches % n == 0):
         results += sums(monkeypatch, micro_batches, ranks, orders)
@@ -118,7 +145,8 @@ def test_any_order_of_additions(monkeypatch, micro_batches, orders):
 
 
 def test_another_grid_on_every_rank_is_seen(monkeypatch):
-    """The control: ranks that do not tell each other their largest gradients round to grids of their own."""
+    """The control: ranks that do not tell each other their largest gradients round to grids of
+    their own."""
     monkeypatch.setattr(torch, "maximum", lambda peak, largest, out: None)
     (one,), (four,) = sums(monkeypatch, 8, 1), sums(monkeypatch, 8, 4)
     assert not torch.equal(one, four)
@@ -153,6 +181,7 @@ CASES = [
 
 
 def test_in_a_script_of_ones_own(tmp_path):
-    """exact.py alone, on an engine that is not train.py's; and what it cannot make exact it refuses."""
+    """exact.py alone, on an engine that is not train.py's; and what it cannot make exact it
+    refuses."""
     (tmp_path / "own.py").write_text(f"cases = {CASES}\n{SCRIPT}")
     run(tmp_path, 1, tmp_path / "own.py")

@@ -1,4 +1,5 @@
-"""The commands of the README through the real launchers, on the smallest run that says something."""
+"""The commands of the README through the real launchers, on the smallest run that says
+something."""
 
 import os
 import signal
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
-from harness.ranks import PORT, compare, run
+from measure.ranks import PORT, compare, run
 
 BIN = Path(sys.executable).parent
 SMALL = ["--n_embd", 32, "--seq_len", 16, "--steps", 4, "--train_batch_size", 8]
@@ -18,12 +19,25 @@ LAUNCHERS = {
     "deepspeed": [BIN / "deepspeed", "--master_port", PORT, "--num_gpus", 2],
     "torchrun": [BIN / "torchrun", "--master-port", PORT, "--nproc-per-node", 2],
 }
-NODES = [BIN / "deepspeed", "--hostfile", "hostfile", "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", PORT]
+NODES = [
+    BIN / "deepspeed",
+    "--hostfile",
+    "hostfile",
+    "--no_ssh",
+    "--master_addr",
+    "127.0.0.1",
+    "--master_port",
+    PORT,
+]
 
 
 def start(folder, *launchers, script="train.py", arguments=SMALL):
     """Exit codes, and the output of all; whatever they have started ends with them."""
-    options = {"cwd": folder, "env": os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}, "start_new_session": True}
+    options = {
+        "cwd": folder,
+        "env": os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"},
+        "start_new_session": True,
+    }
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     commands = [[*launcher, ROOT / script, *arguments] for launcher in launchers]
     running = [subprocess.Popen(list(map(str, command)), **options) for command in commands]
@@ -40,7 +54,9 @@ def shared_memory():
     return {path.name for path in Path("/dev/shm").glob("*deepspeed*")}
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "launcher", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow)]
+)
 def test_train(tmp_path, launcher):
     """It trains, saves, and leaves nothing in shared memory."""
     before = shared_memory()
@@ -49,32 +65,50 @@ def test_train(tmp_path, launcher):
     assert "8 = 4 per rank x 1 accumulation steps x 2 ranks" in out and "step    4 | loss" in out
     assert shared_memory() <= before
     folder = tmp_path / "ds_transformer_checkpoint"
-    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["global_step2", "global_step4"]
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [
+        "global_step2",
+        "global_step4",
+    ]
     assert (folder / "latest").read_text() == "global_step4"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_refuse(tmp_path, launcher):
-    """Rank 1 has the same complaint. The launcher ends all ranks when one exits; rank 0's line comes out, once."""
+    """Rank 1 has the same complaint. The launcher ends all ranks when one exits; rank 0's line
+    comes out, once."""
     resume = [*SMALL, "--resume", "--checkpoint_tag", "global_step9"]
     codes, out = start(tmp_path, LAUNCHERS[launcher], arguments=resume)
-    assert codes != [0] and out.count("train.py: error: ds_transformer_checkpoint/global_step9 does not exist") == 1
+    assert (
+        codes != [0]
+        and out.count("train.py: error: ds_transformer_checkpoint/global_step9 does not exist") == 1
+    )
     assert launcher == "torchrun" or codes == [2]
 
 
 @pytest.mark.slow
 def test_two_nodes(tmp_path):
-    """A launcher on each of two nodes, without ssh, both nodes being this machine: they train, save into one folder and
-    convert it together; one node goes on."""
+    """A launcher on each of two nodes, without ssh, both nodes being this machine: they train, save
+    into one folder and convert it together; one node goes on."""
     (tmp_path / "hostfile").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
     nodes = [[*NODES, "--node_rank", node] for node in (0, 1)]
     codes, out = start(tmp_path, *nodes, arguments=[*SMALL, "--run_name", "two_nodes"])
-    assert codes == [0, 0] and out.count("8 = 4 per rank x 1 accumulation steps x 2 ranks") == 1, out
+    assert codes == [0, 0] and out.count("8 = 4 per rank x 1 accumulation steps x 2 ranks") == 1, (
+        out
+    )
     tag = tmp_path / "ds_transformer_checkpoint" / "global_step2"
     folders = ["--input_folder", tag, "--output_folder", f"{tag}_universal"]
     codes, out = start(tmp_path, *nodes, script="ds_to_universal.py", arguments=folders)
     assert codes == [0, 0] and out.count("28 parameters") == 1, out
     assert (tag.parent / "latest_universal").read_text() == "global_step2_universal"
-    run(tmp_path, 1, "train.py", *SMALL, "--resume", "--universal_checkpoint", "--run_name", "one_node")
+    run(
+        tmp_path,
+        1,
+        "train.py",
+        *SMALL,
+        "--resume",
+        "--universal_checkpoint",
+        "--run_name",
+        "one_node",
+    )
     assert max(compare(tmp_path, "two_nodes", "one_node").values()) <= 1e-5

@@ -1,5 +1,5 @@
-"""Tensor, pipeline and sequence parallelism, alone and together: from scratch every layout tracks one rank, and a
-checkpoint of any layout goes on on any other. Dropout and clipping are on."""
+"""Tensor, pipeline and sequence parallelism, alone and together: from scratch every layout tracks
+one rank, and a checkpoint of any layout goes on on any other. Dropout and clipping are on."""
 
 import shutil
 
@@ -8,7 +8,7 @@ from helpers import assert_equal_to_deepspeed, edit
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import universal
-from harness.ranks import compare, launch, read_log, run
+from measure.ranks import compare, launch, read_log, run
 
 SHAPE = ("--n_layer", 2, "--n_head", 4, "--n_embd", 32, "--seq_len", 16, "--eval_interval", 2)
 BATCH = ("--train_batch_size", 8, "--train_micro_batch_size_per_gpu", 2)
@@ -17,14 +17,19 @@ RESUME = ("--resume", "--checkpoint_tag", "global_step2")
 
 
 def largest(work, baseline, run_name):
-    return max(max(compare(work, baseline, run_name, c).values()) for c in ("loss", "val_loss", "grad_norm"))
+    return max(
+        max(compare(work, baseline, run_name, c).values())
+        for c in ("loss", "val_loss", "grad_norm")
+    )
 
 
 def train(work, stage, data, tensor, sequence, name, *arguments):
     """Run train_tp_sp.py on data x tensor x sequence ranks. Returns its output."""
     layout = ("--zero_stage", stage, "--tensor_parallel", tensor, "--sequence_parallel", sequence)
     names = ("--run_name", name, "--checkpoint_dir", name)
-    return run(work, data * tensor * sequence, "train_tp_sp.py", *COMMON, *layout, *names, *arguments)
+    return run(
+        work, data * tensor * sequence, "train_tp_sp.py", *COMMON, *layout, *names, *arguments
+    )
 
 
 def train_3d(work, tensor, pipeline, data, name, *arguments):
@@ -34,9 +39,13 @@ def train_3d(work, tensor, pipeline, data, name, *arguments):
 
 
 def goes_on(work, name, script, *layout):
-    """The largest difference of a run that goes on from step 2 on this layout. script: train or train_3d of this file.
-    On another layout the checkpoint is converted, once, with nothing said of it on the command line."""
-    resumed, converted = f"{name}_to_{'x'.join(map(str, layout))}", work / name / "global_step2_universal"
+    """The largest difference of a run that goes on from step 2 on this layout. script: train or
+    train_3d of this file. On another layout the checkpoint is converted, once, with nothing said of
+    it on the command line."""
+    resumed, converted = (
+        f"{name}_to_{'x'.join(map(str, layout))}",
+        work / name / "global_step2_universal",
+    )
     before = converted.exists()
     out = script(work, *layout, resumed, "--checkpoint_dir", name, *RESUME)
     assert ("converting it into" in out) == (converted.exists() and not before)
@@ -44,7 +53,8 @@ def goes_on(work, name, script, *layout):
 
 
 def slow(*values):
-    """What is one more combination of what `make test` tries: `make test-all`, and over 100 steps `make 3d`."""
+    """What is one more combination of what `make test` tries: `make test-all`, and over 100 steps
+    `make 3d`."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -91,7 +101,9 @@ def pipeline(work, one_rank):
         assert largest(work, "one", name) <= 1e-5
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2), *map(slow, [(2, 1, 2), (2, 2, 1), (1, 1, 2), (1, 2, 2)])])
+@pytest.mark.parametrize(
+    "layout", [(1, 1, 1), (2, 2, 2), *map(slow, [(2, 1, 2), (2, 2, 1), (1, 1, 2), (1, 2, 2)])]
+)
 def test_pipeline_goes_on(work, pipeline, layout):
     """On the same layout to the bit."""
     assert goes_on(work, "three", train_3d, *layout) <= (0.0 if layout == (2, 2, 2) else 1e-5)
@@ -112,7 +124,12 @@ def test_more_stages(work):
 
 def test_a_stage_without_a_parameter_group(work, pipeline, tmp_path):
     """DeepSpeed's loader would give the one group of such a stage's state to another: refused."""
-    lists = {"param_shapes", "single_partition_of_fp32_groups", "group_paddings", "param_slice_mappings"}
+    lists = {
+        "param_shapes",
+        "single_partition_of_fp32_groups",
+        "group_paddings",
+        "param_slice_mappings",
+    }
     lists |= {"param_groups"}
 
     def drop_one(state):
@@ -129,7 +146,11 @@ def test_a_stage_without_a_parameter_group(work, pipeline, tmp_path):
 
 @pytest.mark.slow
 def test_pipeline_in_bf16(work):
-    for name, layout, resume in (("bf", (2, 2, 1), ()), ("bf_same", (2, 2, 1), RESUME), ("bf_1", (1, 1, 1), RESUME)):
+    for name, layout, resume in (
+        ("bf", (2, 2, 1), ()),
+        ("bf_same", (2, 2, 1), RESUME),
+        ("bf_1", (1, 1, 1), RESUME),
+    ):
         train_3d(work, *layout, name, "--dtype", "bf16", "--checkpoint_dir", "bf", *resume)
     assert largest(work, "bf", "bf_same") == 0.0
     assert 0 < max(compare(work, "bf", "bf_1").values()) <= 1e-2
@@ -141,11 +162,15 @@ def test_bit_equal_to_deepspeed(work, pipeline, tmp_path):
 
 
 def test_weights_cut_in_another_way_are_seen(work, pipeline, tmp_path):
-    """The control: the same checkpoint, with the shards of the row-parallel weights put together as columns are. It
-    loads without an error."""
+    """The control: the same checkpoint, with the shards of the row-parallel weights put together as
+    columns are. It loads without an error."""
     shutil.copytree(work / "three" / "global_step2", tmp_path / "c" / "global_step2")
     nothing = {"parameter_with_row_parallelism_patterns": []}
-    edit(tmp_path / "c", "*/mp_rank_*", lambda state: state["universal_checkpoint_info"].update(nothing))
+    edit(
+        tmp_path / "c",
+        "*/mp_rank_*",
+        lambda state: state["universal_checkpoint_info"].update(nothing),
+    )
     train_3d(work, 1, 1, 1, "wrong", *RESUME, "--checkpoint_dir", tmp_path / "c")
     assert max(compare(work, "three", "wrong").values()) > 1e-2
 
@@ -159,7 +184,9 @@ def test_names_of_a_pipeline_are_others(work, pipeline, script, name):
 
 def test_tensorboard(work, pipeline):
     """--tensorboard writes the same losses as the log, in float32."""
-    board = EventAccumulator(str(next((work / "runs" / "flat").rglob("*tfevents*"))), {"scalars": 0}).Reload()
+    board = EventAccumulator(
+        str(next((work / "runs" / "flat").rglob("*tfevents*"))), {"scalars": 0}
+    ).Reload()
     for column, losses in read_log(work, "flat").items():
         events = {event.step: event.value for event in board.Scalars(column)}
         assert len(losses) == {"loss": 4, "val_loss": 2}[column]

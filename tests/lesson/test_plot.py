@@ -15,7 +15,9 @@ def write(path, losses, val=None):
     with open(path, "w") as file:
         file.write("step,loss,val_loss,lr,grad_norm,loss_scale,tokens_per_second,seconds,layout\n")
         for step, loss in losses.items():
-            file.write(f"{step},{loss!r},{(val or {}).get(step, '')},0.1,1.0,1.0,100.0,0.5,8 x 2 x 3\n")
+            file.write(
+                f"{step},{loss!r},{(val or {}).get(step, '')},0.1,1.0,1.0,100.0,0.5,8 x 2 x 3\n"
+            )
 
 
 def plot(folder, *arguments):
@@ -35,7 +37,11 @@ def plot(folder, *arguments):
 def logs(tmp_path):
     write(tmp_path / "base.csv", {s: 5.0 - 0.25 * s for s in range(1, 11)}, {10: 2.75})
     write(tmp_path / "same.csv", {s: 5.0 - 0.25 * s for s in range(6, 11)}, {10: 2.75})
-    write(tmp_path / "off.csv", {s: 5.0 - 0.25 * s + (2.0**-10 if s >= 8 else 0) for s in range(6, 11)}, {10: 3.0})
+    write(
+        tmp_path / "off.csv",
+        {s: 5.0 - 0.25 * s + (2.0**-10 if s >= 8 else 0) for s in range(6, 11)},
+        {10: 3.0},
+    )
     return tmp_path
 
 
@@ -65,13 +71,20 @@ def test_tolerance(logs):
     for run, tolerance, code, words in (
         ("same.csv", 0, 0, "PASS: 0.0e+00 <= 0\n"),
         ("again/base.csv", 0, 0, "PASS: 0.0e+00 <= 0\n"),
-        ("off.csv", 1e-4, 1, "plot.py: off differs by 9.8e-04 at step 8 (training), more than 0.0001\n"),
+        (
+            "off.csv",
+            1e-4,
+            1,
+            "plot.py: off differs by 9.8e-04 at step 8 (training), more than 0.0001\n",
+        ),
         ("short.csv", 0, 1, "plot.py: the runs end at different steps: {'base': 10, 'short': 8}\n"),
         ("nan.csv", 1e9, 1, "plot.py: nan differs by inf at step 6 (training), more than 1e+09\n"),
     ):
         result = plot(logs, "base.csv", run, "--tolerance", tolerance)
         assert (
-            result.code == code and (result.err or result.out).endswith(words) and ("PASS" in result.out) == (not code)
+            result.code == code
+            and (result.err or result.out).endswith(words)
+            and ("PASS" in result.out) == (not code)
         )
 
 
@@ -82,7 +95,11 @@ BAD = [None, "", "a,b\n1,2\n", "step,loss,val_loss\n", "step,loss,val_loss\n1,x,
     "names, content, words",
     [
         *((["base.csv", "bad.csv"], content, "bad.csv") for content in BAD),
-        (["base.csv", "bad.csv"], "step,loss,val_loss\n20,1.0,\n", "bad has no step in common with base"),
+        (
+            ["base.csv", "bad.csv"],
+            "step,loss,val_loss\n20,1.0,\n",
+            "bad has no step in common with base",
+        ),
         (["base.csv"], None, "name two different logs, or more"),
         (["base.csv", "same.csv", "base.csv"], None, "name two different logs, or more"),
     ],
@@ -96,7 +113,10 @@ def test_refused(logs, names, content, words):
 
 def test_zero_is_drawn_at_zero():
     """A log axis has no place for zero; the axis of the differences has."""
-    runs = {"a": {"loss": {1: 2.0, 2: 1.0}, "val_loss": {}}, "b": {"loss": {1: 2.0, 2: 1.001}, "val_loss": {}}}
+    runs = {
+        "a": {"loss": {1: 2.0, 2: 1.0}, "val_loss": {}},
+        "b": {"loss": {1: 2.0, 2: 1.001}, "val_loss": {}},
+    }
     below = script.draw(runs, [script.differences(*runs.values(), "loss")]).axes[1]
     assert list(below.lines[0].get_ydata()) == pytest.approx([0.0, 0.001])
     low, high = below.get_ylim()
@@ -107,7 +127,10 @@ def test_legend():
     """In words: what a run did, and its name only where two did the same."""
 
     def legend(**layouts):
-        runs = {name: {"loss": {first: 1.0}, "layout": layout} for name, (first, layout) in layouts.items()}
+        runs = {
+            name: {"loss": {first: 1.0}, "layout": layout}
+            for name, (first, layout) in layouts.items()
+        }
         return list(script.in_words(runs))
 
     words = ["4 ranks, uninterrupted", "resumed on 4 ranks", "resumed on 1 rank"]

@@ -1,4 +1,5 @@
-"""A user's mistake: one clear line on standard error from one rank, exit code 2, and nothing written or lost."""
+"""A user's mistake: one clear line on standard error from one rank, exit code 2, and nothing
+written or lost."""
 
 from pathlib import Path
 
@@ -10,19 +11,22 @@ from helpers import refused
 import data
 import train
 import universal
-from harness.ranks import launch, run
+from measure.ranks import launch, run
 
 
 @pytest.fixture
 def refusal(tmp_path, monkeypatch):
-    """refusal(script, ranks, arguments): what rank 0 says of them before it makes an engine; in this process."""
+    """refusal(script, ranks, arguments): what rank 0 says of them before it makes an engine; in
+    this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(universal, "install", lambda: None)
     monkeypatch.setattr(deepspeed, "init_distributed", lambda: None)
     monkeypatch.setattr(deepspeed.accelerator.get_accelerator(), "is_fp16_supported", lambda: False)
     monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(data.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(data.dist, "all_gather_object", lambda found, mine: found.__setitem__(slice(2), [mine] * 2))
+    monkeypatch.setattr(
+        data.dist, "all_gather_object", lambda found, mine: found.__setitem__(slice(2), [mine] * 2)
+    )
     monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("not refused"))
     return lambda script, ranks, arguments: refused(monkeypatch, script, ranks, arguments.split())
 
@@ -30,8 +34,16 @@ def refusal(tmp_path, monkeypatch):
 TP, PP, SP = "--tensor_parallel", "--pipeline_parallel", "--sequence_parallel"
 REFUSED = {
     "train.py": [
-        (0, "", "start it with a launcher: deepspeed --num_gpus 4 train.py, or torchrun --nproc-per-node 4 train.py"),
-        (3, "", "micro-batches of 64 on 3 ranks; the nearest that do: --train_batch_size 192 or 384;"),
+        (
+            0,
+            "",
+            "start it with a launcher: deepspeed --num_gpus 4 train.py, or torchrun --nproc-per-node 4 train.py",
+        ),
+        (
+            3,
+            "",
+            "micro-batches of 64 on 3 ranks; the nearest that do: --train_batch_size 192 or 384;",
+        ),
         (6, "--train_micro_batch_size_per_gpu 8", "--train_batch_size 240 or 288;"),
         (2, "--n_head 5", "--n_embd 64 does not divide into --n_head 5 heads"),
         (2, "--steps 0", "--steps: must be at least 1, not 0"),
@@ -44,7 +56,11 @@ REFUSED = {
     ],
     "train_elastic.py": [
         (2, "--elastic --resume", "leave out --resume"),
-        (2, "--elastic --train_micro_batch_size_per_gpu 7", "none of 1 to 2 ranks trains micro-batches of 7"),
+        (
+            2,
+            "--elastic --train_micro_batch_size_per_gpu 7",
+            "none of 1 to 2 ranks trains micro-batches of 7",
+        ),
         (2, "--mirror 1", "--mirror is for --elastic"),
         (2, "--exact --dtype bf16", "--exact needs --dtype fp32: sums in bf16 have too few bits"),
         (2, "--exact --offload", "--exact does not go with --offload"),
@@ -52,7 +68,11 @@ REFUSED = {
     "train_tp_sp.py": [
         (3, f"{TP} 3", f"--n_head 4 does not divide by {TP} 3 x {SP} 1"),
         (2, f"{SP} 2 --seq_len 15", f"--seq_len 15 does not divide by {SP} 2"),
-        (2, f"{TP} 4 --elastic", "none of 1 to 2 ranks trains micro-batches of 64, 4 ranks to each"),
+        (
+            2,
+            f"{TP} 4 --elastic",
+            "none of 1 to 2 ranks trains micro-batches of 64, 4 ranks to each",
+        ),
     ],
     "train_3d.py": [
         (3, f"{PP} 2", "3 ranks do not divide by 2"),
@@ -64,7 +84,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    "script, ranks, arguments, words", [(script, *row) for script in REFUSED for row in REFUSED[script]]
+    "script, ranks, arguments, words",
+    [(script, *row) for script in REFUSED for row in REFUSED[script]],
 )
 def test_argument(refusal, script, ranks, arguments, words):
     Path("short.txt").write_text("too short to cut a tenth off it")
@@ -83,8 +104,13 @@ def test_another_run(refusal, change):
     _, run_before = data.load_run(train.arguments().parse_args([]))
     Path("c/tag").mkdir(parents=True)
     torch.save({"run": run_before}, "c/tag/mp_rank_00_model_states.pt")
-    line = refusal("train.py", 2, f"--resume --checkpoint_dir c --checkpoint_tag tag --{name} {value}")
-    assert f"{name} is {run_before[name]} in c/tag and " in line and "here: the loss would not go on alike" in line
+    line = refusal(
+        "train.py", 2, f"--resume --checkpoint_dir c --checkpoint_tag tag --{name} {value}"
+    )
+    assert (
+        f"{name} is {run_before[name]} in c/tag and " in line
+        and "here: the loss would not go on alike" in line
+    )
     assert name == "data" or f"{value} here" in line
 
 
@@ -101,19 +127,38 @@ def test_machines_with_different_text(refusal, monkeypatch):
     assert "--data is not the same on all machines: " in refusal("train.py", 2, "")
 
 
-SIZE = ("--n_embd", 32, "--seq_len", 16, "--train_batch_size", 24, "--train_micro_batch_size_per_gpu", 6, "--steps", 2)
+SIZE = (
+    "--n_embd",
+    32,
+    "--seq_len",
+    16,
+    "--train_batch_size",
+    24,
+    "--train_micro_batch_size_per_gpu",
+    6,
+    "--steps",
+    2,
+)
 
 
 def everything(folder):
-    return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*") if p.is_file() and p.name[0] != "."}
+    return {
+        p: (p.stat().st_mtime_ns, p.stat().st_size)
+        for p in folder.rglob("*")
+        if p.is_file() and p.name[0] != "."
+    }
 
 
 def test_one_rank_speaks(work):
-    """All ranks have the same complaint, and rank 0 tells it; whatever was written before is as it was."""
+    """All ranks have the same complaint, and rank 0 tells it; whatever was written before is as it
+    was."""
     run(work, 2, "train.py", *SIZE, "--checkpoint_dir", "c", "--checkpoint_interval", 2)
     before = everything(work)
     for arguments, words in (
-        (("--seed", 1), "seed is 1337 in c/global_step2 and 1 here"),  # which tag, the loader finds out
+        (
+            ("--seed", 1),
+            "seed is 1337 in c/global_step2 and 1 here",
+        ),  # which tag, the loader finds out
         (("--checkpoint_tag", "no"), "c/no does not exist; in c there is: global_step2"),
         (("--checkpoint_dir", "nowhere"), "nowhere has no such checkpoint"),
     ):

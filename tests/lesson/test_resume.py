@@ -1,5 +1,6 @@
-"""The loss does not notice a resume: at the same number of ranks not by a bit, at another by the last digits. And the
-comparison can fail: every way of getting it wrong that we know of is tried, and seen."""
+"""The loss does not notice a resume: at the same number of ranks not by a bit, at another by the
+last digits. And the comparison can fail: every way of getting it wrong that we know of is tried,
+and seen."""
 
 import functools
 import os
@@ -13,9 +14,17 @@ from helpers import each_row_once, edit, fp16_is, record_rows, steps
 import data
 import model
 import universal
-from harness.ranks import compare, launch, read_log, run
+from measure.ranks import compare, launch, read_log, run
 
-SIZE = ("--n_embd", 32, "--seq_len", 16, "--train_batch_size", 24, "--train_micro_batch_size_per_gpu")
+SIZE = (
+    "--n_embd",
+    32,
+    "--seq_len",
+    16,
+    "--train_batch_size",
+    24,
+    "--train_micro_batch_size_per_gpu",
+)
 
 
 def slow(*values):
@@ -24,7 +33,9 @@ def slow(*values):
 
 SHORT = [(1, "fp32", 20), (2, "bf16", 20), (3, "fp32", 20)]
 LONG = [(stage, dtype, 200) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
-RUNS = pytest.mark.parametrize("kind", [*SHORT, *map(slow, LONG)], ids=lambda kind: "-".join(map(str, kind)))
+RUNS = pytest.mark.parametrize(
+    "kind", [*SHORT, *map(slow, LONG)], ids=lambda kind: "-".join(map(str, kind))
+)
 
 
 def as_on_a_gpu():
@@ -33,32 +44,68 @@ def as_on_a_gpu():
 
 @pytest.fixture(scope="module")
 def saved(work):
-    """saved(stage, dtype, steps): a run on 4 ranks, with a checkpoint after half of the steps; that one, converted.
-    Returns (the run's name, its flags). What ZeRO-2 saves says that it was on a GPU."""
+    """saved(stage, dtype, steps): a run on 4 ranks, with a checkpoint after half of the steps; that
+    one, converted. Returns (the run's name, its flags). What ZeRO-2 saves says that it was on a
+    GPU."""
 
     @functools.cache
     def train(stage, dtype, steps):
         name = f"zero{stage}_{dtype}_{steps}"
-        micro = 6 if stage == 3 else 2  # as small that 3 and 6 ranks divide the batch; at ZeRO-3 that takes its time
-        flags = (*SIZE, micro, "--zero_stage", stage, "--dtype", dtype, "--steps", steps, "--checkpoint_dir", name)
+        micro = (
+            6 if stage == 3 else 2
+        )  # as small that 3 and 6 ranks divide the batch; at ZeRO-3 that takes its time
+        flags = (
+            *SIZE,
+            micro,
+            "--zero_stage",
+            stage,
+            "--dtype",
+            dtype,
+            "--steps",
+            steps,
+            "--checkpoint_dir",
+            name,
+        )
         patch = as_on_a_gpu if stage == 2 else record_rows(name)
-        run(work, 4, "train.py", *flags, "--run_name", name, "--checkpoint_interval", steps // 2, patch=patch)
+        run(
+            work,
+            4,
+            "train.py",
+            *flags,
+            "--run_name",
+            name,
+            "--checkpoint_interval",
+            steps // 2,
+            patch=patch,
+        )
         tag = work / name / f"global_step{steps // 2}"
         universal.convert(tag, f"{tag}_universal")
-        return name, (*flags, "--checkpoint_interval", 1000, "--resume", "--checkpoint_tag", tag.name)
+        return name, (
+            *flags,
+            "--checkpoint_interval",
+            1000,
+            "--resume",
+            "--checkpoint_tag",
+            tag.name,
+        )
 
     return lambda stage, dtype="fp32", steps=20: train(stage, dtype, steps)
 
 
 @pytest.fixture(scope="module")
 def halved(work, saved):
-    """halved(stage, dtype, steps): the ZeRO checkpoint of 4 ranks on 2. Returns (run, resumed run, what it prints)."""
+    """halved(stage, dtype, steps): the ZeRO checkpoint of 4 ranks on 2. Returns (run, resumed run,
+    what it prints)."""
 
     @functools.cache
     def resume(*kind):
         name, flags = saved(*kind)
         resumed = f"{name}_2"
-        return name, resumed, run(work, 2, "train.py", *flags, "--run_name", resumed, patch=record_rows(resumed))
+        return (
+            name,
+            resumed,
+            run(work, 2, "train.py", *flags, "--run_name", resumed, patch=record_rows(resumed)),
+        )
 
     return resume
 
@@ -76,7 +123,8 @@ def assert_identical(work, name, resumed, steps):
 
 @RUNS
 def test_same_ranks_zero_checkpoint(work, saved, kind):
-    """A ZeRO checkpoint on as many ranks as wrote it: every step after it is the same, every bit."""
+    """A ZeRO checkpoint on as many ranks as wrote it: every step after it is the same, every
+    bit."""
     name, flags = saved(*kind)
     out = run(work, 4, "train.py", *flags, "--run_name", f"{name}_4")
     assert f"resumed from {name}/{flags[-1]}: optimizer at step {kind[2] // 2}" in out
@@ -95,7 +143,10 @@ def test_same_ranks_universal_checkpoint(work, saved, kind):
 def test_half_the_ranks(work, halved, kind):
     """The ZeRO checkpoint of 4 ranks on 2, without a conversion: 1e-5 in fp32, 1e-2 in bf16."""
     name, resumed, out = halved(*kind)
-    assert f"24 = {'6 per rank x 2' if kind[0] == 3 else '2 per rank x 6'} accumulation steps x 2 ranks" in out
+    assert (
+        f"24 = {'6 per rank x 2' if kind[0] == 3 else '2 per rank x 6'} accumulation steps x 2 ranks"
+        in out
+    )
     for column in ("loss", "val_loss"):
         gaps = compare(work, name, resumed, column)
         assert max(gaps) == kind[2] and max(gaps.values()) <= (1e-5 if "fp32" in name else 1e-2)
@@ -105,12 +156,18 @@ def test_half_the_ranks(work, halved, kind):
 
 
 CHANGES = [(3, 3, 2, as_universal), (3, 1, 2, tuple), (1, 1, 12, tuple), (1, 2, 3, tuple)]
-CHANGES = [(1, 3, 3, tuple), (1, 2, 6, tuple), (3, 1, 2, as_universal), *(slow(*change) for change in CHANGES)]
+CHANGES = [
+    (1, 3, 3, tuple),
+    (1, 2, 6, tuple),
+    (3, 1, 2, as_universal),
+    *(slow(*change) for change in CHANGES),
+]
 
 
 @pytest.mark.parametrize("before, after, ranks, how", CHANGES)
 def test_any_ranks_at_any_stage(work, saved, before, after, ranks, how):
-    """Fewer and more ranks, dividing or not, and another ZeRO stage in one step; also from a universal checkpoint."""
+    """Fewer and more ranks, dividing or not, and another ZeRO stage in one step; also from a
+    universal checkpoint."""
     name, flags = saved(before)
     resumed = f"{name}_on_{ranks}_zero{after}"
     run(work, ranks, "train.py", *how(flags), "--zero_stage", after, "--run_name", resumed)
@@ -120,30 +177,69 @@ def test_any_ranks_at_any_stage(work, saved, before, after, ranks, how):
 
 @pytest.mark.parametrize("stage", [3, slow(1), slow(2)])
 def test_offload(work, stage):
-    """With the optimizer, at ZeRO-3 the parameters too, in CPU memory; without a tag, the newest is taken."""
+    """With the optimizer, at ZeRO-3 the parameters too, in CPU memory; without a tag, the newest is
+    taken."""
     name = f"offload{stage}"
     flags = (*SIZE, 12, "--offload", "--zero_stage", stage, "--steps", 8, "--checkpoint_dir", name)
     run(work, 2, "train.py", *flags, "--run_name", name, "--checkpoint_interval", 3)
-    run(work, 1, "train.py", *flags, "--run_name", f"{name}_1", "--checkpoint_interval", 1000, "--resume")
+    run(
+        work,
+        1,
+        "train.py",
+        *flags,
+        "--run_name",
+        f"{name}_1",
+        "--checkpoint_interval",
+        1000,
+        "--resume",
+    )
     gaps = compare(work, name, f"{name}_1")
     assert list(gaps) == [7, 8] and max(gaps.values()) <= 1e-5
 
 
 def fp16_on_cpu():
-    """Take the device check away, and start from a loss scale that overflows and later grows again."""
+    """Take the device check away, and start from a loss scale that overflows and later grows
+    again."""
     import deepspeed
 
     fp16_is(True)()
-    initialize, scaling = deepspeed.initialize, {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 8}
-    deepspeed.initialize = lambda config, **rest: initialize(config=config | {"fp16": config["fp16"] | scaling}, **rest)
+    initialize, scaling = (
+        deepspeed.initialize,
+        {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 8},
+    )
+    deepspeed.initialize = lambda config, **rest: initialize(
+        config=config | {"fp16": config["fp16"] | scaling}, **rest
+    )
 
 
 @pytest.mark.parametrize("stage", [1, slow(3)])
 def test_fp16_loss_scale(work, stage):
-    """The dynamic loss scale goes on where it was, and the optimizer's count stays behind by the skipped steps."""
+    """The dynamic loss scale goes on where it was, and the optimizer's count stays behind by the
+    skipped steps."""
     name = f"fp16_{stage}"
-    flags = (*SIZE, 6, "--dtype", "fp16", "--zero_stage", stage, "--steps", 30, "--checkpoint_dir", name)
-    run(work, 2, "train.py", *flags, "--run_name", name, "--checkpoint_interval", 20, patch=fp16_on_cpu)
+    flags = (
+        *SIZE,
+        6,
+        "--dtype",
+        "fp16",
+        "--zero_stage",
+        stage,
+        "--steps",
+        30,
+        "--checkpoint_dir",
+        name,
+    )
+    run(
+        work,
+        2,
+        "train.py",
+        *flags,
+        "--run_name",
+        name,
+        "--checkpoint_interval",
+        20,
+        patch=fp16_on_cpu,
+    )
     resume = ("--resume", "--checkpoint_tag", "global_step20", "--run_name", f"{name}_2")
     out = run(work, 2, "train.py", *flags, *resume, patch=fp16_on_cpu)
     assert "optimizer at step" in out and "optimizer at step 20" not in out
@@ -154,10 +250,16 @@ def test_fp16_loss_scale(work, stage):
 
 
 def test_log_goes_on_under_the_same_name(tmp_path, monkeypatch):
-    """A run resumed under its own name keeps its rows up to there, but for half a row that a killed run has left: "1"
-    of a row of step 13 is no row of step 1."""
+    """A run resumed under its own name keeps its rows up to there, but for half a row that a killed
+    run has left: "1" of a row of step 13 is no row of step 1."""
     monkeypatch.chdir(tmp_path)
-    row = {"lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 1.0, "seconds": 1.0, "layout": "2 x 3 x 4"}
+    row = {
+        "lr": 0.1,
+        "grad_norm": 1.0,
+        "tokens_per_second": 1.0,
+        "seconds": 1.0,
+        "layout": "2 x 3 x 4",
+    }
     log = data.Log("same")
     for step in range(1, 6):
         log.write(step=step, loss=1 / step, **row)
@@ -176,7 +278,8 @@ def test_log_goes_on_under_the_same_name(tmp_path, monkeypatch):
 
 
 def test_every_sequence_once(work, halved):
-    """Over ranks and micro-batches, the model sees the global batch of each step: each row once, none twice."""
+    """Over ranks and micro-batches, the model sees the global batch of each step: each row once,
+    none twice."""
     name, resumed, _ = halved(1, "fp32", 20)
     assert each_row_once(work, name, 4, range(1, 21), 24, 16)
     assert each_row_once(work, resumed, 2, range(11, 21), 24, 16)
@@ -199,21 +302,28 @@ def off_by_one():
 
 def data_by_rank_count():
     batch = data.global_batch
-    data.global_batch = lambda text, seed, *rest: batch(text, seed + int(os.environ["WORLD_SIZE"]), *rest)
+    data.global_batch = lambda text, seed, *rest: batch(
+        text, seed + int(os.environ["WORLD_SIZE"]), *rest
+    )
 
 
 def dropout_by_rank():
     derive = model.derive_seed
-    model.derive_seed = lambda *key: derive(*key[:2], os.environ["RANK"], *key[3:]) if len(key) == 5 else derive(*key)
+    model.derive_seed = lambda *key: (
+        derive(*key[:2], os.environ["RANK"], *key[3:]) if len(key) == 5 else derive(*key)
+    )
 
 
 def half_the_accumulation():
-    """2 ranks with the accumulation steps of 4 take half the batch. train.py refuses; made to go on, it is off."""
+    """2 ranks with the accumulation steps of 4 take half the batch. train.py refuses; made to go
+    on, it is off."""
     sys.argv += ["--train_batch_size", "12"]
     data.check_run = lambda *_: None
 
 
-@pytest.mark.parametrize("mistake", [off_by_one, data_by_rank_count, dropout_by_rank, half_the_accumulation])
+@pytest.mark.parametrize(
+    "mistake", [off_by_one, data_by_rank_count, dropout_by_rank, half_the_accumulation]
+)
 def test_mistake_is_seen(work, saved, mistake):
     name, flags = saved(1)
     ranks = 2 if mistake is half_the_accumulation else 1
@@ -227,13 +337,23 @@ def test_lost_moment_is_seen(work, saved):
     shutil.copytree(work / name, work / "broken")
     moment = "global_step10_universal/zero/blocks.0.up.weight/exp_avg.pt"
     edit(work / "broken", moment, lambda content: content["param"].zero_())
-    run(work, 1, "train.py", *as_universal(flags), "--checkpoint_dir", "broken", "--run_name", "no_moment")
+    run(
+        work,
+        1,
+        "train.py",
+        *as_universal(flags),
+        "--checkpoint_dir",
+        "broken",
+        "--run_name",
+        "no_moment",
+    )
     gaps = compare(work, name, "no_moment")
     assert gaps[11] <= 1e-6 and max(gaps.values()) > 1e-4
 
 
 def test_deepspeed_alone(work, saved):
-    """--stock: DeepSpeed refuses other ranks; its universal loader, at ZeRO-3, goes on with another loss."""
+    """--stock: DeepSpeed refuses other ranks; its universal loader, at ZeRO-3, goes on with another
+    loss."""
     name, flags = saved(3)
     refused = launch(work, 2, "train.py", *flags, "--stock", "--run_name", "refused", grace=20)
     assert "world size of 4 but the current world size is 2" in refused.errors

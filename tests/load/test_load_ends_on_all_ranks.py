@@ -1,16 +1,21 @@
-"""What keeps load_checkpoint() from going on is one line, the same on all ranks, and soon: no rank waits for ever."""
+"""What keeps load_checkpoint() from going on is one line, the same on all ranks, and soon: no rank
+waits for ever."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
+from helpers import flip
+from toy import begin, make
 
 import universal
-from harness.ranks import launch, run
-from universal import loader
+from measure.ranks import launch, run
+from universal import loader, reader, reshard
 
 SCRIPT = "tests/ranks/damage.py"
 
@@ -45,11 +50,12 @@ def test_machines_without_a_shared_folder(saved):
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_vanishes(saved, by):
-    """The others end at once when it dies, and after the time that is set when it is stopped; rank 0 names it."""
+    """The others end at once when it dies, and after the time that is set when it is stopped; rank
+    0 names it."""
     (saved / "options.json").write_text(json.dumps({"timeout": 3}))
 
     def patch():
-        rank, fill, load = os.environ["RANK"], loader.Reader.fill, universal.load_checkpoint
+        rank, fill, load = os.environ["RANK"], reader.Reader.fill, universal.load_checkpoint
 
         def vanish(*args):
             if rank == "1":
@@ -63,7 +69,7 @@ def test_a_rank_that_vanishes(saved, by):
                 Path(f"told.{rank}.json").write_text(json.dumps({"error": str(error)}))
                 os._exit(1)
 
-        loader.Reader.fill, universal.load_checkpoint = vanish, leave
+        reader.Reader.fill, universal.load_checkpoint = vanish, leave
 
     began = time.monotonic()
     launch(saved, 3, SCRIPT, 1, ".", patch=patch, limit=20, grace=3)
@@ -72,11 +78,62 @@ def test_a_rank_that_vanishes(saved, by):
     assert "a rank does not answer" in last and "Rank 1 failed" in first, (first, last)
 
 
+def resume():
+    """What a job does that restarts without a tag: "later" is the newest checkpoint, "t" an older
+    one."""
+    begin()
+    with open(f"said.{os.environ['RANK']}", "w") as said, contextlib.redirect_stdout(said):
+        path, client_state = universal.load_checkpoint(make(1), ".", timeout=30)
+        print(f"step {client_state['step']}")
+
+
+@pytest.mark.parametrize("function", ["read_states", "assemble"])
+def test_our_own_bug_is_no_damage(saved, function):
+    """It ends the job with its own traceback, though the older checkpoint would load."""
+
+    def patch():
+        good = getattr(reshard, function)
+
+        def bad(*args):
+            setattr(reshard, function, good)
+            return {}["planted"] if os.environ["RANK"] == "1" else good(*args)
+
+        setattr(reshard, function, bad)
+
+    result = launch(saved, 2, resume, patch=patch, grace=10)
+    assert set(result.codes.values()) == {1}, result
+    assert (
+        result.errors.count("\nKeyError: 'planted'") == 1
+        and 'return {}["planted"]' in result.errors
+    )
+    assert (
+        result.errors.count("RankFailed: KeyError: 'planted'") == 2
+    )  # the other rank says the same
+    assert "passed over" not in (saved / "said.0").read_text()
+
+
+def test_a_damaged_shard_is_passed_over(saved, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved, folder)
+    flip(next(folder.glob("later/*zero_pp_rank_1_*optim_states.pt")))
+    run(folder, 2, resume)
+    said = (folder / "said.0").read_text()
+    assert "later is not whole, and is passed over: " in said and "is damaged" in said
+    assert said.endswith("step 2\n")
+
+
 def test_what_it_needs(monkeypatch):
-    """A DeepSpeed that is too old, and a second copy of the package, are each one line before anything is read."""
+    """A DeepSpeed that is too old, and a second copy of the package, are each one line before
+    anything is read."""
     monkeypatch.setattr(loader.deepspeed, "__version__", "0.15.4+cpu")
-    with pytest.raises(universal.CheckpointError, match=r"needs DeepSpeed 0\.16\.4 or newer, and finds 0\.15\.4"):
+    with pytest.raises(
+        universal.CheckpointError, match=r"needs DeepSpeed 0\.16\.4 or newer, and finds 0\.15\.4"
+    ):
         universal.load_checkpoint(None, "nowhere")
-    monkeypatch.setattr(loader.deepspeed.DeepSpeedEngine, "universal", "/elsewhere/loader.py", raising=False)
-    with pytest.raises(universal.CheckpointError, match="two copies of universal: /elsewhere/loader.py is"):
+    monkeypatch.setattr(
+        loader.deepspeed.DeepSpeedEngine, "universal", "/elsewhere/loader.py", raising=False
+    )
+    with pytest.raises(
+        universal.CheckpointError, match="two copies of universal: /elsewhere/loader.py is"
+    ):
         universal.install()

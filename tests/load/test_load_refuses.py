@@ -1,6 +1,7 @@
-"""Checkpoints damaged in 126 ways, at ZeRO 1 and 3, on the ranks that saved them and on others: load_checkpoint()
-restores just what was saved, or raises one CheckpointError, the same on all ranks, within seconds. Which of the two is
-written down for every damage: a loader that refuses what is whole fails, and so does one that takes what is not."""
+"""Checkpoints damaged in 126 ways, at ZeRO 1 and 3, on the ranks that saved them and on others:
+load_checkpoint() restores just what was saved, or raises one CheckpointError, the same on all
+ranks, within seconds. Which of the two is written down for every damage: a loader that refuses what
+is whole fails, and so does one that takes what is not."""
 
 import functools
 import json
@@ -17,16 +18,17 @@ import torch
 from helpers import edit, flip, load, records, with_bit_flipped
 
 import universal
-from harness.ranks import run
+from measure.ranks import run
 
 SCRIPT = "tests/ranks/damage.py"
 DAMAGES = {}
 
 
 class Damage(NamedTuple):
-    """change: what to do to a folder that holds the checkpoints "t" and "later". outcome: by ZeRO stage, "loads",
-    "refused", "either", or "unknowable", where nothing in the files tells it from a checkpoint that is right. says: a
-    part of the line of the refusal, or of what is said while it loads. taken: the tag that is loaded, if one is."""
+    """change: what to do to a folder that holds the checkpoints "t" and "later". outcome: by ZeRO
+    stage, "loads", "refused", "either", or "unknowable", where nothing in the files tells it from a
+    checkpoint that is right. says: a part of the line of the refusal, or of what is said while it
+    loads. taken: the tag that is loaded, if one is."""
 
     change: object
     outcome: dict
@@ -39,7 +41,9 @@ def damage(outcome, at_3=None, says="", taken="t", why=""):
     assert ("either" in (outcome, at_3)) == bool(why)
 
     def keep(change, name=None):
-        DAMAGES[name or change.__name__] = Damage(change, {1: outcome, 3: at_3 or outcome}, says, taken)
+        DAMAGES[name or change.__name__] = Damage(
+            change, {1: outcome, 3: at_3 or outcome}, says, taken
+        )
         return change
 
     return keep
@@ -117,9 +121,16 @@ def shard_in_the_old_format(folder):
     torch.save(load(shard(folder, 1)), shard(folder, 1), _use_new_zipfile_serialization=False)
 
 
-may_belong = damage("either", why="it may belong to the checkpoint, as the shards of experts do, or not")
-may_belong(lambda folder: (folder / "t" / "other_optim_states.pt").write_text("x"), "another_optimizer_file")
-makes_none = damage("either", why="zero/ is what tells a universal checkpoint, and nobody makes an empty one")
+may_belong = damage(
+    "either", why="it may belong to the checkpoint, as the shards of experts do, or not"
+)
+may_belong(
+    lambda folder: (folder / "t" / "other_optim_states.pt").write_text("x"),
+    "another_optimizer_file",
+)
+makes_none = damage(
+    "either", why="zero/ is what tells a universal checkpoint, and nobody makes an empty one"
+)
 makes_none(lambda folder: (folder / "t" / "zero").mkdir(), "empty_zero_folder")
 no_checkpoint = "does not hold what a ZeRO checkpoint does"
 harmed("model_is_a_list", "models", lambda path: torch.save([1], path), no_checkpoint)
@@ -139,7 +150,11 @@ bit_of("the_step", "first_shard", number=0, at=0)
 bit_of("a_pickle", "shard", "data.pkl")
 bit_of("a_models_pickle", "model", "data.pkl", at=0.3)
 bit_of("the_last_models_pickle", "last_model", "data.pkl", at=0.7)
-harmed("bits_of_all_in_a_model", "model", lambda path: [flip(path, record, 0) for record in records(path)])
+harmed(
+    "bits_of_all_in_a_model",
+    "model",
+    lambda path: [flip(path, record, 0) for record in records(path)],
+)
 
 
 @damage("either", "refused", why="at ZeRO-1 it is a weight, which is read from the shards")
@@ -196,7 +211,8 @@ def models_of_another_step(folder):
 
 @damage("refused", says="step")
 def killed_between_models_and_shards(folder):
-    """The save of a later step under the same name, and its models are a minute younger than the shards."""
+    """The save of a later step under the same name, and its models are a minute younger than the
+    shards."""
     models_of_another_step(folder)
     for path in models(folder):
         os.utime(path, (61, 61))
@@ -230,8 +246,16 @@ given("tag_is_a_file", "refused", "does not exist", tag="file")
 given("tag_empty", "refused", tag="")
 given("tag_a_number", "loads", taken="7", move=("t", "7"), tag=7)
 given("tag_with_a_slash", "loads", taken="run/t", move=("t", "run/t"), tag="run/t")
-given("tag_with_a_slash_beside_another", "loads", taken="run/t", move=("later", "run/t"), tag="run/t")
-given("folder_absent", "refused", "nowhere holds no checkpoint that is whole", tag=None, load_dir="nowhere")
+given(
+    "tag_with_a_slash_beside_another", "loads", taken="run/t", move=("later", "run/t"), tag="run/t"
+)
+given(
+    "folder_absent",
+    "refused",
+    "nowhere holds no checkpoint that is whole",
+    tag=None,
+    load_dir="nowhere",
+)
 given("folder_none", "refused", tag=None, load_dir=None)
 
 
@@ -239,7 +263,8 @@ given("folder_none", "refused", tag=None, load_dir=None)
 
 
 def newest(taken, says="", outcome="loads", latest="later", hours=None):
-    """latest: what that file says, if there is one. hours: when "t", "later" and `latest` were written."""
+    """latest: what that file says, if there is one. hours: when "t", "later" and `latest` were
+    written."""
 
     def keep(change, name=None):
         def changed(folder):
@@ -247,7 +272,9 @@ def newest(taken, says="", outcome="loads", latest="later", hours=None):
             if latest is not None:
                 (folder / "latest").write_bytes(latest.encode("latin-1"))
             change(folder)
-            for name, hour in zip(("t/*.pt", "later/*.pt", "latest"), hours or (), strict=bool(hours)):
+            for name, hour in zip(
+                ("t/*.pt", "later/*.pt", "latest"), hours or (), strict=bool(hours)
+            ):
                 for path in folder.glob(name):
                     os.utime(path, (3600 * hour, 3600 * hour))
             option(folder, tag=None)
@@ -292,7 +319,9 @@ def all_half_saved(folder):
 
 
 behind = (1, 2, 1)
-newest("later", "was written after it", latest="t", hours=behind)(nothing, "killed_before_it_wrote_latest")
+newest("later", "was written after it", latest="t", hours=behind)(
+    nothing, "killed_before_it_wrote_latest"
+)
 newest("t", latest="t", hours=(1, 2, 3))(nothing, "somebody_goes_back")
 newest("t", latest="t", hours=(2, 1, 2))(nothing, "the_other_is_of_an_earlier_run")
 gone = "`latest` names nope, which holds no checkpoint"
@@ -300,7 +329,9 @@ newest("later", gone, latest="nope", hours=(1, 2, 3))(nothing, "latest_names_wha
 newest("t", gone, latest="nope", hours=(2, 1, 1))(nothing, "somebody_went_back_and_latest_is_gone")
 
 
-def not_whole(what, harm, says="later is not whole, and is passed over", latest="later", hours=(1, 2, 3)):
+def not_whole(
+    what, harm, says="later is not whole, and is passed over", latest="later", hours=(1, 2, 3)
+):
     newest("t", says, latest=latest, hours=hours)(harm, f"newest_{what}")
 
 
@@ -318,7 +349,9 @@ not_whole("lacks_a_shard", lacks_a_shard)
 not_whole("lacks_a_shard_and_latest_is_behind", lacks_a_shard, latest="t", hours=behind)
 not_whole("has_a_flipped_bit", lambda folder: flip(shard(folder, 1, "later")))
 not_whole("has_flipped_bits_in_its_models", bits_of_its_models, "passed over")
-not_whole("has_a_model_cut_short", lambda folder: cut(models(folder, "later")[-1], -50), "passed over")
+not_whole(
+    "has_a_model_cut_short", lambda folder: cut(models(folder, "later")[-1], -50), "passed over"
+)
 
 
 def neighbour(name, put):
@@ -341,7 +374,9 @@ neighbour("a_text", lambda path: path.write_text("hello"))
 neighbour("a_folder", Path.mkdir)
 neighbour("without_steps", lambda path: torch.save({"global_steps": None}, path))
 neighbour("with_steps_in_words", lambda path: torch.save({"global_steps": "nine"}, path))
-neighbour("old", lambda path: torch.save({"global_steps": 9}, path, _use_new_zipfile_serialization=False))
+neighbour(
+    "old", lambda path: torch.save({"global_steps": 9}, path, _use_new_zipfile_serialization=False)
+)
 neighbour("half_converted", half_converted)
 
 
@@ -350,7 +385,9 @@ neighbour("half_converted", half_converted)
 
 def edited(name, change, outcome, ranks=None, **more):
     """All model states, or the shards of these ranks."""
-    patterns = [f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks or ()] or ["*model_states.pt"]
+    patterns = [f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks or ()] or [
+        "*model_states.pt"
+    ]
 
     def damaged(folder):
         for pattern in patterns:
@@ -364,7 +401,13 @@ def no_optimizer(shard):
 
 
 edited("optimizer_none", no_optimizer, "refused", [0], says="rank_0_mp_rank_00_optim_states.pt")
-edited("optimizer_none_on_rank_1", no_optimizer, "refused", [1], says="rank_1_mp_rank_00_optim_states.pt")
+edited(
+    "optimizer_none_on_rank_1",
+    no_optimizer,
+    "refused",
+    [1],
+    says="rank_1_mp_rank_00_optim_states.pt",
+)
 
 
 def no_second_moment(shard):
@@ -375,7 +418,13 @@ def no_second_moment(shard):
 other_states = "rank_1_mp_rank_00_optim_states.pt has other optimizer states"
 edited("second_moment_missing_on_rank_1", no_second_moment, "refused", [1], says=other_states)
 no_moments = "there is no optimizer state of"
-edited("moments_missing", lambda shard: inner(shard)["state"].clear(), "refused", [0, 1], says=no_moments)
+edited(
+    "moments_missing",
+    lambda shard: inner(shard)["state"].clear(),
+    "refused",
+    [0, 1],
+    says=no_moments,
+)
 
 
 @damage("refused", says="gone_module")
@@ -400,7 +449,9 @@ def without(outcome, keys, ranks=None, **more):
     for key in keys.split():
 
         def remove(content, key=key):
-            for held in [content] if ranks is None else [inner(content), content["optimizer_state_dict"]]:
+            for held in (
+                [content] if ranks is None else [inner(content), content["optimizer_state_dict"]]
+            ):
                 held.pop(key, None)
 
         where = "in_the_models" if ranks is None else f"on_ranks_{ranks}"
@@ -410,9 +461,14 @@ def without(outcome, keys, ranks=None, **more):
 NEEDED = "DeepSpeed always writes it; what it says can be had without, if one cares to"
 without("refused", "param_shapes global_steps skipped_steps module")
 without("either", "buffer_names shared_params dp_world_size ds_config", why=NEEDED)
-without("loads", "optimizer mp_world_size ds_version lr_scheduler global_samples data_sampler random_ltd")
+without(
+    "loads",
+    "optimizer mp_world_size ds_version lr_scheduler global_samples data_sampler random_ltd",
+)
 without("loads", "checkpoint_parallel_dimensions")
-without("loads", "frozen_param_shapes frozen_param_fragments", at_3="refused")  # before, frozen ones are in the module
+without(
+    "loads", "frozen_param_shapes frozen_param_fragments", at_3="refused"
+)  # before, frozen ones are in the module
 without("refused", "state param_groups", (0, 1))
 without("refused", "state param_groups", (1,))
 without("either", "zero_stage partition_count", (0, 1), why=NEEDED)
@@ -430,7 +486,13 @@ without("loads", "optimizer_state_dict", (1,), at_3="refused")
 
 @damage("loads")
 def files_of_a_trainer(folder):
-    for name in ("trainer_state.json", "rng_state_0.pth", "scheduler.pt", "model.safetensors", ".t.pt.swp"):
+    for name in (
+        "trainer_state.json",
+        "rng_state_0.pth",
+        "scheduler.pt",
+        "model.safetensors",
+        ".t.pt.swp",
+    ):
         (folder / "t" / name).write_text("x")
 
 
@@ -479,7 +541,9 @@ def outcome(saved, tmp_path, stage, ranks, kinds):
         DAMAGES[kind].change(tmp_path / kind)
     run(tmp_path, ranks, SCRIPT, stage, *kinds, limit=500)
     for kind in kinds:
-        told = [json.loads((tmp_path / kind / f"told.{rank}.json").read_text()) for rank in range(ranks)]
+        told = [
+            json.loads((tmp_path / kind / f"told.{rank}.json").read_text()) for rank in range(ranks)
+        ]
         yield kind, told, (tmp_path / kind / "said.0").read_text()
 
 

@@ -1,8 +1,8 @@
-"""Older DeepSpeeds: `make versions` (demos/versions.py) measures all of them; here the oldest."""
+"""Older DeepSpeeds: `make versions` (measure/versions.py) measures all of them; here the oldest."""
 
 import pytest
 
-from demos import versions
+from measure import versions
 
 OLDEST = versions.OLD[0]
 
@@ -17,4 +17,9 @@ def test_the_oldest(tmp_path, stage):
         gap = versions.difference(tmp_path, "universal", "saved")
         if gap <= versions.ROUNDING:
             break
-    assert gap <= versions.ROUNDING < versions.FAR < versions.difference(tmp_path, "not loaded", "saved")
+    assert (
+        gap
+        <= versions.ROUNDING
+        < versions.FAR
+        < versions.difference(tmp_path, "not loaded", "saved")
+    )

@@ -1,4 +1,5 @@
-"""The package as others get it: by pip, or copied beside their script; `python -m universal`; what it imports."""
+"""The package as others get it: by pip, or copied beside their script; `python -m universal`; what
+it imports."""
 
 import os
 import shutil
@@ -23,7 +24,8 @@ def python(*words, folder, path=""):
 
 
 def test_pip_installs_it_and_touches_nothing_else(tmp_path):
-    """From a copy of what git tracks. torch and DeepSpeed are there already, and will do. The commands are there."""
+    """From a copy of what git tracks. torch and DeepSpeed are there already, and will do. The
+    commands are there."""
     source, place = tmp_path / "source", tmp_path / "site"
     source.mkdir()
     for name in ("universal", "ds_to_universal.py", "pyproject.toml", "README.md", "LICENSE"):
@@ -33,29 +35,45 @@ def test_pip_installs_it_and_touches_nothing_else(tmp_path):
     assert python("-m", "pip", "install", *flags, source, folder=tmp_path).returncode == 0
     (distribution,) = metadata.distributions(path=[str(place)])
     for requirement in map(Requirement, distribution.requires):
-        assert requirement.specifier.contains(metadata.version(requirement.name), prereleases=True), requirement
-    done = python("-c", f"import universal; universal.install(){WHERE}", folder=tmp_path, path=place)
-    assert done.stdout.split()[-3:] == [str(place / "universal" / "__init__.py"), "True", "True"], done.stderr
-    assert (place / "universal" / "py.typed").exists() and (place / "universal" / "start" / "sitecustomize.py").exists()
+        assert requirement.specifier.contains(
+            metadata.version(requirement.name), prereleases=True
+        ), requirement
+    done = python(
+        "-c", f"import universal; universal.install(){WHERE}", folder=tmp_path, path=place
+    )
+    assert done.stdout.split()[-3:] == [str(place / "universal" / "__init__.py"), "True", "True"], (
+        done.stderr
+    )
+    assert (place / "universal" / "py.typed").exists() and (
+        place / "universal" / "start" / "sitecustomize.py"
+    ).exists()
     for command in ("ds_to_universal", "ds_to_safetensors"):
         done = python(place / "bin" / command, "--help", folder=tmp_path, path=place)
         assert done.returncode == 0 and "checkpoints/global_step100" in done.stdout
 
 
 def test_a_copy_beside_a_script(tmp_path):
-    """`python -m universal`: what a script calls is our load_checkpoint(), with the contract of a first start, in every
-    process that the command starts."""
+    """`python -m universal`: what a script calls is our load_checkpoint(), with the contract of a
+    first start, in every process that the command starts."""
     shutil.copytree(ROOT / "universal", tmp_path / "universal")
     (tmp_path / "script.py").write_text(WHERE)
     outer = "import subprocess, sys; subprocess.run([sys.executable, 'script.py'], check=True)"
     done = python("-m", "universal", sys.executable, "-c", outer, folder=tmp_path)
-    assert done.stdout.split()[-3:] == [str(tmp_path / "universal" / "__init__.py"), "True", "True"], done.stderr
-    assert python("-m", "universal", "false", folder=tmp_path).returncode == 1  # the command's own code
+    assert done.stdout.split()[-3:] == [
+        str(tmp_path / "universal" / "__init__.py"),
+        "True",
+        "True",
+    ], done.stderr
+    assert (
+        python("-m", "universal", "false", folder=tmp_path).returncode == 1
+    )  # the command's own code
 
 
 def test_what_needs_neither_torch_nor_deepspeed(tmp_path):
     code = "import sys, universal, ds_to_universal, universal.safetensors, universal.__main__; universal.convert; "
-    done = python("-c", code + "print({'torch', 'deepspeed'} & {*sys.modules})", folder=tmp_path, path=ROOT)
+    done = python(
+        "-c", code + "print({'torch', 'deepspeed'} & {*sys.modules})", folder=tmp_path, path=ROOT
+    )
     assert done.stdout == "set()\n", done.stderr
 
 
@@ -67,4 +85,6 @@ def test_errors_of_the_command(tmp_path):
         (["-S"], ["true"], f"{sys.executable} has no deepspeed"),
     ):
         done = python(*flags, "-m", "universal", *command, folder=tmp_path, path=ROOT)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and told in done.stderr, done.stderr
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and told in done.stderr, (
+            done.stderr
+        )

@@ -23,7 +23,8 @@ def write(path, text):
 
 @pytest.fixture
 def copy(tmp_path):
-    """copy(name, (old, new), ...): a folder as `start`, in a package universal that says when it is installed."""
+    """copy(name, (old, new), ...): a folder as `start`, in a package universal that says when it is
+    installed."""
 
     def make(name="one", *edits):
         folder = tmp_path / name
@@ -51,20 +52,31 @@ def theirs(tmp_path):
 
 
 def python(code, *path):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "DS_ACCELERATOR": "cpu"}
-    options = dict(capture_output=True, text=True, timeout=120, env=environment, cwd="/")  # -c looks there first
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "DS_ACCELERATOR": "cpu",
+    }
+    options = dict(
+        capture_output=True, text=True, timeout=120, env=environment, cwd="/"
+    )  # -c looks there first
     result = subprocess.run([sys.executable, "-c", code], **options)
     assert "Traceback" not in result.stderr and not result.returncode, result.stderr
     return result.stdout.split()
 
 
 def test_installs_after_the_import_of_deepspeed(copy, theirs):
-    assert python("import deepspeed; print('end')", copy(), theirs) == ["deepspeed", "installed", "end"]
+    assert python("import deepspeed; print('end')", copy(), theirs) == [
+        "deepspeed",
+        "installed",
+        "end",
+    ]
 
 
 def test_a_script_that_imports_universal_first(copy, theirs):
     folder = copy()
-    write(folder.parent / "universal.py", "import deepspeed\ndef install():\n    print('installed')\n")
+    write(
+        folder.parent / "universal.py", "import deepspeed\ndef install():\n    print('installed')\n"
+    )
     code = "import universal; universal.install(); print('end')"
     assert python(code, folder, folder.parent, theirs) == ["deepspeed", "installed", "end"]
 
@@ -84,7 +96,8 @@ def test_costs_nothing_where_deepspeed_is_not_imported():
 
 @pytest.mark.parametrize("first", [True, False])
 def test_runs_another_sitecustomize(copy, theirs, tmp_path, first):
-    """Python runs the first of that name. The one behind it is not lost, the one before it is left alone."""
+    """Python runs the first of that name. The one behind it is not lost, the one before it is left
+    alone."""
     write(tmp_path / "other" / SITE, "print('other')\n")
     path = [copy(), tmp_path / "other"]
     words = python("import deepspeed", *(path if first else path[::-1]), theirs)
@@ -96,8 +109,14 @@ def test_however_the_folder_is_named(copy, theirs, tmp_path, how):
     folder = copy()
     write(tmp_path / "other" / SITE, "print('other')\n")
     (tmp_path / "link").symlink_to(folder)
-    name = {"link": [tmp_path / "link"], "slash": [f"{folder}/"], "twice": [folder, f"{folder}/"]}[how]
-    assert python("import deepspeed", *name, tmp_path / "other", theirs) == ["other", "deepspeed", "installed"]
+    name = {"link": [tmp_path / "link"], "slash": [f"{folder}/"], "twice": [folder, f"{folder}/"]}[
+        how
+    ]
+    assert python("import deepspeed", *name, tmp_path / "other", theirs) == [
+        "other",
+        "deepspeed",
+        "installed",
+    ]
 
 
 def test_hides_nobodys_module(copy, theirs, tmp_path):
@@ -116,8 +135,16 @@ def test_universal_is_the_one_beside_it(copy, theirs):
 def test_survives_a_second_hook_of_its_kind(copy, theirs):
     """Both take part: neither asks the other for ever, and neither hides the other."""
     other = copy("two", ('getattr(import_module("universal"), "install", str)()', "print('two')"))
-    assert sorted(python("import deepspeed", copy(), other, theirs)) == ["deepspeed", "installed", "two"]
-    assert sorted(python("import deepspeed", other, copy(), theirs)) == ["deepspeed", "installed", "two"]
+    assert sorted(python("import deepspeed", copy(), other, theirs)) == [
+        "deepspeed",
+        "installed",
+        "two",
+    ]
+    assert sorted(python("import deepspeed", other, copy(), theirs)) == [
+        "deepspeed",
+        "installed",
+        "two",
+    ]
 
 
 PROCESS = """
@@ -130,11 +157,19 @@ config.trainer_config_process(args, True)
 """
 
 
-@pytest.mark.parametrize("ranks, batch, steps", [(4, 24, 3), (2, 24, 6), (6, 24, 2), (2, "auto", 3), (2, None, 3)])
+@pytest.mark.parametrize(
+    "ranks, batch, steps", [(4, 24, 3), (2, 24, 6), (6, 24, 2), (2, "auto", 3), (2, None, 3)]
+)
 def test_the_batch_in_the_json_decides(copy, theirs, ranks, batch, steps):
     config = {"train_batch_size": batch} if batch else {}
-    assert python(PROCESS.format(ranks=ranks, config=config), copy(), theirs) == [str(steps), "True"]
+    assert python(PROCESS.format(ranks=ranks, config=config), copy(), theirs) == [
+        str(steps),
+        "True",
+    ]
 
 
 def test_a_batch_that_does_not_divide_is_left_to_trainer(copy, theirs):
-    assert python(PROCESS.format(ranks=5, config={"train_batch_size": 24}), copy(), theirs) == ["3", "True"]
+    assert python(PROCESS.format(ranks=5, config={"train_batch_size": 24}), copy(), theirs) == [
+        "3",
+        "True",
+    ]

@@ -1,8 +1,9 @@
-"""The scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning: trained on 4 ranks, gone on with
-after a checkpoint by nothing but another number of ranks. Every cure is taken away once, which must be seen.
+"""The scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning: trained on 4
+ranks, gone on with after a checkpoint by nothing but another number of ranks. Every cure is taken
+away once, which must be seen.
 
-`make clients` runs all of it, and writes the table of docs/clients.md; `make test-all` what needs none of its packages.
-"""
+`make clients` runs all of it, and writes the table of docs/clients.md; `make test-all` what needs
+none of its packages."""
 
 import functools
 import importlib
@@ -16,13 +17,21 @@ import pytest
 import torch
 from helpers import ROOT
 
-from harness.ranks import compare, launch, run
+from measure.ranks import compare, launch, run
 
 clients = pytest.mark.clients
 PACKAGES = {"hf_trainer.py": "transformers peft accelerate", "accelerate_loop.py": "accelerate"}
 PACKAGES["lightning_module.py"] = "lightning.pytorch"
-LATER = {"hf_trainer.py": "checkpoint-20", "accelerate_loop.py": "step_14", "lightning_module.py": "step=14.ckpt"}
-FIRST = {"hf_trainer.py": 11, "accelerate_loop.py": 8, "lightning_module.py": 8}  # step after the checkpoint that stays
+LATER = {
+    "hf_trainer.py": "checkpoint-20",
+    "accelerate_loop.py": "step_14",
+    "lightning_module.py": "step=14.ckpt",
+}
+FIRST = {
+    "hf_trainer.py": 11,
+    "accelerate_loop.py": 8,
+    "lightning_module.py": 8,
+}  # step after the checkpoint that stays
 LAST = 20
 SAME, FP32, BF16, SEEN = 0.0, 1e-5, 1e-3, 1e-4
 RANKS = (4, 2, 6)
@@ -35,29 +44,38 @@ def table():
 
     def add(client, dtype, stage, ranks, difference):
         rows.setdefault((client, dtype, stage), {})[ranks] = difference
-        lines = [f"{'client':<34} {'dtype':<5}  ZeRO" + "".join(f"{f'4 to {n}':>10}" for n in RANKS)]
+        lines = [
+            f"{'client':<34} {'dtype':<5}  ZeRO" + "".join(f"{f'4 to {n}':>10}" for n in RANKS)
+        ]
         for (name, *how), row in rows.items():
             cells = "".join(f"{row[n]:>10.1e}" if n in row else f"{'':>10}" for n in RANKS)
             lines.append("{:<34} {:<5} {:>5}".format(name, *how) + cells)
         if "CLIENTS_TABLE" in os.environ:
-            Path(os.environ["CLIENTS_TABLE"]).write_text("\n".join(line.rstrip() for line in lines) + "\n")
+            Path(os.environ["CLIENTS_TABLE"]).write_text(
+                "\n".join(line.rstrip() for line in lines) + "\n"
+            )
 
     return add
 
 
 def other_weights():
-    """The script builds a model of other values, so what is not restored is seen. 0 is the seed of the model alone."""
+    """The script builds a model of other values, so what is not restored is seen. 0 is the seed of
+    the model alone."""
     import transformers
 
     def elsewhere(seed_it):
         return lambda seed: seed_it(seed or 12345)
 
-    transformers.set_seed, torch.manual_seed = elsewhere(transformers.set_seed), elsewhere(torch.manual_seed)
+    transformers.set_seed, torch.manual_seed = (
+        elsewhere(transformers.set_seed),
+        elsewhere(torch.manual_seed),
+    )
 
 
 @pytest.fixture(scope="module")
 def trained(work):
-    """trained(script, *flags): the name of the run and of its folder of checkpoints, where only the earlier one is."""
+    """trained(script, *flags): the name of the run and of its folder of checkpoints, where only the
+    earlier one is."""
     for package in " ".join(PACKAGES.values()).split():
         if package != "lightning.pytorch":  # only `make clients` has it
             importlib.import_module(package)
@@ -66,7 +84,16 @@ def trained(work):
     @functools.cache
     def train(script, *flags, source=None):
         name = "_".join(map(str, (Path(source or script).stem, *flags)))
-        run(work, 4, source or f"examples/{script}", *flags, "--output_dir", name, "--run_name", name)
+        run(
+            work,
+            4,
+            source or f"examples/{script}",
+            *flags,
+            "--output_dir",
+            name,
+            "--run_name",
+            name,
+        )
         shutil.rmtree(work / name / LATER[script])
         return name
 
@@ -80,7 +107,9 @@ def go_on(work, name, ranks, script, *flags, **options):
     shutil.copytree(work / name, work / resumed)
     path = script if "/" in script else f"examples/{script}"
     options.setdefault("patch", None if "--lora" in flags else other_weights)
-    result = launch(work, ranks, path, *flags, "--output_dir", resumed, "--run_name", resumed, **options)
+    result = launch(
+        work, ranks, path, *flags, "--output_dir", resumed, "--run_name", resumed, **options
+    )
     if result.code:
         return result
     differences = compare(work, name, resumed)
@@ -102,13 +131,17 @@ def without(work, script, *changes):
 
 LORA = ("hf_trainer.py", "Trainer, LoRA", "fp32", 3, "--lora")  # the base is in no checkpoint
 CASES = [LORA, ("hf_trainer.py", "Trainer, half frozen", "fp32", 3, "--freeze")]
-CASES += [("hf_trainer.py", "Trainer, gradient checkpointing", "fp32", 3, "--gradient_checkpointing")]
+CASES += [
+    ("hf_trainer.py", "Trainer, gradient checkpointing", "fp32", 3, "--gradient_checkpointing")
+]
 for script, client in zip(PACKAGES, ("Trainer", "accelerate", "Lightning"), strict=True):
     CASES += [(script, client, dtype, stage) for dtype in ("fp32", "bf16") for stage in (1, 2, 3)]
 ALL = [(case, ranks) for case in CASES for ranks in RANKS]
 
 
-@pytest.mark.parametrize("case, ranks", [pytest.param(*one, marks=[clients] * (one != (LORA, 2))) for one in ALL])
+@pytest.mark.parametrize(
+    "case, ranks", [pytest.param(*one, marks=[clients] * (one != (LORA, 2))) for one in ALL]
+)
 def test_any_ranks(work, trained, table, case, ranks):
     script, client, dtype, stage, *options = case
     flags = ("--zero_stage", stage, "--dtype", dtype, *options)
@@ -124,17 +157,23 @@ def test_any_ranks(work, trained, table, case, ranks):
 def worst(client, dtype):
     """The largest difference on other ranks, of what `make clients` has written."""
     row = rf"^{client}.*? {dtype} +\d +(\S+) +(\S+) +(\S+)$"
-    same, *others = zip(*re.findall(row, (ROOT / "assets" / "clients.txt").read_text(), re.M), strict=True)
+    same, *others = zip(
+        *re.findall(row, (ROOT / "assets" / "clients.txt").read_text(), re.M), strict=True
+    )
     assert {*map(float, same)} == {0}
     return max(map(float, sum(others, ())))
 
 
 def test_the_page_says_what_was_measured():
-    page, measured = ((ROOT / name).read_text() for name in ("docs/clients.md", "assets/clients_cli.txt"))
+    page, measured = (
+        (ROOT / name).read_text() for name in ("docs/clients.md", "assets/clients_cli.txt")
+    )
     for client in ("Trainer", "accelerate", "Lightning"):
         assert f"| {client} | {worst(client, 'fp32'):.1e} | {worst(client, 'bf16'):.1e} |" in page
     for client in ("LLaMA-Factory", "ms-swift"):
-        numbers = re.findall(r"\d\.\de-\d\d", "".join(re.findall(rf"^{client}  .*$", measured, re.M)))
+        numbers = re.findall(
+            r"\d\.\de-\d\d", "".join(re.findall(rf"^{client}  .*$", measured, re.M))
+        )
         assert f"{client} {max(map(float, numbers)):.1e}" in page
     for difference in re.findall(r"left at 3: (\S+),", measured):
         assert difference in page
@@ -143,16 +182,24 @@ def test_the_page_says_what_was_measured():
 # -----------------------------------------------------------------------------
 # every cure is needed
 
-DROPOUT_BY_RANK = [("callbacks=[SeedAndLog()]", "callbacks=[Log()]"), (
-    "arguments = TrainingArguments(",
-    "class Log(TrainerCallback):\n    on_log = SeedAndLog.on_log\n\n\narguments = TrainingArguments(",
-)]  # fmt: skip
-# Sequences that make no whole global batch at the end of an epoch: each number of ranks deals them out its way.
+DROPOUT_BY_RANK = [
+    ("callbacks=[SeedAndLog()]", "callbacks=[Log()]"),
+    (
+        "arguments = TrainingArguments(",
+        "class Log(TrainerCallback):\n    on_log = SeedAndLog.on_log\n\n\narguments = TrainingArguments(",
+    ),
+]
+# Sequences that make no whole global batch at the end of an epoch: each number of ranks deals them
+# out its way.
 REST_OF_DATA = [
-    ("generator=generator), torch.arange(16 * BATCH)", "generator=generator), torch.arange(16 * BATCH + 11)")
+    (
+        "generator=generator), torch.arange(16 * BATCH)",
+        "generator=generator), torch.arange(16 * BATCH + 11)",
+    )
 ]
 REST_OF_DATA += [("(0, 64, (16 * BATCH, 1)", "(0, 64, (16 * BATCH + 11, 1)")]
-# train_batch_size as a number makes an accumulation that does not fit an error; "auto" makes it silent.
+# train_batch_size as a number makes an accumulation that does not fit an error; "auto" makes it
+# silent.
 KEPT = ("gradient_accumulation_steps=accumulation", "gradient_accumulation_steps=3")
 AUTO = ('"train_batch_size": BATCH', '"train_batch_size": "auto"')
 RESUME_ONLY = [
@@ -160,7 +207,10 @@ RESUME_ONLY = [
     ("hf_trainer.py", [KEPT, AUTO]),
     ("accelerate_loop.py", [("scheduler.scheduler.last_epoch = done * RANKS", "pass")]),
     ("accelerate_loop.py", [("accelerator.step = 0", "pass")]),
-    ("lightning_module.py", [("counts[key] += steps * (accumulation - checkpoint", "0 * (checkpoint")]),
+    (
+        "lightning_module.py",
+        [("counts[key] += steps * (accumulation - checkpoint", "0 * (checkpoint")],
+    ),
     ("lightning_module.py", [("range(self.trainer.global_step, STEPS)", "range(STEPS)")]),
 ]
 BOTH_RUNS = [
@@ -181,37 +231,53 @@ def test_a_cure_is_needed(work, trained, script, changes):
 
 @clients
 @pytest.mark.parametrize(
-    "change, words", [(KEPT, "train_batch_size"), (("universal.install()", "pass"), "DP world size of 4")]
+    "change, words",
+    [(KEPT, "train_batch_size"), (("universal.install()", "pass"), "DP world size of 4")],
 )
 def test_trainer_stops(work, trained, change, words):
     """Without install() DeepSpeed refuses, and without its check there would be nothing to load."""
-    result = go_on(work, trained("hf_trainer.py", *FLAGS), 2, without(work, "hf_trainer.py", change), *FLAGS)
+    result = go_on(
+        work, trained("hf_trainer.py", *FLAGS), 2, without(work, "hf_trainer.py", change), *FLAGS
+    )
     assert result.code == 1 and words in result.errors
 
 
 @clients
 def test_trainer_without_frozen_parameters(work, trained):
-    """The loader of universal.py restores them; DeepSpeed's, with its universal checkpoints, does not."""
+    """The loader of universal.py restores them; DeepSpeed's, with its universal checkpoints, does
+    not."""
     flags = ("--zero_stage", 3, "--dtype", "fp32", "--freeze")
 
     def forgotten():
-        from universal import loader
+        from universal import reshard
 
         other_weights()
-        loader.keep = lambda *_: None
+        reshard.restore_module = lambda *_: None
 
-    assert go_on(work, trained("hf_trainer.py", *flags), 2, "hf_trainer.py", *flags, patch=forgotten).difference > SEEN
+    assert (
+        go_on(
+            work, trained("hf_trainer.py", *flags), 2, "hf_trainer.py", *flags, patch=forgotten
+        ).difference
+        > SEEN
+    )
 
 
 @clients
 @pytest.mark.parametrize("stage", [2, 3])
 def test_trainer_loads_the_best_at_the_end(work, trained, stage):
-    """The best checkpoint is the one that 4 ranks have written; 2 ranks load it after their last step."""
-    flags, best = ("--zero_stage", stage), 'greater_is_better=True, metric_for_best_model="eval_loss"'
+    """The best checkpoint is the one that 4 ranks have written; 2 ranks load it after their last
+    step."""
+    flags, best = (
+        ("--zero_stage", stage),
+        'greater_is_better=True, metric_for_best_model="eval_loss"',
+    )
     script = without(
         work,
         "hf_trainer.py",
-        ("load_best_model_at_end=True", f"load_best_model_at_end=True, {best}"),  # the largest loss is the first
+        (
+            "load_best_model_at_end=True",
+            f"load_best_model_at_end=True, {best}",
+        ),  # the largest loss is the first
         ("trainer.evaluate()", 'print("AT THE END", repr(trainer.evaluate()["eval_loss"]))'),
     )
     name = trained("hf_trainer.py", *flags)

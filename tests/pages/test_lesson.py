@@ -1,5 +1,5 @@
-"""docs/lesson.ipynb: its cells run from top to bottom, its answers hold, and a wrong answer is seen. In fewer steps
-than on the page, on forked ranks; `make lesson` runs it as a reader does."""
+"""docs/lesson.ipynb: its cells run from top to bottom, its answers hold, and a wrong answer is
+seen. In fewer steps than on the page, on forked ranks; `make lesson` runs it as a reader does."""
 
 import contextlib
 import io
@@ -14,11 +14,13 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT
 
-from harness.ranks import launch
+from measure.ranks import launch
 
 NOTEBOOK = json.loads((ROOT / "docs" / "lesson.ipynb").read_text())
 CODE = {cell["id"]: cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"}
-PAGE = "\n\n".join("".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "markdown")
+PAGE = "\n\n".join(
+    "".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "markdown"
+)
 EXERCISES = dict(re.findall(r"\*\*Exercise (\d+)\.(.*?)(?=\*\*Exercise|\Z)", PAGE, re.S))
 FENCED = re.compile(r"```python\n(.*?)```", re.S)
 STEPS, SAVED = 10, 5
@@ -26,7 +28,8 @@ Popen = subprocess.Popen
 
 
 class Forked:
-    """Popen for a cell: what `deepspeed --num_gpus N script.py ...` starts is forked, all else is started."""
+    """Popen for a cell: what `deepspeed --num_gpus N script.py ...` starts is forked, all else is
+    started."""
 
     def __new__(cls, words, **options):
         return super().__new__(cls) if words[0] == "deepspeed" else Popen(words, **options)
@@ -51,14 +54,19 @@ def execute(source, names):
 
 @pytest.fixture(scope="module")
 def lesson(work):
-    """What the cells print, and the names that they leave behind. All have run, in a folder of their own."""
+    """What the cells print, and the names that they leave behind. All have run, in a folder of
+    their own."""
     for path in (ROOT / "docs", ROOT / "universal", ROOT / "requirements.txt", *ROOT.glob("*.py")):
         (work / path.name).symlink_to(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(work)
         patch.setattr(sys, "path", [*sys.path])
         patch.setattr(subprocess, "Popen", Forked)
-        for name in ("PATH", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):  # to be as they were afterwards
+        for name in (
+            "PATH",
+            "CUDA_VISIBLE_DEVICES",
+            "DS_ACCELERATOR",
+        ):  # to be as they were afterwards
             patch.setenv(name, os.environ.get(name, ""))
         patch.setenv("LESSON_STEPS", str(STEPS))
         patch.setenv("MPLBACKEND", "Agg")
@@ -81,9 +89,15 @@ def answer(number, names, old="", new=""):
 def test_what_the_cells_print(lesson):
     said = lesson.printed
     assert said["install"] == "installed: nothing, all is there\n"
-    assert "ZeRORuntimeException: The checkpoint being loaded used a DP world size of 4" in said["error"]
+    assert (
+        "ZeRORuntimeException: The checkpoint being loaded used a DP world size of 4"
+        in said["error"]
+    )
     assert "= 29632 parameters" in said["look"] and 4 * 29632 == 118528 and "118,528" in PAGE
-    assert "The TODO is still open" in said["check"] and "112 files are the same, bit for bit" in said["check"]
+    assert (
+        "The TODO is still open" in said["check"]
+        and "112 files are the same, bit for bit" in said["check"]
+    )
     assert "TODO" not in execute(CODE["check"]["source"], lesson.names)  # `join` is written now
     assert "resumed from ckpt_lesson/mine" in said["three"]
     assert "written by 4 ranks, loaded on 2 without conversion" in said["two"]
@@ -100,7 +114,11 @@ def test_2_and_3_ranks_go_on_and_a_lost_moment_shows_at_the_second_step(lesson):
 # -----------------------------------------------------------------------------
 # the converter
 
-WRONG = [("[at : at", "[at + 1 : 1 + at"), ("cat(slices)", "cat(slices[::-1])"), (".clone()", ".clone() + 1e-9")]
+WRONG = [
+    ("[at : at", "[at + 1 : 1 + at"),
+    ("cat(slices)", "cat(slices[::-1])"),
+    (".clone()", ".clone() + 1e-9"),
+]
 
 
 @pytest.mark.parametrize("right, wrong", WRONG)
@@ -125,17 +143,25 @@ def test_traps(lesson):
     """Every trap shows where the page says that it does, and what is right does not."""
     found = lesson.names["found"]
     largest = {name: max(trap["gaps"]) for name, trap in found.items()}
-    del largest["loss not divided"]  # so long as the gradients are clipped, the loss does not show it
+    del largest[
+        "loss not divided"
+    ]  # so long as the gradients are clipped, the loss does not show it
     right = {"no trap", "unequal sequences, weighted by tokens", "dropout by micro-batch"}
-    assert {name for name in largest if largest[name] < 1e-5} == right | {"whole local batch in every micro-step"}
+    assert {name for name in largest if largest[name] < 1e-5} == right | {
+        "whole local batch in every micro-step"
+    }
     norms = {name: trap["norm"] for name, trap in found.items()}
     assert norms.pop("loss not divided") == pytest.approx(4, rel=1e-4)
     assert norms.pop("loss divided twice") == pytest.approx(1 / 4, rel=1e-4)
     del norms["optimizer step at every micro-step"]  # it has the norm of its last micro-step
     assert all(norm == pytest.approx(1, rel=0.05) for norm in norms.values())
-    assert {name for name in found if found[name]["sequences"] != 32} == {"whole local batch in every micro-step"}
+    assert {name for name in found if found[name]["sequences"] != 32} == {
+        "whole local batch in every micro-step"
+    }
     assert found["whole local batch in every micro-step"]["sequences"] == 4 * 32
-    assert {name for name in found if found[name]["rate"] > 1.01} == {"schedule at every micro-step"}
+    assert {name for name in found if found[name]["rate"] > 1.01} == {
+        "schedule at every micro-step"
+    }
 
 
 # -----------------------------------------------------------------------------
@@ -146,7 +172,12 @@ def test_traps(lesson):
 def test_exercise_6(lesson):
     assert "112 files are the same" in answer("6", lesson.names)
     with pytest.raises((AssertionError, RuntimeError)):
-        answer("6", dict(lesson.names), "-(-shape.numel() // len(slices))", "shape.numel() // len(slices)")
+        answer(
+            "6",
+            dict(lesson.names),
+            "-(-shape.numel() // len(slices))",
+            "shape.numel() // len(slices)",
+        )
 
 
 def test_exercise_8(lesson, capsys):
@@ -174,7 +205,11 @@ def test_exercise_10(lesson):
 def test_links():
     headings = {heading.replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", PAGE, re.M)}
     for target in re.findall(r"\]\((?!http)([^)]+)\)", PAGE):
-        found = target[1:] in headings if target[0] == "#" else (ROOT / "docs" / target.split("#")[0]).exists()
+        found = (
+            target[1:] in headings
+            if target[0] == "#"
+            else (ROOT / "docs" / target.split("#")[0]).exists()
+        )
         assert found, target
 
 

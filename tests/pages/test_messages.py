@@ -1,4 +1,5 @@
-"""docs/troubleshooting.md: every message that it quotes is in the sources of the program that prints it."""
+"""docs/troubleshooting.md: every message that it quotes is in the sources of the program that
+prints it."""
 
 import ast
 import functools
@@ -10,7 +11,10 @@ import pytest
 from helpers import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-OURS = ["examples/megatron_info.py", *(p.relative_to(ROOT) for p in (*ROOT.glob("*.py"), *ROOT.glob("universal/*.py")))]
+OURS = [
+    "examples/megatron_info.py",
+    *(p.relative_to(ROOT) for p in (*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"))),
+]
 SOURCES = {  # section: (files of a package, or of this repository)
     "DeepSpeed": [("deepspeed", "runtime/engine.py"), ("deepspeed", "runtime/config.py")],
     "torch and torchrun": [("torch", "serialization.py")],
@@ -37,7 +41,9 @@ def strings(source):
     """Every string of a source, with "..." for what is filled in."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
-            parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+            parts = [
+                part.value if isinstance(part, ast.Constant) else "..." for part in node.values
+            ]
             yield " ".join("".join(parts).split())
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield " ".join(node.value.split())
@@ -65,7 +71,9 @@ def found(section, message):
 def test_message(section, message):
     answer = found(section, message)
     if answer is None:
-        pytest.skip(f"not installed: {[package for package, name in SOURCES[section] if not printed(package, name)]}")
+        pytest.skip(
+            f"not installed: {[package for package, name in SOURCES[section] if not printed(package, name)]}"
+        )
     assert answer, message
 
 
@@ -77,7 +85,8 @@ def test_a_wrong_message_is_seen():
 
 
 def lacking(page):
-    """Errors that `make versions` has seen DeepSpeed print, and the page has not: numbers stand for any."""
+    """Errors that `make versions` has seen DeepSpeed print, and the page has not: numbers stand for
+    any."""
     said = re.sub(r"\d+", "...", "\n".join(re.findall(r"^### (.*)$", page, re.M)))
     errors = re.findall(r"^[a-z]: \w+: (.*)", (ROOT / "assets" / "versions.txt").read_text(), re.M)
     shorter = [re.sub(r"\d+", "...", error.split(". Automatic")[0].strip()) for error in errors]
@@ -89,7 +98,9 @@ def test_what_other_versions_print():
 
 
 def test_every_variable_of_ours_is_listed():
-    files = [*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), *ROOT.glob("demos/*.py")]
+    files = [*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), *ROOT.glob("measure/*.py")]
     ours = r'"((?:TORCH(?!_CPP)|DS(?!_TEST)|CUBLAS|OMP)_[A-Z_]+)"'
     used = re.findall(ours, "".join(path.read_text() for path in files))
-    assert used and {*used} <= {*re.findall(r"[A-Z]+_[A-Z_]+", PAGE.split("## Environment variables")[1])}
+    assert used and {*used} <= {
+        *re.findall(r"[A-Z]+_[A-Z_]+", PAGE.split("## Environment variables")[1])
+    }

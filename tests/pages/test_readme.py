@@ -1,5 +1,6 @@
-"""README.md, CONTRIBUTING.md, CHANGELOG.md and docs/*.md: their commands parse, their links lead somewhere, what they
-name exists, their tables and numbers are those of assets/, and the loop of the README does what it says."""
+"""README.md, CONTRIBUTING.md, CHANGELOG.md and docs/*.md: their commands parse, their links lead
+somewhere, what they name exists, their tables and numbers are those of assets/, and the loop of the
+README does what it says."""
 
 import argparse
 import csv
@@ -20,11 +21,16 @@ import universal.elastic
 import universal.exact
 import universal.mirror
 import universal.safetensors
-from harness.ranks import compare, run
+from measure.ranks import compare, run
 
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
+}
 THEIRS = ("your_script.py",)  # what the reader has
-COMMAND = re.compile(r"(python|deepspeed|torchrun) .*\.py|python -m universal(\.\w+)? \w|make [\w -]+$|pip install -r")
+COMMAND = re.compile(
+    r"(python|deepspeed|torchrun) .*\.py|python -m universal(\.\w+)? \w|make [\w -]+$|pip install -r"
+)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$|((?:^    [^\n]*\n)+)", re.M | re.S)
 
 
@@ -33,16 +39,21 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$|((?:^    [^\n]*\n)+)", re.M | re.S)
 
 
 def blocks(text):
-    """The lines of every fenced block, but for those in Python, and of every indented one. A blank line ends the
-    latter: it divides a command from what it prints."""
+    """The lines of every fenced block, but for those in Python, and of every indented one. A blank
+    line ends the latter: it divides a command from what it prints."""
     for language, fenced, indented in BLOCK.findall(text):
         if language != "python":
             yield (fenced or re.sub("^    ", "", indented, flags=re.M)).splitlines()
 
 
 def commands(text):
-    """Every command of a block, its continued lines joined, without its comment, and of a code span in the prose."""
-    lines = [line for block in blocks(text) for line in re.sub(r"\\\n\s*", "", "\n".join(block)).split("\n")]
+    """Every command of a block, its continued lines joined, without its comment, and of a code span
+    in the prose."""
+    lines = [
+        line
+        for block in blocks(text)
+        for line in re.sub(r"\\\n\s*", "", "\n".join(block)).split("\n")
+    ]
     lines += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
     parts = [part for line in lines for part in re.sub(r" +# .*", "", line).split(" && ")]
     lines = [re.sub(r"^(\w+=\S+ )+", "", part).strip() for part in parts]
@@ -82,19 +93,23 @@ def parse_script(words, monkeypatch):
     if script.startswith("examples/"):  # they may import what is not installed
         assert all(f'"{word}"' in source for word in flags if word.startswith("--"))
     elif flags or "parse_args" in source:
-        parse_by(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), words, monkeypatch)
+        parse_by(
+            lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), words, monkeypatch
+        )
 
 
 @pytest.mark.parametrize("page, command", COMMANDS)
 def test_command(page, command, monkeypatch):
     """The launcher takes its flags, and the script its own; a make target exists."""
     words = shlex.split(command)
-    if words[1:3] == ["-m", "harness.warm"]:  # torchrun with warm workers
+    if words[1:3] == ["-m", "measure.warm"]:  # torchrun with warm workers
         words = ["torchrun", *words[3:]]
     if words[1:3] == ["-m", "universal"]:
         words = words[3:]
     if words[0] == "make":
-        assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in words[1:])
+        assert all(
+            re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in words[1:]
+        )
     elif words[0] == "pip":
         assert (ROOT / words[-1]).is_file()
     elif words[1:3] == ["-m", "universal.safetensors"]:
@@ -109,32 +124,48 @@ def test_command(page, command, monkeypatch):
 
 
 def test_make_help_and_make_clean():
-    """help is the first target, the list at the top of the Makefile, and has them all. clean removes every folder that
-    a command on a page names for its output; git ignores them all."""
+    """help is the first target, the list at the top of the Makefile, and has them all. clean
+    removes every folder that a command on a page names for its output; git ignores them all."""
     out = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
     targets = re.search(r"^\.PHONY: (.*)$", makefile, re.M)[1].split()
     assert set(re.findall(r"\bmake ([\w-]+)", out)) == set(targets)
-    removed = re.search(r"^clean:\n\trm -rf (.*)", makefile, re.M)[1].replace("$(CKPT)", "ds_transformer_checkpoint")
-    folders = {folder for _, c in COMMANDS for folder in re.findall(r"(?:_dir|--output) (?!/)([\w-]+)", c)}
+    removed = re.search(r"^clean:\n\trm -rf (.*)", makefile, re.M)[1].replace(
+        "$(CKPT)", "ds_transformer_checkpoint"
+    )
+    folders = {
+        folder for _, c in COMMANDS for folder in re.findall(r"(?:_dir|--output) (?!/)([\w-]+)", c)
+    }
     assert {"out", "logs", "ds_transformer_checkpoint"} & folders
     for folder in folders:
         assert any(fnmatch.fnmatch(folder, pattern) for pattern in removed.split()), folder
-    ignored = subprocess.run(["git", "check-ignore", *(f"{folder}/x" for folder in folders)], cwd=ROOT, timeout=60)
+    ignored = subprocess.run(
+        ["git", "check-ignore", *(f"{folder}/x" for folder in folders)], cwd=ROOT, timeout=60
+    )
     assert ignored.returncode == 0 and ".venv " not in removed
 
 
 WRONG = ["deepspeed --num_gpus 2 train.py --no_such_flag", "deepspeed --no_such_flag train.py"]
 WRONG += ["torchrun --no_such_flag train.py", "make no_such_target", "python no_such_script.py"]
 WRONG += ["torchrun examples/hf_trainer.py --no_such_flag", "pip install -r no_such_file.txt"]
-WRONG += ["python -m universal deepspeed train.py --no_such_flag", "python -m universal.safetensors no_output"]
-WRONG += ["python -m harness.warm --no_such_flag train.py", "deepspeed --no_such_flag your_script.py"]
+WRONG += [
+    "python -m universal deepspeed train.py --no_such_flag",
+    "python -m universal.safetensors no_output",
+]
+WRONG += [
+    "python -m measure.warm --no_such_flag train.py",
+    "deepspeed --no_such_flag your_script.py",
+]
 
 
 @pytest.mark.parametrize("command", WRONG)
 def test_a_wrong_command_is_seen(command, monkeypatch):
     """In a block, behind a variable, and in the prose."""
-    for text in (f"    {command}\n", f"```bash\n{command}\n```\n", f"then `VARIABLE=1 {command}` does it"):
+    for text in (
+        f"    {command}\n",
+        f"```bash\n{command}\n```\n",
+        f"then `VARIABLE=1 {command}` does it",
+    ):
         assert commands(text) == {command}
     with pytest.raises((SystemExit, AssertionError)):
         test_command("README.md", command, monkeypatch)
@@ -144,14 +175,20 @@ def broken_links(page, text):
     """Those that lead to no file, or to no heading of it."""
     for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
         path = (ROOT / page).parent / target if target else ROOT / page
-        headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M) if anchor and path.is_file() else []
-        anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        headings = (
+            re.findall(r"^#+ (.*)$", path.read_text(), re.M) if anchor and path.is_file() else []
+        )
+        anchors = [
+            re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+        ]
         if not path.exists() or anchor and anchor not in anchors:
             yield f"{target}#{anchor}"
 
 
 PROSE = [*ROOT.glob("examples/*"), *ROOT.glob("universal/**/*.py"), ROOT / "ds_to_universal.py"]
-PROSE = PAGES | {path.relative_to(ROOT).as_posix(): path.read_text() for path in PROSE if path.is_file()}
+PROSE = PAGES | {
+    path.relative_to(ROOT).as_posix(): path.read_text() for path in PROSE if path.is_file()
+}
 OTHERS = {*THEIRS, "their_script.py", "script.py"}
 MODULES = {"universal": universal, "elastic": universal.elastic, "exact": universal.exact}
 MODULES["mirror"] = universal.mirror.Mirror
@@ -160,7 +197,11 @@ MODULES["mirror"] = universal.mirror.Mirror
 def unknown_files(page, text):
     """Files of Python that a text names, and that are nowhere here."""
     names = {path.name for folder in ("", "*/", "*/*/") for path in ROOT.glob(f"{folder}*.py")}
-    return {name for name in re.findall(r"[\w-]+\.py\b(?!\()", BLOCK.sub("", text)) if name not in names | OTHERS}
+    return {
+        name
+        for name in re.findall(r"[\w-]+\.py\b(?!\()", BLOCK.sub("", text))
+        if name not in names | OTHERS
+    }
 
 
 def unknown_names(page, text):
@@ -180,15 +221,27 @@ def test_what_is_named_exists(name):
 def test_what_is_gone_is_seen():
     page = "docs/layouts.md"
     links = "[a](no_such_page.md) [b](#no-such-heading) [c](clients.md#nowhere) [d](clients.md#measured)"
-    assert list(broken_links(page, links)) == ["no_such_page.md#", "#no-such-heading", "clients.md#nowhere"]
-    assert unknown_files(page, "`gone.py`, examples/no_such.py, train.py") == {"gone.py", "no_such.py"}
-    assert unknown_names(page, "```python\nelastic.enrol(4)\nuniversal.install()\n```\n") == ["elastic.enrol"]
+    assert list(broken_links(page, links)) == [
+        "no_such_page.md#",
+        "#no-such-heading",
+        "clients.md#nowhere",
+    ]
+    assert unknown_files(page, "`gone.py`, examples/no_such.py, train.py") == {
+        "gone.py",
+        "no_such.py",
+    }
+    assert unknown_names(page, "```python\nelastic.enrol(4)\nuniversal.install()\n```\n") == [
+        "elastic.enrol"
+    ]
 
 
 def test_front_door():
     """The README leads to every page, and names what CI runs."""
     assert all(f"({page})" in PAGES["README.md"] for page in PAGES if page != "README.md")
-    assert "make test" in commands(PAGES["README.md"]) and "make test" in (ROOT / ".ci" / "run").read_text()
+    assert (
+        "make test" in commands(PAGES["README.md"])
+        and "make test" in (ROOT / ".ci" / "run").read_text()
+    )
 
 
 def test_versions():
@@ -203,17 +256,23 @@ def test_versions():
 
 
 def differences(shown, tables, linked=()):
-    """{table: lines that are wrong, or are missing} for {name: text} of tables and the blocks of all pages. A block
-    shows the table with which it has a line in common that no other table has; where it has "..." it may be a part.
-    linked: names of tables that need not be shown."""
+    """{table: lines that are wrong, or are missing} for {name: text} of tables and the blocks of
+    all pages. A block shows the table with which it has a line in common that no other table has;
+    where it has "..." it may be a part. linked: names of tables that need not be shown."""
     tables = {
-        name: [line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith("wrote ")]
+        name: [
+            line.rstrip()
+            for line in text.splitlines()
+            if line.strip() and not line.startswith("wrote ")
+        ]
         for name, text in tables.items()
     }
     found = {}
     for name, table in tables.items():
         others = {line for other in tables if other != name for line in tables[other]}
-        blocks = [block for block in shown if {line.rstrip() for line in block} & (set(table) - others)]
+        blocks = [
+            block for block in shown if {line.rstrip() for line in block} & (set(table) - others)
+        ]
         lines = [line.rstrip() for block in blocks for line in block if line.strip()]
         found[name] = [line for line in lines if line not in table and line.strip() != "..."]
         if "..." not in map(str.strip, lines) and (lines or name not in linked):
@@ -223,10 +282,18 @@ def differences(shown, tables, linked=()):
 
 def test_tables():
     """What commands have written into assets/*.txt is what the pages show, or link to."""
-    tracked = subprocess.run(["git", "ls-files", "assets"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    tables = {path.name: path.read_text() for path in ROOT.glob("assets/*.txt") if path.name in tracked.stdout}
+    tracked = subprocess.run(
+        ["git", "ls-files", "assets"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    tables = {
+        path.name: path.read_text()
+        for path in ROOT.glob("assets/*.txt")
+        if path.name in tracked.stdout
+    }
     linked = [name for name in tables if any(f"assets/{name})" in text for text in PAGES.values())]
-    found = differences([block for text in PAGES.values() for block in blocks(text)], tables, linked)
+    found = differences(
+        [block for text in PAGES.values() for block in blocks(text)], tables, linked
+    )
     assert len(found) >= 4 and not any(found.values()), found
 
 
@@ -246,12 +313,15 @@ def test_a_wrong_table_is_seen():
 def worst(picture, baseline, *runs):
     """The largest difference of a loss in the CSV beside a picture."""
     rows = list(csv.DictReader((ROOT / "assets" / f"{picture}.csv").open(newline="")))
-    columns = [(f"{run} {kind}", f"{baseline} {kind}") for run in runs for kind in ("loss", "val_loss")]
+    columns = [
+        (f"{run} {kind}", f"{baseline} {kind}") for run in runs for kind in ("loss", "val_loss")
+    ]
     return max(abs(float(row[a]) - float(row[b])) for row in rows for a, b in columns if row[a])
 
 
 def test_what_the_readme_says_of_its_pictures():
-    """PASS behind a command of plot.py, and the number below the first picture, are of the CSV beside the picture."""
+    """PASS behind a command of plot.py, and the number below the first picture, are of the CSV
+    beside the picture."""
     page, passed = PAGES["README.md"], {}
     for command in commands(page):
         output = re.search(r"--output out/(\w+)\.png --tolerance (\S+)", command)
@@ -326,8 +396,8 @@ torch.distributed.destroy_process_group()
 
 
 def differences_of(folder, loops, ranks, *others):
-    """{(loop, other ranks): |difference|} of steps 11 to 20 of loops {name: source} that go on from step 10 on other
-    numbers of ranks."""
+    """{(loop, other ranks): |difference|} of steps 11 to 20 of loops {name: source} that go on from
+    step 10 on other numbers of ranks."""
     (folder / "script.py").write_text(SCRIPT)
     for name, source in loops.items():
         (folder / f"{name}.py").write_text(source)
@@ -343,9 +413,11 @@ def differences_of(folder, loops, ranks, *others):
 
 
 def test_own_script(tmp_path):
-    """With these lines alone: BatchNorm, a frozen layer, tied weights and two groups, from 4 ranks to 4, 2 and 1, at
-    every stage."""
-    found = differences_of(tmp_path, dict.fromkeys(("zero_1", "zero_2", "zero_3"), own_script()), 4, 4, 2, 1)
+    """With these lines alone: BatchNorm, a frozen layer, tied weights and two groups, from 4 ranks
+    to 4, 2 and 1, at every stage."""
+    found = differences_of(
+        tmp_path, dict.fromkeys(("zero_1", "zero_2", "zero_3"), own_script()), 4, 4, 2, 1
+    )
     assert len(found) == 9
     for (_, ranks), gap in found.items():
         assert gap <= (0.0 if ranks == 4 else 1e-5)
@@ -353,7 +425,10 @@ def test_own_script(tmp_path):
 
 MISTAKES = [  # dropout that the rank draws; data that depend on the number of ranks, or on where a run starts from
     ("torch.manual_seed(hash((seed, step, m)))", "pass"),
-    ("first = (step * count + m) * size", "first = (step * count + m % engine.gradient_accumulation_steps()) * size"),
+    (
+        "first = (step * count + m) * size",
+        "first = (step * count + m % engine.gradient_accumulation_steps()) * size",
+    ),
     ("epoch, step = divmod(step - 1,", "epoch, step = divmod(step - (11 if resumed else 1),"),
 ]
 

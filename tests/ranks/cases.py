@@ -1,5 +1,6 @@
-"""What may stand between a save and a load: cases.py STAGE save CASE... on 2 ranks, then cases.py STAGE load CASE...
-on as many or others, each case in a folder of its name. A case asserts what it finds; its test is that it ends."""
+"""What may stand between a save and a load: cases.py STAGE save CASE... on 2 ranks, then cases.py
+STAGE load CASE... on as many or others, each case in a folder of its name. A case asserts what it
+finds; its test is that it ends."""
 
 import contextlib
 import io
@@ -24,14 +25,16 @@ from torch import nn
 from toy import Net, adam, begin, cut, held, in_turn, keep, make, same, train
 
 import universal
-from universal import loader, mirror
+from universal import mirror, reshard
+from universal.engine import Engine
 
 CASES, HERE = {}, Path(".")
 SAID = io.StringIO()  # what this rank has printed in a case
 
 
 class Case(NamedTuple):
-    """play(stage, saving) is called to save, and then to load. own: it is another case on the ranks that saved."""
+    """play(stage, saving) is called to save, and then to load. own: it is another case on the ranks
+    that saved."""
 
     play: object
     stages: tuple
@@ -47,8 +50,8 @@ def case(stages=(1, 2, 3), own=False):
 
 
 def after(stages=(1, 2, 3), own=False, **tags):
-    """A case of function(stage), which loads. Saved is what trained() makes of the options of each tag; without any,
-    "t" of none. What the last of them held is kept."""
+    """A case of function(stage), which loads. Saved is what trained() makes of the options of each
+    tag; without any, "t" of none. What the last of them held is kept."""
 
     def take(function):
         def both(stage, saving):
@@ -126,7 +129,10 @@ def weights_alone(stage, saving):
         train(engine, 2)
         engine.save_checkpoint(".", tag="latest one")
         return
-    for to, options in ((stage, {"load_optimizer_states": False}), (4 - stage, {"load_module_only": True})):
+    for to, options in (
+        (stage, {"load_optimizer_states": False}),
+        (4 - stage, {"load_module_only": True}),
+    ):
         engine = make(to, seed=5, clip=0.125)
         load(engine, **options)
         assert not weights_lost(engine), options
@@ -149,13 +155,16 @@ class Other(Net):
 
 @case(stages=[1])
 def weights_alone_without_zero(stage, saving):
-    """In bf16 the masters follow the weights, or the first step would bring the initial ones back."""
+    """In bf16 the masters follow the weights, or the first step would bring the initial ones
+    back."""
     engine = make(0, seed=1 if saving else 5, bf16={"enabled": True})
     if saving:
         engine.save_checkpoint(".", tag="t")
         return
     load(engine, load_optimizer_states=False)
-    for masters, weights in zip(engine.optimizer.fp32_groups, engine.optimizer.fp16_groups, strict=True):
+    for masters, weights in zip(
+        engine.optimizer.fp32_groups, engine.optimizer.fp16_groups, strict=True
+    ):
         assert all(torch.equal(m.to(w), w) for m, w in zip(masters, weights, strict=True))
 
 
@@ -174,9 +183,12 @@ def no_optimizer(stage, saving):
 
 @after(stages=[3])
 def states_on_the_gpu(stage):
-    """offload_optimizer.ratio below 1: a second optimizer, which DeepSpeed neither saves nor loads."""
+    """offload_optimizer.ratio below 1: a second optimizer, which DeepSpeed neither saves nor
+    loads."""
     engine = make(stage, seed=5)
-    engine.optimizer.backup_optimizer = None  # in truth an AdamW; an engine on CPUs never steps with it
+    engine.optimizer.backup_optimizer = (
+        None  # in truth an AdamW; an engine on CPUs never steps with it
+    )
     refused(engine, "offload_optimizer.ratio")
     load(engine, load_optimizer_states=False)
 
@@ -251,7 +263,8 @@ def evaluation(stage):
 
 
 class OfItsSlice(torch.optim.Optimizer):
-    """Keeps a number that depends on the slice that a rank holds, as LAMB's and Prodigy's kind do."""
+    """Keeps a number that depends on the slice that a rank holds, as LAMB's and Prodigy's kind
+    do."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.01})
@@ -280,12 +293,15 @@ def numbers_of_a_slice(stage, saving):
         assert repr(state["norm"].item()) == (HERE / f"norm.{dist.get_rank()}").read_text()
         assert len({path.read_text() for path in HERE.glob("norm.*")}) == 2
     else:
-        refused(engine, "norm of the optimizer differs between ranks 0 and 1", "on its own ranks only")
+        refused(
+            engine, "norm of the optimizer differs between ranks 0 and 1", "on its own ranks only"
+        )
         load(engine, load_optimizer_states=False)
 
 
 class Peculiar(torch.optim.SGD):
-    """Counts its steps beside the states, in two places, and has states that are no tensors of the masters' dtype."""
+    """Counts its steps beside the states, in two places, and has states that are no tensors of the
+    masters' dtype."""
 
     looks = 0
 
@@ -294,7 +310,9 @@ class Peculiar(torch.optim.SGD):
         self.looks += 1
         self.state["k"] = torch.tensor([self.looks])
         for p in (p for group in self.param_groups for p in group["params"]):
-            self.state[p]["sum"] = self.state[p].get("sum", torch.zeros_like(p, dtype=torch.float64)) + p.grad / 3
+            self.state[p]["sum"] = (
+                self.state[p].get("sum", torch.zeros_like(p, dtype=torch.float64)) + p.grad / 3
+            )
             self.state[p]["decay"] = np.float64(0.9**self.looks)
 
     def state_dict(self):
@@ -308,7 +326,11 @@ class Peculiar(torch.optim.SGD):
 @case(own=True)
 def peculiar_optimizer(stage, saving):
     def sums(engine):
-        return [state["sum"].sum().item() for key, state in engine.optimizer.optimizer.state.items() if key != "k"]
+        return [
+            state["sum"].sum().item()
+            for key, state in engine.optimizer.optimizer.state.items()
+            if key != "k"
+        ]
 
     make_it = {"optimizer": lambda ps: Peculiar(ps, lr=0.1, momentum=0.9)}
     if saving:
@@ -325,7 +347,9 @@ def peculiar_optimizer(stage, saving):
     optimizer = engine.optimizer.optimizer
     assert optimizer.looks == 2 and optimizer.state["k"].tolist() == [2]
     for key, state in optimizer.state.items():
-        assert key == "k" or (state["sum"].dtype == torch.float64 and type(state["decay"]) is np.float64), state
+        assert key == "k" or (
+            state["sum"].dtype == torch.float64 and type(state["decay"]) is np.float64
+        ), state
     if dist.get_world_size() == 2:
         assert repr(sums(engine)) == (HERE / f"sums.{dist.get_rank()}").read_text()
 
@@ -379,7 +403,8 @@ def modules_that_reset(stage):
 
 @case(stages=[1, 2])
 def two_saves_in_one(stage, saving):
-    """One rank's shard is that of the save before, and the optimizer counts no steps. At ZeRO-3 nobody could tell."""
+    """One rank's shard is that of the save before, and the optimizer counts no steps. At ZeRO-3
+    nobody could tell."""
     if saving:
         trained(stage, tag="before", optimizer=momentum)
         trained(stage, 4, optimizer=momentum)
@@ -387,7 +412,9 @@ def two_saves_in_one(stage, saving):
             (old,) = HERE.glob("before/*zero_pp_rank_1_mp*optim_states.pt")
             shutil.copy(old, HERE / "t" / old.name)
         return
-    refused(make(stage, seed=5, optimizer=momentum), "model states and shards are of different steps")
+    refused(
+        make(stage, seed=5, optimizer=momentum), "model states and shards are of different steps"
+    )
 
 
 @case()
@@ -400,8 +427,13 @@ def saved_again_on_its_own_disk(stage, saving):
         train(engine, step)
         engine.save_checkpoint(disk, tag="last")
         mirror.gather(disk)
-        written = [{path.name: path.stat().st_mtime for path in HERE.glob(f"disk{i}/last/*.pt")} for i in (0, 1)]
-        assert written[0] == written[1] and len(written[0]) == (4 if stage == 3 else 3)  # clocks may differ
+        written = [
+            {path.name: path.stat().st_mtime for path in HERE.glob(f"disk{i}/last/*.pt")}
+            for i in (0, 1)
+        ]
+        assert written[0] == written[1] and len(written[0]) == (
+            4 if stage == 3 else 3
+        )  # clocks may differ
     keep(held(engine), "truth.pt")
     engine = make(stage, seed=5)
     universal.load_checkpoint(engine, disk, "last")
@@ -415,7 +447,9 @@ def another_pipeline(stage, saving):
     def make_it(layers, optimizer=adam):
         def net():
             modules = [nn.Linear(8, 8, bias=False) for _ in range(layers)]
-            made = PipelineModule(modules, num_stages=2 if saving else 1, loss_fn=lambda out, _: out.pow(2).mean())
+            made = PipelineModule(
+                modules, num_stages=2 if saving else 1, loss_fn=lambda out, _: out.pow(2).mean()
+            )
             made.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
             return made
 
@@ -434,8 +468,8 @@ def another_pipeline(stage, saving):
 
 @case(own=True)
 def half_a_step(stage, saving):
-    """Back to a checkpoint, when all weights are NaN, and from the middle of an accumulation: those gradients are not
-    added to the next step's."""
+    """Back to a checkpoint, when all weights are NaN, and from the middle of an accumulation: those
+    gradients are not added to the next step's."""
     if saving:
         engine = trained(stage)
         losses = [train(engine, step) for step in (2, 3)]
@@ -449,7 +483,9 @@ def half_a_step(stage, saving):
     load(engine)
     assert said("the gradients of half a step are discarded")
     losses = [train(engine, step) for step in (2, 3)]
-    differences = [abs(a - b) for a, b in zip(losses, json.loads((HERE / "losses").read_text()), strict=True)]
+    differences = [
+        abs(a - b) for a, b in zip(losses, json.loads((HERE / "losses").read_text()), strict=True)
+    ]
     assert max(differences) <= (0 if dist.get_world_size() == 2 else 1e-6), differences
     train(engine, 8, micro_batches=1)
     load(engine, load_module_only=True)
@@ -458,17 +494,24 @@ def half_a_step(stage, saving):
 
 @after(own=True)
 def one_rank_fails(stage):
-    """Whatever it raises, the others raise the same, at once; and the engine can load after that."""
+    """Whatever it raises, the others raise the same, at once; and the engine can load after
+    that."""
     engine, own = make(stage, seed=5), stage == 3 and dist.get_world_size() == 2
-    for name in ("layout", "check_places", "read_states", "make_shard", *(["of_rank"] if own else [])):
-        good = getattr(loader, name)
+    for place, name in (
+        (Engine, "names_of"),
+        (Engine, "check_pieces"),
+        (reshard, "read_states"),
+        (reshard, "assemble"),
+        *([(reshard, "with_own_model_states")] if own else []),
+    ):
+        good = getattr(place, name)
 
         def bad(*args, name=name, good=good, **options):
             if dist.get_rank() == 1:
                 raise ValueError(f"something odd in {name}")
             return good(*args, **options)
 
-        with mock.patch.object(loader, name, bad):
+        with mock.patch.object(place, name, bad):
             refused(engine, f"ValueError: something odd in {name}")
     load(engine)
     assert not wrong(engine)
@@ -476,17 +519,23 @@ def one_rank_fails(stage):
 
 @after()
 def masters_in_another_order(stage):
-    """As of a DeepSpeed that cuts shards otherwise: every load compares the masters with the weights."""
+    """As of a DeepSpeed that cuts shards otherwise: every load compares the masters with the
+    weights."""
     engine = make(stage, seed=5)
     optimizer = engine.optimizer
-    for flat in optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups:
+    for flat in (
+        optimizer.fp32_partitioned_groups_flat
+        if stage == 3
+        else optimizer.single_partition_of_fp32_groups
+    ):
         flat.data.copy_(flat.data.roll(1))
     with mock.patch.object(optimizer, "refresh_fp32_params", lambda: None):
         refused(engine, "does not hold", " as expected: ", " in the model, ")
 
 
 class Bigger(Net):
-    """A layer that is new, one that was frozen and is trained, one that was trained and is frozen."""
+    """A layer that is new, one that was frozen and is trained, one that was trained and is
+    frozen."""
 
     def __init__(self):
         super().__init__()
@@ -518,7 +567,9 @@ def new_parameters(stage):
     for name in ("norm.weight", "norm.bias"):
         assert torch.equal(now[name], truth[f"{name} fp32"]) and f"{name} fp32" not in now
     for name in ("a.weight", "a.bias", "b.weight"):
-        assert all(torch.equal(now[f"{name} {key}"], truth[f"{name} {key}"]) for key in ("fp32", "exp_avg"))
+        assert all(
+            torch.equal(now[f"{name} {key}"], truth[f"{name} {key}"]) for key in ("fp32", "exp_avg")
+        )
     train(engine, 3)
 
 
@@ -528,8 +579,8 @@ def falling(optimizer):
 
 @after(stages=[1, 2], t={"scheduler": falling, "zero": {"elastic_checkpoint": True}})
 def elastic_checkpoint(stage):
-    """Shards without padding and without hyper-parameters, which DeepSpeed writes at ZeRO-1 and 2 when told to: the
-    scheduler knows the rate of the next step."""
+    """Shards without padding and without hyper-parameters, which DeepSpeed writes at ZeRO-1 and 2
+    when told to: the scheduler knows the rate of the next step."""
     for elastic in (True, False):
         engine = restored(stage, scheduler=falling, zero={"elastic_checkpoint": elastic})
         assert {group["lr"] for group in engine.optimizer.param_groups} == {0.01 * (1 / 3)}
@@ -607,7 +658,9 @@ def the_first_start(stage, saving):
         (HERE / "damaged" / "t" / "mp_rank_00_model_states.pt").write_text("x")
         return
     engine = make(stage)
-    with mock.patch.multiple(deepspeed.DeepSpeedEngine, load_checkpoint=None):  # as it was, after that
+    with mock.patch.multiple(
+        deepspeed.DeepSpeedEngine, load_checkpoint=None
+    ):  # as it was, after that
         universal.install()
         starts(engine)
 
@@ -638,7 +691,9 @@ class Experts(Net):
 @case(stages=[1, 2], own=True)
 def experts(stage, saving):
     """install() leaves them to DeepSpeed, which loads them on the ranks that saved."""
-    groups = lambda ps: adam(split_params_into_different_moe_groups_for_optimizer({"params": ps, "name": "all"}))  # noqa: E731
+    groups = lambda ps: adam(
+        split_params_into_different_moe_groups_for_optimizer({"params": ps, "name": "all"})
+    )  # noqa: E731
     engine, path = make(stage, Experts, groups, seed=1 if saving else 5), f"truth.{dist.get_rank()}"
     if saving:
         train(engine, 0)
@@ -659,14 +714,19 @@ def another_batch(stage):
     if dist.get_world_size() == 2:
         assert "WARNING" not in SAID.getvalue()
     else:
-        assert said("WARNING: the global batch was 12, and is 18 now: gradient_accumulation_steps 4 keeps it")
+        assert said(
+            "WARNING: the global batch was 12, and is 18 now: gradient_accumulation_steps 4 keeps it"
+        )
         load(make(stage, batch=15, micro=5))
-        assert said("WARNING: the global batch was 12, and is 15 now: other ranks or micro-batches keep it")
+        assert said(
+            "WARNING: the global batch was 12, and is 15 now: other ranks or micro-batches keep it"
+        )
 
 
 @case(own=True)
 def of_each_rank(stage, saving):
-    """ZeRO-3 saves the client state and the buffers of every rank; on as many ranks each gets its own."""
+    """ZeRO-3 saves the client state and the buffers of every rank; on as many ranks each gets its
+    own."""
     if saving:
         engine = make(stage)
         train(engine, 0)

@@ -1,7 +1,8 @@
 """Loads damaged checkpoints, one after the other, into one engine: damage.py STAGE FOLDER...
 
-`damage.py STAGE save` writes two checkpoints of step 2 and 4, tags "t" and "later", and truth_<step>.pt beside them. Of
-every folder each rank writes told.<rank>.json: the error, or what it has loaded and how that differs from the truth."""
+`damage.py STAGE save` writes two checkpoints of step 2 and 4, tags "t" and "later", and
+truth_<step>.pt beside them. Of every folder each rank writes told.<rank>.json: the error, or what
+it has loaded and how that differs from the truth."""
 
 import contextlib
 import json
@@ -26,7 +27,8 @@ def save(stage):
 
 
 def load(engine, folder):
-    """{"error"} or {"tag", "step", "wrong": what is not as it was saved, by name}, and the seconds."""
+    """{"error"} or {"tag", "step", "wrong": what is not as it was saved, by name}, and the
+    seconds."""
     options = {"load_dir": folder, "tag": "t", "timeout": 30}
     if (folder / "options.json").exists():
         options |= json.loads((folder / "options.json").read_text())
@@ -53,7 +55,10 @@ if __name__ == "__main__":
         train(engine, 1)  # its states are not zeros
         for folder in map(Path, folders):
             rank = dist.get_rank()
-            with open(folder / f"said.{rank}", "w", buffering=1) as said, contextlib.redirect_stdout(said):
+            with (
+                open(folder / f"said.{rank}", "w", buffering=1) as said,
+                contextlib.redirect_stdout(said),
+            ):
                 told = load(engine, folder)
             (folder / f"told.{rank}.json").write_text(json.dumps(told))
             dist.barrier()

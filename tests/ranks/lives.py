@@ -1,20 +1,25 @@
 """Random lives of a training job, which dies in the middle of its saves and goes on as another one.
 
-A life is a script that knows nothing of careful saving: install(), plain engine.save_checkpoint() and
-engine.load_checkpoint(), names that come again, other ranks and another ZeRO stage than the life before. In its fatal
-save each rank has a place of its own, drawn by the seed, where it dies, or finds the disk full: in which file, and how
-much of it is written. So a seed's folders are the same in every run. Between two lives someone converts, copies, moves,
-or edits `latest`.
+A life is a script that knows nothing of careful saving: install(), plain engine.save_checkpoint()
+and engine.load_checkpoint(), names that come again, other ranks and another ZeRO stage than the
+life before. In its fatal save each rank has a place of its own, drawn by the seed, where it dies,
+or finds the disk full: in which file, and how much of it is written. So a seed's folders are the
+same in every run. Between two lives someone converts, copies, moves, or edits `latest`.
 
 What must be loaded. A save that came back on all ranks is a promise, and so is an edited `latest`.
-- While nothing was written over the last promise and `latest` names it: that one, or a save that was begun after it.
-- A copy without the times of its files, and a `latest` that the dying rank 0 wrote before the others had their shards,
+- While nothing was written over the last promise and `latest` names it: that one, or a save that
+was begun after it.
+- A copy without the times of its files, and a `latest` that the dying rank 0 wrote before the
+others had their shards,
   hide in which order tags were written. Then: any step not before that of the last promise nothing was written over.
-- Where something was written over every promise, nothing may be whole: any save, or a start from the beginning, or one
+- Where something was written over every promise, nothing may be whole: any save, or a start from
+the beginning, or one
   CheckpointError of one line, the same on all ranks. It is allowed nowhere else.
-- What is loaded has the masters and moments of its save, to the last bit. But when a save dies over another one of its
+- What is loaded has the masters and moments of its save, to the last bit. But when a save dies over
+another one of its
   name and step, nobody can tell whose shards are there, and a mixture is as good as either.
-- Every loss is within 1e-5 of one rank that was never killed. But bf16 departs from fp32 for good: the steps of such a
+- Every loss is within 1e-5 of one rank that was never killed. But bf16 departs from fp32 for good:
+the steps of such a
   life, and of those that go on from its saves, are held to BF16_GAP instead.
 """
 
@@ -42,7 +47,7 @@ from torch import nn
 from toy import adam, begin, held, make, train
 
 import universal
-from harness.ranks import launch
+from measure.ranks import launch
 
 LIVES = 6
 STEPS = 11  # of a life that does not come to its fatal save
@@ -81,13 +86,15 @@ def die():
 
 
 def an_hour_passes(folder):
-    """Between two saves, and before anybody touches their folder: the loader goes by the times of files."""
+    """Between two saves, and before anybody touches their folder: the loader goes by the times of
+    files."""
     for path in Path(folder).rglob("*"):
         os.utime(path, (0, path.stat().st_mtime - 3600))
 
 
 def break_disk(file, part, full):
-    """From now on this rank writes so many files, and a part of the next one; then it dies, or its disk is full."""
+    """From now on this rank writes so many files, and a part of the next one; then it dies, or its
+    disk is full."""
     torch_save = torch.save
     numbers = itertools.count()
 
@@ -114,7 +121,8 @@ def break_disk(file, part, full):
 
 
 def live(plan):
-    """Load, train and save as the plan says, and die. The ledger says what has happened, an object of JSON a line."""
+    """Load, train and save as the plan says, and die. The ledger says what has happened, an object
+    of JSON a line."""
     rank = dist.get_rank()
     folder = plan["folder"]
     ledger = open(plan["ledger"], "a", buffering=1)
@@ -124,7 +132,9 @@ def live(plan):
             ledger.write(json.dumps(what) + "\n")
 
     universal.install()
-    engine = make(plan["stage"], Net, adam, clip=1.0, scheduler=warm_up, bf16={"enabled": plan["bf16"]})
+    engine = make(
+        plan["stage"], Net, adam, clip=1.0, scheduler=warm_up, bf16={"enabled": plan["bf16"]}
+    )
     try:
         with contextlib.redirect_stdout(ledger):
             path, state = engine.load_checkpoint(folder, tag=plan["tag"])
@@ -132,7 +142,9 @@ def live(plan):
         note(refused=str(error))
         die()
     tag = path and os.path.relpath(path, folder)
-    note(loaded=tag, save=state.get("save"), step=engine.global_steps, digest=tag and digest(engine))
+    note(
+        loaded=tag, save=state.get("save"), step=engine.global_steps, digest=tag and digest(engine)
+    )
     saves = itertools.count(plan["saves"])
     first = engine.global_steps + 1
     for step in range(first, min(first + plan["steps"], LAST + 1)):
@@ -151,8 +163,8 @@ def live(plan):
 
 
 def play_life(above, plan):
-    """(objects of the ledger, lines that the loader has said) of a life below a folder; raises AssertionError where it
-    hangs, or ends by anything but the death that was planned."""
+    """(objects of the ledger, lines that the loader has said) of a life below a folder; raises
+    AssertionError where it hangs, or ends by anything but the death that was planned."""
     ledger = Path(above, "ledger")
     ledger.write_text("")
     words = json.dumps(plan | {"ledger": str(ledger)})
@@ -169,7 +181,15 @@ def play_life(above, plan):
 @functools.cache
 def reference():
     """{step: loss} of one rank that was never killed."""
-    plan = {"ranks": 1, "stage": 1, "bf16": False, "tag": None, "saves": 0, "steps": LAST, "every": LAST + 1}
+    plan = {
+        "ranks": 1,
+        "stage": 1,
+        "bf16": False,
+        "tag": None,
+        "saves": 0,
+        "steps": LAST,
+        "every": LAST + 1,
+    }
     with tempfile.TemporaryDirectory() as above:
         lines, _ = play_life(above, plan | {"folder": f"{above}/none", "full": False})
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
@@ -178,7 +198,8 @@ def reference():
 # -----------------------------------------------------------------------------
 # 2. what is in the folder, and what must be loaded
 class Folder:
-    """saves: of all attempts, in their order, {"step", "digest", "exact": held to 1e-5, "whole": known to be}."""
+    """saves: of all attempts, in their order, {"step", "digest", "exact": held to 1e-5, "whole":
+    known to be}."""
 
     def __init__(self, place):
         self.saves = []
@@ -218,19 +239,26 @@ class Folder:
         return {attempt} if by_name else {attempt, *range(before, len(self.saves))}
 
     def loaded(self, expected, tag, number, step, digest):
-        """Whether the steps after it are held to 1e-5. Raises AssertionError for what should not be loaded."""
+        """Whether the steps after it are held to 1e-5. Raises AssertionError for what should not be
+        loaded."""
         if tag is None:
             assert not expected, f"nothing was loaded, and one of {sorted(expected)} was expected"
             return True
-        assert not expected or number in expected, f"{number} was loaded, and one of {sorted(expected)} was expected"
+        assert not expected or number in expected, (
+            f"{number} was loaded, and one of {sorted(expected)} was expected"
+        )
         save = self.saves[number]
         attempts = self.holds[tag]
-        assert number in attempts and step == save["step"], f"{number} was loaded from {tag}, at step {step}"
+        assert number in attempts and step == save["step"], (
+            f"{number} was loaded from {tag}, at step {step}"
+        )
         mixed = [n for n in attempts if self.saves[n]["step"] == step]
         if self.whole(tag) is None and len(mixed) > 1:
             save["digest"] = digest
             save["exact"] = all(self.saves[n]["exact"] for n in mixed)
-        assert digest == save["digest"], f"{number} was loaded from {tag}, with other masters or moments"
+        assert digest == save["digest"], (
+            f"{number} was loaded from {tag}, with other masters or moments"
+        )
         save["whole"] = True
         attempts.remove(number)
         attempts.append(number)
@@ -273,8 +301,9 @@ def edit_latest(folder, r):
 
 
 def copy(folder, r):
-    """All files get new times, in the order of their names or in any other. But not where a save under the name of
-    another step died: at ZeRO-3, nothing but times tells the new model states from those of the old shards."""
+    """All files get new times, in the order of their names or in any other. But not where a save
+    under the name of another step died: at ZeRO-3, nothing but times tells the new model states
+    from those of the old shards."""
     if "last" not in folder.holds or folder.whole("last") is not None:
         source, folder.place = folder.place, folder.place.with_name(f"{folder.place.name}c")
         files = sorted(path.relative_to(source) for path in source.rglob("*") if path.is_file())
@@ -301,7 +330,10 @@ def move(folder, r):
 # 4. a history
 def plan_life(r, before, saves):
     """before: the plan of the life before. saves: how many there were."""
-    names = {"every": r.choice([2, 3]), "name": r.choice(["checkpoint-{}", "checkpoint-{}", "last"])}
+    names = {
+        "every": r.choice([2, 3]),
+        "name": r.choice(["checkpoint-{}", "checkpoint-{}", "last"]),
+    }
     if before and r.random() < 0.8:
         names = {key: before[key] for key in names}
     plan = names | {
@@ -328,7 +360,9 @@ def play(seed, above):
         for number in range(LIVES):
             r = random.Random(f"{seed} {number}")
             plan = plan_life(r, plan, len(folder.saves))
-            if event := r.choice([convert, convert, edit_latest, edit_latest, copy, move, None, None, None, None]):
+            if event := r.choice(
+                [convert, convert, edit_latest, edit_latest, copy, move, None, None, None, None]
+            ):
                 story.append(event.__name__)
                 an_hour_passes(folder.place)
                 event(folder, r)

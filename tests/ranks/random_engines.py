@@ -1,10 +1,10 @@
-"""Random models, optimizers and ZeRO options, saved on some ranks and loaded on others or on the same:
-random_engines.py save SEED..., then random_engines.py load SEED...
+"""Random models, optimizers and ZeRO options, saved on some ranks and loaded on others or on the
+same: random_engines.py save SEED..., then random_engines.py load SEED...
 
-An engine is wrong when load_checkpoint() returns and anything it holds is not what was saved: weights, masters, states,
-frozen parameters, buffers, extra state, hyper-parameters, step counts, scheduler, counters, client state; or when the
-losses of two more steps are others. wanted() says which of them must load.
-"""
+An engine is wrong when load_checkpoint() returns and anything it holds is not what was saved:
+weights, masters, states, frozen parameters, buffers, extra state, hyper-parameters, step counts,
+scheduler, counters, client state; or when the losses of two more steps are others. wanted() says
+which of them must load."""
 
 import random
 import sys
@@ -19,9 +19,18 @@ from toy import KINDS, Odd, begin, cut, held, in_turn, keep, make, same, train
 import universal
 
 OPTIMIZERS = {
-    "AdamW": {}, "Adam": {"amsgrad": True}, "SGD": {"momentum": 0.9}, "Adagrad": {}, "RMSprop": {"centered": True},
-    "Adadelta": {}, "Adamax": {}, "RAdam": {}, "NAdam": {}, "ASGD": {}, "Rprop": {},
-}  # fmt: skip
+    "AdamW": {},
+    "Adam": {"amsgrad": True},
+    "SGD": {"momentum": 0.9},
+    "Adagrad": {},
+    "RMSprop": {"centered": True},
+    "Adadelta": {},
+    "Adamax": {},
+    "RAdam": {},
+    "NAdam": {},
+    "ASGD": {},
+    "Rprop": {},
+}
 NAMES = ["w", "a-b", "x[0]", "y+", "ünï", "sla/sh", "s p"]
 
 
@@ -35,15 +44,22 @@ def plan(seed):
         "stages": [stage, to],
         "ranks": [ranks, r.choice([ranks, 1, 2, 3, 4])],
         "optimizer": optimizer,
-        "groups": 1 if optimizer == "Adagrad" else r.randint(1, 3),  # DeepSpeed makes it anew, and of one group
+        "groups": 1
+        if optimizer == "Adagrad"
+        else r.randint(1, 3),  # DeepSpeed makes it anew, and of one group
         "bf16": r.random() < 0.3,
         "parts": [part for part in ("shared", "frozen", "tied", "odd") if r.random() < 0.5],
-        "shapes": [[r.choice([1, 2, 3, 5, 8]) for _ in range(r.randint(1, 3))] for _ in range(r.randint(1, 5))],
+        "shapes": [
+            [r.choice([1, 2, 3, 5, 8]) for _ in range(r.randint(1, 3))]
+            for _ in range(r.randint(1, 5))
+        ],
         "zero": [options_of(r, stage), options_of(r, to)],
         "tag": r.choice(["t", "epoch1/step2", "a tag"]),
         "latest": r.random() < 0.5,  # another checkpoint is saved after it
         "universal": r.random() < 0.2,
-        "options": r.choice([{}] * 6 + [{"load_optimizer_states": False}, {"load_module_only": True}]),
+        "options": r.choice(
+            [{}] * 6 + [{"load_optimizer_states": False}, {"load_module_only": True}]
+        ),
     }
 
 
@@ -61,7 +77,9 @@ def options_of(r, stage):
 class Model(nn.Module):
     def __init__(self, parts, shapes):
         super().__init__()
-        self.weights = nn.ParameterDict({f"{NAMES[i]}": torch.randn(shape) for i, shape in enumerate(shapes)})
+        self.weights = nn.ParameterDict(
+            {f"{NAMES[i]}": torch.randn(shape) for i, shape in enumerate(shapes)}
+        )
         if "tied" in parts:
             self.again = nn.ParameterDict({"w": self.weights["w"]})
         if "frozen" in parts:
@@ -83,23 +101,33 @@ class Model(nn.Module):
 
 
 def wanted(job):
-    """The one outcome that is right: all load but the two whose optimizers keep what belongs to no single element, and
-    which were to be converted."""
-    return "not converted" if job["universal"] and job["optimizer"] in ("ASGD", "NAdam") else "right"
+    """The one outcome that is right: all load but the two whose optimizers keep what belongs to no
+    single element, and which were to be converted."""
+    return (
+        "not converted" if job["universal"] and job["optimizer"] in ("ASGD", "NAdam") else "right"
+    )
 
 
 def make_it(job, side, seed):
     return make(
-        job["stages"][side], lambda: Model(job["parts"], job["shapes"]),
-        lambda ps: getattr(torch.optim, job["optimizer"])(cut(ps, job["groups"]), **OPTIMIZERS[job["optimizer"]]),
-        seed, job["zero"][side], bf16={"enabled": job["bf16"]}, clip=1.0,
-        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1, (step + 1) / 8)),
-    )  # fmt: skip
+        job["stages"][side],
+        lambda: Model(job["parts"], job["shapes"]),
+        lambda ps: getattr(torch.optim, job["optimizer"])(
+            cut(ps, job["groups"]), **OPTIMIZERS[job["optimizer"]]
+        ),
+        seed,
+        job["zero"][side],
+        bf16={"enabled": job["bf16"]},
+        clip=1.0,
+        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(
+            o, lambda step: min(1, (step + 1) / 8)
+        ),
+    )
 
 
 def keep_truth(engine, job):
-    """What the engine holds, and the losses of two more steps. DeepSpeed misreads the masters and states of a live
-    engine with round_robin_gradients."""
+    """What the engine holds, and the losses of two more steps. DeepSpeed misreads the masters and
+    states of a live engine with round_robin_gradients."""
     truth = held(engine)
     truth["losses"] = []
     for step in (2, 3):
@@ -132,7 +160,9 @@ def compared(job, truth):
         names = {name for name in names if " " not in name.replace("s p", "")}
     if job["options"]:  # the optimizer is a new one
         names -= {"groups", "steps", "counters", "scheduler"}
-        names = {name for name in names if " " not in name.replace("s p", "") or name.endswith(" fp32")}
+        names = {
+            name for name in names if " " not in name.replace("s p", "") or name.endswith(" fp32")
+        }
     return names
 
 
@@ -140,7 +170,13 @@ def load(job):
     """What came of it: "right", what is wrong, or why it was refused."""
     engine = make_it(job, 1, seed=2)
     train(engine, 9, width=5)
-    tag = "universal" if job["universal"] else job["tag"] if job["latest"] or job["seed"] % 2 else None
+    tag = (
+        "universal"
+        if job["universal"]
+        else job["tag"]
+        if job["latest"] or job["seed"] % 2
+        else None
+    )
     try:
         path, client_state = universal.load_checkpoint(engine, ".", tag, **job["options"])
     except universal.CheckpointError as error:
@@ -152,7 +188,10 @@ def load(job):
     if client_state["word"] != job["seed"] or client_state["odd"].tolist() != [1, 1]:
         wrong.append("client state")
     if not job["options"]:
-        gap = max(abs(train(engine, step, width=5) - loss) for step, loss in zip((2, 3), truth["losses"], strict=True))
+        gap = max(
+            abs(train(engine, step, width=5) - loss)
+            for step, loss in zip((2, 3), truth["losses"], strict=True)
+        )
         exact = all(job[key][0] == job[key][1] for key in ("stages", "ranks", "zero"))
         wrong += [f"loss {gap}"] if gap > (0 if exact else 2e-2 if job["bf16"] else 1e-5) else []
     return f"WRONG: {wrong}" if wrong else "right"
@@ -164,11 +203,16 @@ def outcome(folder, phase, failed):
         return f"FAILED: {failed.strip().splitlines()[-1]}"
     told = {path.read_text() for path in folder.glob(f"{phase}.*")} - {"saved"}
     told = told - {"right"} or told
-    return next(iter(told), "saved") if len(told) < 2 else f"FAILED: not all ranks say the same: {told}"
+    return (
+        next(iter(told), "saved")
+        if len(told) < 2
+        else f"FAILED: not all ranks say the same: {told}"
+    )
 
 
 def play_all(seeds, folder):
-    """{seed: what came of it}. All engines of a number of ranks are saved in one launch, and loaded in one."""
+    """{seed: what came of it}. All engines of a number of ranks are saved in one launch, and loaded
+    in one."""
     found, left = {}, list(seeds)
     for side, phase in enumerate(("save", "load")):
         for ranks in (1, 2, 3, 4):

@@ -1,5 +1,5 @@
-"""What the scripts of this folder share: a small engine, odd things that a module may hold, how an engine trains, and
-everything that it holds."""
+"""What the scripts of this folder share: a small engine, odd things that a module may hold, how an
+engine trains, and everything that it holds."""
 
 import logging
 import os
@@ -12,8 +12,17 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-KINDS = {"complex": torch.complex64, "double_complex": torch.complex128, "float8": torch.float8_e4m3fn}
-KINDS |= {"uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64, "halves": torch.float16}
+KINDS = {
+    "complex": torch.complex64,
+    "double_complex": torch.complex128,
+    "float8": torch.float8_e4m3fn,
+}
+KINDS |= {
+    "uint16": torch.uint16,
+    "uint32": torch.uint32,
+    "uint64": torch.uint64,
+    "halves": torch.float16,
+}
 
 
 def begin():
@@ -26,8 +35,8 @@ def begin():
 
 
 def in_turn(names, play):
-    """play(name) for each, in a folder of its name. `ended` gets the names that all ranks have come to the end of:
-    helpers.run_all() reads it."""
+    """play(name) for each, in a folder of its name. `ended` gets the names that all ranks have come
+    to the end of: helpers.run_all() reads it."""
     top = Path.cwd()
     for name in names:
         Path(name).mkdir(exist_ok=True)
@@ -49,13 +58,16 @@ class Net(nn.Module):
         self.register_buffer("calls", torch.zeros(3))
 
     def forward(self, x):
-        self.calls += self.training  # once for every micro-batch, so a step's losses depend on the rank: a little
+        self.calls += (
+            self.training
+        )  # once for every micro-batch, so a step's losses depend on the rank: a little
         return self.b(self.norm(self.a(x))).pow(2).mean() + self.frozen(x).mean() * 0.1
 
 
 class Odd(nn.Module):
-    """What a module's state has beside parameters and plain buffers: extra state, as TransformerEngine's modules have,
-    a tensor that comes by a hook, as bitsandbytes', and buffers of the types that few have, `kinds`."""
+    """What a module's state has beside parameters and plain buffers: extra state, as
+    TransformerEngine's modules have, a tensor that comes by a hook, as bitsandbytes', and buffers
+    of the types that few have, `kinds`."""
 
     def __init__(self, kinds):
         super().__init__()
@@ -86,18 +98,38 @@ def adam(parameters):
 def cut(parameters, count):
     """So many parameter groups that differ in their hyper-parameters."""
     cuts = [parameters[i::count] for i in range(count)]
-    return [{"params": cut, "lr": 1e-2 / (i + 1), "weight_decay": 0.1 * i} for i, cut in enumerate(cuts) if cut]
+    return [
+        {"params": cut, "lr": 1e-2 / (i + 1), "weight_decay": 0.1 * i}
+        for i, cut in enumerate(cuts)
+        if cut
+    ]
 
 
-def make(stage, net=Net, optimizer=adam, seed=1, zero=None, batch=12, micro=1, clip=0.0, scheduler=None, **more):
-    """optimizer: makes it of the trained parameters; or DeepSpeed does, of what its config says; or None."""
+def make(
+    stage,
+    net=Net,
+    optimizer=adam,
+    seed=1,
+    zero=None,
+    batch=12,
+    micro=1,
+    clip=0.0,
+    scheduler=None,
+    **more,
+):
+    """optimizer: makes it of the trained parameters; or DeepSpeed does, of what its config says; or
+    None."""
     torch.manual_seed(seed)
     model = net()
     trained = [p for p in model.parameters() if p.requires_grad]
     made = optimizer(trained) if callable(optimizer) else None
     if isinstance(optimizer, dict):
         more["optimizer"] = optimizer
-    config = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "gradient_clipping": clip}
+    config = {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_clipping": clip,
+    }
     config |= {"zero_optimization": {"stage": stage} | (zero or {})}
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False} | more
     parts = dict(model=model, optimizer=made, model_parameters=trained, lr_scheduler=scheduler)
@@ -123,28 +155,49 @@ def is_slice(value):
 
 
 def held(engine, states=True):
-    """Everything that the engine holds, whole: {"a.weight": tensor, "a.weight fp32": ..., "groups": ...}. states: of
-    which parameters those of the optimizer, too: a function of a parameter that returns their names, or of all or none.
-    """
+    """Everything that the engine holds, whole: {"a.weight": tensor, "a.weight fp32": ..., "groups":
+    ...}. states: of which parameters those of the optimizer, too: a function of a parameter that
+    returns their names, or of all or none."""
     found = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
-    found |= {key: value for key, value in engine.module.state_dict().items() if "SCB" in key or "_extra" in key}
+    found |= {
+        key: value
+        for key, value in engine.module.state_dict().items()
+        if "SCB" in key or "_extra" in key
+    }
     optimizer = engine.optimizer.optimizer
     known = list(optimizer.state.values())
-    if engine.zero_optimization_stage() < 3:  # DeepSpeed looks for the states once, and not again after a load
+    if (
+        engine.zero_optimization_stage() < 3
+    ):  # DeepSpeed looks for the states once, and not again after a load
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    keys = sorted({key for state in known for key, value in state.items() if is_slice(value)}) if states else []
+    keys = (
+        sorted({key for state in known for key, value in state.items() if is_slice(value)})
+        if states
+        else []
+    )
     for name, p in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
             found[name] = p.detach().clone()
         if p.requires_grad:
-            found[f"{name} fp32"] = safe_get_full_fp32_param(p)  # None of a parameter without elements
+            found[f"{name} fp32"] = safe_get_full_fp32_param(
+                p
+            )  # None of a parameter without elements
             for key in states(p) if callable(states) else keys:
                 found[f"{name} {key}"] = safe_get_full_optimizer_state(p, key)
-    found["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    scalars = [{k: float(v) for k, v in state.items() if not is_slice(v) and v is not None} for state in known]
-    found["steps"] = [of_one for i, of_one in enumerate(scalars) if of_one and of_one not in scalars[:i]]
-    found["scale"] = vars(engine.optimizer.loss_scaler) if hasattr(engine.optimizer, "loss_scaler") else None
+    found["groups"] = [
+        {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+    ]
+    scalars = [
+        {k: float(v) for k, v in state.items() if not is_slice(v) and v is not None}
+        for state in known
+    ]
+    found["steps"] = [
+        of_one for i, of_one in enumerate(scalars) if of_one and of_one not in scalars[:i]
+    ]
+    found["scale"] = (
+        vars(engine.optimizer.loss_scaler) if hasattr(engine.optimizer, "loss_scaler") else None
+    )
     found["scheduler"] = engine.lr_scheduler and engine.lr_scheduler.state_dict()
     found["counters"] = [engine.global_steps, engine.skipped_steps, engine.global_samples]
     found["counters"].append(engine.micro_steps / engine.gradient_accumulation_steps())
@@ -163,4 +216,6 @@ def same(a, b):
         return a == b
     if not isinstance(b, torch.Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(
+        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+    )

@@ -1,10 +1,10 @@
-"""Trains a small odd model with DeepSpeed: zoo.py '[{"name": "a", "stage": 1, "optimizer": "AdamW"}, ...]', job by job.
+"""Trains a small odd model with DeepSpeed: zoo.py '[{"name": "a", "stage": 1, "optimizer":
+"AdamW"}, ...]', job by job.
 
-A job trains 6 steps and, after the third, saves <name>/global_step3 and <name>/truth.pt: what the live engine held.
-With "load" it goes on from <name>/<load> instead, in a model of another seed; "how": by our loader, or by DeepSpeed's
-universal one, "stock", or by that and "mend"; with "again" it saves that as <name>/<label>_again. Losses go to
-<name>/<label>.json.
-"""
+A job trains 6 steps and, after the third, saves <name>/global_step3 and <name>/truth.pt: what the
+live engine held. With "load" it goes on from <name>/<load> instead, in a model of another seed;
+"how": by our loader, or by DeepSpeed's universal one, "stock", or by that and "mend"; with "again"
+it saves that as <name>/<label>_again. Losses go to <name>/<label>.json."""
 
 import json
 import os
@@ -20,7 +20,17 @@ from toy import KINDS, Odd, begin, cut, held, keep, make
 import universal
 
 SAVED, STEPS, BATCH = 3, 6, 12
-KEYS = ["a-b", "with space", "brackets[0]", "plus+", "ünï", "sla/sh", "star*", "quote'\"", "back\\slash"]
+KEYS = [
+    "a-b",
+    "with space",
+    "brackets[0]",
+    "plus+",
+    "ünï",
+    "sla/sh",
+    "star*",
+    "quote'\"",
+    "back\\slash",
+]
 STATES = {
     "AdamW": ["exp_avg", "exp_avg_sq"],
     "amsgrad": ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
@@ -28,10 +38,16 @@ STATES = {
     "SGD": [],
     "Adagrad": ["sum"],
     "RMSprop": ["square_avg", "momentum_buffer", "grad_avg"],
-    "Muon": ["momentum_buffer", "exp_avg", "exp_avg_sq"],  # the one for matrices, the others for the rest
+    "Muon": [
+        "momentum_buffer",
+        "exp_avg",
+        "exp_avg_sq",
+    ],  # the one for matrices, the others for the rest
     "CPUAdam": ["exp_avg", "exp_avg_sq"],
 }
-DTYPES = {name: dtype for name, dtype in KINDS.items() if name != "double_complex"}  # safetensors has no place for it
+DTYPES = {
+    name: dtype for name, dtype in KINDS.items() if name != "double_complex"
+}  # safetensors has no place for it
 ADAM = {"betas": (0.9, 0.7)}
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, ADAM),
@@ -50,10 +66,14 @@ class Zoo(nn.Module):
         self.first, self.tied = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
         self.tied.weight = self.first.weight
         self.frozen = nn.Linear(8, 5).requires_grad_(False)
-        self.frozen.weight = nn.Parameter(torch.randn(5, 12)[:, :8], requires_grad=False)  # not contiguous
+        self.frozen.weight = nn.Parameter(
+            torch.randn(5, 12)[:, :8], requires_grad=False
+        )  # not contiguous
         self.norm = self.same_norm = nn.BatchNorm1d(7, affine=False)
         self.odd_module = Odd(DTYPES)
-        self.rows = nn.Parameter(torch.randn(9, 7))  # what is normalised belongs to no batch, hence to no rank
+        self.rows = nn.Parameter(
+            torch.randn(9, 7)
+        )  # what is normalised belongs to no batch, hence to no rank
         self.single = nn.Parameter(torch.randn(1))
         self.unused = nn.Parameter(torch.randn(2, 3))
         self.odd = nn.ParameterDict({key: torch.randn(1 + i % 3) for i, key in enumerate(keys)})
@@ -70,14 +90,29 @@ class Zoo(nn.Module):
 
 
 def states_of(p):
-    """Muon's states are one for matrices, two for the rest; DeepSpeed can gather them at ZeRO-3 alone."""
-    return [] if not hasattr(p, "ds_id") else STATES["Muon"][:1] if p.use_muon else STATES["Muon"][1:]
+    """Muon's states are one for matrices, two for the rest; DeepSpeed can gather them at ZeRO-3
+    alone."""
+    return (
+        [] if not hasattr(p, "ds_id") else STATES["Muon"][:1] if p.use_muon else STATES["Muon"][1:]
+    )
 
 
 def work(
-    name, stage, optimizer, dtype="fp32", groups=1, keys=KEYS, load=None, label="losses", zero=None, accumulate=None,
-    how="ours", empty=0, options=None, again=False,
-):  # fmt: skip
+    name,
+    stage,
+    optimizer,
+    dtype="fp32",
+    groups=1,
+    keys=KEYS,
+    load=None,
+    label="losses",
+    zero=None,
+    accumulate=None,
+    how="ours",
+    empty=0,
+    options=None,
+    again=False,
+):
     rank, ranks, folder = dist.get_rank(), dist.get_world_size(), Path(name)
 
     def make_it(trained):
@@ -87,13 +122,25 @@ def work(
     if optimizer == "Muon":  # DeepSpeed makes it, and its groups
         make_it = {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}
     engine = make(
-        stage, lambda: Zoo(keys), make_it, 2 if load else 1, zero, BATCH, BATCH // ranks, clip=1.0,
-        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1, (step + 1) / STEPS)),
-        bf16={"enabled": dtype == "bf16"}, data_types={"grad_accum_dtype": accumulate},
+        stage,
+        lambda: Zoo(keys),
+        make_it,
+        2 if load else 1,
+        zero,
+        BATCH,
+        BATCH // ranks,
+        clip=1.0,
+        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(
+            o, lambda step: min(1, (step + 1) / STEPS)
+        ),
+        bf16={"enabled": dtype == "bf16"},
+        data_types={"grad_accum_dtype": accumulate},
         checkpoint={"load_universal": how != "ours"},
-    )  # fmt: skip
+    )
 
-    states = not options and (states_of if optimizer == "Muon" else True)  # a new optimizer has none
+    states = not options and (
+        states_of if optimizer == "Muon" else True
+    )  # a new optimizer has none
     if load and how != "ours":
         assert engine.load_checkpoint(folder, tag=load)[0] is not None
         if how == "mend":
@@ -102,7 +149,9 @@ def work(
         _, client_state = universal.load_checkpoint(engine, folder, load, **(options or {}))
         assert client_state["word"] == "client state"
         opened = {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
-        assert not [path for path in opened if path.endswith(".pt")]  # another checkpoint may get this path
+        assert not [
+            path for path in opened if path.endswith(".pt")
+        ]  # another checkpoint may get this path
     if load:
         keep(held(engine, states), folder / f"{label}.pt")
         if again:
@@ -111,14 +160,19 @@ def work(
     for step in range(SAVED if load else 0, STEPS):
         x = torch.randn(BATCH, 9, generator=torch.Generator().manual_seed(step))
         x, y = x[rank::ranks, :8], x[rank::ranks, 8]
-        loss = engine(x.to(engine.device, torch.bfloat16 if dtype == "bf16" else torch.float32), y.to(engine.device))
+        loss = engine(
+            x.to(engine.device, torch.bfloat16 if dtype == "bf16" else torch.float32),
+            y.to(engine.device),
+        )
         engine.backward(loss)
         engine.step()
         mean = loss.detach().double()
         dist.all_reduce(mean)
         losses.append(mean.item() / ranks)
         if not load and step + 1 == SAVED:
-            engine.save_checkpoint(folder, tag=f"global_step{SAVED}", client_state={"word": "client state"})
+            engine.save_checkpoint(
+                folder, tag=f"global_step{SAVED}", client_state={"word": "client state"}
+            )
             keep(held(engine, states), folder / "truth.pt")
     if rank == 0:
         (folder / f"{label}.json").write_text(json.dumps(losses))

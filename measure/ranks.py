@@ -1,5 +1,6 @@
-"""Runs scripts as their readers do, rank by rank, but forks the ranks from this process: it has imported torch,
-DeepSpeed and the modules of this repository already, and a launch costs one second instead of twenty."""
+"""Runs scripts as their readers do, rank by rank, but forks the ranks from this process: it has
+imported torch, DeepSpeed and the modules of this repository already, and a launch costs one second
+instead of twenty."""
 
 import contextlib
 import csv
@@ -19,20 +20,29 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; without it accelerate takes all cores for every rank
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # as torchrun does; without it accelerate takes all cores for every rank
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
+import deepspeed
+import torch
 
 # What DeepSpeed imports when it makes an engine, at each stage, and what the scripts import.
 for name in (
-    "setuptools", "distutils.ccompiler", "distutils.sysconfig", "torch._dynamo", "torch._inductor.compile_fx",
-    "torch._subclasses.schema_check_mode", "deepspeed.comm.mori", "deepspeed.sequence.layer",
-    "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.module_inject.auto_ep_layer", "universal.exact", "model",
-):  # fmt: skip
+    "setuptools",
+    "distutils.ccompiler",
+    "distutils.sysconfig",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch._subclasses.schema_check_mode",
+    "deepspeed.comm.mori",
+    "deepspeed.sequence.layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.module_inject.auto_ep_layer",
+    "universal.exact",
+    "model",
+):
     with contextlib.suppress(ImportError):  # an older DeepSpeed has not all of them
         importlib.import_module(name)
 deepspeed.ops.__compatible_ops__  # noqa: B018  it looks for compilers when it is first asked
@@ -57,7 +67,10 @@ def rank_main(place, script, arguments, patch):
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
         gc.freeze()  # DeepSpeed collects garbage: not in what it has from the parent, which would copy all of it
         os.environ |= place
-        for name in ("train", "train_elastic"):  # where a test has imported it, it would not see what patch() changes
+        for name in (
+            "train",
+            "train_elastic",
+        ):  # where a test has imported it, it would not see what patch() changes
             sys.modules.pop(name, None)
         sys.argv = [str(script), *map(str, arguments)]
         if patch:
@@ -77,13 +90,19 @@ def rank_main(place, script, arguments, patch):
 
 
 def launch(folder, ranks, script, *arguments, patch=None, limit=300, grace=0):
-    """Run `script`, or call it, on `ranks` ranks in `folder`; like the launchers, end all ranks when one fails.
+    """Run `script`, or call it, on `ranks` ranks in `folder`; like the launchers, end all ranks
+    when one fails.
 
-    patch() runs in every rank before the script. Returns codes, of all ranks; code, out and err of the first rank that
-    ended badly, or of rank 0; and err of all ranks as `errors`. grace: seconds that the others have when one fails.
-    """
+    patch() runs in every rank before the script. Returns codes, of all ranks; code, out and err of
+    the first rank that ended badly, or of rank 0; and err of all ranks as `errors`. grace: seconds
+    that the others have when one fails."""
     children, files = {}, []
-    place = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
+    place = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(PORT),
+    }
     for rank in range(ranks):
         files.append([tempfile.TemporaryFile("w+", errors="replace") for _ in ("out", "err")])
         pid = os.fork()
@@ -91,7 +110,9 @@ def launch(folder, ranks, script, *arguments, patch=None, limit=300, grace=0):
             os.chdir(folder)
             for fd, file in enumerate(files[rank], 1):
                 os.dup2(file.fileno(), fd)
-            rank_main(place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, script, arguments, patch)
+            rank_main(
+                place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, script, arguments, patch
+            )
         children[pid] = rank
     codes, deadline = {}, time.monotonic() + limit
     while children and time.monotonic() < deadline:
@@ -113,7 +134,9 @@ def launch(folder, ranks, script, *arguments, patch=None, limit=300, grace=0):
     if codes[told] == "time limit":
         texts[told][1] += f"\nTimeoutError: not done after {limit} seconds\n"
     errors = "".join(err for _, err in texts)
-    return SimpleNamespace(code=codes[told], codes=codes, out=texts[told][0], err=texts[told][1], errors=errors)
+    return SimpleNamespace(
+        code=codes[told], codes=codes, out=texts[told][0], err=texts[told][1], errors=errors
+    )
 
 
 def read(file):
@@ -125,7 +148,9 @@ def read(file):
 def last_error(text):
     """The line that says why."""
     lines = [line for line in text.splitlines() if line.strip()] or ["not a word"]
-    errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*([Ee]rror|Exception): ", line)]
+    errors = [
+        line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*([Ee]rror|Exception): ", line)
+    ]
     return (errors or lines)[-1][:300]
 
 
@@ -160,7 +185,10 @@ def rows_of(log):
 def read_log(folder, run_name, *columns):
     """{column: {step: value}} of logs/<run_name>.csv."""
     rows = rows_of(Path(folder, "logs", f"{run_name}.csv"))
-    return {c: {int(r["step"]): float(r[c]) for r in rows if r[c]} for c in columns or ("loss", "val_loss")}
+    return {
+        c: {int(r["step"]): float(r[c]) for r in rows if r[c]}
+        for c in columns or ("loss", "val_loss")
+    }
 
 
 def compare(folder, baseline, resumed, column="loss"):

@@ -1,11 +1,11 @@
 """ds_to_universal.py against DeepSpeed's own converter and `cp -r`: seconds, ratios, memory.
 
-    python benchmarks/convert.py --ranks 4 --folder /dev/shm
+    python -m measure.convert --ranks 4 --folder /dev/shm
 
-The checkpoints are laid out by hand, in DeepSpeed 0.19.8's format, as bf16 training of a GPT, 86 million parameters,
-on so many ranks writes them: random weights, all else as it would be. All three tools run as whole processes, in turn,
-and the median of three rounds counts. Ours waits until the disk has it, so that each is followed by a sync.
-"""
+The checkpoints are laid out by hand, in DeepSpeed 0.19.8's format, as bf16 training of a GPT, 86
+million parameters, on so many ranks writes them: random weights, all else as it would be. All three
+tools run as whole processes, in turn, and the median of three rounds counts. Ours waits until the
+disk has it, so that each is followed by a sync."""
 
 import argparse
 import json
@@ -18,11 +18,11 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import model  # noqa: E402
-from harness.lay_out import groups_of, lay_out  # noqa: E402
+import model
+from measure.lay_out import groups_of, lay_out
 
-# A process inherits the peak memory of the one that forks it, and this one is large: a small one goes between.
+# A process inherits the peak memory of the one that forks it, and this one is large: a small one
+# goes between.
 BETWEEN = """import json, resource, subprocess, sys, time
 start = time.perf_counter()
 run = subprocess.run(sys.argv[2:], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
@@ -35,7 +35,9 @@ print(json.dumps([seconds, used, run.stdout]))"""
 def timed(command, folder):
     """[seconds, MB of the largest process, output] of a whole process and the disk behind it."""
     command = [sys.executable, "-c", BETWEEN, folder, *command]
-    return json.loads(subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True).stdout)
+    return json.loads(
+        subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True).stdout
+    )
 
 
 def commands(source, output):
@@ -63,20 +65,46 @@ def compare(work, stage, ranks):
             results[name].append(timed(command, work))
             shutil.rmtree(output)
     ours, theirs, cp = (statistics.median(run[0] for run in results[name]) for name in results)
-    data = statistics.median(float(out.split(" in ")[1].split()[0]) for _, _, out in results["ours"])
+    data = statistics.median(
+        float(out.split(" in ")[1].split()[0]) for _, _, out in results["ours"]
+    )
     memory = [f"{max(run[1] for run in results[name]):.0f}" for name in ("ours", "DeepSpeed")]
     seconds = (f"{ours:.2f}", f"{theirs:.2f}", f"{cp:.2f}")
-    return stage, ranks, f"{total:.2f}", *seconds, f"{theirs / ours:.1f}", f"{data / cp:.2f}", *memory
+    return (
+        stage,
+        ranks,
+        f"{total:.2f}",
+        *seconds,
+        f"{theirs / ours:.1f}",
+        f"{data / cp:.2f}",
+        *memory,
+    )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--folder", type=Path, default="/dev/shm", help="where: /dev/shm is memory, others a disk")
+    parser.add_argument(
+        "--folder", type=Path, default="/dev/shm", help="where: /dev/shm is memory, others a disk"
+    )
     args = parser.parse_args()
-    print(f"seconds of whole processes, medians of 3, on {args.folder}; data: what ours takes after its start")
+    print(
+        f"seconds of whole processes, medians of 3, on {args.folder}; data: what ours takes after its start"
+    )
     columns = "{:>4}{:>7}{:>7} |{:>8}{:>11}{:>8} |{:>16}{:>9} |{:>9}{:>14}"
-    heads = ("ranks", "GB", "ours", "DeepSpeed", "cp -r", "DeepSpeed/ours", "data/cp", "ours MB", "DeepSpeed MB")
+    heads = (
+        "ranks",
+        "GB",
+        "ours",
+        "DeepSpeed",
+        "cp -r",
+        "DeepSpeed/ours",
+        "data/cp",
+        "ours MB",
+        "DeepSpeed MB",
+    )
     print(columns.format("ZeRO", *heads))
     for stage in (1, 3):
         with tempfile.TemporaryDirectory(dir=args.folder) as work:

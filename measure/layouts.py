@@ -1,11 +1,12 @@
-"""Every change of the tensor, pipeline and sequence layout in one table, and the curves of the 3D ones: `make 3d`.
+"""Every change of the tensor, pipeline and sequence layout in one table, and the curves of the 3D
+ones: `make 3d`.
 
-    python demos/layouts.py --output out/3d.png
+    python -m measure.layouts --output out/3d.png
 
-Each layout trains 160 steps from scratch and is compared with one rank; its checkpoint of step 60 goes on, on other
-layouts, to step 160; those 100 steps are compared with the uninterrupted run. The ranks are forked from this process.
-Ends with an error when any loss differs by more than 1e-5, or the same layout by a bit.
-"""
+Each layout trains 160 steps from scratch and is compared with one rank; its checkpoint of step 60
+goes on, on other layouts, to step 160; those 100 steps are compared with the uninterrupted run. The
+ranks are forked from this process. Ends with an error when any loss differs by more than 1e-5, or
+the same layout by a bit."""
 
 import argparse
 import math
@@ -13,18 +14,21 @@ import shutil
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import plot  # noqa: E402
-from harness.ranks import compare, run  # noqa: E402
+import plot
+from measure.ranks import compare, run
 
 COMMON = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 160 --lr 1e-3".split()
 RESUME = "--resume --checkpoint_tag global_step60 --checkpoint_interval 400".split()
-ONE, TPSP, PIPE, HERE = "one_rank", "train_tp_sp.py", "train_3d.py", Path.cwd()  # all are compared with the run ONE
+ONE, TPSP, PIPE, HERE = (
+    "one_rank",
+    "train_tp_sp.py",
+    "train_3d.py",
+    Path.cwd(),
+)  # all are compared with the run ONE
 AXES = {TPSP: ("tensor", "sequence"), PIPE: ("tensor", "pipeline")}
 CUBE = [(2, 2, 2), (2, 2, 1), (1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]
-# script, ZeRO stage, layout that saves, layouts that go on: (first of the axes, second, data-parallel ranks)
+# script, ZeRO stage, layout that saves, layouts that go on: (first of the axes, second,
+# data-parallel ranks)
 CHANGES = [
     *((TPSP, s, (2, 1, 2), [(2, 1, 2), (2, 1, 1), (1, 1, 2), (4, 1, 1)]) for s in (1, 2, 3)),
     *((TPSP, s, (1, 1, 1), [(2, 1, 1)]) for s in (1, 2, 3)),
@@ -45,13 +49,25 @@ def run_name(script, stage, layout):
 
 def train(script, stage, layout, name, folder, *arguments):
     degrees = [f"--{axis}_parallel={n}" for axis, n in zip(AXES[script], layout, strict=False)]
-    words = (*COMMON, *degrees, "--zero_stage", stage, "--run_name", name, "--checkpoint_dir", folder, *arguments)
+    words = (
+        *COMMON,
+        *degrees,
+        "--zero_stage",
+        stage,
+        "--run_name",
+        name,
+        "--checkpoint_dir",
+        folder,
+        *arguments,
+    )
     run(HERE, math.prod(layout), script, *words, limit=1200)
 
 
 def largest(baseline, name):
     """Difference of any step's training or validation loss."""
-    return max(max(compare(HERE, baseline, name, column).values()) for column in ("loss", "val_loss"))
+    return max(
+        max(compare(HERE, baseline, name, column).values()) for column in ("loss", "val_loss")
+    )
 
 
 def draw(path):
@@ -70,7 +86,8 @@ def draw(path):
 
 
 def play(script, stage, layout, others):
-    """Train the layout, and go on with the others. Yields (script, from, to), and the largest difference."""
+    """Train the layout, and go on with the others. Yields (script, from, to), and the largest
+    difference."""
     here, name = name_of(script, layout), run_name(script, stage, layout)
     folder = Path("ckpt_3d", name.replace(" ", "_").replace(",", ""))
     shutil.rmtree(folder, ignore_errors=True)
@@ -80,13 +97,19 @@ def play(script, stage, layout, others):
         there = name_of(script, other)
         train(script, stage, other, f"{name} to {there}", folder, *RESUME)
         difference = largest(name, f"{name} to {there}")
-        assert other != layout or difference == 0.0, f"{name} to {there} is not the same, bit by bit"
+        assert other != layout or difference == 0.0, (
+            f"{name} to {there} is not the same, bit by bit"
+        )
         yield (script, here, there), difference
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("out/3d.png"), help="picture, with its .csv beside it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("out/3d.png"), help="picture, with its .csv beside it"
+    )
     args = parser.parse_args()
     train(TPSP, 1, (1, 1, 1), ONE, "ckpt_3d/one")
     table = {}  # {(script, from, to): {stage: difference}}
@@ -95,10 +118,12 @@ if __name__ == "__main__":
             table.setdefault(change, {})[stage] = difference
     print(f"{'script':<15} {'from':<20} {'to':<20}    ZeRO-1    ZeRO-2    ZeRO-3")
     for (script, before, after), found in table.items():
-        cells = "".join(f"{found[stage]:>10.1e}" if stage in found else " " * 10 for stage in (1, 2, 3))
+        cells = "".join(
+            f"{found[stage]:>10.1e}" if stage in found else " " * 10 for stage in (1, 2, 3)
+        )
         print(f"{script:<15} {before:<20} {after:<20}{cells}".rstrip())
     draw(args.output)
     most = max(difference for found in table.values() for difference in found.values())
     print(f"largest difference {most:.1e}")
     if most > 1e-5:
-        sys.exit("demos/layouts.py: a loss differs by more than 1e-5")
+        sys.exit("measure/layouts.py: a loss differs by more than 1e-5")

@@ -1,17 +1,15 @@
 """What it costs to mirror the shards, beside a step without it and a save to the disk.
 
-    python benchmarks/mirror.py
+    python -m measure.mirror
 
-A GPT of 86 million parameters on 4 ranks, 2 on each of two "machines" of this machine. Every round does a step, a copy
-by mirror.py and a save to the disk (with a sync), each after a barrier; medians over the rounds. At every k-th step the
-copy is shared by k steps. MB: what a rank saves, and so sends, at each copy, and what a machine's memory holds of one
-step; it has two for a moment.
-"""
+A GPT of 86 million parameters on 4 ranks, 2 on each of two "machines" of this machine. Every round
+does a step, a copy by mirror.py and a save to the disk (with a sync), each after a barrier; medians
+over the rounds. At every k-th step the copy is shared by k steps. MB: what a rank saves, and so
+sends, at each copy, and what a machine's memory holds of one step; it has two for a moment."""
 
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,12 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.resume import LENGTH, make_engine  # noqa: E402
-from harness.ranks import run  # noqa: E402
-from universal.mirror import Mirror  # noqa: E402
+from measure.ranks import run
+from measure.resume import LENGTH, make_engine
+from universal.mirror import Mirror
 
 BATCH, ROUNDS = 16, 7
 
@@ -53,20 +48,33 @@ def measure(stage, memory, disk):
             dist.barrier()
             seconds[name].append(time.perf_counter() - start)
     sizes = {path: path.stat().st_size / 1e6 for path in machine.glob("step*/*.pt")}
-    own = sum(size for path, size in sizes.items() if f"_rank_{rank}_mp" in path.name or path.name[:7] == "mp_rank")
+    own = sum(
+        size
+        for path, size in sizes.items()
+        if f"_rank_{rank}_mp" in path.name or path.name[:7] == "mp_rank"
+    )
     mirror.close()
     dist.barrier()
-    medians = {name: 1e3 * statistics.median(times[2:]) for name, times in seconds.items()}  # the first two are slower
+    medians = {
+        name: 1e3 * statistics.median(times[2:]) for name, times in seconds.items()
+    }  # the first two are slower
     print("\n" + json.dumps(medians | {"own": own, "slot": sum(sizes.values())}))
 
 
 if __name__ == "__main__":
     Path("out").mkdir(exist_ok=True)
     print("        ms of a step, mirrored at every K-th                ms of a save         MB")
-    print("ZeRO    never     K = 1    K = 10   K = 100   ms of a copy      to the disk   a rank  a machine")
+    print(
+        "ZeRO    never     K = 1    K = 10   K = 100   ms of a copy      to the disk   a rank  a machine"
+    )
     for stage in (1, 3):
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, tempfile.TemporaryDirectory(dir="out") as disk:
-            cost = json.loads(run(Path.cwd(), 4, measure, stage, memory, disk, limit=900).splitlines()[-1])
+        with (
+            tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
+            tempfile.TemporaryDirectory(dir="out") as disk,
+        ):
+            cost = json.loads(
+                run(Path.cwd(), 4, measure, stage, memory, disk, limit=900).splitlines()[-1]
+            )
         steps = "".join(f"{cost['step'] + cost['mirror'] / every:>10.1f}" for every in (1, 10, 100))
         line = f"{stage:>4}{cost['step']:>9.1f}{steps}{cost['mirror']:>15.1f}{cost['disk']:>17.1f}"
         print(f"{line}{cost['own']:>9.2f}{cost['slot']:>11.2f}", flush=True)

@@ -1,24 +1,21 @@
-"""The traps of gradient accumulation, each as the edit of grad_accu_pt.py or grad_accu_ds.py that makes it, and what it
-does to the loss.
+"""The traps of gradient accumulation, each as the edit of grad_accu_pt.py or grad_accu_ds.py that
+makes it, and what it does to the loss.
 
-    python demos/traps.py
+    python -m measure.traps
 
-Each runs 4 micro-batches of 8, and is compared with the right program in PyTorch on one batch of 32, under the same
-optimizer. "ragged" has sequences of unequal length, of which neither script knows: there the scripts as they are take
-the mean of the micro-batches' means, and the edit weights each micro-batch by its share of the tokens.
-"""
+Each runs 4 micro-batches of 8, and is compared with the right program in PyTorch on one batch of
+32, under the same optimizer. "ragged" has sequences of unequal length, of which neither script
+knows: there the scripts as they are take the mean of the micro-batches' means, and the edit weights
+each micro-batch by its share of the tokens."""
 
 import functools
-import sys
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from data import derive_seed  # noqa: E402
-from harness.ranks import read_log, run  # noqa: E402
+from data import derive_seed
+from measure.ranks import read_log, run
 
 BACKWARD = "(loss / accumulation).backward()"
 CLIP = "clip_grad_norm_(model.parameters(), 1.0)"
@@ -34,14 +31,19 @@ FORGOTTEN = [(BACKWARD, "loss.backward()")]
 EVERY = [(STEP, ""), (MEAN, f"        norm = torch.nn.utils.{CLIP}\n{INDENTED}{MEAN}")]
 EVERY += [(f"    norm = torch.nn.utils.{CLIP}\n    row", "    row")]
 
-# The loss of a model is the mean over the tokens it is given, and micro-batches now have more or fewer of them.
+# The loss of a model is the mean over the tokens it is given, and micro-batches now have more or
+# fewer of them.
 RAGGED = [
-    ("import torch\n", "import torch\nfrom demos.traps import ragged, share_of_tokens\n"),
+    ("import torch\n", "import torch\nfrom measure.traps import ragged, share_of_tokens\n"),
     (LOOP, f"    targets = ragged(targets, 1337, step)\n{LOOP}"),
-    (MEAN, MEAN.replace("/ (accumulation * ranks)", "* share_of_tokens(targets, rows)")),  # the log tells the truth
+    (
+        MEAN,
+        MEAN.replace("/ (accumulation * ranks)", "* share_of_tokens(targets, rows)"),
+    ),  # the log tells the truth
 ]
 WEIGHTED = [(BACKWARD, "(loss * share_of_tokens(targets, rows)).backward()")]
-# DeepSpeed divides by the accumulation steps, and takes the mean over the ranks: the factor takes that back.
+# DeepSpeed divides by the accumulation steps, and takes the mean over the ranks: the factor takes
+# that back.
 RIGHT_DS = "engine.backward(loss * (share_of_tokens(targets, rows) * accumulation * ranks))"
 WEIGHTED_DS = [("engine.backward(loss)", RIGHT_DS)]
 
@@ -61,7 +63,8 @@ TRAPS = {
 
 
 def ragged(targets, seed, step):
-    """The same targets with sequences of unequal length: beyond its length each is -100, which no loss counts."""
+    """The same targets with sequences of unequal length: beyond its length each is -100, which no
+    loss counts."""
     generator = torch.Generator().manual_seed(derive_seed(seed, step, "ragged"))
     lengths = torch.randint(1, targets.size(1) + 1, (targets.size(0), 1), generator=generator)
     return targets.masked_fill(torch.arange(targets.size(1)) >= lengths, -100)
@@ -73,7 +76,8 @@ def share_of_tokens(targets, rows):
 
 @functools.cache
 def train(script, ranks, micro, *edits):
-    """[loss of every step], and the gradient norm of the first, of the script with its (old, new) edits."""
+    """[loss of every step], and the gradient norm of the first, of the script with its (old, new)
+    edits."""
     source, path = (ROOT / script).read_text(), Path("logs", "trap.py").resolve()
     for old, new in edits:
         assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {script}"
@@ -87,7 +91,9 @@ def train(script, ranks, micro, *edits):
 
 
 if __name__ == "__main__":
-    print(f"{'4 micro-batches of 8 against 1 of 32':<43}{'max |loss difference|':>22}{'gradient norm, step 1':>24}")
+    print(
+        f"{'4 micro-batches of 8 against 1 of 32':<43}{'max |loss difference|':>22}{'gradient norm, step 1':>24}"
+    )
     for trap, (script, ranks, common, edits) in TRAPS.items():
         # One batch of all sequences is one mean over all tokens: it has no trap to fall into.
         right, norm = train(PT, 1, 32, *common)

@@ -1,12 +1,11 @@
 """What this repository does on a GPU: `make gpu`, some minutes on one card, without a network.
 
-    python demos/gpu.py
-    python demos/gpu.py --device cpu      the same in fp32, with 2 CPU ranks in the GPUs' place
+    python -m measure.gpu
+    python -m measure.gpu --device cpu      the same in fp32, with 2 CPU ranks in the GPUs' place
 
-Resumes on the GPUs from an ordinary checkpoint (Test 1), a universal one (Test 3) and one of 4 CPU ranks, and on those
-from one of the GPUs. A number is the largest difference of the losses from then on; nan: the run failed, and its log is
-in runs/gpu/. Ends with an error where a number is off.
-"""
+Resumes on the GPUs from an ordinary checkpoint (Test 1), a universal one (Test 3) and one of 4 CPU
+ranks, and on those from one of the GPUs. A number is the largest difference of the losses from then
+on; nan: the run failed, and its log is in runs/gpu/. Ends with an error where a number is off."""
 
 import argparse
 import functools
@@ -22,16 +21,19 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import universal  # noqa: E402
-from harness.machines import QUIET, TORCHRUN, WARM  # noqa: E402
-from harness.ranks import rows_of  # noqa: E402
+import universal
+from measure.machines import QUIET, TORCHRUN, WARM
+from measure.ranks import rows_of
 
 TRAIN = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 20 --checkpoint_interval 12 --dropout 0"
 SAVED, CPUS, EXACT = "global_step12", ("cpu", 4), "--zero_stage 3 --dropout 0.1 --exact"
-FP32, HALF = "--dtype fp32 --zero_stage 3", ("--dtype fp16 --zero_stage 1", "--dtype bf16 --zero_stage 3 --offload")
-ROUNDING = {FP32: (1e-5, 1e-3)} | dict.fromkeys(HALF, (1e-3, 2e-2))  # on one kind of device, between two
+FP32, HALF = (
+    "--dtype fp32 --zero_stage 3",
+    ("--dtype fp16 --zero_stage 1", "--dtype bf16 --zero_stage 3 --offload"),
+)
+ROUNDING = {FP32: (1e-5, 1e-3)} | dict.fromkeys(
+    HALF, (1e-3, 2e-2)
+)  # on one kind of device, between two
 
 
 def be_a_rank():
@@ -40,7 +42,9 @@ def be_a_rank():
 
     device = get_accelerator()
     device.is_fp16_supported = lambda: True  # on CPUs, where it is slow, too
-    if int(os.environ["WORLD_SIZE"]) > torch.cuda.device_count() > 0:  # all share the card, by gloo, as NCCL refuses
+    if (
+        int(os.environ["WORLD_SIZE"]) > torch.cuda.device_count() > 0
+    ):  # all share the card, by gloo, as NCCL refuses
         os.environ["LOCAL_RANK"] = "0"
         device._communication_backend_name = "gloo"
     del sys.argv[0]
@@ -49,13 +53,23 @@ def be_a_rank():
 
 @functools.cache
 def train(device, ranks, flags):
-    """(name of the run and, unless `flags` name another, of its folder; its losses after the checkpoint)"""
+    """(name of the run and, unless `flags` name another, of its folder; its losses after the
+    checkpoint)"""
     name = f"{flags}_{device}_{ranks}".replace("--", "").replace(" ", "_")
     script = ROOT / ("train_elastic.py" if "--exact" in flags else "train.py")
     launcher, environment = TORCHRUN, os.environ | QUIET | {"DS_ACCELERATOR": device}
     if device == "cpu":
         launcher, environment["CUDA_VISIBLE_DEVICES"] = WARM, ""
-    command = ["timeout", "600", *launcher, "--standalone", "--nproc-per-node", str(ranks), __file__, script]
+    command = [
+        "timeout",
+        "600",
+        *launcher,
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        __file__,
+        script,
+    ]
     command += f"{TRAIN} --run_name {name} --checkpoint_dir {name} {flags}".split()
     with open(f"{name}.log", "w") as log:
         failed = subprocess.run(command, env=environment, stdout=log, stderr=log).returncode
@@ -64,8 +78,9 @@ def train(device, ranks, flags):
 
 
 def check(what, flags, source, place, most, kind="", least=0.0):
-    """Print how far a run on a place, a device and ranks, is from the one that has saved on `source`. Returns whether
-    that is off. kind: "_universal", converted; "_forgotten", converted, without the optimizer's first moments."""
+    """Print how far a run on a place, a device and ranks, is from the one that has saved on
+    `source`. Returns whether that is off. kind: "_universal", converted; "_forgotten", converted,
+    without the optimizer's first moments."""
     base, losses = train(*source, flags)
     words = f"{flags} --resume --checkpoint_dir {base} --checkpoint_tag {SAVED}{kind}"
     if kind and losses.isfinite().all():
@@ -85,17 +100,21 @@ def check(what, flags, source, place, most, kind="", least=0.0):
 if __name__ == "__main__":
     if "RANK" in os.environ:
         sys.exit(be_a_rank())
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     device, began, work = parser.parse_args().device, time.time(), Path("runs/gpu")
     cards = 2 if device == "cpu" else torch.cuda.device_count()
     if not cards:
-        sys.exit("demos/gpu.py: there is no GPU; --device cpu does the same on CPU ranks")
+        sys.exit("measure/gpu.py: there is no GPU; --device cpu does the same on CPU ranks")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     os.chdir(work)
     card = "CPU" if device == "cpu" else torch.cuda.get_device_name()
-    print(f"{cards} x {card}, torch {torch.__version__}, DeepSpeed {version('deepspeed')}", flush=True)
+    print(
+        f"{cards} x {card}, torch {torch.__version__}, DeepSpeed {version('deepspeed')}", flush=True
+    )
     ranks = max(n for n in (1, 2, 4, 8) if n <= cards)
     here, other, off = (device, ranks), (device, ranks // 2 or 2), 0
     for flags in (FP32, *HALF) if device == "cuda" else (FP32,):
@@ -109,4 +128,4 @@ if __name__ == "__main__":
     off += check(f"every bit, {ranks} to {other[1]} ranks", EXACT, here, other, 0.0)
     print(f"{time.time() - began:.0f} seconds")
     if off:
-        sys.exit(f"demos/gpu.py: {off} numbers are off")
+        sys.exit(f"measure/gpu.py: {off} numbers are off")

@@ -1,5 +1,6 @@
-"""ZeRO checkpoints of random weights, written without a training: in DeepSpeed 0.19.8's format, as bf16 training on so
-many ranks writes them. Tests change what is in small ones; benchmarks convert large ones."""
+"""ZeRO checkpoints of random weights, written without a training: in DeepSpeed 0.19.8's format, as
+bf16 training on so many ranks writes them. Tests change what is in small ones; benchmarks convert
+large ones."""
 
 import math
 import shutil
@@ -14,12 +15,14 @@ from deepspeed.utils.tensor_fragment import fragment_address
 def groups_of(net):
     """The parameter shapes of a model, in a decay and a no-decay group."""
     shapes = [(name, parameter.shape) for name, parameter in net.named_parameters()]
-    return [OrderedDict(one for one in shapes if (len(one[1]) > 1) == decay) for decay in (True, False)]
+    return [
+        OrderedDict(one for one in shapes if (len(one[1]) > 1) == decay) for decay in (True, False)
+    ]
 
 
 def lay_out(folder, groups, ranks, stage, shared_params=None):
-    """Write a checkpoint of step 100. groups: [{name: shape}], one for each parameter group. The same numbers in every
-    run, others in every tensor."""
+    """Write a checkpoint of step 100. groups: [{name: shape}], one for each parameter group. The
+    same numbers in every run, others in every tensor."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
@@ -46,18 +49,33 @@ def lay_out(folder, groups, ranks, stage, shared_params=None):
 
 def model_states(groups, ranks, shared_params):
     return {
-        "buffer_names": [], "optimizer": None, "param_shapes": groups, "frozen_param_shapes": None,
-        "shared_params": shared_params, "frozen_param_fragments": None, "data_sampler": None,
-        "lr_scheduler": {"last_batch_iteration": 100}, "random_ltd": None, "skipped_steps": 0, "global_steps": 100,
-        "global_samples": 100, "dp_world_size": ranks, "mp_world_size": 1, "ds_config": {}, "ds_version": "0.19.8",
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": groups,
+        "frozen_param_shapes": None,
+        "shared_params": shared_params,
+        "frozen_param_fragments": None,
+        "data_sampler": None,
+        "lr_scheduler": {"last_batch_iteration": 100},
+        "random_ltd": None,
+        "skipped_steps": 0,
+        "global_steps": 100,
+        "global_samples": 100,
+        "dp_world_size": ranks,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": "0.19.8",
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-    }  # fmt: skip
+    }
 
 
 def adam(sizes, random):
     """The state of PyTorch's AdamW with flat tensors of these sizes, one for each group."""
     step = torch.tensor(100.0)
-    state = {i: {"step": step, "exp_avg": random(n), "exp_avg_sq": random(n)} for i, n in enumerate(sizes)}
+    state = {
+        i: {"step": step, "exp_avg": random(n), "exp_avg_sq": random(n)}
+        for i, n in enumerate(sizes)
+    }
     hyper = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
     groups = [hyper | {"params": [i], "weight_decay": 0.0 if i else 0.1} for i in range(len(sizes))]
     return {"state": state, "param_groups": groups}
@@ -67,7 +85,11 @@ def shard_of_stage_3(groups, rank, ranks, random):
     """Every parameter is cut by itself."""
     sizes = [sum(math.ceil(shape.numel() / ranks) for shape in group.values()) for group in groups]
     fp32 = [random(size) for size in sizes]
-    return {"partition_count": ranks, "fp32_flat_groups": fp32, "optimizer_state_dict": adam(sizes, random)}
+    return {
+        "partition_count": ranks,
+        "fp32_flat_groups": fp32,
+        "optimizer_state_dict": adam(sizes, random),
+    }
 
 
 def shard_of_stage_1(groups, rank, ranks, random):
@@ -88,7 +110,11 @@ def shard_of_stage_1(groups, rank, ranks, random):
         paddings.append(max(0, min(size, (rank + 1) * size - total)))
     fp32 = [random(size - padding) for size, padding in zip(sizes, paddings, strict=True)]
     return {
-        "clip_grad": 1.0, "base_optimizer_state": adam(sizes, random), "single_partition_of_fp32_groups": fp32,
-        "group_paddings": paddings, "ds_version": "0.19.8", "partition_count": [ranks, ranks],
+        "clip_grad": 1.0,
+        "base_optimizer_state": adam(sizes, random),
+        "single_partition_of_fp32_groups": fp32,
+        "group_paddings": paddings,
+        "ds_version": "0.19.8",
+        "partition_count": [ranks, ranks],
         "param_slice_mappings": mappings,
-    }  # fmt: skip
+    }

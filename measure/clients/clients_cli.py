@@ -1,13 +1,14 @@
-"""LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks: `make clients-cli`.
+"""LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks: `make
+clients-cli`.
 
-    python demos/clients/clients_cli.py
+    python -m measure.clients.clients_cli
 
-Installs both below .venv-clients-cli/, beside the torch and the DeepSpeed of this Python, makes a Llama of two layers
-and 288 rows, and starts their commands with universal/start on PYTHONPATH: 20 steps on 4 ranks; then the checkpoint of
-step 10 continues with the same command on other ranks. A number is the largest difference of the losses of steps 11 to
-20 from those of the run that went through. Ends with an error where a number is no rounding, or where what was left out
-on purpose is not seen.
-"""
+Installs both below .venv-clients-cli/, beside the torch and the DeepSpeed of this Python, makes a
+Llama of two layers and 288 rows, and starts their commands with universal/start on PYTHONPATH: 20
+steps on 4 ranks; then the checkpoint of step 10 continues with the same command on other ranks. A
+number is the largest difference of the losses of steps 11 to 20 from those of the run that went
+through. Ends with an error where a number is no rounding, or where what was left out on purpose is
+not seen."""
 
 import json
 import os
@@ -25,44 +26,74 @@ ROOT = FOLDER.parent.parent
 WORK = ROOT / "runs" / "clients_cli"  # the model, checkpoints and logs
 SWIFT, LLAMA_FACTORY = "ms-swift", "LLaMA-Factory"
 COMMANDS = {
-    LLAMA_FACTORY: ("llamafactory-cli", "train", ROOT / "examples" / "llamafactory.yaml"),
-    SWIFT: ("swift", "sft", ROOT / "examples" / "swift.yaml"),
+    LLAMA_FACTORY: ("llamafactory-cli", "train", FOLDER / "llamafactory.yaml"),
+    SWIFT: ("swift", "sft", FOLDER / "swift.yaml"),
 }
 STEPS, SAVED, BATCH, ROUNDING, SEEN = 20, 10, 24, 1e-5, 1e-3
-FULL, LORA = ("full", 3, BATCH), ("lora", 2, "auto")  # what is trained, the ZeRO stage, train_batch_size in the json
+FULL, LORA = (
+    ("full", 3, BATCH),
+    ("lora", 2, "auto"),
+)  # what is trained, the ZeRO stage, train_batch_size in the json
 
 
 def install(client):
-    """(folder of its commands, folder of its packages). Torch and DeepSpeed are those of this Python."""
+    """(folder of its commands, folder of its packages). Torch and DeepSpeed are those of this
+    Python."""
     folder = ROOT / ".venv-clients-cli" / client
     if not folder.exists():
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", "--prefix", folder]
-        subprocess.run([*pip, "-r", FOLDER / f"requirements-{client.lower()}.txt"], check=True, timeout=900)
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--ignore-installed",
+            "--prefix",
+            folder,
+        ]
+        subprocess.run(
+            [*pip, "-r", FOLDER / f"requirements-{client.lower()}.txt"], check=True, timeout=900
+        )
     (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "torchaudio.py").touch()  # LLaMA-Factory imports it, and the one to be had wants another torch
+    (
+        packages / "torchaudio.py"
+    ).touch()  # LLaMA-Factory imports it, and the one to be had wants another torch
     return folder / "bin", packages
 
 
 def prepare():
-    """Write what the commands read: a model, its tokenizer of bytes, rows, DeepSpeed's configurations."""
+    """Write what the commands read: a model, its tokenizer of bytes, rows, DeepSpeed's
+    configurations."""
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     set_seed(1)
     ByT5Tokenizer().save_pretrained(WORK / "model")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     LlamaForCausalLM(LlamaConfig(vocab_size=384, **sizes)).save_pretrained(WORK / "model")
-    rows = [{"instruction": f"{n} times 37?", "input": "", "output": str(37 * n)} for n in range(288)]
+    rows = [
+        {"instruction": f"{n} times 37?", "input": "", "output": str(37 * n)} for n in range(288)
+    ]
     (WORK / "rows.json").write_text(json.dumps(rows))
     (WORK / "dataset_info.json").write_text('{"rows": {"file_name": "rows.json"}}')
-    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    auto = dict.fromkeys(
+        ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+        "auto",
+    )
     for _, stage, batch in (FULL, LORA):
         config = auto | {"train_batch_size": batch, "zero_optimization": {"stage": stage}}
         (WORK / f"zero{stage}.json").write_text(json.dumps(config))
 
 
 def run(client, case, ranks, how=""):
-    """Run the client's command, on other ranks than 4 from the checkpoint of those. Returns the folder that it writes.
-    how: "without" universal/start; "left", with the accumulation steps of 4 ranks, which a number in the json mends."""
+    """Run the client's command, on other ranks than 4 from the checkpoint of those. Returns the
+    folder that it writes. how: "without" universal/start; "left", with the accumulation steps of 4
+    ranks, which a number in the json mends."""
     trains, stage, batch = case
     output = WORK / f"{client}-{trains}-{ranks}{how}"
     tuner, dashes = ("tuner_type", "--") if client == SWIFT else ("finetuning_type", "")
@@ -90,15 +121,24 @@ def run(client, case, ranks, how=""):
         "HF_HOME": WORK / "home",
         "MODELSCOPE_CACHE": WORK / "home",
     }
-    command = ["timeout", "600", *COMMANDS[client], *(f"{dashes}{key}={value}" for key, value in flags.items())]
+    command = [
+        "timeout",
+        "600",
+        *COMMANDS[client],
+        *(f"{dashes}{key}={value}" for key, value in flags.items()),
+    ]
     with open(f"{output}.log", "w") as log:
         subprocess.run(command, cwd=WORK, env=environment, stdout=log, stderr=log)
     return output
 
 
 def losses(output):
-    history = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
-    return torch.tensor([row["loss"] for row in history if "loss" in row][SAVED:], dtype=torch.float64)
+    history = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())[
+        "log_history"
+    ]
+    return torch.tensor(
+        [row["loss"] for row in history if "loss" in row][SAVED:], dtype=torch.float64
+    )
 
 
 def gap(output, baseline):
@@ -123,7 +163,10 @@ if __name__ == "__main__":
                 trains, stage, batch = case
                 how = f'ZeRO-{stage}, "train_batch_size": {json.dumps(batch)}, 4 to {ranks} ranks'
                 print(f"{client:<15}{trains}, {how}: {difference:.1e}", flush=True)
-                fine += [difference <= ROUNDING, said(resumed, f"written by 4 ranks, loaded on {ranks}")]
+                fine += [
+                    difference <= ROUNDING,
+                    said(resumed, f"written by 4 ranks, loaded on {ranks}"),
+                ]
         without, left = run(client, LORA, 2, "without"), run(client, LORA, 2, "left")
         refused = said(without, r"\w+: The checkpoint being loaded used a DP world size of 4.*?2")
         difference, warning = gap(left, baseline), said(left, "WARNING: the global batch.*")
@@ -131,4 +174,4 @@ if __name__ == "__main__":
         print(f"{client}, accumulation left at 3: {difference:.1e}, {warning}", flush=True)
         fine += [refused, warning, difference >= SEEN]
     if not all(fine):
-        sys.exit("demos/clients/clients_cli.py: not all is as it should be")
+        sys.exit("measure/clients/clients_cli.py: not all is as it should be")

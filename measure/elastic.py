@@ -1,31 +1,27 @@
 """A job whose machines die and come back, on torchrun's elastic agents: `make elastic`.
 
-    python demos/machines.py --zero_stage 1 --output out/elastic.png
-    python demos/machines.py --soak 60 --seed 1 --zero_stage 3
+    python -m measure.elastic --zero_stage 1 --output out/elastic.png
+    python -m measure.elastic --soak 60 --seed 1 --zero_stage 3
 
-Three "nodes", agents of torchrun on this machine with 2 ranks each, train 200 steps while the events below happen to
-them: once with checkpoints on the disk alone, and once with --mirror 1. A node that is lost takes its memory with it.
---soak: nodes of one rank, and for so many minutes events drawn from the seed. Then every step must be in the log once,
-with the numbers of one rank that nothing happened to: every bit, with --exact. Nothing may be left over.
-"""
+Three "nodes", agents of torchrun on this machine with 2 ranks each, train 200 steps while the
+events below happen to them: once with checkpoints on the disk alone, and once with --mirror 1. A
+node that is lost takes its memory with it. --soak: nodes of one rank, and for so many minutes
+events drawn from the seed. Then every step must be in the log once, with the numbers of one rank
+that nothing happened to: every bit, with --exact. Nothing may be left over."""
 
 import argparse
 import os
 import random
 import shutil
 import statistics
-import sys
 import time
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from torch.distributed import TCPStore
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from harness.machines import HEAD, TORCHRUN, WARM, Job, alone, compare  # noqa: E402
-from harness.ranks import rows_of  # noqa: E402
+from measure.machines import HEAD, TORCHRUN, WARM, Job, alone, compare
+from measure.ranks import rows_of
 
 FOLDER, STEPS = Path("ckpt_elastic").resolve(), 200
 MEMORY = Path(f"/dev/shm/machines_{os.getpid()}")
@@ -38,7 +34,9 @@ def finish(job, wanted, rounding=False):
     left = [*FOLDER.glob("*unfinished"), *MEMORY.glob("*/*")]
     assert not left, f"left over: {left}"
     worst = compare(rows_of(job.log), wanted)
-    print(f"{len(wanted)} steps, each once; largest difference to one rank that was never interrupted:")
+    print(
+        f"{len(wanted)} steps, each once; largest difference to one rank that was never interrupted:"
+    )
     print("  " + ", ".join(f"{column} {worst[column]:.1e}" for column in worst), flush=True)
     assert rounding or not any(worst.values()), "the runs differ"
 
@@ -48,13 +46,15 @@ def finish(job, wanted, rounding=False):
 
 
 def kill_while(job, folder, pattern):
-    """Kill node 2 as soon as there is such a file. Without a mirror there is no folder of the memory: at once."""
+    """Kill node 2 as soon as there is such a file. Without a mirror there is no folder of the
+    memory: at once."""
     job.until(lambda: not folder.exists() or any(folder.glob(pattern)), pause=0.001)
     job.kill("node 2")
 
 
 def kill_the_first(job):
-    """Its agent holds the rendezvous, and without that the others end themselves. A scheduler starts them again."""
+    """Its agent holds the rendezvous, and without that the others end themselves. A scheduler
+    starts them again."""
     job.kill("node 1")
     for node in job.nodes.values():
         node.agent.wait(timeout=120)
@@ -90,13 +90,23 @@ def try_events(args):
         shutil.rmtree(FOLDER, ignore_errors=True)
         flags = ["--mirror", str(mirror)] if mirror else []
         kind = " ".join(flags) or "checkpoints only"
-        print(f"ZeRO-{args.zero_stage}, {kind}, torchrun, {'without' if args.rounding else 'with'} --exact\n{HEAD}")
+        print(
+            f"ZeRO-{args.zero_stage}, {kind}, torchrun, {'without' if args.rounding else 'with'} --exact\n{HEAD}"
+        )
         flags += ["--zero_stage", str(args.zero_stage)]
-        with Job(TORCHRUN, [*train, *flags], "elastic", ranks=2, memory=MEMORY if mirror else None) as job:
+        with Job(
+            TORCHRUN, [*train, *flags], "elastic", ranks=2, memory=MEMORY if mirror else None
+        ) as job:
             for at, name, event, *where in EVENTS:
                 job.reach(at)
                 name = name if mirror else name.removesuffix(" as it sends")
-                job.happen(name, event, *where, ranks=r"\d+" if at else 4, lost=not mirror or name == NEIGHBORS)
+                job.happen(
+                    name,
+                    event,
+                    *where,
+                    ranks=r"\d+" if at else 4,
+                    lost=not mirror or name == NEIGHBORS,
+                )
             job.wait()
             back = job.said("back to the disk")
             assert back == bool(mirror), f"{back} times back to the disk"
@@ -107,7 +117,8 @@ def try_events(args):
 
 
 def draw(runs, path):
-    """The steps done again. runs: {name: rows of the table}, the first without a mirror, the second with one."""
+    """The steps done again. runs: {name: rows of the table}, the first without a mirror, the second
+    with one."""
     figure = Figure(figsize=(5.6, 4), layout="constrained")
     axis = figure.subplots()
     for height, (name, (_, *rows)) in zip((0.8, 0.4), runs.items(), strict=False):
@@ -128,7 +139,13 @@ def draw(runs, path):
 SMALL = "--n_embd 32 --seq_len 16 --n_layer 1 --train_batch_size 24 --train_micro_batch_size_per_gpu 2 --exact".split()
 SMALL += f"--eval_interval 50 --checkpoint_interval 100 --keep 2 --timeout 10 --checkpoint_dir {FOLDER}".split()
 NODES = ["node 1", "node 2", "node 3"]
-ODDS = {"dies": 12, "is preempted": 6, "a rank is killed": 8, "a rank hangs": 2, "two die at once": 1}
+ODDS = {
+    "dies": 12,
+    "is preempted": 6,
+    "a rank is killed": 8,
+    "a rank hangs": 2,
+    "two die at once": 1,
+}
 HAPPENS = {"joins": Job.start, "is preempted": Job.preempt, "a rank is killed": Job.kill_a_rank}
 HAPPENS |= {"a rank hangs": Job.hang, "dies": Job.kill, "two die at once": Job.kill}
 
@@ -153,7 +170,9 @@ def try_soak(args):
     train = [*SMALL, "--steps", str(steps)]
     dice, start = random.Random(args.seed), time.time()
     flags = ["--zero_stage", str(args.zero_stage), "--mirror", "1"]
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a rendezvous that no node holds
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # a rendezvous that no node holds
     where = {"endpoint": f"127.0.0.1:{store.port}", "rendezvous": "is_host=0"}
     with Job(WARM, [*train, *flags], "elastic_soak", memory=MEMORY, **where) as job:
         job.happen("start", Job.start, *NODES, ranks=len(NODES))
@@ -165,21 +184,35 @@ def try_soak(args):
         job.wait(60 + steps)
         head += f", {(time.time() - start) / 60:.0f} minutes of events"
         finish(job, alone(train, "elastic_soak_alone", steps))
-    print(f"{head}\nevent               times   steps done again   seconds to the next step: median   longest")
+    print(
+        f"{head}\nevent               times   steps done again   seconds to the next step: median   longest"
+    )
     for what, rows in sorted(found.items()):
         again, seconds = zip(*rows, strict=True)
-        print(f"{what:<18}{len(seconds):>7}{sum(again):>19}{statistics.median(seconds):>35.1f}{max(seconds):>10.1f}")
+        print(
+            f"{what:<18}{len(seconds):>7}{sum(again):>19}{statistics.median(seconds):>35.1f}{max(seconds):>10.1f}"
+        )
     back, repeated = job.said("back to the disk"), sum(again for _, again, *_ in job.rows)
     assert back or not repeated, "steps are done again"
-    print(f"{len(job.rows) - 1} events, {back} times back to the disk; every step once in the log, and no bit differs")
+    print(
+        f"{len(job.rows) - 1} events, {back} times back to the disk; every step once in the log, and no bit differs"
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=1)
-    parser.add_argument("--rounding", action="store_true", help="without --exact: the last digits may differ")
-    parser.add_argument("--mirror", type=int, nargs="+", default=[0, 1], metavar="K", help="0: checkpoints only")
-    parser.add_argument("--soak", type=float, metavar="MINUTES", help="random events instead, for so long")
+    parser.add_argument(
+        "--rounding", action="store_true", help="without --exact: the last digits may differ"
+    )
+    parser.add_argument(
+        "--mirror", type=int, nargs="+", default=[0, 1], metavar="K", help="0: checkpoints only"
+    )
+    parser.add_argument(
+        "--soak", type=float, metavar="MINUTES", help="random events instead, for so long"
+    )
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--output", type=Path, help="the picture of two runs")
     args = parser.parse_args()

@@ -1,6 +1,7 @@
-"""torchrun whose workers start with torch and DeepSpeed imported, forked from a process that has done it once:
+"""torchrun whose workers start with torch and DeepSpeed imported, forked from a process that has
+done it once:
 
-    python -m harness.warm [torchrun's flags] train_elastic.py --elastic
+    python -m measure.warm [torchrun's flags] train_elastic.py --elastic
 
 For CPUs: where an import starts CUDA, a forked process cannot use it.
 """
@@ -31,10 +32,13 @@ def warm(config, entrypoint):
 
 
 if __name__ == "__main__":
-    from harness.warm import warm  # a worker looks for worker() in the module of this name; __main__ is another one
+    from measure.warm import (
+        warm,  # a worker looks for worker() in the module of this name; __main__ is another one
+    )
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # torch.optim imports torch._dynamo, and DeepSpeed's Muon torch._inductor: half of what a start takes.
+    # torch.optim imports torch._dynamo, and DeepSpeed's Muon torch._inductor: half of what a start
+    # takes.
     forkserver.set_forkserver_preload(["deepspeed", "torch._dynamo", "torch._inductor.compile_fx"])
     forkserver.ensure_running()  # while the agents meet
     run.elastic_launch = warm

@@ -1,12 +1,12 @@
 """What --exact does and costs: `make exact`.
 
-    python demos/exact.py --output out/exact.png
+    python -m measure.exact --output out/exact.png
 
-Trains 200 steps on 1, 2, 4 and 8 ranks, and on 4, 2, 8 and 1 in turn by --resume, with --exact at ZeRO 1, 2 and 3 and
-without it at ZeRO-1; compares all with one rank, and draws those in turn. Then trains with and without it over seeds,
-on 2 ranks. The ranks are forked from this process. Ends with an error when a bit of a loss or gradient norm differs
-with --exact, or when it changes what is learned by more than the seeds do.
-"""
+Trains 200 steps on 1, 2, 4 and 8 ranks, and on 4, 2, 8 and 1 in turn by --resume, with --exact at
+ZeRO 1, 2 and 3 and without it at ZeRO-1; compares all with one rank, and draws those in turn. Then
+trains with and without it over seeds, on 2 ranks. The ranks are forked from this process. Ends with
+an error when a bit of a loss or gradient norm differs with --exact, or when it changes what is
+learned by more than the seeds do."""
 
 import argparse
 import shutil
@@ -14,11 +14,8 @@ import statistics
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import plot  # noqa: E402
-from harness.ranks import compare, ends_after, read_log, run  # noqa: E402
+import plot
+from measure.ranks import compare, ends_after, read_log, run
 
 TRAIN = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 200 --checkpoint_interval 50".split()
 FOLDER, HERE, BASELINE, IN_TURN = Path("ckpt_exact"), Path.cwd(), "1 rank", "4, 2, 8, 1 in turn"
@@ -30,8 +27,23 @@ HOW = {"without --exact": [], "with --exact": ["--exact"]}
 
 def train(name, lives, *arguments):
     for step, ranks in lives:
-        words = (*TRAIN, *arguments, "--checkpoint_dir", FOLDER / name, *["--resume"] * (step > lives[0][0]))
-        run(HERE, ranks, "train_elastic.py", *words, "--run_name", name, patch=ends_after(step), limit=1200)
+        words = (
+            *TRAIN,
+            *arguments,
+            "--checkpoint_dir",
+            FOLDER / name,
+            *["--resume"] * (step > lives[0][0]),
+        )
+        run(
+            HERE,
+            ranks,
+            "train_elastic.py",
+            *words,
+            "--run_name",
+            name,
+            patch=ends_after(step),
+            limit=1200,
+        )
     return name
 
 
@@ -41,13 +53,18 @@ def on_other_ranks(stage, how):
     for what, lives in RUNS.items():
         name = train(f"zero{stage}_{what} {how}", lives, "--zero_stage", stage, *HOW[how])
         columns = ("loss", "val_loss", "grad_norm")
-        gaps[what] = {c: max(compare(HERE, f"zero1_{BASELINE} {how}", name, c).values()) for c in columns}
+        gaps[what] = {
+            c: max(compare(HERE, f"zero1_{BASELINE} {how}", name, c).values()) for c in columns
+        }
     return gaps
 
 
 def draw(path):
     """One rank, and how far those in turn are from it, without --exact and with it."""
-    logs = {how: [plot.read_log(f"logs/zero1_{what} {how}.csv") for what in (BASELINE, IN_TURN)] for how in HOW}
+    logs = {
+        how: [plot.read_log(f"logs/zero1_{what} {how}.csv") for what in (BASELINE, IN_TURN)]
+        for how in HOW
+    }
     gaps = [plot.differences(*pair, "loss") for pair in logs.values()]
     runs = {BASELINE: logs["without --exact"][0]} | {how: log for how, (_, log) in logs.items()}
     figure = plot.draw({what: run | {"val_loss": {}} for what, run in runs.items()}, gaps)
@@ -62,12 +79,18 @@ def draw(path):
 
 
 def over_seeds():
-    """Train with and without --exact, by seed. Returns whether that changes what is learned less than the seeds do."""
+    """Train with and without --exact, by seed. Returns whether that changes what is learned less
+    than the seeds do."""
     print(f"{'seed':>6}{'validation loss':>20}{'with --exact':>16}{'difference':>14}")
     losses, seconds = {how: [] for how in HOW}, {how: [] for how in HOW}
     for seed in (1337, 1, 2):
         for how, flags in HOW.items():
-            log = read_log(HERE, train(f"seed_{seed} {how}", [(200, 2)], "--seed", seed, *flags), "val_loss", "seconds")
+            log = read_log(
+                HERE,
+                train(f"seed_{seed} {how}", [(200, 2)], "--seed", seed, *flags),
+                "val_loss",
+                "seconds",
+            )
             losses[how].append(log["val_loss"][200])
             seconds[how].append(statistics.median(log["seconds"].values()))
         plain, exact = (losses[how][-1] for how in HOW)
@@ -81,19 +104,33 @@ def over_seeds():
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("out/exact.png"), help="picture, with its .csv beside it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("out/exact.png"),
+        help="picture, with its .csv beside it",
+    )
     args = parser.parse_args()
     shutil.rmtree(FOLDER, ignore_errors=True)
     row, equal = "{:<22}{:>10}{:>10}{:>10}{:>22}", True
     print("largest difference of the loss from one rank's, in 200 steps")
     print(row.format("", *[*RUNS][1:]))
-    for stage, how in ((1, "without --exact"), (1, "with --exact"), (2, "with --exact"), (3, "with --exact")):
+    for stage, how in (
+        (1, "without --exact"),
+        (1, "with --exact"),
+        (2, "with --exact"),
+        (3, "with --exact"),
+    ):
         gaps = on_other_ranks(stage, how)
         equal &= not HOW[how] or not any(any(gap.values()) for gap in gaps.values())
         cells = [f"{gap['loss']:.1e}" for gap in gaps.values()]
         print(row.format(f"ZeRO-{stage} {how}", *cells[1:]), flush=True)
-    print(f"with --exact: every bit of loss, validation loss and gradient norm equal: {'yes' if equal else 'NO'}\n")
+    print(
+        f"with --exact: every bit of loss, validation loss and gradient norm equal: {'yes' if equal else 'NO'}\n"
+    )
     draw(args.output)
     if not over_seeds():
         sys.exit("--exact changes what is learned")

@@ -1,21 +1,20 @@
-"""A model of realistic size, trained on 4 ranks and resumed on 2, in three ways: what it costs and how close it stays.
+"""A model of realistic size, trained on 4 ranks and resumed on 2, in three ways: what it costs and
+how close it stays.
 
-    python benchmarks/resume.py
+    python -m measure.resume
 
     reshard     universal.load_checkpoint(), from the ZeRO checkpoint as it is
     ours        ds_to_universal.py, DeepSpeed's universal loader, universal.mend()
     DeepSpeed   DeepSpeed's converter and its universal loader
 
-Seconds: of the conversion, a process of its own, and of loading, the slowest rank. Memory: the largest of a rank while
-it loads, over what it had, and the converter's. Difference: the largest of the training loss over the steps after the
-resume.
-"""
+Seconds: of the conversion, a process of its own, and of loading, the slowest rank. Memory: the
+largest of a rank while it loads, over what it had, and the converter's. Difference: the largest of
+the training loss over the steps after the resume."""
 
 import json
 import logging
 import os
 import re
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,13 +22,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import model  # noqa: E402
-import universal  # noqa: E402
-from benchmarks.convert import commands, timed  # noqa: E402
-from harness.ranks import deepspeed, run  # noqa: E402
+import model
+import universal
+from measure.convert import commands, timed
+from measure.ranks import deepspeed, run
 
 STAGE, SAVED, STEPS, BATCH, LENGTH, CONVERTED = 3, 2, 12, 4, 32, ("ours", "DeepSpeed")
 SHAPE = 12, 12, 768  # layers, heads, width: 86 million parameters
@@ -48,7 +44,9 @@ def make_engine(batch, micro, stage, load_universal=False):
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 3e-4}},
         "checkpoint": {"load_universal": load_universal},
     }
-    return deepspeed.initialize(model=gpt, model_parameters=model.parameter_groups(gpt, 0.1), config=config)[0]
+    return deepspeed.initialize(
+        model=gpt, model_parameters=model.parameter_groups(gpt, 0.1), config=config
+    )[0]
 
 
 def megabytes(key):
@@ -74,13 +72,17 @@ def load(engine, folder, way):
 
 def train(folder, way=None):
     """What each rank does; rank 0 prints the losses, and what loading has cost every rank."""
-    torch.manual_seed(int(os.environ["RANK"]) if way else 0)  # what is resumed must come from the checkpoint
+    torch.manual_seed(
+        int(os.environ["RANK"]) if way else 0
+    )  # what is resumed must come from the checkpoint
     engine = make_engine(BATCH, 1, STAGE, way in CONVERTED)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     costs, losses = [None] * ranks, []
     dist.all_gather_object(costs, load(engine, folder, way) if way else None)
     for step in range(SAVED if way else 0, STEPS):
-        tokens = torch.randint(256, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(
+            256, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step)
+        )
         total = torch.zeros((), dtype=torch.float64)
         for row in tokens.chunk(ranks)[rank]:
             loss = engine(row[None, :-1], row[None, 1:])
@@ -104,9 +106,17 @@ if __name__ == "__main__":
         for way in ("reshard", *CONVERTED):
             converting = converter = 0.0
             if way in CONVERTED:
-                converting, converter, _ = timed(commands(f"{work}/saved", f"{work}/{way}")[way], work)
+                converting, converter, _ = timed(
+                    commands(f"{work}/saved", f"{work}/{way}")[way], work
+                )
             losses, costs = json.loads(run(work, 2, train, work, way, limit=1200).splitlines()[-1])
             seconds, memory = (max(cost) for cost in zip(*costs, strict=True))
             difference = max(abs(a - b) for a, b in zip(wanted[SAVED:], losses, strict=True))
-            numbers = f"{converting:.2f}", f"{seconds:.2f}", f"{memory:.0f}", f"{converter:.0f}", f"{difference:.1e}"
+            numbers = (
+                f"{converting:.2f}",
+                f"{seconds:.2f}",
+                f"{memory:.0f}",
+                f"{converter:.0f}",
+                f"{difference:.1e}",
+            )
             print(row.format(way, *numbers), flush=True)

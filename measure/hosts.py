@@ -1,28 +1,24 @@
 """Hosts whose cable is pulled, whose disk is full, whose folder cannot be written: `make hosts`.
 
-Three hosts on one machine train with one rank each, in two jobs, while the events below happen to them. Then every step
-must be in the log once, with every bit of one rank that nothing happened to, and done once, but where the host that
-holds the rendezvous is cut off or there is no mirror; nothing may be written into a checkpoint that is finished, and
-all of them must be whole; no process may be left. Needs Linux, iproute2 and the right to make namespaces: the kernel
-takes down what is made in them when this script ends, however it ends.
-"""
+Three hosts on one machine train with one rank each, in two jobs, while the events below happen to
+them. Then every step must be in the log once, with every bit of one rank that nothing happened to,
+and done once, but where the host that holds the rendezvous is cut off or there is no mirror;
+nothing may be written into a checkpoint that is finished, and all of them must be whole; no process
+may be left. Needs Linux, iproute2 and the right to make namespaces: the kernel takes down what is
+made in them when this script ends, however it ends."""
 
 import os
 import re
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from harness.machines import HEAD, WARM, Job, alone, compare  # noqa: E402
-from harness.ranks import rows_of  # noqa: E402
-from universal import checkpoint  # noqa: E402
+from measure.machines import HEAD, WARM, Job, alone, compare
+from measure.ranks import rows_of
+from universal import checkpoint
 
 DISK = Path("/mnt")  # that all hosts see
 TRAIN = "--n_embd 32 --seq_len 16 --n_layer 1 --train_batch_size 24 --train_micro_batch_size_per_gpu 4 --exact".split()
@@ -38,7 +34,9 @@ def host(number):
     card = f"ip link add eth0 type veth peer name port$$ netns {os.getpid()} && ip link set eth0 up"
     address = f"ip addr add 10.77.0.{number}/24 dev eth0 && ip link set lo up"
     shell = f"{card} && {address} && mount -t tmpfs memory /dev/shm && echo && exec sleep infinity"
-    holder = subprocess.Popen(["unshare", "--net", "--mount", "sh", "-c", shell], stdout=subprocess.PIPE)
+    holder = subprocess.Popen(
+        ["unshare", "--net", "--mount", "sh", "-c", shell], stdout=subprocess.PIPE
+    )
     assert holder.stdout.readline(), "no namespaces for a host"
     sh(f"ip link set port{holder.pid} master switch up")
     return holder.pid
@@ -48,7 +46,8 @@ class HostsJob(Job):
     """Agents on the hosts."""
 
     patience = 600  # on a machine that others load, too
-    # With fewer seconds of silence the agents of a busy machine take each other for dead, and each trains alone.
+    # With fewer seconds of silence the agents of a busy machine take each other for dead, and each
+    # trains alone.
     settings = "keep_alive_interval=3,keep_alive_max_attempt=5,last_call_timeout=5,read_timeout=120"
 
     def __init__(self, name, hosts, *train):
@@ -72,7 +71,8 @@ class HostsJob(Job):
         sh(f"ip link set port{self.hosts[name]} up")
 
     def catch(self, name, folder, pattern, known=()):
-        """Let the node's rank run for moments, until it is frozen while there are such files. Returns it, and them."""
+        """Let the node's rank run for moments, until it is frozen while there are such files.
+        Returns it, and them."""
         _, rank = self.nodes[name].workers()[0]
         end = time.time() + self.patience
         while time.time() < end:
@@ -86,10 +86,12 @@ class HostsJob(Job):
         raise TimeoutError(f"{folder} never had {pattern}")
 
     def watch(self):
-        """Start agents that have ended again, as a scheduler does; note every finished checkpoint as it is when it
-        first has its name."""
+        """Start agents that have ended again, as a scheduler does; note every finished checkpoint
+        as it is when it first has its name."""
         while True:
-            self.start(*[name for name, node in [*self.nodes.items()] if node.agent.poll() is not None])
+            self.start(
+                *[name for name, node in [*self.nodes.items()] if node.agent.poll() is not None]
+            )
             for folder in self.folder.glob("global_step*"):
                 if not folder.suffix and folder not in self.seen:
                     self.seen[folder] = contents(folder)
@@ -107,9 +109,15 @@ class HostsJob(Job):
         time.sleep(10)  # until what they started has ended, too
         own = {os.getpid(), *self.hosts.values()}
         found = [process.info for process in psutil.process_iter(["pid", "cmdline", "status"])]
-        left = [info for info in found if info["pid"] not in own and info["status"] != psutil.STATUS_ZOMBIE]
+        left = [
+            info
+            for info in found
+            if info["pid"] not in own and info["status"] != psutil.STATUS_ZOMBIE
+        ]
         assert not left, f"left running: {left}"
-        done = [int(found[1]) for _, line in self.lines if (found := re.match(r"step +(\d+) \|", line))]
+        done = [
+            int(found[1]) for _, line in self.lines if (found := re.match(r"step +(\d+) \|", line))
+        ]
         twice, again = len(done) - len(set(done)), sum(again for _, again, *_ in self.rows)
         assert twice == again, f"{twice} steps were done twice"
         checkpoints = [folder for folder in self.seen if folder.exists()]
@@ -120,7 +128,10 @@ class HostsJob(Job):
         log = rows_of(self.log)
         worst = compare(log, alone(TRAIN, "hosts_alone", len(log)))
         assert not any(worst.values()), f"the {len(log)} steps differ from one rank's: {worst}"
-        print(f"{len(log)} steps, each once in the log, and no bit differs from one rank's", flush=True)
+        print(
+            f"{len(log)} steps, each once in the log, and no bit differs from one rank's",
+            flush=True,
+        )
 
 
 def contents(folder):
@@ -136,7 +147,9 @@ def short(job):
     job.plug("node 2")
     stepped, _ = job.first(rf"^step +{reached + 1} \|", since)
     assert job.said("accumulation steps x") == started, "not the same ranks"
-    print(f"{reached:4}  cable 2 out for 5 seconds: the same ranks have the next step after {stepped - since:.1f}")
+    print(
+        f"{reached:4}  cable 2 out for 5 seconds: the same ranks have the next step after {stepped - since:.1f}"
+    )
 
 
 def cut(job, what, name, *caught, ranks=2):
@@ -166,8 +179,8 @@ def read_only(job):
 
 
 def late(job):
-    """As where a folder hangs with the cable: the rank that was cut off in a save writes on while the others, who have
-    no mirror and repeat the steps, save the same step."""
+    """As where a folder hangs with the cable: the rank that was cut off in a save writes on while
+    the others, who have no mirror and repeat the steps, save the same step."""
     rank, before = job.catch("node 2", job.folder, "*.*.unfinished")
     since, reached = time.time(), job.step()
     job.happen("cable 2 out in a save", HostsJob.pull, "node 2", ranks=2, lost=True)
@@ -184,10 +197,18 @@ def with_mirror(job):
     short(job)
     cut(job, "cable 2 out", "node 2")
     cut(job, "cable 2 out in a save", "node 2", job.folder, "*.*.unfinished")
-    cut(job, "cable 2 out in a copy", "node 2", Path(f"/proc/{job.hosts['node 2']}/root/dev/shm"), "*/step*/*.part")
+    cut(
+        job,
+        "cable 2 out in a copy",
+        "node 2",
+        Path(f"/proc/{job.hosts['node 2']}/root/dev/shm"),
+        "*/step*/*.part",
+    )
     full(job)
     read_only(job)
-    cut(job, "cable 1 out", "node 1", ranks=1)  # with the rendezvous, so the agents of the other two end
+    cut(
+        job, "cable 1 out", "node 1", ranks=1
+    )  # with the rendezvous, so the agents of the other two end
 
 
 def main():

@@ -1,13 +1,13 @@
 """train.py under older DeepSpeeds, and what of theirs universal loads: `make versions`.
 
-    python demos/versions.py --output assets/versions.txt
+    python -m measure.versions --output assets/versions.txt
 
-Installs each below .venv-versions/, without its requirements, beside the torch of this Python. 4 ranks train for 9
-steps and save after the third; others, with wrong weights, load that and go on. A number is the largest difference of
-their losses at any ZeRO stage, a letter is an error. Before 0.19.7 DeepSpeed now and then loses gradients on CPUs: what
-is off is measured up to three times; the table has the last number, and below it the others. Ends with an error where
-universal is still off, and DeepSpeed alone is not, or where a model that loads nothing is close.
-"""
+Installs each below .venv-versions/, without its requirements, beside the torch of this Python. 4
+ranks train for 9 steps and save after the third; others, with wrong weights, load that and go on. A
+number is the largest difference of their losses at any ZeRO stage, a letter is an error. Before
+0.19.7 DeepSpeed now and then loses gradients on CPUs: what is off is measured up to three times;
+the table has the last number, and below it the others. Ends with an error where universal is still
+off, and DeepSpeed alone is not, or where a model that loads nothing is close."""
 
 import argparse
 import functools
@@ -24,18 +24,17 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import model  # noqa: E402
-from harness.ranks import compare, deepspeed, last_error, launch  # noqa: E402
+import model
+from measure.ranks import compare, deepspeed, last_error, launch
 
 HERE, WORK = ROOT / ".venv-versions", ROOT / "runs" / "versions"
 OLD = ("0.16.4", "0.16.9", "0.17.6", "0.18.4", "0.18.9", "0.19.0", "0.19.3")
 NEW = deepspeed.__version__
 STAGES, ROUNDING, FAR, ATTEMPTS = (1, 2, 3), 1e-5, 0.1, 3
 TO, FROM = f"to {NEW}", f"from {NEW}"
-# {name: ranks, model, seed of its weights, script and flags}; the last two run under NEW. DeepSpeed's universal loader
-# leaves out frozen layers, buffers and all parameter groups but the first: where it loads, the model is GPT, not Odd.
+# {name: ranks, model, seed of its weights, script and flags}; the last two run under NEW.
+# DeepSpeed's universal loader leaves out frozen layers, buffers and all parameter groups but the
+# first: where it loads, the model is GPT, not Odd.
 JOBS = {
     "saved": "4 Odd 1 train.py --checkpoint_interval 3 --checkpoint_dir zero",
     "no checkpoint": "3 Odd 1 train.py",
@@ -54,7 +53,9 @@ JOBS = {
     TO: "3 Odd 2 train.py --resume --checkpoint_dir zero",
     f"{TO}, same ranks": "4 Odd 2 train.py --resume --checkpoint_dir zero --stock",
 }
-FOLDERS = "--num_extract_workers 1 --num_merge_workers 1 --input_folder one/global_step3 --output_folder"
+FOLDERS = (
+    "--num_extract_workers 1 --num_merge_workers 1 --input_folder one/global_step3 --output_folder"
+)
 TRAIN = "--train_batch_size 24 --train_micro_batch_size_per_gpu 2 --seq_len 8 --n_layer 1 --n_head 2 --n_embd 16 "
 TRAIN += "--steps 9 --warmup_steps 2 --checkpoint_tag global_step3"
 # The columns of the table: a job, and the one whose losses it is compared with.
@@ -106,19 +107,30 @@ def play(version, folder, stage, jobs):
     for name, job in jobs.items():
         ranks, kind, seed, script, *flags = job.split()
         if script == "train.py":
-            flags += [*TRAIN.split(), "--data", ROOT / "LICENSE", "--zero_stage", stage, "--run_name", name]
+            flags += [
+                *TRAIN.split(),
+                "--data",
+                ROOT / "LICENSE",
+                "--zero_stage",
+                stage,
+                "--run_name",
+                name,
+            ]
         if script.startswith("deepspeed/"):
             script = Path(deepspeed.__file__).parents[1] / script
         patch = functools.partial(change, kind, int(seed))
         done = launch(folder, int(ranks), script, *flags, patch=patch, limit=90, grace=5)
         Path(folder, f"{name}.txt").write_text(done.out + done.errors)
         if done.code:
-            failed[name] = re.sub(r"^(\[rank\d+\]: )?([a-z_]\w*\.)*|/\S*/", "", last_error(done.err))[:150].strip()
+            failed[name] = re.sub(
+                r"^(\[rank\d+\]: )?([a-z_]\w*\.)*|/\S*/", "", last_error(done.err)
+            )[:150].strip()
     return failed
 
 
 def install(version):
-    """The folder to put on PYTHONPATH: deepspeed alone. All else, torch too, is that of this Python."""
+    """The folder to put on PYTHONPATH: deepspeed alone. All else, torch too, is that of this
+    Python."""
     folder, unfinished = HERE / version, HERE / f"{version}.unfinished"
     if not folder.exists():
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -134,10 +146,18 @@ def run(version, folder, stage, jobs):
     if version == NEW:
         return play(version, folder, stage, jobs)
     arguments = (version, str(folder), stage, jobs)
-    code = f"import json; from demos.versions import play; print(json.dumps(play(*{arguments})))"
-    environment = os.environ | {"PYTHONPATH": str(install(version)), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    options = dict(stdout=subprocess.PIPE, cwd=ROOT, env=environment, check=True, timeout=300 + 100 * len(jobs))
-    return json.loads(subprocess.run([sys.executable, "-c", code], **options).stdout.splitlines()[-1])
+    code = f"import json; from measure.versions import play; print(json.dumps(play(*{arguments})))"
+    environment = os.environ | {
+        "PYTHONPATH": str(install(version)),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+    options = dict(
+        stdout=subprocess.PIPE, cwd=ROOT, env=environment, check=True, timeout=300 + 100 * len(jobs)
+    )
+    return json.loads(
+        subprocess.run([sys.executable, "-c", code], **options).stdout.splitlines()[-1]
+    )
 
 
 def commands(version, stage):
@@ -161,13 +181,19 @@ def measure(version, stage):
     jobs = commands(version, stage)
     later = {name: jobs.pop(name) for name in (TO, COLUMNS[TO])}
     failed = run(version, folder, stage, jobs) | run(NEW, folder, stage, later)
-    return {a: failed.get(a) or failed.get(b) or difference(folder, a, b) for a, b in COLUMNS.items()}
+    return {
+        a: failed.get(a) or failed.get(b) or difference(folder, a, b) for a, b in COLUMNS.items()
+    }
 
 
 def off(found, columns=OURS + ALONE, bound=ROUNDING):
     """Those of the columns that are further away than that, or errors."""
     values = {name: found[name] for name in columns}
-    return {name: value for name, value in values.items() if isinstance(value, str) or not value <= bound}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, str) or not value <= bound
+    }
 
 
 def write(output, everything, notes):
@@ -190,7 +216,9 @@ def write(output, everything, notes):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=Path("out/versions.txt"))
     parser.add_argument("versions", nargs="*", default=OLD)
     args = parser.parse_args()
@@ -204,7 +232,12 @@ def main():
                 again = measure(version, stage)
                 found |= {name: again[name] for name in bad}
         failed = any(isinstance(value, str) for value in off(found).values())
-        if failed or off(found, OURS) and not off(found, ALONE) or not off(found, ["not loaded"], FAR):
+        if (
+            failed
+            or off(found, OURS)
+            and not off(found, ALONE)
+            or not off(found, ["not loaded"], FAR)
+        ):
             problems.append(f"{where}: {found}")
         print(where, found, flush=True)
         write(args.output, everything, notes)

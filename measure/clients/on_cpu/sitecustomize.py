@@ -1,5 +1,6 @@
-"""Put this folder on PYTHONPATH where a command's ranks run on CPUs: at ZeRO-3 transformers cuts the model before
-DeepSpeed knows the ranks, and DeepSpeed would compile an all-reduce for minutes."""
+"""Put this folder on PYTHONPATH where a command's ranks run on CPUs: at ZeRO-3 transformers cuts
+the model before DeepSpeed knows the ranks, and DeepSpeed would compile an all-reduce for
+minutes."""
 
 import os
 

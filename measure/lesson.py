@@ -1,13 +1,13 @@
-"""Run docs/lesson.ipynb from top to bottom in a Jupyter kernel, as a reader does, and compare what it prints with the
-outputs that are in it.
+"""Run docs/lesson.ipynb from top to bottom in a Jupyter kernel, as a reader does, and compare what
+it prints with the outputs that are in it.
 
-    python demos/lesson.py            # exit code 1 where a number is another one
-    python demos/lesson.py --write    # and put the new outputs into the notebook
+    python -m measure.lesson            # exit code 1 where a number is another one
+    python -m measure.lesson --write    # and put the new outputs into the notebook
 
-Words and whole numbers must be equal. Of a number like 2.4e-07, a difference of two losses: zero stays zero, what is
-below 1e-05 is rounding and stays below it, anything else stays within a factor of 3. Other numbers, losses say, may
-move by 1%. Another version of Python has another text to learn, of which `helpers` tells first, and other numbers.
-"""
+Words and whole numbers must be equal. Of a number like 2.4e-07, a difference of two losses: zero
+stays zero, what is below 1e-05 is rounding and stays below it, anything else stays within a factor
+of 3. Other numbers, losses say, may move by 1%. Another version of Python has another text to
+learn, of which `helpers` tells first, and other numbers."""
 
 import argparse
 import itertools
@@ -21,12 +21,16 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "docs" / "lesson.ipynb"
 NUMBER = re.compile(r"\d+\.\d+(?:e[+-]\d+)?")
-TIMES = re.compile(r"^\(\d+ s\)\n| in [\d.]+ s, [\d.]+ GB/s", re.M)  # of the machine, not of the lesson
+TIMES = re.compile(
+    r"^\(\d+ s\)\n| in [\d.]+ s, [\d.]+ GB/s", re.M
+)  # of the machine, not of the lesson
 ROUNDING = 1e-5
 
 
 def printed(cell):
-    return TIMES.sub("", "".join(output["text"] for output in cell.outputs if output.output_type == "stream"))
+    return TIMES.sub(
+        "", "".join(output["text"] for output in cell.outputs if output.output_type == "stream")
+    )
 
 
 def is_near(old, new):
@@ -49,13 +53,22 @@ def compare(old, new):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the new outputs into the notebook")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="put the new outputs into the notebook"
+    )
     args = parser.parse_args()
     old, new = (nbformat.read(NOTEBOOK, 4) for _ in range(2))
     place = {"metadata": {"path": NOTEBOOK.parent}}
     NotebookClient(
-        new, timeout=3600, startup_timeout=600, record_timing=False, coalesce_streams=True, resources=place
+        new,
+        timeout=3600,
+        startup_timeout=600,
+        record_timing=False,
+        coalesce_streams=True,
+        resources=place,
     ).execute()
     if args.write:  # without what is of this machine: times, and the version of its Python
         new.metadata["language_info"] = {"name": "python"}
