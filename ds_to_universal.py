@@ -66,7 +66,7 @@ def meet(ranks):
         yield alone
         return
     import torch.distributed as dist
-    from universal.ranks import conversation, end_group
+    from universal.collective import end_process_group, process_group
 
     try:
         dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
@@ -74,12 +74,11 @@ def meet(ranks):
         why = str(error).splitlines()[0]
         raise CheckpointError(f"not all of {ranks} processes met within 5 minutes: {why}") from None
     try:
-        with conversation(
-            timeout=24 * 3600
-        ) as talk:  # a process waits for as long as another one writes
-            yield talk
+        # A process waits for as long as another one writes.
+        with process_group(timeout=24 * 3600) as group:
+            yield group.all_gather
     finally:
-        end_group()
+        end_process_group()
 
 
 def parse_arguments():

@@ -134,17 +134,10 @@ def test_universal_is_the_one_beside_it(copy, theirs):
 
 def test_survives_a_second_hook_of_its_kind(copy, theirs):
     """Both take part: neither asks the other for ever, and neither hides the other."""
-    other = copy("two", ('getattr(import_module("universal"), "install", str)()', "print('two')"))
-    assert sorted(python("import deepspeed", copy(), other, theirs)) == [
-        "deepspeed",
-        "installed",
-        "two",
-    ]
-    assert sorted(python("import deepspeed", other, copy(), theirs)) == [
-        "deepspeed",
-        "installed",
-        "two",
-    ]
+    other = copy("two", ("universal.install()\n    sys", "print('two')\n    sys"))
+    for path in ([copy(), other], [other, copy()]):
+        words = python("import deepspeed", *path, theirs)
+        assert sorted(words) == ["deepspeed", "installed", "two"]
 
 
 PROCESS = """
