@@ -22,7 +22,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups
 from torch import nn
-from toy import Net, adam, begin, cut, held, in_turn, keep, make, same, train
+from toy import Net, adam, begin, in_turn, make, same, save_truth, snapshot, split_groups, train
 
 import universal
 from universal import mirror, reshard
@@ -59,7 +59,7 @@ def after(stages=(1, 2, 3), own=False, **tags):
                 return function(stage)
             for tag, options in (tags or {"t": {}}).items():
                 engine = trained(**{"stage": stage, "tag": tag} | options)
-            keep(held(engine), "truth.pt")
+            save_truth(snapshot(engine))
 
         CASES[function.__name__] = Case(both, stages, own)
 
@@ -81,7 +81,7 @@ def trained(stage, steps=2, tag="t", **options):
 
 def wrong(engine, states=True):
     """The names of what is not as it was saved."""
-    truth, now = torch.load("truth.pt", weights_only=False), held(engine, states)
+    truth, now = torch.load("truth.pt", weights_only=False), snapshot(engine, states)
     return [key for key in truth if key in now and not same(truth[key], now[key])]
 
 
@@ -125,7 +125,7 @@ def weights_alone(stage, saving):
     """Not those of `latest`, and in fp32; the optimizer is a new one."""
     if saving:
         engine = trained(stage)
-        keep(held(engine), "truth.pt")
+        save_truth(snapshot(engine))
         train(engine, 2)
         engine.save_checkpoint(".", tag="latest one")
         return
@@ -173,7 +173,7 @@ def no_optimizer(stage, saving):
     """Nor ZeRO: an engine that evaluates, say."""
     engine = make(0, optimizer=None, seed=1 if saving else 5)
     if saving:
-        keep(engine.module.state_dict(), "truth.pt")
+        save_truth(engine.module.state_dict())
         engine.save_checkpoint(".", tag="t")
         return
     load(engine)
@@ -200,7 +200,7 @@ def another_model(stage):
         engine = make(stage, lambda shape=shape: Other(*shape))
         for strict in (True, False):
             refused(engine, f"b.weight is {shape} here, and (5, 7) in", load_module_strict=strict)
-    two_groups = make(stage, optimizer=lambda ps: torch.optim.AdamW(cut(ps, 2)))
+    two_groups = make(stage, optimizer=lambda ps: torch.optim.AdamW(split_groups(ps, 2)))
     refused(two_groups, "is in parameter group")
 
 
@@ -214,9 +214,9 @@ def another_optimizer(stage):
     optim = torch.optim
     for other in (optim.SGD, optim.Adagrad, optim.RAdam):  # fewer states, others, and other numbers
         engine = make(stage, optimizer=lambda ps, other=other: other(ps, lr=0.1))
-        before = held(engine, states=False)
+        before = snapshot(engine, states=False)
         refused(engine, "of another optimizer: it has", "load_optimizer_states=False")
-        after = held(engine, states=False)
+        after = snapshot(engine, states=False)
         changed = [name for name in before if not same(before[name], after[name])]
         assert not changed, (other, changed)
     refused(make(stage), "another optimizer", tag="momentum")
@@ -231,7 +231,7 @@ def restarted(stage, saving):
         load(engine, load_optimizer_states=False)
         train(engine, 2)
         engine.save_checkpoint(".", tag="u", client_state={"step": 3})
-        keep(held(engine), "truth.pt")
+        save_truth(snapshot(engine))
         return
     restored(stage, "u")
 
@@ -240,7 +240,7 @@ def restarted(stage, saving):
 def written_on_a_gpu(stage, saving):
     if saving:
         engine = trained(stage)
-        keep(held(engine), "truth.pt")
+        save_truth(snapshot(engine))
         if dist.get_rank() == 0:
             with mock.patch.object(torch.serialization, "location_tag", lambda storage: "cuda:0"):
                 for path in HERE.glob("t/*.pt"):
@@ -434,7 +434,7 @@ def saved_again_on_its_own_disk(stage, saving):
         assert written[0] == written[1] and len(written[0]) == (
             4 if stage == 3 else 3
         )  # clocks may differ
-    keep(held(engine), "truth.pt")
+    save_truth(snapshot(engine))
     engine = make(stage, seed=5)
     universal.load_checkpoint(engine, disk, "last")
     assert not wrong(engine) and engine.global_steps == 2
@@ -557,7 +557,7 @@ def new_parameters(stage):
     )
     initial, truth = make(stage, Bigger, seed=5), torch.load("truth.pt", weights_only=False)
     load(engine, load_module_strict=False)
-    now, first = held(engine), held(initial, states=False)
+    now, first = snapshot(engine), snapshot(initial, states=False)
     for name in ("new.weight", "new.bias"):
         assert torch.equal(now[name], first[name]) and torch.equal(now[f"{name} fp32"], first[name])
         assert not now[f"{name} exp_avg"].any() and not now[f"{name} exp_avg_sq"].any()
@@ -617,7 +617,7 @@ def frozen_ones_left_out(stage, saving):
     if saving:
         engine = trained(stage)
         engine.save_checkpoint(".", tag="t", exclude_frozen_parameters=True)
-        keep(held(engine), "truth.pt")
+        save_truth(snapshot(engine))
         return
     engine = make(stage, seed=5)
     refused(
@@ -638,7 +638,7 @@ def converted_without_a_state(stage, saving):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 universal.convert("t", "u", strict=False)
-        keep(held(engine), "truth.pt")
+        save_truth(snapshot(engine))
         return
     engine = make(stage, optimizer=torch.optim.ASGD, seed=5)
     load(engine)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from toy import begin, held, keep, make, same, train
+from toy import begin, make, same, save_truth, snapshot, train
 
 import universal
 
@@ -23,7 +23,7 @@ def save(stage):
         train(engine, step)
         if step % 2 == 0:
             engine.save_checkpoint(".", tag={2: "t", 4: "later"}[step], client_state={"step": step})
-            keep(held(engine), f"truth_{step}.pt")
+            save_truth(snapshot(engine), f"truth_{step}.pt")
 
 
 def load(engine, folder):
@@ -40,7 +40,7 @@ def load(engine, folder):
         told = {"error": str(error)}
     told["seconds"] = time.monotonic() - began
     if "step" in told:
-        truth, now = torch.load(f"truth_{told['step']}.pt", weights_only=False), held(engine)
+        truth, now = torch.load(f"truth_{told['step']}.pt", weights_only=False), snapshot(engine)
         told["wrong"] = [name for name in truth if not same(truth[name], now[name])]
     return told
 

@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import nn
-from toy import adam, begin, held, make, train
+from toy import adam, begin, make, snapshot, train
 
 import universal
 from measure.ranks import launch
@@ -75,7 +75,7 @@ def warm_up(optimizer):
 def digest(engine):
     """Of the masters and moments of all ranks."""
     found = hashlib.sha256()
-    for name, value in held(engine).items():
+    for name, value in snapshot(engine).items():
         if name.endswith(("fp32", "exp_avg", "exp_avg_sq")):
             found.update(value.numpy().tobytes())
     return found.hexdigest()

@@ -14,7 +14,18 @@ import torch
 import torch.distributed as dist
 from helpers import run_all
 from torch import nn
-from toy import KINDS, Odd, begin, cut, held, in_turn, keep, make, same, train
+from toy import (
+    RARE_DTYPES,
+    ExtraState,
+    begin,
+    in_turn,
+    make,
+    same,
+    save_truth,
+    snapshot,
+    split_groups,
+    train,
+)
 
 import universal
 
@@ -87,7 +98,7 @@ class Model(nn.Module):
         if "shared" in parts:
             self.norm = self.same = nn.BatchNorm1d(3, affine=False)
         if "odd" in parts:
-            self.odd = Odd(KINDS)
+            self.odd = ExtraState(RARE_DTYPES)
 
     def forward(self, x):
         x = x.flatten()
@@ -113,7 +124,7 @@ def make_it(job, side, seed):
         job["stages"][side],
         lambda: Model(job["parts"], job["shapes"]),
         lambda ps: getattr(torch.optim, job["optimizer"])(
-            cut(ps, job["groups"]), **OPTIMIZERS[job["optimizer"]]
+            split_groups(ps, job["groups"]), **OPTIMIZERS[job["optimizer"]]
         ),
         seed,
         job["zero"][side],
@@ -128,13 +139,13 @@ def make_it(job, side, seed):
 def keep_truth(engine, job):
     """What the engine holds, and the losses of two more steps. DeepSpeed misreads the masters and
     states of a live engine with round_robin_gradients."""
-    truth = held(engine)
+    truth = snapshot(engine)
     truth["losses"] = []
     for step in (2, 3):
         truth["losses"].append(train(engine, step, width=5))
         if job["latest"] and step == 2:
             engine.save_checkpoint(".", tag="a later one")
-    keep(truth, "truth.pt")
+    save_truth(truth)
 
 
 def save(job):
@@ -181,7 +192,7 @@ def load(job):
         path, client_state = universal.load_checkpoint(engine, ".", tag, **job["options"])
     except universal.CheckpointError as error:
         return f"refused: {error}"
-    truth, now = torch.load("truth.pt", weights_only=False), held(engine)
+    truth, now = torch.load("truth.pt", weights_only=False), snapshot(engine)
     wrong = sorted(key for key in compared(job, truth) if not same(truth[key], now.get(key)))
     if path != str(Path("universal" if job["universal"] else job["tag"])):
         wrong.append(path)

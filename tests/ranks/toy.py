@@ -1,5 +1,5 @@
-"""What the scripts of this folder share: a small engine, odd things that a module may hold, how an
-engine trains, and everything that it holds."""
+"""What the scripts of this folder share: a small engine, a step of it, and a snapshot of everything
+that it holds."""
 
 import logging
 import os
@@ -12,12 +12,10 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-KINDS = {
+RARE_DTYPES = {
     "complex": torch.complex64,
     "double_complex": torch.complex128,
     "float8": torch.float8_e4m3fn,
-}
-KINDS |= {
     "uint16": torch.uint16,
     "uint32": torch.uint32,
     "uint64": torch.uint64,
@@ -50,31 +48,37 @@ def in_turn(names, play):
     dist.barrier()  # a rank that left at once would cut off one still connecting
 
 
+# --------------------------------------------------------------------------------------------------
+# 1. an engine, and a step of it
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.norm = nn.Linear(8, 7), nn.Linear(7, 5, bias=False), nn.LayerNorm(7)
+        self.a = nn.Linear(8, 7)
+        self.b = nn.Linear(7, 5, bias=False)
+        self.norm = nn.LayerNorm(7)
         self.frozen = nn.Linear(8, 4).requires_grad_(False)
         self.register_buffer("calls", torch.zeros(3))
 
     def forward(self, x):
-        self.calls += (
-            self.training
-        )  # once for every micro-batch, so a step's losses depend on the rank: a little
+        # Once for every micro-batch, so a step's losses depend on the rank: a little.
+        self.calls += self.training
         return self.b(self.norm(self.a(x))).pow(2).mean() + self.frozen(x).mean() * 0.1
 
 
-class Odd(nn.Module):
+class ExtraState(nn.Module):
     """What a module's state has beside parameters and plain buffers: extra state, as
     TransformerEngine's modules have, a tensor that comes by a hook, as bitsandbytes', and buffers
-    of the types that few have, `kinds`."""
+    of rare dtypes."""
 
-    def __init__(self, kinds):
+    def __init__(self, dtypes):
         super().__init__()
-        self.extra, self.scb = torch.randn(3), torch.randn(4)
-        for name, kind in kinds.items():
-            bytes_without_nan = torch.randint(64, (4 * kind.itemsize,), dtype=torch.uint8)
-            self.register_buffer(name, bytes_without_nan.view(kind))
+        self.extra = torch.randn(3)
+        self.scb = torch.randn(4)
+        for name, dtype in dtypes.items():
+            bytes_without_nan = torch.randint(64, (4 * dtype.itemsize,), dtype=torch.uint8)
+            self.register_buffer(name, bytes_without_nan.view(dtype))
 
     def get_extra_state(self):
         return self.extra
@@ -95,13 +99,13 @@ def adam(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def cut(parameters, count):
-    """So many parameter groups that differ in their hyper-parameters."""
-    cuts = [parameters[i::count] for i in range(count)]
+def split_groups(parameters, count):
+    """So many parameter groups that differ in their hyper-parameters; none is empty."""
+    shares = [parameters[i::count] for i in range(count)]
     return [
-        {"params": cut, "lr": 1e-2 / (i + 1), "weight_decay": 0.1 * i}
-        for i, cut in enumerate(cuts)
-        if cut
+        {"params": share, "lr": 1e-2 / (i + 1), "weight_decay": 0.1 * i}
+        for i, share in enumerate(shares)
+        if share
     ]
 
 
@@ -117,8 +121,8 @@ def make(
     scheduler=None,
     **more,
 ):
-    """optimizer: makes it of the trained parameters; or DeepSpeed does, of what its config says; or
-    None."""
+    """An engine. optimizer: makes it of the trained parameters; or DeepSpeed does, of what its
+    config says; or None. zero: more of zero_optimization. more: of DeepSpeed's config."""
     torch.manual_seed(seed)
     model = net()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -129,93 +133,111 @@ def make(
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_clipping": clip,
+        "zero_optimization": {"stage": stage} | (zero or {}),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
     }
-    config |= {"zero_optimization": {"stage": stage} | (zero or {})}
-    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False} | more
     parts = dict(model=model, optimizer=made, model_parameters=trained, lr_scheduler=scheduler)
-    return deepspeed.initialize(**parts, config=config)[0]
+    return deepspeed.initialize(**parts, config=config | more)[0]
 
 
 def train(engine, step, micro_batches=None, width=8):
-    """An optimizer step; its loss, over all ranks."""
-    count, total = engine.gradient_accumulation_steps(), torch.zeros((), dtype=torch.float64)
+    """An optimizer step; its loss, over all ranks. micro_batches: so many, of a step's share."""
+    share = engine.gradient_accumulation_steps()
+    first = dist.get_rank() * share
+    total = torch.zeros((), dtype=torch.float64)
     dtype = next(engine.module.parameters()).dtype
-    for i in range(dist.get_rank() * count, dist.get_rank() * count + (micro_batches or count)):
+    for i in range(first, first + (micro_batches or share)):
         x = torch.randn(1, width, generator=torch.Generator().manual_seed(100 * step + i))
         loss = engine(x.to(dtype))
         engine.backward(loss)
         engine.step()
         total += loss.detach()
     dist.all_reduce(total)
-    return total.item() / 12
+    return total.item() / (share * dist.get_world_size())
 
 
-def is_slice(value):
+# --------------------------------------------------------------------------------------------------
+# 2. what it holds, and what of it is not as it was
+
+
+def snapshot(engine, states=True):
+    """Everything that the engine holds, whole: {"a.weight": tensor, "a.weight fp32": ..., "groups":
+    ...}. states: whether those of the optimizer, too; or a function that names a parameter's."""
+    optimizer = engine.optimizer.optimizer
+    scalars = [
+        {k: float(v) for k, v in state.items() if not is_elementwise(v) and v is not None}
+        for state in optimizer.state.values()
+    ]
+    counters = [engine.global_steps, engine.skipped_steps, engine.global_samples]
+    counters.append(engine.micro_steps / engine.gradient_accumulation_steps())
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return {
+        **module_state(engine.module),
+        **parameters_and_states(engine, states),
+        "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+        "steps": [known for i, known in enumerate(scalars) if known and known not in scalars[:i]],
+        "scale": scaler and vars(scaler),
+        "scheduler": engine.lr_scheduler and engine.lr_scheduler.state_dict(),
+        "counters": counters,
+    }
+
+
+def is_elementwise(value):
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def held(engine, states=True):
-    """Everything that the engine holds, whole: {"a.weight": tensor, "a.weight fp32": ..., "groups":
-    ...}. states: of which parameters those of the optimizer, too: a function of a parameter that
-    returns their names, or of all or none."""
-    found = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
-    found |= {
-        key: value
-        for key, value in engine.module.state_dict().items()
-        if "SCB" in key or "_extra" in key
-    }
-    optimizer = engine.optimizer.optimizer
-    known = list(optimizer.state.values())
-    if (
-        engine.zero_optimization_stage() < 3
-    ):  # DeepSpeed looks for the states once, and not again after a load
+def module_state(module):
+    """Buffers, and what modules add to their state."""
+    state = module.state_dict()
+    added = {name: state[name] for name in state if "SCB" in name or "_extra" in name}
+    return {name: buffer.clone() for name, buffer in module.named_buffers()} | added
+
+
+def parameters_and_states(engine, states):
+    known = engine.optimizer.optimizer.state.values()
+    if engine.zero_optimization_stage() < 3:
+        # DeepSpeed looks for the states once, and not again after a load.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    keys = (
-        sorted({key for state in known for key, value in state.items() if is_slice(value)})
-        if states
-        else []
-    )
+    keys = sorted({key for state in known for key in state if is_elementwise(state[key])})
+    tensors = {}
     for name, p in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
-            found[name] = p.detach().clone()
+            tensors[name] = p.detach().clone()
         if p.requires_grad:
-            found[f"{name} fp32"] = safe_get_full_fp32_param(
-                p
-            )  # None of a parameter without elements
-            for key in states(p) if callable(states) else keys:
-                found[f"{name} {key}"] = safe_get_full_optimizer_state(p, key)
-    found["groups"] = [
-        {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
-    ]
-    scalars = [
-        {k: float(v) for k, v in state.items() if not is_slice(v) and v is not None}
-        for state in known
-    ]
-    found["steps"] = [
-        of_one for i, of_one in enumerate(scalars) if of_one and of_one not in scalars[:i]
-    ]
-    found["scale"] = (
-        vars(engine.optimizer.loss_scaler) if hasattr(engine.optimizer, "loss_scaler") else None
-    )
-    found["scheduler"] = engine.lr_scheduler and engine.lr_scheduler.state_dict()
-    found["counters"] = [engine.global_steps, engine.skipped_steps, engine.global_samples]
-    found["counters"].append(engine.micro_steps / engine.gradient_accumulation_steps())
-    return found
+            # None of a parameter without elements.
+            tensors[f"{name} fp32"] = safe_get_full_fp32_param(p)
+            for key in states(p) if callable(states) else keys * states:
+                tensors[f"{name} {key}"] = safe_get_full_optimizer_state(p, key)
+    return tensors
 
 
-def keep(thing, path):
+def save_truth(truth, path="truth.pt"):
     """Rank 0 saves it; then it is there for all."""
     if dist.get_rank() == 0:
-        torch.save(thing, path)
+        torch.save(truth, path)
     dist.barrier()
 
 
+def read_truth(path="truth.pt"):
+    return torch.load(path, weights_only=False)
+
+
+def differences(truth, now):
+    """The names of what is not as it was saved."""
+    return [name for name in truth if not same(truth[name], now.get(name))]
+
+
 def same(a, b):
+    """Whether they are equal; of tensors every bit, the dtype and the shape."""
     if not isinstance(a, torch.Tensor):
-        return a == b
+        return not isinstance(b, torch.Tensor) and a == b
     if not isinstance(b, torch.Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    return torch.equal(
-        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
-    )
+    a, b = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
+    return torch.equal(a, b)
+
+
+# As they were called before.
+held, keep, cut, Odd, KINDS = snapshot, save_truth, split_groups, ExtraState, RARE_DTYPES

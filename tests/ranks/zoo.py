@@ -15,7 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
-from toy import KINDS, Odd, begin, cut, held, keep, make
+from toy import RARE_DTYPES, ExtraState, begin, make, save_truth, snapshot, split_groups
 
 import universal
 
@@ -46,7 +46,7 @@ STATES = {
     "CPUAdam": ["exp_avg", "exp_avg_sq"],
 }
 DTYPES = {
-    name: dtype for name, dtype in KINDS.items() if name != "double_complex"
+    name: dtype for name, dtype in RARE_DTYPES.items() if name != "double_complex"
 }  # safetensors has no place for it
 ADAM = {"betas": (0.9, 0.7)}
 OPTIMIZERS = {
@@ -70,7 +70,7 @@ class Zoo(nn.Module):
             torch.randn(5, 12)[:, :8], requires_grad=False
         )  # not contiguous
         self.norm = self.same_norm = nn.BatchNorm1d(7, affine=False)
-        self.odd_module = Odd(DTYPES)
+        self.odd_module = ExtraState(DTYPES)
         self.rows = nn.Parameter(
             torch.randn(9, 7)
         )  # what is normalised belongs to no batch, hence to no rank
@@ -117,7 +117,7 @@ def work(
 
     def make_it(trained):
         kind, options = OPTIMIZERS[optimizer]
-        return kind(cut(trained, groups) + [{"params": []}] * empty, lr=1e-2, **options)
+        return kind(split_groups(trained, groups) + [{"params": []}] * empty, lr=1e-2, **options)
 
     if optimizer == "Muon":  # DeepSpeed makes it, and its groups
         make_it = {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}
@@ -153,7 +153,7 @@ def work(
             path for path in opened if path.endswith(".pt")
         ]  # another checkpoint may get this path
     if load:
-        keep(held(engine, states), folder / f"{label}.pt")
+        save_truth(snapshot(engine, states), folder / f"{label}.pt")
         if again:
             engine.save_checkpoint(folder, tag=f"{label}_again")
     losses = []
@@ -173,7 +173,7 @@ def work(
             engine.save_checkpoint(
                 folder, tag=f"global_step{SAVED}", client_state={"word": "client state"}
             )
-            keep(held(engine, states), folder / "truth.pt")
+            save_truth(snapshot(engine, states), folder / "truth.pt")
     if rank == 0:
         (folder / f"{label}.json").write_text(json.dumps(losses))
     engine.destroy()
