@@ -25,11 +25,11 @@ Output, the same for every stage, so it resumes on any number of ranks and at Ze
 
 The conversion has five steps, each a function in universal/:
 
-    find_tag()          checkpoint.py   the folder with the files, if its parent was given
+    find_tag()          tags.py         the folder with the files, if its parent was given
     describe()          checkpoint.py   which bytes of which shards make up each parameter
     write_files()       converter.py    each byte range is read once and written once
-    check_all()         torch_file.py   what was read is compared with the CRC-32 of every record
-    publish()           converter.py    once all is on the disk, names the folder, then writes latest_universal
+    check_all()         byte_ranges.py  what was read is compared with the CRC-32 of every record
+    publish()           publish.py      once all is on the disk, names the folder, then writes latest_universal
 
 A .pt file is a zip archive of one pickle and one stored record per tensor (torch_file.py).
 Conversion only regroups byte ranges of those records, so it works without torch, needs nothing but
@@ -42,8 +42,10 @@ import os
 import resource
 
 from universal import __version__
-from universal.converter import alone, convert, in_one_line, report
-from universal.torch_file import CheckpointError
+from universal.collective import alone
+from universal.console import in_one_line, report
+from universal.converter import convert
+from universal.errors import CheckpointError
 
 
 def launched(args):
@@ -66,6 +68,7 @@ def meet(ranks):
         yield alone
         return
     import torch.distributed as dist
+
     from universal.collective import end_process_group, process_group
 
     try:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from universal.converter import convert
+    from universal.errors import CheckpointError
     from universal.loader import install, load_checkpoint, mend
-    from universal.torch_file import CheckpointError
 
 __version__ = "1.0"
 HOME = {"install": "loader", "load_checkpoint": "loader", "mend": "loader", "convert": "converter"}
-HOME |= {"CheckpointError": "torch_file"}
+HOME |= {"CheckpointError": "errors"}
 __all__ = ["CheckpointError", "convert", "install", "load_checkpoint", "mend"]
 
 

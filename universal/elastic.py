@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from universal.converter import publish
+from universal.publish import publish
 
 GO_ON = (
     143  # the exit code for "stopped, not finished"; 0 would tell the agents that the job is done

@@ -25,7 +25,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from universal.checkpoint import describe, named_by_latest
+from universal.checkpoint import describe
+from universal.tags import named_by_latest
 from universal.torch_file import load
 
 state_of = operator.attrgetter("st_mtime_ns", "st_size")

@@ -21,9 +21,14 @@ import time
 import warnings
 from pathlib import Path
 
-from universal.checkpoint import describe, find_tag, left_over
-from universal.converter import bar, in_one_line, report, sync, unfinished
-from universal.torch_file import CheckpointError, Joined, Reader, about, whole, width
+from universal.blocks import Joined
+from universal.byte_ranges import Reader, width
+from universal.checkpoint import describe, left_over
+from universal.console import bar, in_one_line, report
+from universal.errors import CheckpointError, about
+from universal.publish import sync, unfinished
+from universal.tags import find_tag
+from universal.torch_file import whole
 
 FORMATS = {
     "float64": "F64",

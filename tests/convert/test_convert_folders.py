@@ -13,8 +13,8 @@ from helpers import SHAPES, content, converter, edit, failed, load, not_converte
 
 from measure.lay_out import lay_out
 from universal import CheckpointError, convert
-from universal.checkpoint import is_newer
 from universal.safetensors import export
+from universal.tags import is_newer
 
 
 @pytest.fixture

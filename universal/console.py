@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: MIT
+"""What the commands print: a progress bar, an error in one line, the figures of the end."""
+
+import contextlib
+import os
+import sys
+import time
+import warnings
+
+from universal.errors import CheckpointError
+
+
+@contextlib.contextmanager
+def bar(total, progress):
+    """Yields a function that moves a progress bar, if there is a terminal, and tqdm, which comes
+    with DeepSpeed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda nbytes: None
+        return
+    with tqdm(
+        total=total, unit="B", unit_scale=True, disable=not progress or None
+    ) as shown:  # None: no terminal
+        yield shown.update
+
+
+@contextlib.contextmanager
+def in_one_line(program, rank=0):
+    """Rank 0 prints an error, and every warning, as one line on standard error; after an error the
+    process ends."""
+
+    def say(kind, text):
+        if not rank:
+            print(
+                f"{program}: {kind}: {' '.join(str(text).splitlines())}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
+    warnings.showwarning = lambda message, *rest: say("warning", message)
+    warnings.simplefilter("always", UserWarning)
+    try:
+        yield
+        return
+    except CheckpointError as error:
+        code = 2
+        say("error", error)
+    except (OSError, MemoryError) as error:
+        code = 1
+        say("error", error if str(error) else "out of memory")
+    except KeyboardInterrupt:
+        code = 130
+    if not rank:
+        sys.exit(code)
+    time.sleep(5)  # rank 0 prints it, so this rank must not make the launcher kill rank 0 first
+    os._exit(code)
+
+
+def report(done):
+    print(
+        f"{done['source']} -> {done['output']}: {done['parameters']} parameters, {done['bytes']:,} bytes in "
+        f"{done['seconds']:.2f} s, {done['bytes'] / done['seconds'] / 1e9:.2f} GB/s"
+    )

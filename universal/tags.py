@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: MIT
+"""Which checkpoint in a folder is meant: the tags in it, and in which order to try them. Needs nothing
+but Python 3.10."""
+
+import os
+from pathlib import Path
+
+from universal.checkpoint import BETWEEN_SAVES, describe, find_shards
+from universal.errors import CheckpointError, about
+from universal.torch_file import load
+
+
+def find_tag(folder):
+    """The folder with a checkpoint's files: this one, or the one in it that `latest` names, or the
+    only one in it."""
+    folder = Path(folder)
+    if any(folder.glob("*_optim_states.pt")):
+        return folder
+    if (folder / "latest").is_file():
+        return folder / named_by_latest(folder)
+    tags = {path.parent for path in folder.glob("*/*_optim_states.pt")}
+    if len(tags) > 1:
+        names = ", ".join(sorted(tag.name for tag in tags))
+        raise CheckpointError(
+            f"{folder} holds several checkpoints, and no `latest` that names one: {names}"
+        )
+    return tags.pop() if tags else folder
+
+
+def is_newer(universal, folder):
+    """Whether the folder has been converted already, and no other folder was moved into its place
+    since then."""
+    made = universal / "zero" / "optimizer_state.pt"
+    since = max(folder.stat().st_ctime, *(path.stat().st_mtime for path in folder.glob("*.pt")))
+    return made.is_file() and made.stat().st_mtime >= since
+
+
+def named_by_latest(folder):
+    """The tag that `latest` names, or else `latest_universal`; "" if there is neither."""
+    for path in (folder / "latest", folder / "latest_universal"):
+        if path.is_file():
+            return os.fsdecode(path.read_bytes()).strip().replace("\0", "?")
+    return ""
+
+
+def list_tags(folder):
+    """The names of the checkpoints in a folder, whole or not. A tag like epoch1/step5 is a folder
+    in a folder; such tags are found if they are next to the one that `latest` names."""
+    found = set()
+    for place in {folder, (folder / named_by_latest(folder)).parent}:
+        for path in place.glob("[!.]*/*mp_rank_00_model_states.pt"):
+            if not path.parent.name.endswith((".unfinished", ".replaced")):
+                found.add(os.path.relpath(path.parent, folder))
+    return sorted(found)
+
+
+def first_models(folder):
+    """Rank 0's file of model states. If two saves left one each, that of the newest whole
+    checkpoint."""
+    both = (
+        folder / "mp_rank_00_model_states.pt",
+        folder / "zero_pp_rank_0_mp_rank_00_model_states.pt",
+    )
+    found = [path for path in both if path.exists()]
+    if len(found) == 2 and not (folder / "zero").is_dir() or len(find_shards(folder)) > 1:
+        return describe(folder).first
+    return found[0] if found else both[any(folder.glob("zero_pp_*_model_states.pt"))]
+
+
+def newest_first(folder, say):
+    """The tags in a folder, in the order in which to try to resume from them: first the one that
+    `latest` names, unless there is a later one. say(text) reports what is skipped."""
+    named, steps, written = named_by_latest(folder), {}, {}
+    for name in list_tags(folder):
+        try:
+            path = first_models(folder / name)
+            with about(path):
+                steps[name] = int(load(path)["global_steps"])
+            written[name] = path.stat().st_mtime
+        except (CheckpointError, OSError) as error:
+            say(f"{name} is passed over: {type(error).__name__}: {error}")
+    # A tag of fewer steps that was saved later means that the run went back. Converted tags are
+    # always late.
+    saved = {name: not (folder / name / "zero").is_dir() for name in steps}
+    given_up = {
+        a
+        for a in steps
+        for b in steps
+        if saved[b] and steps[b] < steps[a] and written[b] > written[a] + BETWEEN_SAVES
+    }
+    order = sorted(
+        steps, key=lambda name: (name not in given_up, steps[name], saved[name]), reverse=True
+    )
+    # A job killed before it wrote `latest` leaves a newer tag. Others are from an earlier run, or
+    # `latest` was edited.
+    if named in steps:
+        since = (
+            (folder / ("latest" if (folder / "latest").is_file() else "latest_universal"))
+            .stat()
+            .st_mtime
+        )
+        later = [name for name in order if steps[name] > steps[named] and written[name] > since]
+        if later:
+            say(
+                f"`latest` names {named}, and {later[0]} was written after it: the later one is taken, if it is whole"
+            )
+        return list(dict.fromkeys([*later, named, *order]))
+    if named:
+        say(f"`latest` names {named}, which holds no checkpoint")
+    return order
