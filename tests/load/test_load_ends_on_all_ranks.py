@@ -43,7 +43,7 @@ def test_machines_without_a_shared_folder(saved):
         if os.environ["RANK"] == "1":
             os.scandir = lambda path: [e for e in scandir(path) if "rank_2_" not in e.name]
 
-    run(saved, 2, SCRIPT, 1, ".", patch=patch)
+    run(saved, 2, SCRIPT, 1, "load", ".", patch=patch)
     first, second = told(saved, 0, 1)
     assert first == second and "must be shared, or mirror.gather() before" in first
 
@@ -72,7 +72,7 @@ def test_a_rank_that_vanishes(saved, by):
         reader.Reader.fill, universal.load_checkpoint = vanish, leave
 
     began = time.monotonic()
-    launch(saved, 3, SCRIPT, 1, ".", patch=patch, limit=20, grace=3)
+    launch(saved, 3, SCRIPT, 1, "load", ".", patch=patch, limit=20, grace=3)
     first, last = told(saved, 0, 2)
     assert time.monotonic() - began < 25
     assert "a rank does not answer" in last and "Rank 1 failed" in first, (first, last)
