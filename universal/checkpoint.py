@@ -290,7 +290,7 @@ def module_of(model, frozen, parameters, count):
     if aliases:
         model["shared_params"] = aliases | (model.get("shared_params") or {})
     accounted = {*parameters, *(model.get("shared_params") or {}), *kept}
-    for name in sorted({*model["buffer_names"], *module} - accounted):
+    for name in sorted(module.keys() - accounted):
         tensor = tensor_of(module[name])
         # Of a parameter in no group, which is neither trained nor frozen, ZeRO-3 saves only the
         # name.
@@ -299,7 +299,9 @@ def module_of(model, frozen, parameters, count):
             lost.append(name)
         else:
             kept[name] = compact(tensor) if tensor else module[name]
-    return kept, lost
+    # A module may save its parameters under other names: then these are the placeholders.
+    renamed = {*parameters, *shapes} - module.keys()
+    return kept, (lost if len(lost) > len(renamed) else [])
 
 
 # --------------------------------------------------------------------------------------------------
