@@ -120,19 +120,19 @@ $(OUT)/folders.png: logs/default.csv measure/folders.py
 # Test 2: accumulation, in PyTorch and on DeepSpeed
 RUN2 = $(basename $(notdir $@))
 ACCU = --steps 100 --run_name $(RUN2) --train_batch_size 32 --train_micro_batch_size_per_gpu
-logs/no_grad_accu_pt.csv: .venv/installed grad_accu_pt.py $(LESSON)
+logs/no_grad_accu_pt.csv: .venv/installed grad_accu_pt.py
 	$(call run,$(PY) grad_accu_pt.py $(ACCU) 32,$(RUN2))
 
-logs/grad_accu_4_pt.csv: .venv/installed grad_accu_pt.py $(LESSON)
+logs/grad_accu_4_pt.csv: .venv/installed grad_accu_pt.py
 	$(call run,$(PY) grad_accu_pt.py $(ACCU) 8,$(RUN2))
 
-logs/no_grad_accu_ds.csv: .venv/installed grad_accu_ds.py $(LESSON)
+logs/no_grad_accu_ds.csv: .venv/installed grad_accu_ds.py
 	$(call run,$(RANKS) 1 grad_accu_ds.py $(ACCU) 32,$(RUN2))
 
-logs/grad_accu_4_ds.csv: .venv/installed grad_accu_ds.py $(LESSON)
+logs/grad_accu_4_ds.csv: .venv/installed grad_accu_ds.py
 	$(call run,$(RANKS) 1 grad_accu_ds.py $(ACCU) 8,$(RUN2))
 
-logs/grad_accu_2_ds_ws2.csv: .venv/installed grad_accu_ds.py $(LESSON)
+logs/grad_accu_2_ds_ws2.csv: .venv/installed grad_accu_ds.py
 	$(call run,$(RANKS) 2 grad_accu_ds.py $(ACCU) 8,$(RUN2))
 
 $(OUT)/grad_accu.png: logs/no_grad_accu_pt.csv logs/grad_accu_4_pt.csv logs/grad_accu_2_ds_ws2.csv plot.py
@@ -141,7 +141,7 @@ $(OUT)/grad_accu.png: logs/no_grad_accu_pt.csv logs/grad_accu_4_pt.csv logs/grad
 $(OUT)/grad_accu_ds.png: logs/no_grad_accu_pt.csv logs/no_grad_accu_ds.csv logs/grad_accu_4_ds.csv plot.py
 	$(call plot,$(filter %.csv,$^),1e-5)
 
-$(OUT)/traps.txt: .venv/installed measure/traps.py grad_accu_pt.py grad_accu_ds.py $(LESSON)
+$(OUT)/traps.txt: .venv/installed measure/traps.py grad_accu_pt.py grad_accu_ds.py
 	@mkdir -p $(OUT)
 	$(PY) -m measure.traps > $@
 	@cat $@

@@ -186,7 +186,7 @@ def read_log(folder, run_name, *columns):
     """{column: {step: value}} of logs/<run_name>.csv."""
     rows = rows_of(Path(folder, "logs", f"{run_name}.csv"))
     return {
-        c: {int(r["step"]): float(r[c]) for r in rows if r[c]}
+        c: {int(r["step"]): float(r[c]) for r in rows if r.get(c)}
         for c in columns or ("loss", "val_loss")
     }
 

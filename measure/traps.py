@@ -9,95 +9,110 @@ knows: there the scripts as they are take the mean of the micro-batches' means, 
 each micro-batch by its share of the tokens."""
 
 import functools
+import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-from data import derive_seed
 from measure.ranks import read_log, run
 
+ROOT = Path(__file__).resolve().parent.parent
+PT, DS = "grad_accu_pt.py", "grad_accu_ds.py"
+
+# Lines of the scripts.
 BACKWARD = "(loss / accumulation).backward()"
+ADAMW = "torch.optim.AdamW(model.parameters(), lr=1e-3)"
 CLIP = "clip_grad_norm_(model.parameters(), 1.0)"
-ADAMW = "torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95))"
-STEP = "    optimizer.step()\n    optimizer.zero_grad()\n"
-INDENTED = "        optimizer.step()\n        optimizer.zero_grad()\n"
-MEAN = "        mean += loss.detach() / (accumulation * ranks)"
+UPDATE = f"    norm = nn.utils.{CLIP}.item()\n    optimizer.step()\n    optimizer.zero_grad()\n"
 LOOP = "    for m in range(rank"
+MEAN = "        mean += loss.detach() / (accumulation * ranks)\n"
 
-NO_CLIPPING = [(CLIP, 'clip_grad_norm_(model.parameters(), float("inf"))')]
-SGD = [*NO_CLIPPING, (ADAMW, "torch.optim.SGD(parameter_groups(model, weight_decay=0.1), lr=0.1)")]
+# Edits: (what stands there, what takes its place).
+NO_CLIPPING = [(CLIP, "clip_grad_norm_(model.parameters(), torch.inf)")]
+SGD = [*NO_CLIPPING, (ADAMW, "torch.optim.SGD(model.parameters(), lr=0.1)")]
 FORGOTTEN = [(BACKWARD, "loss.backward()")]
-EVERY = [(STEP, ""), (MEAN, f"        norm = torch.nn.utils.{CLIP}\n{INDENTED}{MEAN}")]
-EVERY += [(f"    norm = torch.nn.utils.{CLIP}\n    row", "    row")]
+EVERY = [(MEAN + UPDATE, MEAN + textwrap.indent(UPDATE, "    "))]
 
-# The loss of a model is the mean over the tokens it is given, and micro-batches now have more or
-# fewer of them.
+# The loss is the mean over a micro-batch's tokens, and micro-batches now have more or fewer of
+# them. The log tells the mean over all tokens.
 RAGGED = [
     ("import torch\n", "import torch\nfrom measure.traps import ragged, share_of_tokens\n"),
-    (LOOP, f"    targets = ragged(targets, 1337, step)\n{LOOP}"),
-    (
-        MEAN,
-        MEAN.replace("/ (accumulation * ranks)", "* share_of_tokens(targets, rows)"),
-    ),  # the log tells the truth
+    (LOOP, f"    targets = ragged(targets, step)\n{LOOP}"),
+    (MEAN, MEAN.replace("/ (accumulation * ranks)", "* share_of_tokens(targets, rows)")),
 ]
 WEIGHTED = [(BACKWARD, "(loss * share_of_tokens(targets, rows)).backward()")]
-# DeepSpeed divides by the accumulation steps, and takes the mean over the ranks: the factor takes
-# that back.
+# DeepSpeed divides by the accumulation steps, and takes the mean over the ranks: the factor undoes
+# both.
 RIGHT_DS = "engine.backward(loss * (share_of_tokens(targets, rows) * accumulation * ranks))"
 WEIGHTED_DS = [("engine.backward(loss)", RIGHT_DS)]
 
-PT, DS = "grad_accu_pt.py", "grad_accu_ds.py"
-# what: (script, ranks, edits that the right program has, too, edits of this one alone)
+
+class Trap(NamedTuple):
+    script: str
+    ranks: int
+    common: list  # edits of the trap's program and of the right one
+    edits: list  # edits of the trap's program alone
+
+
 TRAPS = {
-    "no trap": (PT, 1, [], []),
-    "not divided, AdamW": (PT, 1, NO_CLIPPING, FORGOTTEN),
-    "not divided, AdamW, clipping": (PT, 1, [], FORGOTTEN),
-    "not divided, SGD": (PT, 1, SGD, FORGOTTEN),
-    "a step at every micro-batch": (PT, 1, [], EVERY),
-    "no trap, ragged": (PT, 1, RAGGED, WEIGHTED),
-    "mean of means, ragged": (PT, 1, RAGGED, []),
-    "no trap, ragged, DeepSpeed, 2 ranks": (DS, 2, RAGGED, WEIGHTED_DS),
-    "mean of means, ragged, DeepSpeed, 2 ranks": (DS, 2, RAGGED, []),
+    "no trap": Trap(PT, 1, [], []),
+    "not divided, AdamW": Trap(PT, 1, NO_CLIPPING, FORGOTTEN),
+    "not divided, AdamW, clipping": Trap(PT, 1, [], FORGOTTEN),
+    "not divided, SGD": Trap(PT, 1, SGD, FORGOTTEN),
+    "a step at every micro-batch": Trap(PT, 1, [], EVERY),
+    "no trap, ragged": Trap(PT, 1, RAGGED, WEIGHTED),
+    "mean of means, ragged": Trap(PT, 1, RAGGED, []),
+    "no trap, ragged, DeepSpeed, 2 ranks": Trap(DS, 2, RAGGED, WEIGHTED_DS),
+    "mean of means, ragged, DeepSpeed, 2 ranks": Trap(DS, 2, RAGGED, []),
 }
 
 
-def ragged(targets, seed, step):
+def ragged(targets, step):
     """The same targets with sequences of unequal length: beyond its length each is -100, which no
     loss counts."""
-    generator = torch.Generator().manual_seed(derive_seed(seed, step, "ragged"))
+    generator = torch.Generator().manual_seed(10**6 + step)
     lengths = torch.randint(1, targets.size(1) + 1, (targets.size(0), 1), generator=generator)
-    return targets.masked_fill(torch.arange(targets.size(1)) >= lengths, -100)
+    beyond = torch.arange(targets.size(1)) >= lengths
+    return targets.masked_fill(beyond.to(targets.device), -100)
 
 
 def share_of_tokens(targets, rows):
     return (targets[rows] >= 0).sum().item() / (targets >= 0).sum().item()
 
 
-@functools.cache
-def train(script, ranks, micro, *edits):
-    """[loss of every step], and the gradient norm of the first, of the script with its (old, new)
-    edits."""
-    source, path = (ROOT / script).read_text(), Path("logs", "trap.py").resolve()
+def edited(script, edits):
+    """The path, below logs/, of the script with its (old, new) edits."""
+    source = (ROOT / script).read_text()
     for old, new in edits:
         assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {script}"
         source = source.replace(old, new)
+    path = Path("logs", "trap.py").resolve()
     path.parent.mkdir(exist_ok=True)
     path.write_text(source)
-    words = ("--run_name", "trap", "--steps", 100, "--train_micro_batch_size_per_gpu", micro)
-    run(Path.cwd(), ranks, path, *words)
+    return path
+
+
+@functools.cache
+def train(script, ranks, micro, *edits):
+    """The losses of all steps, and the gradient norm of the first."""
+    arguments = ("--run_name", "trap", "--steps", 100, "--train_micro_batch_size_per_gpu", micro)
+    run(Path.cwd(), ranks, edited(script, edits), *arguments)
     log = read_log(Path.cwd(), "trap", "loss", "grad_norm")
-    return [*log["loss"].values()], log["grad_norm"][1]
+    return list(log["loss"].values()), log["grad_norm"][1]
+
+
+def main():
+    heading = "4 micro-batches of 8 against 1 of 32"
+    print(f"{heading:<43}{'max |loss difference|':>22}{'gradient norm, step 1':>24}")
+    for name, trap in TRAPS.items():
+        # One batch of all sequences is one mean over all tokens: it has no trap to fall into.
+        losses, norm = train(PT, 1, 32, *trap.common)
+        # An edit may move a line that another one replaces: the trap's own go first.
+        trap_losses, trap_norm = train(trap.script, trap.ranks, 8, *trap.edits, *trap.common)
+        gap = max(abs(a - b) for a, b in zip(losses, trap_losses, strict=True))
+        print(f"{name:<43}{gap:>22.1e}{f'x {trap_norm / norm:.4f}':>24}", flush=True)
 
 
 if __name__ == "__main__":
-    print(
-        f"{'4 micro-batches of 8 against 1 of 32':<43}{'max |loss difference|':>22}{'gradient norm, step 1':>24}"
-    )
-    for trap, (script, ranks, common, edits) in TRAPS.items():
-        # One batch of all sequences is one mean over all tokens: it has no trap to fall into.
-        right, norm = train(PT, 1, 32, *common)
-        # An edit may move a line that another one replaces: the trap's own go first.
-        wrong, other = train(script, ranks, 8, *edits, *common)
-        gap = max(abs(a - b) for a, b in zip(right, wrong, strict=True))
-        print(f"{trap:<43}{gap:>22.1e}{f'x {other / norm:.4f}':>24}", flush=True)
+    main()
