@@ -25,6 +25,7 @@ from universal.byte_ranges import (
 from universal.checkpoint import describe, file_name, left_over
 from universal.collective import AllGather, all_or_none, alone, merge_spans
 from universal.console import bar
+from universal.description import NEXT_STEPS
 from universal.errors import CheckpointError, about
 from universal.publish import beside, check_output, publish, sync, unfinished
 from universal.tags import find_tag
@@ -97,6 +98,8 @@ def convert(
                 for name in files if check else ():
                     verify(folder / name)
                 link_second_names(folder)
+                if (source / NEXT_STEPS).is_file():
+                    shutil.copyfile(source / NEXT_STEPS, folder / NEXT_STEPS)
                 publish(folder, output)
     nbytes = sum(nbytes_of(source) for _, sources in files.values() for source in sources)
     done = {

@@ -4,6 +4,8 @@
 from pathlib import Path
 from typing import NamedTuple
 
+NEXT_STEPS = "next_steps.csv"  # proof.py writes and reads it, beside the shards
+
 
 class Parameter(NamedTuple):
     """shape: of the whole parameter. flat: the number of the flat tensor that holds it, which is

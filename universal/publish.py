@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 
+from universal.description import NEXT_STEPS
 from universal.errors import CheckpointError
 
 
@@ -23,6 +24,7 @@ def check_output(source, output):
     contain the source."""
     entry = re.compile(
         r"zero|(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|layer_.*_model_states\.pt"
+        rf"|{NEXT_STEPS}"
     )
     pointer = output.parent / "latest_universal"
     if source == output or output in source.parents:
