@@ -2,8 +2,13 @@
 lesson/test_launch.py starts the real launchers."""
 
 import os
+from pathlib import Path
 
 import pytest
+
+# An assert that fails on a rank says what was compared, as those of tests do.
+RANKS = Path(__file__).with_name("ranks")
+pytest.register_assert_rewrite(*(path.stem for path in RANKS.glob("*.py")))
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before a module imports DeepSpeed
 

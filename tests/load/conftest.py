@@ -1,15 +1,33 @@
 """A launch costs more than a load: one launch does all that the chosen tests want of a layout."""
 
 import pytest
+from case import play
+from helpers import run_all
 
 
 @pytest.fixture(scope="module")
 def chosen(request):
-    """{(stage, ranks): [name]} of the tests of this module that are to run."""
+    """{stage: {ranks: [name]}} of the tests of this module that are to run."""
     names = {}
     for item in request.session.items:
         if item.path == request.path and "chosen" in item.fixturenames:
             parameters = item.callspec.params
-            layout = parameters["stage"], parameters["ranks"]
-            names.setdefault(layout, []).append(parameters["name"])
+            of_stage = names.setdefault(parameters["stage"], {})
+            of_stage.setdefault(parameters["ranks"], []).append(parameters["name"])
     return names
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory, request, chosen):
+    """{(name, stage, ranks): error} of those chosen of the module's CASES that have failed."""
+    cases = request.module.CASES
+    errors = {}
+    for stage, names_of in chosen.items():
+        folder = tmp_path_factory.mktemp(f"zero{stage}")
+        every_name = dict.fromkeys(name for names in names_of.values() for name in names)
+        not_saved = run_all(folder, 2, play, cases, "save", stage, names=every_name)
+        for ranks, names in names_of.items():
+            saved = [name for name in names if name not in not_saved]
+            failed = run_all(folder, ranks, play, cases, "load", stage, names=saved) | not_saved
+            errors |= {(name, stage, ranks): error for name, error in failed.items()}
+    return errors

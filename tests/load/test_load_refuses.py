@@ -407,7 +407,7 @@ def loaded(tmp_path_factory, chosen):
 
     @functools.cache
     def load_all(stage, ranks):
-        folder, names = tmp_path_factory.mktemp(f"zero{stage}_on_{ranks}"), chosen[stage, ranks]
+        folder, names = tmp_path_factory.mktemp(f"zero{stage}_on_{ranks}"), chosen[stage][ranks]
         for path in saved(stage).glob("truth_*.pt"):
             shutil.copy(path, folder)
         for name in names:

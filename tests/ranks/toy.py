@@ -167,7 +167,7 @@ def snapshot(engine, states=True):
     optimizer = engine.optimizer.optimizer
     scalars = [
         {k: float(v) for k, v in state.items() if not is_elementwise(v) and v is not None}
-        for state in optimizer.state.values()
+        for state in states_of(optimizer)
     ]
     counters = [engine.global_steps, engine.skipped_steps, engine.global_samples]
     counters.append(engine.micro_steps / engine.gradient_accumulation_steps())
@@ -183,6 +183,11 @@ def snapshot(engine, states=True):
     }
 
 
+def states_of(optimizer):
+    """Of its parameters; some optimizers keep something beside them."""
+    return [state for state in optimizer.state.values() if isinstance(state, dict)]
+
+
 def is_elementwise(value):
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
@@ -195,7 +200,7 @@ def module_state(module):
 
 
 def parameters_and_states(engine, states):
-    known = engine.optimizer.optimizer.state.values()
+    known = states_of(engine.optimizer.optimizer)
     if engine.zero_optimization_stage() < 3:
         # DeepSpeed looks for the states once, and not again after a load.
         engine.optimizer._hp_optimizer_states_linked = False

@@ -1,0 +1,152 @@
+"""A case of loading: a function that saves, on 2 ranks, and one that loads, on as many or others.
+They assert what they see; the test is that they end.
+
+    @case(saved(net=Bigger), stages=(1, 2))
+    def frozen_layers(stage):
+        restored(stage, net=Bigger)
+
+A test module has CASES = cases_of(module, ...), runs_of(CASES) for its parameters, and asks the
+fixture `failures` of tests/load/conftest.py."""
+
+import contextlib
+import functools
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups
+from toy import begin, differences, in_turn, make, read_truth, save_truth, snapshot, train
+
+import universal
+from universal.engine import overridden
+
+PRINTED = io.StringIO()  # by this rank, in this case
+
+
+class Case(NamedTuple):
+    """save(stage), load(stage). stages: of ZeRO. quick_stages, quick_ranks: what of them `make
+    test` runs; `make test-all` has every stage, on 2 ranks and on 3."""
+
+    save: Callable
+    load: Callable
+    stages: tuple
+    quick_stages: tuple
+    quick_ranks: tuple
+
+
+def train_and_save(stage, tag="t", steps=2, exclude_frozen_parameters=False, **options):
+    """An engine with these options trains and saves itself. What it holds is in truth.pt."""
+    engine = make(stage, **options)
+    for step in range(steps):
+        train(engine, step)
+    client_state = {"step": steps, "rank": dist.get_rank()}
+    engine.save_checkpoint(
+        ".",
+        tag=tag,
+        client_state=client_state,
+        exclude_frozen_parameters=exclude_frozen_parameters,
+    )
+    save_truth(snapshot(engine))
+    return engine
+
+
+def saved(**options):
+    return functools.partial(train_and_save, **options)
+
+
+def case(save=train_and_save, stages=(1, 2, 3), quick_stages=(1, 3), quick_ranks=(3,)):
+    """The function below loads what save(stage) has saved. ZeRO-2 is like ZeRO-1 but for its
+    gradients, and 2 ranks, those that saved, are like 3, but where it matters."""
+    return lambda load: Case(save, load, stages, quick_stages, quick_ranks)
+
+
+def cases_of(*modules):
+    """{name: Case} of all in these modules."""
+    pairs = [pair for module in modules for pair in vars(module).items()]
+    return {name: value for name, value in pairs if isinstance(value, Case)}
+
+
+def runs_of(cases):
+    """What is to be run: (name, stage, ranks)."""
+    runs = []
+    for name, case in cases.items():
+        for stage in case.stages:
+            for ranks in (2, 3):
+                quick = stage in case.quick_stages and ranks in case.quick_ranks
+                marks = [] if quick else [pytest.mark.slow]
+                runs.append(pytest.param(name, stage, ranks, marks=marks))
+    return runs
+
+
+def play(cases, phase, stage, *names):
+    """What every rank does: the "save" or the "load" of these cases, each in a folder of its
+    name."""
+
+    def play_case(name):
+        PRINTED.seek(0)
+        PRINTED.truncate()
+        # A pipeline leaves its mpu there, and the next engine would take it.
+        with contextlib.redirect_stdout(PRINTED), overridden(groups, mpu=None):
+            getattr(cases[name], phase)(stage)
+
+    begin()
+    in_turn(names, play_case)
+
+
+# --------------------------------------------------------------------------------------------------
+# what cases do
+
+
+def printed(*lines):
+    """Whether rank 0 has printed these."""
+    return dist.get_rank() or all(line in PRINTED.getvalue() for line in lines)
+
+
+def load(engine, tag="t", **options):
+    path, client_state = universal.load_checkpoint(engine, ".", tag, **options)
+    assert path is None or Path(path).is_dir()
+    return client_state
+
+
+def refused(engine, *parts, tag="t", timeout=60, **options):
+    """load_checkpoint() refuses, in one line that has these parts and is the same on all ranks."""
+    line = None
+    try:
+        universal.load_checkpoint(engine, ".", tag, timeout=timeout, **options)
+    except universal.CheckpointError as error:
+        line = str(error)
+    lines = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
+    assert line and "\n" not in line and set(lines) == {line}, (lines, parts)
+    assert all(part in line for part in parts), (line, parts)
+
+
+def restored(stage, tag="t", load_module_strict=True, **options):
+    """An engine of another seed that has loaded, and holds what was saved."""
+    engine = make(stage, **{"seed": 5} | options)
+    load(engine, tag, load_module_strict=load_module_strict)
+    check_restored(engine)
+    return engine
+
+
+def check_restored(engine):
+    lost = differences(read_truth(), snapshot(engine))
+    assert not lost, lost
+
+
+def check_weights_restored(engine):
+    """The optimizer is a new one."""
+    now = snapshot(engine, states=False)
+    truth = {name: value for name, value in read_truth().items() if name in now}
+    lost = {*differences(truth, now)} - {"groups", "steps", "counters"}
+    assert not lost, lost
+
+
+def check_same_state(module, path="truth.pt"):
+    """The module's state_dict() is what save_truth(), or this rank, has put there."""
+    truth, state = torch.load(path), module.state_dict()
+    assert truth.keys() == state.keys() and not differences(truth, state)

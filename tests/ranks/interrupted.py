@@ -1,0 +1,161 @@
+"""A job that starts for the first time, begins again in the middle of a step, or has a rank that
+fails; files of two saves, of a GPU, of each machine's own disk."""
+
+import shutil
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from case import case, check_restored, load, printed, refused, restored, train_and_save
+from optimizers import momentum
+from toy import make, read_truth, save_truth, snapshot, train
+
+import universal
+from universal import mirror, reshard
+from universal.engine import Engine, overridden
+
+
+def save_beside_damage(stage):
+    train_and_save(stage, "epoch1/step2")
+    damaged = Path("damaged", "t")
+    damaged.mkdir(parents=True, exist_ok=True)
+    (damaged / "mp_rank_00_model_states.pt").write_text("x")
+    Path("empty").mkdir(exist_ok=True)
+
+
+@case(save_beside_damage)
+def the_first_start(stage):
+    """install() keeps DeepSpeed's contract for it, and load_checkpoint() stays strict."""
+    engine = make(stage)
+    with overridden(deepspeed.DeepSpeedEngine, load_checkpoint=None):  # as it was, after that
+        universal.install()
+        for folder in ("nowhere", "empty"):
+            assert engine.load_checkpoint(folder) == (None, {})
+        assert printed("nothing was loaded: nowhere holds no checkpoint")
+        for options in ({"load_dir": "nowhere", "tag": "t"}, {"load_dir": "damaged"}):
+            try:
+                engine.load_checkpoint(**options)
+            except universal.CheckpointError:
+                continue
+            raise AssertionError(options)
+        assert engine.load_checkpoint(".")[1]["step"] == 2
+
+
+def save_and_go_on(stage):
+    engine = train_and_save(stage)
+    save_truth([train(engine, step) for step in (2, 3)], "losses.pt")
+
+
+@case(save_and_go_on, quick_stages=(1, 2, 3), quick_ranks=(2, 3))
+def half_a_step(stage):
+    """Back to a checkpoint, when all weights are NaN, and from the middle of an accumulation: those
+    gradients are not added to the next step's."""
+    engine = make(stage, seed=5)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = float("nan")
+    train(engine, 7)
+    train(engine, 8, micro_batches=1)
+    load(engine)
+    assert printed("the gradients of half a step are discarded")
+    for step, saved_loss in zip((2, 3), read_truth("losses.pt"), strict=True):
+        gap = abs(train(engine, step) - saved_loss)
+        assert gap <= (0 if dist.get_world_size() == 2 else 1e-6), (step, gap)
+    train(engine, 8, micro_batches=1)
+    load(engine, load_module_only=True)
+    assert engine.micro_steps % engine.gradient_accumulation_steps() == 0
+
+
+@case(quick_ranks=(2, 3))
+def one_rank_fails(stage):
+    """Whatever it raises, the others raise the same, at once; and the engine can load after
+    that."""
+    engine = make(stage, seed=5)
+    functions = [
+        (Engine, "names_of"),
+        (Engine, "check_pieces"),
+        (reshard, "read_states"),
+        (reshard, "assemble"),
+    ]
+    if stage == 3 and dist.get_world_size() == 2:
+        functions.append((reshard, "with_own_model_states"))
+    for owner, name in functions:
+        function = getattr(owner, name)
+
+        def fail(*arguments, name=name, function=function, **options):
+            if dist.get_rank() == 1:
+                raise ValueError(f"something odd in {name}")
+            return function(*arguments, **options)
+
+        with overridden(owner, **{name: fail}):
+            refused(engine, f"ValueError: something odd in {name}")
+    load(engine)
+    check_restored(engine)
+
+
+@case()
+def masters_in_another_order(stage):
+    """As of a DeepSpeed that cuts shards otherwise: every load compares the masters with the
+    weights."""
+    engine = make(stage, seed=5)
+    optimizer = engine.optimizer
+    flats = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
+    for flat in getattr(optimizer, flats):
+        flat.data.copy_(flat.data.roll(1))
+    with overridden(optimizer, refresh_fp32_params=lambda: None):
+        refused(engine, "does not hold", " as expected: ", " in the model, ")
+
+
+def save_two_in_one(stage):
+    train_and_save(stage, "before", optimizer=momentum)
+    train_and_save(stage, steps=4, optimizer=momentum)
+    if dist.get_rank() == 0:
+        (shard,) = Path("before").glob("*zero_pp_rank_1_mp*optim_states.pt")
+        shutil.copy(shard, Path("t", shard.name))
+
+
+@case(save_two_in_one, stages=(1, 2))
+def two_saves_in_one(stage):
+    """One rank's shard is that of the save before, and the optimizer counts no steps. At ZeRO-3
+    nobody could tell."""
+    engine = make(stage, seed=5, optimizer=momentum)
+    refused(engine, "model states and shards are of different steps")
+
+
+def save_as_on_a_gpu(stage):
+    train_and_save(stage)
+    if dist.get_rank() == 0:
+        with overridden(torch.serialization, location_tag=lambda storage: "cuda:0"):
+            for path in Path("t").glob("*.pt"):
+                torch.save(torch.load(path, weights_only=False), path)
+    dist.barrier()
+
+
+@case(save_as_on_a_gpu)
+def written_on_a_gpu(stage):
+    restored(stage)
+
+
+def save_twice_on_own_disks(stage):
+    disk = f"disk{dist.get_rank()}"
+    engine = make(stage)
+    for step in (0, 1):
+        train(engine, step)
+        engine.save_checkpoint(disk, tag="last")
+        mirror.gather(disk)
+        # Clocks may differ.
+        times = [
+            {path.name: path.stat().st_mtime for path in Path(f"disk{i}/last").glob("*.pt")}
+            for i in (0, 1)
+        ]
+        assert times[0] == times[1] and len(times[0]) == (4 if stage == 3 else 3)
+    save_truth(snapshot(engine))
+
+
+@case(save_twice_on_own_disks)
+def saved_again_on_its_own_disk(stage):
+    """What mirror.gather() brought at the first time is not taken for what was saved since."""
+    engine = make(stage, seed=5)
+    universal.load_checkpoint(engine, f"disk{dist.get_rank() % 2}", "last")
+    check_restored(engine)
+    assert engine.global_steps == 2

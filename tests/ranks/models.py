@@ -1,0 +1,248 @@
+"""Another model than the one that was saved, or one with parts that few have."""
+
+import torch
+import torch.distributed as dist
+from case import (
+    PRINTED,
+    case,
+    check_same_state,
+    load,
+    printed,
+    refused,
+    restored,
+    saved,
+    train_and_save,
+)
+from deepspeed import DeepSpeedEngine
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import PipelineModule
+from optimizers import momentum
+from torch import nn
+from toy import (
+    Net,
+    adam,
+    differences,
+    make,
+    read_truth,
+    snapshot,
+    split_groups,
+    train,
+)
+
+import universal
+from universal.engine import overridden
+
+
+class Shaped(Net):
+    """Another shape of b.weight."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.b.weight = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x):
+        return self.norm(self.a(x)).pow(2).mean() + self.b.weight.sum()
+
+
+def save_two_shapes(stage):
+    train_and_save(stage)
+    train_and_save(stage, "flat", net=lambda: Shaped(35))
+
+
+@case(save_two_shapes)
+def another_model(stage):
+    refused(make(stage), "b.weight is (5, 7) here, and (35,) in", tag="flat")
+    for shape in ((7, 5), (34,)):  # ZeRO cuts 34 elements for 2 or 3 ranks as it cuts 35
+        engine = make(stage, lambda shape=shape: Shaped(*shape))
+        for strict in (True, False):
+            refused(engine, f"b.weight is {shape} here, and (5, 7) in", load_module_strict=strict)
+    two_groups = make(stage, optimizer=lambda ps: torch.optim.AdamW(split_groups(ps, 2)))
+    refused(two_groups, "is in parameter group")
+
+
+class Bigger(Net):
+    """A layer that is new, one that was frozen and is trained, one that was trained and is
+    frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.new = nn.Linear(8, 3)
+        self.frozen.requires_grad_(True)
+        self.norm.requires_grad_(False)
+
+    def forward(self, x):
+        return super().forward(x) + self.new(x).mean()
+
+
+@case()
+def new_parameters(stage):
+    engine = make(stage, Bigger, seed=5)
+    names = "frozen.bias, frozen.weight, new.bias, new.weight"
+    refused(
+        engine,
+        f"trained here, and not in the checkpoint (4): {names};",
+        "load_module_strict=False",
+    )
+    initial, truth = snapshot(engine, states=False), read_truth()
+    load(engine, load_module_strict=False)
+    now = snapshot(engine)
+    for source, layer in ((initial, "new"), (truth, "frozen")):
+        for name in (f"{layer}.weight", f"{layer}.bias"):
+            assert torch.equal(now[name], source[name])
+            assert torch.equal(now[f"{name} fp32"], source[name])
+            assert not now[f"{name} exp_avg"].any() and not now[f"{name} exp_avg_sq"].any()
+    for name in ("norm.weight", "norm.bias"):
+        assert torch.equal(now[name], truth[f"{name} fp32"]) and f"{name} fp32" not in now
+    for name in ("a.weight", "a.bias", "b.weight"):
+        for key in ("fp32", "exp_avg"):
+            assert torch.equal(now[f"{name} {key}"], truth[f"{name} {key}"])
+    train(engine, 3)
+
+
+@case(saved(exclude_frozen_parameters=True))
+def frozen_ones_left_out(stage):
+    engine = make(stage, seed=5)
+    refused(
+        engine,
+        "in the module's state here, and not in the checkpoint (2): frozen.bias, frozen.weight;",
+        "load_module_strict=False",
+    )
+    load(engine, load_module_strict=False)
+    assert {*differences(read_truth(), snapshot(engine))} == {"frozen.weight", "frozen.bias"}
+
+
+class Empty(Net):
+    def __init__(self):
+        super().__init__()
+        self.none = nn.Parameter(torch.randn(0))
+        self.nothing = nn.Parameter(torch.randn(3, 0))
+
+
+@case(saved(net=Empty), stages=(1, 2))
+def empty_parameters(stage):
+    """Which ZeRO-3 cannot hold. They go through the converter, too."""
+    restored(stage, net=Empty)
+    if dist.get_rank() == 0:
+        universal.convert("t", "u")
+    dist.barrier()
+    restored(stage, "u", net=Empty)
+
+
+class Forgetful(nn.Module):
+    """Resets what a state that it loads does not name, as detectron2's frozen BatchNorm does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.randn(8))
+        self.register_buffer("deviation", torch.rand(8))
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        for name, buffer in self.named_buffers():
+            state_dict.setdefault(prefix + name, torch.zeros_like(buffer))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class TwoForgetful(Net):
+    def __init__(self):
+        super().__init__()
+        self.one = Forgetful()
+        self.two = Forgetful()
+
+
+@case(saved(net=TwoForgetful))
+def modules_that_reset(stage):
+    restored(stage, net=TwoForgetful)
+
+
+def save_of_each_rank(stage):
+    engine = make(stage)
+    train(engine, 0)
+    engine.module.calls += dist.get_rank()
+    engine.save_checkpoint(".", tag="t", client_state={"rank": dist.get_rank()})
+
+
+@case(save_of_each_rank, quick_ranks=(2, 3))
+def of_each_rank(stage):
+    """ZeRO-3 saves the client state and the buffers of every rank; on as many ranks each gets its
+    own."""
+    engine = make(stage)
+    rank = dist.get_rank() if stage == 3 and dist.get_world_size() == 2 else 0
+    assert load(engine)["rank"] == rank
+    assert engine.module.calls.tolist() == [6.0 + rank] * 3
+
+
+@case(quick_ranks=(2, 3))
+def another_batch(stage):
+    load(make(stage, batch=6 * dist.get_world_size()))
+    if dist.get_world_size() == 2:
+        assert "WARNING" not in PRINTED.getvalue()
+        return
+    was = "WARNING: the global batch was 12, and is"
+    assert printed(f"{was} 18 now: gradient_accumulation_steps 4 keeps it")
+    load(make(stage, batch=15, micro=5))
+    assert printed(f"{was} 15 now: other ranks or micro-batches keep it")
+
+
+# --------------------------------------------------------------------------------------------------
+# pipelines, experts
+
+
+def pipeline(stages, layers, optimizer=adam):
+    def net():
+        modules = [nn.Linear(8, 8, bias=False) for _ in range(layers)]
+        module = PipelineModule(
+            modules, num_stages=stages, loss_fn=lambda output, _: output.pow(2).mean()
+        )
+        module.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
+        return module
+
+    return make(1, net, optimizer)
+
+
+def save_pipeline(stage):
+    engine = pipeline(2, layers=3)
+    engine.train_batch((torch.ones(1, 8), torch.ones(1, 8)) for _ in range(99))
+    engine.save_checkpoint(".", tag="t")
+
+
+@case(save_pipeline, stages=(1,))
+def another_pipeline(stage):
+    """2 stages, then 1: another model, another optimizer, and weights alone are refused."""
+    refused(pipeline(1, layers=2), "trained in the checkpoint, and not here (1): 2.weight")
+    refused(pipeline(1, 3, momentum), "of another optimizer")
+    refused(pipeline(1, 3), "no weights alone of another layout", load_optimizer_states=False)
+    load(pipeline(1, 3))
+
+
+class Experts(Net):
+    def __init__(self):
+        super().__init__()
+        self.moe = MoE(7, nn.Linear(7, 7), num_experts=2, min_capacity=0)
+
+    def forward(self, x):
+        return self.moe(self.a(x))[0].pow(2).mean() + super().forward(x)
+
+
+def groups_of_experts(parameters):
+    groups = {"params": parameters, "name": "all"}
+    return adam(split_params_into_different_moe_groups_for_optimizer(groups))
+
+
+def save_experts(stage):
+    engine = make(stage, Experts, groups_of_experts)
+    train(engine, 0)
+    torch.save(engine.module.state_dict(), f"truth.{dist.get_rank()}")
+    engine.save_checkpoint(".", tag="t")
+
+
+@case(save_experts, stages=(1, 2), quick_ranks=(2, 3))
+def experts(stage):
+    """install() leaves them to DeepSpeed, which loads them on the ranks that saved."""
+    engine = make(stage, Experts, groups_of_experts, seed=5)
+    refused(engine, "has experts")
+    if dist.get_world_size() == 2:
+        with overridden(DeepSpeedEngine, load_checkpoint=None):  # as it was, after that
+            universal.install()
+            assert engine.load_checkpoint(".", "t")[0]
+        check_same_state(engine.module, f"truth.{dist.get_rank()}")

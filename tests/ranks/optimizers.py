@@ -1,0 +1,181 @@
+"""Another optimizer than the one that was saved; optimizers that keep what few keep."""
+
+import functools
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from case import case, check_weights_restored, load, refused, restored, saved, train_and_save
+from toy import differences, make, snapshot, states_of, train
+
+import universal
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def save_of_two_optimizers(stage):
+    train_and_save(stage)
+    train_and_save(stage, "momentum", optimizer=momentum)
+
+
+@case(save_of_two_optimizers)
+def another_optimizer(stage):
+    """Before anything is loaded."""
+    optim = torch.optim
+    for other in (optim.SGD, optim.Adagrad, optim.RAdam):  # fewer states, others, and other numbers
+        engine = make(stage, optimizer=functools.partial(other, lr=0.1))
+        before = snapshot(engine, states=False)
+        refused(engine, "of another optimizer: it has", "load_optimizer_states=False")
+        assert not differences(before, snapshot(engine, states=False)), other
+    refused(make(stage), "another optimizer", tag="momentum")
+
+
+class SliceNorm(torch.optim.Optimizer):
+    """Keeps a number that depends on the slice that a rank holds, as LAMB's and Prodigy's kind
+    do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            state.setdefault("exp_avg", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+            state["norm"] = state["exp_avg"].norm()
+            p.sub_(0.01 * state["exp_avg"] / (1e-3 + state["norm"]))
+
+
+def norm_of(engine):
+    (state,) = engine.optimizer.optimizer.state.values()
+    return repr(state["norm"].item())
+
+
+def save_norms(stage):
+    engine = train_and_save(stage, optimizer=SliceNorm)
+    Path(f"norm.{dist.get_rank()}").write_text(norm_of(engine))
+
+
+@case(save_norms, quick_ranks=(2, 3))
+def numbers_of_a_slice(stage):
+    """Kept on the ranks that saved; refused on others, but for the weights."""
+    engine = make(stage, optimizer=SliceNorm, seed=5)
+    if dist.get_world_size() == 2:
+        load(engine)
+        norms = [Path(f"norm.{rank}").read_text() for rank in (0, 1)]
+        assert norm_of(engine) == norms[dist.get_rank()] and norms[0] != norms[1]
+    else:
+        reason = "norm of the optimizer differs between ranks 0 and 1"
+        refused(engine, reason, "on its own ranks only")
+        load(engine, load_optimizer_states=False)
+
+
+class Peculiar(torch.optim.SGD):
+    """Counts its steps beside the states, in two places, and has states that are no tensors of the
+    masters' dtype."""
+
+    looks = 0
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+
+    def step(self, closure=None):
+        super().step()
+        self.looks += 1
+        self.state["k"] = torch.tensor([self.looks])
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            state.setdefault("sum", torch.zeros_like(p, dtype=torch.float64)).add_(p.grad / 3)
+            state["decay"] = np.float64(0.9**self.looks)
+
+    def state_dict(self):
+        return super().state_dict() | {"looks": self.looks}
+
+    def load_state_dict(self, state):
+        self.looks = state.get("looks", 0)
+        super().load_state_dict({key: value for key, value in state.items() if key != "looks"})
+
+
+def sums_of(engine):
+    return repr([state["sum"].sum().item() for state in states_of(engine.optimizer.optimizer)])
+
+
+def save_peculiar(stage):
+    engine = train_and_save(stage, optimizer=Peculiar)
+    Path(f"sums.{dist.get_rank()}").write_text(sums_of(engine))
+    try:
+        universal.convert("t", f"u{dist.get_rank()}")
+    except universal.CheckpointError as error:
+        assert "decay, k, looks of the optimizer" in str(error), error
+    else:
+        raise AssertionError("converted")
+
+
+@case(save_peculiar, quick_ranks=(2, 3))
+def peculiar_optimizer(stage):
+    engine = make(stage, seed=5, optimizer=Peculiar)
+    load(engine)
+    optimizer = engine.optimizer.optimizer
+    assert optimizer.looks == 2 and optimizer.state["k"].tolist() == [2]
+    for state in states_of(optimizer):
+        assert state["sum"].dtype == torch.float64 and type(state["decay"]) is np.float64, state
+    if dist.get_world_size() == 2:
+        assert sums_of(engine) == Path(f"sums.{dist.get_rank()}").read_text()
+
+
+class OfItsRank(torch.optim.SGD):
+    """Finds a hyper-parameter on the way, as D-Adaptation and Prodigy do."""
+
+    def __init__(self, parameters):
+        super().__init__([{"params": parameters, "d": 1.0}], lr=0.1, momentum=0.9)
+
+    def step(self, closure=None):
+        super().step()
+        self.param_groups[0]["d"] = 1.0 + dist.get_rank()
+
+
+@case(saved(optimizer=OfItsRank), quick_ranks=(2, 3))
+def hyper_parameters_of_a_rank(stage):
+    engine = make(stage, seed=5, optimizer=OfItsRank)
+    if dist.get_world_size() == 2:
+        load(engine)
+        assert engine.optimizer.param_groups[0]["d"] == 1.0 + dist.get_rank()
+    else:
+        refused(engine, "d of the optimizer differs between ranks 0 and 1", "on its own ranks only")
+
+
+def save_and_convert(stage):
+    train_and_save(stage, optimizer=torch.optim.ASGD)
+    if dist.get_rank() == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            universal.convert("t", "u", strict=False)
+
+
+@case(save_and_convert)
+def converted_without_a_state(stage):
+    """ASGD's eta belongs to no element: a universal checkpoint has no place for it."""
+    engine = make(stage, optimizer=torch.optim.ASGD, seed=5)
+    load(engine)
+    train(engine, 2)
+    engine = make(stage, optimizer=torch.optim.ASGD, seed=5)
+    refused(engine, "converted without", "eta", "load_optimizer_states=False", tag="u")
+    load(engine, "u", load_optimizer_states=False)
+    check_weights_restored(engine)
+
+
+def falling(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+
+@case(saved(scheduler=falling, zero={"elastic_checkpoint": True}), stages=(1, 2))
+def elastic_checkpoint(stage):
+    """Shards without padding and without hyper-parameters, which DeepSpeed writes at ZeRO-1 and 2
+    when told to: the scheduler knows the rate of the next step."""
+    for elastic in (True, False):
+        engine = restored(stage, scheduler=falling, zero={"elastic_checkpoint": elastic})
+        assert {group["lr"] for group in engine.optimizer.param_groups} == {0.01 * (1 / 3)}

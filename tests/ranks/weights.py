@@ -1,0 +1,121 @@
+"""Weights without the optimizer's states; engines without an optimizer, or without ZeRO."""
+
+import deepspeed
+import torch
+from case import (
+    case,
+    check_same_state,
+    check_weights_restored,
+    load,
+    refused,
+    restored,
+    train_and_save,
+)
+from toy import make, read_truth, save_truth, snapshot, train
+
+
+def save_and_go_on(stage):
+    engine = train_and_save(stage)
+    train(engine, 2)
+    engine.save_checkpoint(".", tag="latest one")
+
+
+@case(save_and_go_on)
+def weights_alone(stage):
+    """Not those of `latest`, and in fp32; the optimizer is a new one."""
+    for to, options in (
+        (stage, {"load_optimizer_states": False}),
+        (4 - stage, {"load_module_only": True}),
+    ):
+        engine = make(to, seed=5, clip=0.125)
+        load(engine, **options)
+        check_weights_restored(engine)
+        assert engine.optimizer.clip_grad == 0.125
+        assert engine.global_steps == (2 if "load_optimizer_states" in options else 0)
+        states = engine.optimizer.optimizer.state.values()
+        assert not any(state.get("exp_avg", torch.zeros(1)).any() for state in states)
+
+
+def save_restarted(stage):
+    train_and_save(stage)
+    engine = make(stage, seed=5)
+    load(engine, load_optimizer_states=False)
+    train(engine, 2)
+    engine.save_checkpoint(".", tag="u", client_state={"step": 3})
+    save_truth(snapshot(engine))
+
+
+@case(save_restarted)
+def restarted(stage):
+    """Weights alone, trained on and saved: the optimizer has counted other steps than the model."""
+    restored(stage, "u")
+
+
+@case(stages=(3,))
+def states_on_the_gpu(stage):
+    """offload_optimizer.ratio below 1: a second optimizer, which DeepSpeed neither saves nor
+    loads."""
+    engine = make(stage, seed=5)
+    # In truth an AdamW; an engine on CPUs never steps with it.
+    engine.optimizer.backup_optimizer = None
+    refused(engine, "offload_optimizer.ratio")
+    load(engine, load_optimizer_states=False)
+
+
+@case(stages=(3,))
+def evaluation(stage):
+    """An engine without an optimizer, which DeepSpeed has at ZeRO-3 alone."""
+    for options in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
+        engine = make(stage, optimizer=None, seed=5)
+        load(engine, **options)
+        truth = read_truth()
+        for name, p in engine.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([p]):
+                assert torch.equal(p, truth[name]), name
+
+
+def save_without_an_optimizer(stage):
+    engine = make(0, optimizer=None)
+    save_truth(engine.module.state_dict())
+    engine.save_checkpoint(".", tag="t")
+
+
+@case(save_without_an_optimizer, stages=(1,))
+def no_optimizer(stage):
+    """Nor ZeRO: an engine that evaluates, say."""
+    engine = make(0, optimizer=None, seed=5)
+    load(engine)
+    check_same_state(engine.module)
+
+
+def save_in_bf16(stage):
+    make(0, bf16={"enabled": True}).save_checkpoint(".", tag="t")
+
+
+@case(save_in_bf16, stages=(1,))
+def weights_alone_without_zero(stage):
+    """In bf16 the masters follow the weights, or the first step would bring the initial ones
+    back."""
+    engine = make(0, seed=5, bf16={"enabled": True})
+    load(engine, load_optimizer_states=False)
+    optimizer = engine.optimizer
+    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        assert all(torch.equal(m.to(w), w) for m, w in zip(masters, weights, strict=True))
+
+
+def save_with_and_without_zero(stage):
+    train_and_save(stage, "zero")
+    engine = make(0)
+    for step in (0, 1):
+        train(engine, step)
+    engine.save_checkpoint(".", tag="t")
+
+
+@case(save_with_and_without_zero)
+def without_zero(stage):
+    refused(make(stage), "saved without ZeRO", f"stage {stage}")
+    engine = make(0)
+    refused(engine, "saved with ZeRO", "stage 0", tag="zero")
+    refused(engine, "does not exist", tag="nope")
+    load(engine)
+    assert engine.global_steps == 2
