@@ -13,4 +13,5 @@ CASES = cases_of(weights, models, optimizers, interrupted)
 
 @pytest.mark.parametrize("name, stage, ranks", runs_of(CASES))
 def test_case(failures, name, stage, ranks):
-    assert (name, stage, ranks) not in failures, failures[name, stage, ranks]
+    error = failures.get((name, stage, ranks))
+    assert not error, error
