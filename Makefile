@@ -25,7 +25,7 @@ export TORCH_EXTENSIONS_DIR = $(CURDIR)/.venv/torch_extensions
 
 TRAIN   = train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --steps 200 --checkpoint_dir $(CKPT)
 RESUME  = $(TRAIN) --resume --checkpoint_interval 400
-LESSON  = model.py data.py
+EXAMPLES = $(wildcard examples/train_*.py)
 PACKAGE = $(wildcard universal/*.py)
 OUT     = out
 
@@ -93,7 +93,7 @@ assets: .venv/installed
 	$(MAKE) OUT=assets demo elastic exact 3d resume
 
 # Test 1: a checkpoint of 4 ranks resumes on 2, and on 4; DeepSpeed alone refuses the 2
-logs/default.csv: .venv/installed train.py $(LESSON) $(PACKAGE)
+logs/default.csv: .venv/installed train.py $(PACKAGE)
 	$(call run,$(RANKS) 4 $(TRAIN) --run_name default --checkpoint_interval 100,default)
 
 logs/resume.csv: logs/default.csv
@@ -164,7 +164,7 @@ $(OUT)/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc.csv plot.py
 # Machines that die and come back
 elastic: $(OUT)/elastic.txt
 
-$(OUT)/elastic.txt: .venv/installed measure/elastic.py train_elastic.py train.py $(LESSON) $(PACKAGE)
+$(OUT)/elastic.txt: .venv/installed measure/elastic.py train.py $(EXAMPLES) $(PACKAGE)
 	@mkdir -p $(OUT)
 	$(PY) -m measure.elastic --output $(OUT)/elastic.png > $@
 	$(PY) -m measure.elastic --mirror 1 --zero_stage 3 >> $@
@@ -180,7 +180,7 @@ hosts: .venv/installed
 # --exact: every bit alike
 exact: $(OUT)/exact.txt
 
-$(OUT)/exact.txt: .venv/installed measure/exact.py plot.py train_elastic.py train.py $(LESSON) $(PACKAGE)
+$(OUT)/exact.txt: .venv/installed measure/exact.py plot.py train.py $(EXAMPLES) $(PACKAGE)
 	@mkdir -p $(OUT)
 	$(PY) -m measure.exact --output $(OUT)/exact.png > $@
 	@cat $@
@@ -188,7 +188,7 @@ $(OUT)/exact.txt: .venv/installed measure/exact.py plot.py train_elastic.py trai
 # Other layouts
 3d: $(OUT)/3d.txt
 
-$(OUT)/3d.txt: .venv/installed-dev measure/layouts.py plot.py train_3d.py train_tp_sp.py train_elastic.py train.py $(LESSON) $(PACKAGE)
+$(OUT)/3d.txt: .venv/installed-dev measure/layouts.py plot.py train.py $(EXAMPLES) $(PACKAGE)
 	@mkdir -p $(OUT)
 	$(PY) -m measure.layouts --output $(OUT)/3d.png > $@
 	cat $@
@@ -196,7 +196,7 @@ $(OUT)/3d.txt: .venv/installed-dev measure/layouts.py plot.py train_3d.py train_
 # What a resume costs, of a model of 86 million parameters
 resume: $(OUT)/resume_cost.txt
 
-$(OUT)/resume_cost.txt: .venv/installed measure/resume.py model.py $(PACKAGE)
+$(OUT)/resume_cost.txt: .venv/installed measure/resume.py train.py $(PACKAGE)
 	@mkdir -p $(OUT)
 	$(PY) -m measure.resume > $@
 	sed -i /WARNING/d $@

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-import model
+import train
 from measure.lay_out import groups_of, lay_out
 
 # A process inherits the peak memory of the one that forks it, and this one is large: a small one
@@ -55,7 +55,7 @@ def commands(source, output):
 def compare(work, stage, ranks):
     """A line of the table."""
     source, output = work / "source", work / "output"
-    net = model.GPT(n_layer=12, n_head=12, n_embd=768, seq_len=1024)
+    net = train.GPT(n_layer=12, n_head=12, n_embd=768, seq_len=1024, dropout=0.1)
     lay_out(source, groups_of(net), ranks, stage, {"lm_head.weight": "wte.weight"})
     os.sync()  # or the first to run would wait for the source to reach the disk, too
     total = sum(path.stat().st_size for path in source.iterdir()) / 1e9

@@ -37,7 +37,7 @@ def train(name, lives, *arguments):
         run(
             HERE,
             ranks,
-            "train_elastic.py",
+            "examples.train_elastic",
             *words,
             "--run_name",
             name,

@@ -10,7 +10,6 @@ on; nan: the run failed, and its log is in runs/gpu/. Ends with an error where a
 import argparse
 import functools
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -20,10 +19,9 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
 import universal
 from measure.machines import QUIET, TORCHRUN, WARM
-from measure.ranks import rows_of
+from measure.ranks import rows_of, run_script
 
 TRAIN = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 20 --checkpoint_interval 12 --dropout 0"
 SAVED, CPUS, EXACT = "global_step12", ("cpu", 4), "--zero_stage 3 --dropout 0.1 --exact"
@@ -48,7 +46,7 @@ def be_a_rank():
         os.environ["LOCAL_RANK"] = "0"
         device._communication_backend_name = "gloo"
     del sys.argv[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    run_script(sys.argv[0])
 
 
 @functools.cache
@@ -56,7 +54,7 @@ def train(device, ranks, flags):
     """(name of the run and, unless `flags` name another, of its folder; its losses after the
     checkpoint)"""
     name = f"{flags}_{device}_{ranks}".replace("--", "").replace(" ", "_")
-    script = ROOT / ("train_elastic.py" if "--exact" in flags else "train.py")
+    script = "examples.train_elastic" if "--exact" in flags else "train.py"
     launcher, environment = TORCHRUN, os.environ | QUIET | {"DS_ACCELERATOR": device}
     if device == "cpu":
         launcher, environment["CUDA_VISIBLE_DEVICES"] = WARM, ""

@@ -21,8 +21,8 @@ COMMON = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 160 -
 RESUME = "--resume --checkpoint_tag global_step60 --checkpoint_interval 400".split()
 ONE, TPSP, PIPE, HERE = (
     "one_rank",
-    "train_tp_sp.py",
-    "train_3d.py",
+    "examples.train_tp_sp",
+    "examples.train_3d",
     Path.cwd(),
 )  # all are compared with the run ONE
 AXES = {TPSP: ("tensor", "sequence"), PIPE: ("tensor", "pipeline")}
@@ -44,7 +44,7 @@ def name_of(script, layout):
 
 
 def run_name(script, stage, layout):
-    return f"{script[:-3]} ZeRO-{stage} {name_of(script, layout)}"
+    return f"{script.removeprefix('examples.')} ZeRO-{stage} {name_of(script, layout)}"
 
 
 def train(script, stage, layout, name, folder, *arguments):
@@ -121,7 +121,8 @@ if __name__ == "__main__":
         cells = "".join(
             f"{found[stage]:>10.1e}" if stage in found else " " * 10 for stage in (1, 2, 3)
         )
-        print(f"{script:<15} {before:<20} {after:<20}{cells}".rstrip())
+        name = f"{script.removeprefix('examples.')}.py"
+        print(f"{name:<15} {before:<20} {after:<20}{cells}".rstrip())
     draw(args.output)
     most = max(difference for found in table.values() for difference in found.values())
     print(f"largest difference {most:.1e}")

@@ -123,7 +123,7 @@ class Job:
             endpoint,
             "--rdzv-conf",
         ]
-        self.train = [str(ROOT / "train_elastic.py"), *train, "--elastic", "--run_name", name]
+        self.train = ["-m", "examples.train_elastic", *train, "--elastic", "--run_name", name]
         self.rendezvous, self.memory = rendezvous, memory
         self.inside = {}  # {node: what its command begins with}
         self.lines, self.nodes = [], {}
@@ -162,7 +162,7 @@ class Job:
 
     def step(self):
         """The last one in the log."""
-        return max((int(row["step"]) for row in rows_of(self.log) if row["layout"]), default=0)
+        return max((int(row["step"]) for row in rows_of(self.log) if row["ranks"]), default=0)
 
     def until(self, reached, pause=0.01):
         while not reached():
@@ -248,7 +248,14 @@ def alone(train, name, steps):
     happens."""
     with tempfile.TemporaryDirectory() as folder:
         train = [*train, "--run_name", name, "--checkpoint_dir", folder]
-        run(Path.cwd(), 1, "train_elastic.py", *train, patch=ends_after(steps), limit=900 + steps)
+        run(
+            Path.cwd(),
+            1,
+            "examples.train_elastic",
+            *train,
+            patch=ends_after(steps),
+            limit=900 + steps,
+        )
     return rows_of(Path("logs", f"{name}.csv"))
 
 

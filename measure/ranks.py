@@ -41,7 +41,6 @@ for name in (
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.module_inject.auto_ep_layer",
     "universal.exact",
-    "model",
 ):
     with contextlib.suppress(ImportError):  # an older DeepSpeed has not all of them
         importlib.import_module(name)
@@ -60,6 +59,25 @@ def free_port():
 PORT = free_port()
 
 
+def forget_scripts():
+    """They read their rank as they are imported, so each rank imports them itself."""
+    for name in list(sys.modules):
+        if name == "train" or name.startswith("examples."):
+            del sys.modules[name]
+
+
+def run_script(script):
+    """What `python script` does, or `python -m script` for a module of examples/. Those that are
+    imported here see what a patch has changed in train.py."""
+    module = str(script).removesuffix(".py")
+    if module == "train" or module.startswith("examples."):
+        sys.path.insert(0, str(ROOT))
+        sys.argv[0] = f"{module.split('.')[-1]}.py"
+        importlib.import_module(module).main()
+    else:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
 def rank_main(place, script, arguments, patch):
     """In the child; it never returns."""
     code = 1
@@ -67,18 +85,14 @@ def rank_main(place, script, arguments, patch):
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
         gc.freeze()  # DeepSpeed collects garbage: not in what it has from the parent, which would copy all of it
         os.environ |= place
-        for name in (
-            "train",
-            "train_elastic",
-        ):  # where a test has imported it, it would not see what patch() changes
-            sys.modules.pop(name, None)
+        forget_scripts()
         sys.argv = [str(script), *map(str, arguments)]
         if patch:
             patch()
         if callable(script):
             script(*arguments)
         else:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+            run_script(script)
         code = 0
     except SystemExit as stop:
         code = stop.code or 0
@@ -165,14 +179,16 @@ def ends_after(last):
     """A patch: the run ends, as if it was done, when it asks for the data of the next step."""
 
     def patch():
-        import data
+        import train
 
-        batch = data.global_batch
+        micro_batch = train.micro_batch
 
-        def draw(text, seed, step, *sizes):
-            return batch(text, seed, step, *sizes) if step <= last else sys.exit(0)
+        def draw(args, text, step, m):
+            if step > last:
+                sys.exit(0)
+            return micro_batch(args, text, step, m)
 
-        data.global_batch = draw
+        train.micro_batch = draw
 
     return patch
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import model
+import train as lesson
 import universal
 from measure.convert import commands, timed
 from measure.ranks import deepspeed, run
@@ -35,7 +35,7 @@ def make_engine(batch, micro, stage, load_universal=False):
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
-    gpt = model.GPT(*SHAPE, seq_len=LENGTH, dropout=0.0)
+    gpt = lesson.GPT(*SHAPE, seq_len=LENGTH, dropout=0.0)
     config = {
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": micro,
@@ -45,7 +45,7 @@ def make_engine(batch, micro, stage, load_universal=False):
         "checkpoint": {"load_universal": load_universal},
     }
     return deepspeed.initialize(
-        model=gpt, model_parameters=model.parameter_groups(gpt, 0.1), config=config
+        model=gpt, model_parameters=lesson.parameter_groups(gpt), config=config
     )[0]
 
 

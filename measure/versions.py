@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-import model
 from measure.ranks import compare, deepspeed, last_error, launch
 
 HERE, WORK = ROOT / ".venv-versions", ROOT / "runs" / "versions"
@@ -73,31 +72,32 @@ COLUMNS = {
 OURS, ALONE = ("universal", TO, FROM, "converter"), ("no checkpoint", "its converter")
 
 
-class Odd(model.GPT):
-    """With a frozen layer, and a buffer that scales the loss."""
-
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.wpe.requires_grad_(False)
-        self.register_buffer("scale", 1 + torch.rand(()))
-
-    def forward(self, *inputs, **options):
-        return super().forward(*inputs, **options) * self.scale
-
-
 def change(kind, seed):
-    """In a rank, before train.py: what it takes from model.py."""
+    """In a rank: what train.py trains."""
+    import train  # this rank's own
+
+    class Odd(train.GPT):
+        """With a frozen layer, and a buffer that scales the loss."""
+
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.wpe.requires_grad_(False)
+            self.register_buffer("scale", 1 + torch.rand(()))
+
+        def forward(self, *inputs, **options):
+            return super().forward(*inputs, **options) * self.scale
+
     # Older DeepSpeeds gather into views that autograd forbids gloo to write to, and not NCCL.
     dist.all_gather_into_tensor = torch.no_grad()(dist.all_gather_into_tensor)
-    make = {"Odd": Odd, "GPT": model.GPT}[kind]
+    make = {"Odd": Odd, "GPT": train.GPT}[kind]
 
     def seeded(*sizes):
         torch.manual_seed(seed)
         return make(*sizes)
 
-    model.GPT = seeded
+    train.GPT = seeded
     if kind == "GPT":
-        model.parameter_groups = lambda net, weight_decay: [{"params": list(net.parameters())}]
+        train.parameter_groups = lambda net: [{"params": list(net.parameters())}]
 
 
 def play(version, folder, stage, jobs):

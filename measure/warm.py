@@ -1,7 +1,7 @@
 """torchrun whose workers start with torch and DeepSpeed imported, forked from a process that has
 done it once:
 
-    python -m measure.warm [torchrun's flags] train_elastic.py --elastic
+    python -m measure.warm [torchrun's flags] -m examples.train_elastic --elastic
 
 For CPUs: where an import starts CUDA, a forked process cannot use it.
 """
@@ -16,11 +16,15 @@ from torch.distributed import run
 from torch.distributed.launcher.api import elastic_launch
 
 
-def worker(_, script, *arguments):
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
+def worker(_, *words):
+    """What Python does with these words behind its own flags: a script or -m and a module, and
+    their arguments."""
+    module = words[0] == "-m"
+    sys.argv = list(words[module:])
+    sys.path.insert(0, os.getcwd() if module else str(Path(words[0]).parent))
+    run = runpy.run_module if module else runpy.run_path
     try:
-        runpy.run_path(script, run_name="__main__")
+        run(sys.argv[0], run_name="__main__")
     except SystemExit as stop:
         if stop.code:  # 0 is said by returning
             raise

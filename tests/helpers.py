@@ -7,7 +7,6 @@ import itertools
 import multiprocessing
 import os
 import pkgutil
-import runpy
 import signal
 import struct
 import sys
@@ -24,11 +23,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal as deepspeed_converter
 
-import data
 import ds_to_universal
-import model
+import train
 import universal
-from measure.ranks import launch
+from measure.ranks import launch, run_script
 
 
 def fp16_is(supported):
@@ -46,8 +44,9 @@ def convert_with_deepspeed(folder, output):
 def frozen_and_buffer():
     """A patch: a GPT with a frozen layer that comes from elsewhere and a buffer that training
     moves."""
+    import train  # each rank's own
 
-    class Variant(model.GPT):
+    class Variant(train.GPT):
         def __init__(self, *shape):
             super().__init__(*shape)
             torch.nn.init.normal_(self.wpe.weight, generator=torch.Generator().manual_seed(1))
@@ -58,7 +57,7 @@ def frozen_and_buffer():
             self.calls += self.training
             return super().forward(*args, **options) * (1 + 0.01 * self.calls)
 
-    model.GPT = Variant
+    train.GPT = Variant
 
 
 def kill(number=signal.SIGKILL):
@@ -74,24 +73,26 @@ def hang():
     kill(signal.SIGSTOP)
 
 
-def at_step(step, rank, act=kill, call="data.global_batch"):
+def at_step(step, rank, act=kill, call="train.micro_batch"):
     """A patch: in that step this rank calls act() before the call of a function; by default when it
     draws the data."""
 
     def patch():
-        function, draw, now = pkgutil.resolve_name(call), data.global_batch, [0]
+        import train
+
+        function, draw, now = pkgutil.resolve_name(call), train.micro_batch, [0]
 
         def wrapped(*arguments, **options):
             if now[0] == step and os.environ["RANK"] == str(rank):
                 act()
             return function(*arguments, **options)
 
-        def drawing(text, seed, number, *sizes):
+        def drawing(args, text, number, m):
             now[0] = number or now[0]  # 0: validation
-            return (wrapped if function is draw else draw)(text, seed, number, *sizes)
+            return (wrapped if function is draw else draw)(args, text, number, m)
 
         pytest.MonkeyPatch().setattr(call, wrapped)
-        data.global_batch = drawing
+        train.micro_batch = drawing
 
     return patch
 
@@ -106,19 +107,15 @@ def record_rows(name):
     """A patch: every sequence that passes through the model in training is written down, by
     rank."""
 
+    def record(module, arguments):
+        if type(module).__name__ == "GPT" and module.training:
+            inputs, targets = arguments
+            rows = torch.cat([inputs, targets[:, -1:]], dim=1).tolist()
+            with open(f"{name}.rows.{os.environ['RANK']}", "a") as file:
+                file.writelines(f"{row}\n" for row in rows)
+
     def patch():
-        import model
-
-        forward = model.GPT.forward
-
-        def recorded(self, inputs, targets, **options):
-            if self.training:
-                rows = torch.cat([inputs, targets[:, -1:]], dim=1).tolist()
-                with open(f"{name}.rows.{os.environ['RANK']}", "a") as file:
-                    file.writelines(f"{row}\n" for row in rows)
-            return forward(self, inputs, targets, **options)
-
-        model.GPT.forward = recorded
+        torch.nn.modules.module.register_module_forward_pre_hook(record)
 
     return patch
 
@@ -127,10 +124,12 @@ def each_row_once(folder, name, ranks, numbers, batch, seq_len):
     """Whether over ranks and micro-batches the model has seen the global batch of each step: each
     row once."""
     seen = [Path(folder, f"{name}.rows.{rank}").read_text().splitlines() for rank in range(ranks)]
-    train, _, _ = data.load_data(None, seq_len)
+    text, _, _ = train.load_text(None, seq_len)
+    sizes = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": batch}
+    args = SimpleNamespace(seed=1337, seq_len=seq_len, **sizes)
     share, alike = batch // ranks, True
     for i, step in enumerate(numbers):
-        inputs, targets = data.global_batch(train, 1337, step, batch, seq_len)
+        inputs, targets = train.micro_batch(args, text, step, 0)
         wanted = [str(row) for row in torch.cat([inputs, targets[:, -1:]], dim=1).tolist()]
         assert (
             len(set(wanted)) > 0.8 * batch
@@ -149,11 +148,10 @@ def refused(patched, script, ranks, arguments):
         os, "environ", os.environ | ({"RANK": "0", "WORLD_SIZE": str(ranks)} if ranks else {})
     )
     with pytest.raises(SystemExit) as stop, contextlib.redirect_stderr(said):
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+        run_script(script)
     line = said.getvalue()
-    assert (
-        stop.value.code == 2 and line.count("\n") == 1 and line.startswith(f"{script}: error: ")
-    ), line
+    assert stop.value.code == 2 and line.count("\n") == 1, line
+    assert line.startswith(f"{script.removeprefix('examples.').removesuffix('.py')}.py: error: ")
     return line
 
 

@@ -30,7 +30,7 @@ from helpers import (
     states,
 )
 
-import model
+import train
 from measure.lay_out import groups_of, lay_out
 from universal import CheckpointError, convert
 from universal.safetensors import export
@@ -64,7 +64,7 @@ def two(tmp_path_factory):
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """Files of many pages."""
-    return Two(tmp_path_factory.mktemp("large"), groups_of(model.GPT(2, 2, 32, 50)), 4)
+    return Two(tmp_path_factory.mktemp("large"), groups_of(train.GPT(2, 2, 32, 50, 0.1)), 4)
 
 
 def settled(output, wanted):

@@ -35,7 +35,7 @@ COMMON = (*INEXACT, "--exact")
 @pytest.fixture(scope="module")
 def uninterrupted(work):
     names = ("--run_name", "uninterrupted", "--checkpoint_dir", "uninterrupted")
-    run(work, 2, "train_elastic.py", *COMMON, *names, "--keep", 1)
+    run(work, 2, "examples.train_elastic", *COMMON, *names, "--keep", 1)
     assert [path.name for path in (work / "uninterrupted").iterdir() if path.is_dir()] == [
         "global_step12"
     ]
@@ -50,7 +50,7 @@ def train(work, ranks, name, *arguments, patch=None):
             patch()
 
     command = (
-        "train_elastic.py",
+        "examples.train_elastic",
         *COMMON,
         "--elastic",
         "--run_name",
@@ -122,7 +122,7 @@ def test_one_job(work, uninterrupted, stage, moment):
         "--zero_stage",
         stage,
     )
-    run(work, 1, "train_elastic.py", *COMMON, *older, "--run_name", "older")
+    run(work, 1, "examples.train_elastic", *COMMON, *older, "--run_name", "older")
     assert [shards(work / name / f"global_step{step}") for step in (4, 8, 12)] == [2, 1, 1]
     there = {"latest", ".last_save", *(f"global_step{step}" for step in (2, 4, 8, 12))}
     assert {path.name for path in (work / name).iterdir()} == there | {
@@ -135,7 +135,7 @@ def test_a_rank_that_hangs(work):
     """It is given up after --timeout seconds, not after the 30 minutes of gloo, also where
     DeepSpeed waits for it."""
     flags = (*INEXACT, "--timeout", 3, "--run_name", "hangs")
-    result = launch(work, 2, "train_elastic.py", *flags, patch=at_step(6, 1, hang))
+    result = launch(work, 2, "examples.train_elastic", *flags, patch=at_step(6, 1, hang))
     assert result.code == 1 and "Timed out waiting 3000ms" in result.errors
 
 
@@ -164,7 +164,13 @@ def test_enlist(monkeypatch):
 
 def test_another_run_is_refused(work, uninterrupted):
     result = launch(
-        work, 2, "train_elastic.py", *INEXACT, "--elastic", "--checkpoint_dir", "uninterrupted"
+        work,
+        2,
+        "examples.train_elastic",
+        *INEXACT,
+        "--elastic",
+        "--checkpoint_dir",
+        "uninterrupted",
     )
     assert result.code == 2 and not (work / "logs" / "default.csv").exists()
     assert result.errors.count("\n") == 1
@@ -238,8 +244,10 @@ def test_pipeline(work, uninterrupted):
         "--checkpoint_dir",
         "pipes",
     )
-    assert launch(work, 4, "train_3d.py", *common, patch=at_step(8, 1, told_to_stop)).code == 143
-    out = run(work, 3, "train_3d.py", *common)
+    assert (
+        launch(work, 4, "examples.train_3d", *common, patch=at_step(8, 1, told_to_stop)).code == 143
+    )
+    out = run(work, 3, "examples.train_3d", *common)
     assert "resumed from pipes/global_step8_universal at step 8" in out and steps(
         work, "pipes"
     ) == list(range(1, 13))

@@ -28,7 +28,7 @@ COLUMNS = ("loss", "val_loss", "grad_norm")
 
 def train(work, ranks, name, *flags, patch=None):
     names = ("--run_name", name, "--checkpoint_dir", name)
-    run(work, ranks, "train_elastic.py", *COMMON, *flags, *names, patch=patch)
+    run(work, ranks, "examples.train_elastic", *COMMON, *flags, *names, patch=patch)
 
 
 def differences(work, baseline, run_name):
@@ -75,19 +75,17 @@ def test_without_it_the_bits_differ(work):
 
 def test_a_gradient_that_is_not_finite_stops_the_run(work):
     def patch():
-        import model
+        import train
 
-        forward = model.GPT.forward
+        forward = train.GPT.forward
 
-        def infinite(self, inputs, targets, key=None, **options):
-            return forward(self, inputs, targets, key, **options) * (
-                math.inf if key and key[1:] == (6, 5) else 1
-            )
+        def infinite(self, inputs, targets, key=()):
+            return forward(self, inputs, targets, key) * (math.inf if key[1:] == (6, 5) else 1)
 
-        model.GPT.forward = infinite
+        train.GPT.forward = infinite
 
     result = launch(
-        work, 2, "train_elastic.py", *COMMON, "--exact", "--run_name", "infinite", patch=patch
+        work, 2, "examples.train_elastic", *COMMON, "--exact", "--run_name", "infinite", patch=patch
     )
     assert result.code == 1 and "exact.py: a gradient is not finite" in result.errors
     assert (work / "logs" / "infinite.csv").read_text().count(

@@ -28,14 +28,16 @@ def train(work, stage, data, tensor, sequence, name, *arguments):
     layout = ("--zero_stage", stage, "--tensor_parallel", tensor, "--sequence_parallel", sequence)
     names = ("--run_name", name, "--checkpoint_dir", name)
     return run(
-        work, data * tensor * sequence, "train_tp_sp.py", *COMMON, *layout, *names, *arguments
+        work, data * tensor * sequence, "examples.train_tp_sp", *COMMON, *layout, *names, *arguments
     )
 
 
 def train_3d(work, tensor, pipeline, data, name, *arguments):
     layout = ("--tensor_parallel", tensor, "--pipeline_parallel", pipeline)
     names = ("--run_name", name, "--checkpoint_dir", name)
-    return run(work, tensor * pipeline * data, "train_3d.py", *COMMON, *layout, *names, *arguments)
+    return run(
+        work, tensor * pipeline * data, "examples.train_3d", *COMMON, *layout, *names, *arguments
+    )
 
 
 def goes_on(work, name, script, *layout):
@@ -175,7 +177,9 @@ def test_weights_cut_in_another_way_are_seen(work, pipeline, tmp_path):
     assert max(compare(work, "three", "wrong").values()) > 1e-2
 
 
-@pytest.mark.parametrize("script, name", [("train_tp_sp.py", "three"), ("train_3d.py", "one")])
+@pytest.mark.parametrize(
+    "script, name", [("examples.train_tp_sp", "three"), ("examples.train_3d", "one")]
+)
 def test_names_of_a_pipeline_are_others(work, pipeline, script, name):
     result = launch(work, 1, script, *COMMON, "--checkpoint_dir", name, *RESUME)
     assert result.code == 2 and result.errors.count("\n") == 1

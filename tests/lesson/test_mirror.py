@@ -49,7 +49,7 @@ def uninterrupted(work):
     run(
         work,
         1,
-        "train_elastic.py",
+        "examples.train_elastic",
         *COMMON,
         "--exact",
         "--run_name",
@@ -75,7 +75,7 @@ def train(work, name, machines, *arguments, then=None):
     return launch(
         work,
         len(machines),
-        "train_elastic.py",
+        "examples.train_elastic",
         *COMMON,
         *common,
         *arguments,
@@ -390,7 +390,7 @@ def test_disks_of_their_own(work, uninterrupted, stage, lost, replaced, machines
         return launch(
             work,
             len(machines),
-            "train_elastic.py",
+            "examples.train_elastic",
             *COMMON,
             *flags,
             "--run_name",

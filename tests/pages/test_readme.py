@@ -29,8 +29,10 @@ PAGES = {
 }
 THEIRS = ("your_script.py",)  # what the reader has
 COMMAND = re.compile(
-    r"(python|deepspeed|torchrun) .*\.py|python -m universal(\.\w+)? \w|make [\w -]+$|pip install -r"
+    r"(python|deepspeed|torchrun) .*(\.py|-m(odule)? (examples|measure)\.)"
+    r"|python -m universal(\.\w+)? \w|make [\w -]+$|pip install -r"
 )
+SCRIPT = re.compile(r"\.py$|^(examples|measure)\.\w+$")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$|((?:^    [^\n]*\n)+)", re.M | re.S)
 
 
@@ -84,18 +86,19 @@ def parse_by(run, words, monkeypatch):
 
 
 def parse_script(words, monkeypatch):
-    """What a launcher starts, or Python: the script exists and takes these flags."""
+    """What a launcher starts, or Python: the script, or module, exists and takes these flags."""
     script, *flags = words
     if script in THEIRS:
         return
-    assert (ROOT / script).is_file()
-    source = (ROOT / script).read_text()
+    module = "." in script and not script.endswith(".py")
+    path = ROOT / (script.replace(".", "/") + ".py" if module else script)
+    assert path.is_file()
+    source = path.read_text()
     if script.startswith("examples/"):  # they may import what is not installed
         assert all(f'"{word}"' in source for word in flags if word.startswith("--"))
     elif flags or "parse_args" in source:
-        parse_by(
-            lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), words, monkeypatch
-        )
+        run, name = (runpy.run_module, script) if module else (runpy.run_path, str(path))
+        parse_by(lambda: run(name, run_name="__main__"), words, monkeypatch)
 
 
 @pytest.mark.parametrize("page, command", COMMANDS)
@@ -119,7 +122,7 @@ def test_command(page, command, monkeypatch):
             get_args_parser().parse_args(words[1:])
         if words[0] == "deepspeed":
             runner.parse_args(words[1:])
-        number = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        number = next(i for i, word in enumerate(words) if SCRIPT.search(word))
         parse_script(words[number:], monkeypatch)
 
 
@@ -154,6 +157,10 @@ WRONG += [
 ]
 WRONG += [
     "python -m measure.warm --no_such_flag train.py",
+    "python -m measure.warm --standalone -m examples.train_elastic --no_such_flag",
+    "deepspeed --module examples.no_such_script",
+    "torchrun -m examples.train_3d --no_such_flag",
+    "python -m measure.convert --no_such_flag",
     "deepspeed --no_such_flag your_script.py",
 ]
 

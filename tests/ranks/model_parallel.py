@@ -6,6 +6,7 @@ parallel by AutoTP, or a pipeline with tensor parallelism of its own.
 """
 
 import sys
+from types import SimpleNamespace
 
 import deepspeed
 import torch
@@ -17,14 +18,14 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
 from toy import begin
 
-from data import global_batch, load_data
-from model import GPT, parameter_groups
-from train_3d import Spread, Sum
+from examples.train_3d import Spread, Sum
+from train import GPT, load_text, micro_batch, parameter_groups
 
 folder, kind, *degrees = sys.argv[1:]
 begin()
 torch.manual_seed(1)
-train, _, _ = load_data(None, 16)
+text, _, _ = load_text(None, 16)
+BATCH = SimpleNamespace(seed=0, seq_len=16, train_batch_size=8, train_micro_batch_size_per_gpu=8)
 CONFIG = {
     "train_batch_size": 8,
     "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}},
@@ -54,13 +55,13 @@ def autotp(stage, tensor):
     config = CONFIG | {"zero_optimization": {"stage": stage}, "tensor_parallel": parallel}
     config["train_micro_batch_size_per_gpu"] = micro = 8 // (dist.get_world_size() // tensor)
     engine, *_ = deepspeed.initialize(
-        model=gpt, model_parameters=parameter_groups(gpt, 0.1), config=config, mpu=groups
+        model=gpt, model_parameters=parameter_groups(gpt), config=config, mpu=groups
     )
     rows = slice(
         groups.get_data_parallel_rank() * micro, (groups.get_data_parallel_rank() + 1) * micro
     )
     for step in (1, 2, 3):
-        inputs, targets = global_batch(train, 0, step, 8, 16)
+        inputs, targets = micro_batch(BATCH, text, step, 0)
         engine.backward(engine(inputs[rows], targets[rows]))
         engine.step()
     engine.save_checkpoint(folder, tag="global_step3")
@@ -144,7 +145,7 @@ def pipeline(tensor, stages):
     )
     micro = 8 // (2 * data)
     for step in (1, 2, 3):
-        inputs, targets = global_batch(train, 0, step, 8, 16)
+        inputs, targets = micro_batch(BATCH, text, step, 0)
         first = engine.grid.data_parallel_id * 2 * micro
         batches = [slice(first + m * micro, first + (m + 1) * micro) for m in range(2)]
         engine.train_batch(iter([(inputs[rows], targets[rows]) for rows in batches]))

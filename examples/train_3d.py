@@ -1,14 +1,15 @@
 """Train the same GPT as a pipeline with tensor parallelism inside, ZeRO-1; save; resume on any
-other layout.
+other layout. Start it from the root of the repository:
 
-    deepspeed --num_gpus 8 train_3d.py --pipeline_parallel 2 --tensor_parallel 2 --steps 200 --run_name tp2_pp2_dp2 \
-        --checkpoint_dir ckpt_3d --checkpoint_interval 100
-    deepspeed --num_gpus 4 train_3d.py --pipeline_parallel 2 --tensor_parallel 2 --steps 200 --run_name tp2_pp2_dp1 \
-        --checkpoint_dir ckpt_3d --resume --checkpoint_tag global_step100
+    deepspeed --num_gpus 8 --module examples.train_3d --pipeline_parallel 2 --tensor_parallel 2 \
+        --run_name tp2_pp2_dp2 --checkpoint_dir ckpt_3d --checkpoint_interval 100
+    deepspeed --num_gpus 4 --module examples.train_3d --pipeline_parallel 2 --tensor_parallel 2 \
+        --run_name tp2_pp2_dp1 --checkpoint_dir ckpt_3d --resume --checkpoint_tag global_step100
 
 A resume on another layout converts the checkpoint first. A pipeline numbers its layers, so its
 parameters have other names than train.py's, and neither script resumes the other's checkpoints.
-Also takes --elastic, --keep and --timeout, like train_elastic.py. """
+Also takes --elastic, --keep and --timeout, like train_elastic.py.
+"""
 
 import functools
 import time
@@ -21,14 +22,12 @@ import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from data import fail, global_batch, positive
-from model import GPT
-from train import start
-from train_elastic import arguments, go_on, prepare
+from examples.train_elastic import argument_parser, positive, prepare, resume_and_train, start
+from train import GPT, fail, micro_batch
 
 
 def parse_arguments():
-    parser = arguments(__doc__)
+    parser = argument_parser(__doc__)
     parser.set_defaults(
         checkpoint_dir="ckpt_3d", run_name="default_3d", train_micro_batch_size_per_gpu=32
     )
@@ -45,7 +44,8 @@ def parse_arguments():
         fail(f"--n_head {args.n_head} does not divide by --tensor_parallel {args.tensor_parallel}")
     if args.pipeline_parallel > args.n_layer:
         fail(
-            f"--pipeline_parallel {args.pipeline_parallel} stages want at least as many layers, not {args.n_layer}"
+            f"--pipeline_parallel {args.pipeline_parallel} stages want at least as many layers, "
+            f"not {args.n_layer}"
         )
     if args.zero_stage > 1:
         fail(f"DeepSpeed's pipelines go with --zero_stage 1, not {args.zero_stage}")
@@ -153,7 +153,7 @@ class Layer(nn.Module):
 
     def forward(self, inputs):
         x, key = inputs
-        return self.block(x, (*key.tolist(), self.number) if self.training else None), key
+        return self.block(x, (*key.tolist(), self.number)), key
 
 
 class Norm(nn.LayerNorm):
@@ -216,66 +216,62 @@ def build(args, loss_function, *shape):
 # training
 
 
-def train(engine, args, texts, seen, done):
-    """As in train.py, with a pipeline's train_batch(). seen: collects the micro-batches' losses on
-    the last stage."""
-    batch, micro = args.train_batch_size, args.train_micro_batch_size_per_gpu
-    accumulation, ranks = (
-        engine.gradient_accumulation_steps(),
-        engine.grid.get_data_parallel_world_size(),
-    )
+def train_pipeline(engine, args, text, held_out, losses, done):
+    """As train() in train.py, with a pipeline's train_batch(). losses: of the micro-batches; the
+    loss function of the last stage adds them."""
+    micro = args.train_micro_batch_size_per_gpu
+    accumulation = engine.gradient_accumulation_steps()
     rank = engine.grid.get_data_parallel_rank()
-    mine = range(rank * accumulation, (rank + 1) * accumulation)
 
     def micro_batches(text, step):
-        inputs, targets = global_batch(text, args.seed, step, batch, args.seq_len)
-        for m in mine:
-            rows = slice(m * micro, (m + 1) * micro)
-            yield (inputs[rows], torch.tensor([args.seed, step, m])), targets[rows]
+        for m in range(rank * accumulation, (rank + 1) * accumulation):
+            inputs, targets = micro_batch(args, text, step, m)
+            yield (inputs, torch.tensor([args.seed, step, m])), targets
 
-    def mean_of_seen():
-        losses = torch.zeros(batch // micro, dtype=torch.float64, device=engine.device)
-        if engine.is_last_stage():
-            losses[mine.start : mine.stop] = torch.stack(seen)
-        seen.clear()
-        dist.all_reduce(losses)
-        return losses.mean().item() / args.tensor_parallel  # each loss was counted so many times
+    def mean():
+        total = sum(losses, torch.zeros((), dtype=torch.float64, device=engine.device))
+        losses.clear()
+        dist.all_reduce(total)
+        # Each of the tensor-parallel ranks has counted it.
+        return total.item() / (args.train_batch_size // micro * args.tensor_parallel)
 
     for step in range(done + 1, args.steps + 1):
+        began = time.perf_counter()
+        lr = engine.get_lr()[0]
+        engine.train_batch(micro_batches(text, step))
         row = {
             "step": step,
-            "lr": engine.get_lr()[0],
-            "layout": f"{micro} x {accumulation} x {ranks}",
-        }
-        began = time.perf_counter()
-        engine.train_batch(micro_batches(texts[0], step))
-        row["loss"] = mean_of_seen()
-        row["seconds"] = time.perf_counter() - began
-        row["tokens_per_second"] = batch * args.seq_len / row["seconds"]
-        row |= {
+            "loss": mean(),
+            "lr": lr,
             "grad_norm": float(engine.get_global_grad_norm()),
             "loss_scale": engine.optimizer.loss_scale,
+            "seconds": time.perf_counter() - began,
+            "micro_batch": micro,
+            "accumulation": accumulation,
+            "ranks": engine.grid.get_data_parallel_world_size(),
         }
+        row["tokens_per_second"] = args.train_batch_size * args.seq_len / row["seconds"]
         if step % args.eval_interval == 0 or step == args.steps:
-            engine.eval_batch(micro_batches(texts[1], 0), num_micro_batches=accumulation)
-            row["val_loss"] = mean_of_seen()
+            engine.eval_batch(micro_batches(held_out, 0), num_micro_batches=accumulation)
+            row["val_loss"] = mean()
         yield row
 
 
 def main():
-    args, seen = parse_arguments(), []
+    args, losses = parse_arguments(), []
 
     def loss_function(logits, targets):
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        seen.append(loss.detach())
+        losses.append(loss.detach())
         return loss
 
     # DeepSpeed uses this broadcast once, to make the tied weights equal; no gradient has to flow
     # through it.
     warnings.filterwarnings("ignore", message="c10d::broadcast_")
     prepare(args, args.pipeline_parallel * args.tensor_parallel)
-    engine, texts, run = start(args, functools.partial(build, args, loss_function))
-    go_on(engine, args, run, functools.partial(train, engine, args, texts, seen))
+    engine, text, held_out, run = start(args, functools.partial(build, args, loss_function))
+    rows = functools.partial(train_pipeline, engine, args, text, held_out, losses)
+    resume_and_train(engine, args, run, rows)
 
 
 if __name__ == "__main__":
