@@ -32,7 +32,7 @@ COMMAND = re.compile(
     r"(python|deepspeed|torchrun) .*(\.py|-m(odule)? (examples|measure)\.)"
     r"|python -m universal(\.\w+)? \w|make [\w -]+$|pip install -r"
 )
-SCRIPT = re.compile(r"\.py$|^(examples|measure)\.\w+$")
+PROGRAM = re.compile(r"\.py$|^(examples|measure)\.\w+$")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$|((?:^    [^\n]*\n)+)", re.M | re.S)
 
 
@@ -122,7 +122,7 @@ def test_command(page, command, monkeypatch):
             get_args_parser().parse_args(words[1:])
         if words[0] == "deepspeed":
             runner.parse_args(words[1:])
-        number = next(i for i, word in enumerate(words) if SCRIPT.search(word))
+        number = next(i for i, word in enumerate(words) if PROGRAM.search(word))
         parse_script(words[number:], monkeypatch)
 
 
