@@ -14,6 +14,7 @@ from toy import make, read_truth, save_truth, snapshot, train
 import universal
 from universal import mirror, reshard
 from universal.engine import Engine, overridden
+from universal.errors import RankFailed
 
 
 def save_beside_damage(stage):
@@ -88,7 +89,7 @@ def one_rank_fails(stage):
             return function(*arguments, **options)
 
         with overridden(owner, **{name: fail}):
-            refused(engine, f"ValueError: something odd in {name}")
+            refused(engine, f"ValueError: something odd in {name}", kind=RankFailed)
     load(engine)
     check_restored(engine)
 
