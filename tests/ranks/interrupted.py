@@ -32,7 +32,7 @@ def the_first_start(stage):
     with overridden(deepspeed.DeepSpeedEngine, load_checkpoint=None):  # as it was, after that
         universal.install()
         for folder in ("nowhere", "empty"):
-            assert engine.load_checkpoint(folder) == (None, {})
+            assert engine.load_checkpoint(folder) == (None, None)
         assert printed("nothing was loaded: nowhere holds no checkpoint")
         for options in ({"load_dir": "nowhere", "tag": "t"}, {"load_dir": "damaged"}):
             try:
