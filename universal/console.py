@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 
-from universal.errors import CheckpointError, RankSilent
+from universal.errors import CheckpointError
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def in_one_line(program, rank=0):
     try:
         yield
         return
-    except (CheckpointError, RankSilent) as error:
+    except CheckpointError as error:
         code = 2
         say("error", error)
     except (OSError, MemoryError) as error:
