@@ -6,124 +6,144 @@ universal checkpoint, then on two ranks that read it. One matrix is followed thr
 
 import argparse
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
 
-FOLLOWED, OTHERS, HEIGHT = "#56B4E9", ("0.90", "0.78"), 0.55
+FOLLOWED = "#56B4E9"
+OTHER = "0.85"
+HEIGHT = 0.55  # of a row
 matplotlib.rcParams["font.size"] = 11
 
 
-def saved(checkpoint, ranks):
-    """What each rank's file of a ZeRO-1 checkpoint says that it holds: [[(parameter,
-    elements)]]."""
-    found = []
+class Part(NamedTuple):
+    """Some elements of a parameter."""
+
+    name: str
+    numel: int
+
+
+def saved_parts(checkpoint, ranks):
+    """What each rank's file says that it holds: [[Part]]."""
+    files = []
     for rank in range(ranks):
         path = checkpoint / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         state = torch.load(path, mmap=True, weights_only=False)["optimizer_state_dict"]
-        found.append(
-            [(name, part.numel) for name, part in state["param_slice_mappings"][0].items()]
-        )
-    return found
+        mappings = state["param_slice_mappings"][0]
+        files.append([Part(name, fragment.numel) for name, fragment in mappings.items()])
+    return files
 
 
-def cut(sizes, ranks):
+def cut(parameters, ranks):
     """As ZeRO-1 and 2 do: the parameters end to end, and one slice of that for each rank."""
-    total, found = sum(n for _, n in sizes), []
+    total = sum(parameter.numel for parameter in parameters)
+    slices = []
     for rank in range(ranks):
-        low, high, at = total * rank // ranks, total * (rank + 1) // ranks, 0
-        found.append([])
-        for name, n in sizes:
-            part = min(at + n, high) - max(at, low)
-            if part > 0:
-                found[-1].append((name, part))
-            at += n
-    return found
+        low, high = total * rank // ranks, total * (rank + 1) // ranks
+        start = 0
+        parts = []
+        for name, numel in parameters:
+            overlap = min(start + numel, high) - max(start, low)
+            if overlap > 0:
+                parts.append(Part(name, overlap))
+            start += numel
+        slices.append(parts)
+    return slices
 
 
-def draw_row(axis, y, label, holders, colors, gap, heads=True):
-    """Holders of parts, side by side, as long as what is in them. Returns [(left, right)] of the
-    followed one's."""
+def draw_row(axis, y, label, holders, followed, gap):
+    """Holders of parts, side by side, as long as what is in them.
+
+    Returns where each holder begins, and [(left, right)] of the followed parameter's parts."""
     axis.text(-0.02, y + HEIGHT / 2, label, ha="right", va="center")
-    scale = (1 - gap * (len(holders) - 1)) / sum(n for parts in holders for _, n in parts)
-    x, pieces = 0.0, []
-    for rank, parts in enumerate(holders):
-        if heads:  # under the lowest row, which the arrows meet from above
-            axis.text(x, y + HEIGHT + 0.06 if y else -0.27, f"rank {rank}")
-        for name, n in parts:
-            axis.add_patch(
-                Rectangle(
-                    (x, y), n * scale, HEIGHT, facecolor=colors[name], edgecolor="white", lw=0.5
-                )
-            )
-            pieces += [(x, x + n * scale)] if colors[name] == FOLLOWED else []
-            x += n * scale
+    total = sum(part.numel for parts in holders for part in parts)
+    scale = (1 - gap * (len(holders) - 1)) / total
+    x = 0.0
+    begins, pieces = [], []
+    for parts in holders:
+        begins.append(x)
+        for name, numel in parts:
+            width = numel * scale
+            color = FOLLOWED if name == followed else OTHER
+            axis.add_patch(Rectangle((x, y), width, HEIGHT, facecolor=color, edgecolor="white"))
+            if name == followed:
+                pieces.append((x, x + width))
+            x += width
         x += gap
-    return pieces
+    return begins, pieces
 
 
 def connect(axis, pieces, y, whole, whole_y, style):
     """From every piece to its part of the whole, and an arrow along."""
-    start, length = whole[0], sum(right - left for left, right in pieces)
+    start, end = whole
+    scale = (end - start) / sum(right - left for left, right in pieces)
     for left, right in pieces:
-        part = (right - left) / length * (whole[1] - whole[0])
-        corners = [(left, y), (right, y), (start + part, whole_y), (start, whole_y)]
+        stop = start + (right - left) * scale
+        corners = [(left, y), (right, y), (stop, whole_y), (start, whole_y)]
         axis.add_patch(Polygon(corners, facecolor=FOLLOWED, alpha=0.25, edgecolor="none"))
-        ends = ((left + right) / 2, y), (start + part / 2, whole_y)
+        tip, tail = ((left + right) / 2, y), ((start + stop) / 2, whole_y)
         arrow = {"arrowstyle": style, "shrinkA": 2, "shrinkB": 2, "mutation_scale": 16, "fc": "k"}
-        axis.annotate("", *ends, arrowprops=arrow)
-        start += part
+        axis.annotate("", tip, tail, arrowprops=arrow)
+        start = stop
 
 
-def draw(files, folders, readers, colors, path):
-    """What each rank's file, each folder and each new rank holds."""
+def draw(files, folders, readers, followed):
+    """Returns a figure. What each rank's file, each folder and each new rank holds: [[Part]]."""
     figure = Figure(figsize=(6, 4.5))
-    axis = figure.add_axes((0.2, 0.17, 0.79, 0.69))
-    above = draw_row(axis, 3, "ZeRO-1/2:\na file per\nrank", files, colors, 0.03)
-    (whole,) = draw_row(
-        axis, 1.5, "universal:\na folder per\nparameter", folders, colors, 0.008, heads=False
-    )
-    below = draw_row(axis, 0, f"resumed on\n{len(readers)} ranks", readers, colors, 0.03)
+    axis = figure.add_axes((0.22, 0.17, 0.77, 0.69))
+    begins, above = draw_row(axis, 3, "ZeRO-1/2:\na file per\nrank", files, followed, 0.03)
+    for rank, x in enumerate(begins):
+        axis.text(x, 3 + HEIGHT + 0.06, f"rank {rank}")
+    label = "universal, if\nconverted:\na folder per\nparameter"
+    _, (whole,) = draw_row(axis, 1.5, label, folders, followed, 0.008)
+    label = f"resumed on\n{len(readers)} ranks"
+    begins, below = draw_row(axis, 0, label, readers, followed, 0.03)
+    for rank, x in enumerate(begins):  # the arrows meet this row from above
+        axis.text(x, -0.27, f"rank {rank}")
     connect(axis, above, 3, whole, 1.5 + HEIGHT, "<|-")  # points at the whole
     connect(axis, below, HEIGHT, whole, 1.5, "-|>")
     axis.set(xlim=(0, 1), ylim=(-0.3, 3.8))
     axis.axis("off")
     title = "ZeRO-1/2 cuts across the parameters;\na universal checkpoint keeps each of them whole"
     figure.suptitle(title, fontsize=12, y=0.98)
-    words = {"one weight matrix, followed": FOLLOWED, "the other matrices": OTHERS[1]}
-    patches = [Patch(facecolor=color, label=word) for word, color in words.items()]
-    look = {
-        "loc": "lower center",
-        "ncols": 2,
-        "frameon": False,
-        "columnspacing": 1,
-        "handlelength": 1,
-    }
     figure.legend(
-        handles=patches, title="every box holds fp32 weights, exp_avg and exp_avg_sq", **look
+        handles=[
+            Patch(facecolor=FOLLOWED, label="one weight matrix, followed"),
+            Patch(facecolor=OTHER, label="the other matrices"),
+        ],
+        title="every box holds fp32 weights, exp_avg and exp_avg_sq",
+        loc="lower center",
+        ncols=2,
+        frameon=False,
+        columnspacing=1,
+        handlelength=1,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=200)
-    print(f"wrote {path}")
+    return figure
 
 
-if __name__ == "__main__":
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", type=Path, help="a ZeRO-1 checkpoint")
     parser.add_argument("--output", type=Path, default=Path("out/folders.png"))
     args = parser.parse_args()
-    model = torch.load(
-        args.checkpoint / "mp_rank_00_model_states.pt", mmap=True, weights_only=False
-    )
-    sizes = [
-        (name, shape.numel()) for name, shape in model["param_shapes"][0].items()
-    ]  # the group of the matrices
-    files, readers = saved(args.checkpoint, model["dp_world_size"]), cut(sizes, ranks=2)
-    everywhere = [name for parts in [*files, *readers] for name, _ in parts]
-    colors = {name: OTHERS[i % 2] for i, (name, _) in enumerate(sizes)}
-    colors[max(colors, key=everywhere.count)] = FOLLOWED  # the one that is cut most
-    draw(files, [[size] for size in sizes], readers, colors, args.output)
+    path = args.checkpoint / "mp_rank_00_model_states.pt"
+    model = torch.load(path, mmap=True, weights_only=False)
+    matrices = model["param_shapes"][0]  # the first group
+    parameters = [Part(name, shape.numel()) for name, shape in matrices.items()]
+    files = saved_parts(args.checkpoint, model["dp_world_size"])
+    readers = cut(parameters, ranks=2)
+    names = [part.name for parts in [*files, *readers] for part in parts]
+    followed = max(matrices, key=names.count)  # the one that is cut most
+    figure = draw(files, [[parameter] for parameter in parameters], readers, followed)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.output, dpi=200)
+    print(f"wrote {args.output}")
+
+
+if __name__ == "__main__":
+    main()
