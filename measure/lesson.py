@@ -7,12 +7,14 @@ it prints with the outputs that are in it.
 Words and whole numbers must be equal. Of a number like 2.4e-07, a difference of two losses: zero
 stays zero, what is below 1e-05 is rounding and stays below it, anything else stays within a factor
 of 3. Other numbers, losses say, may move by 1%. Another version of Python has another text to
-learn, of which `helpers` tells first, and other numbers."""
+learn, of which `helpers` tells first, and other numbers. In the end it prints the seconds that the
+cells of each part took."""
 
 import argparse
 import itertools
 import re
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import nbformat
@@ -21,16 +23,14 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "docs" / "lesson.ipynb"
 NUMBER = re.compile(r"\d+\.\d+(?:e[+-]\d+)?")
-TIMES = re.compile(
-    r"^\(\d+ s\)\n| in [\d.]+ s, [\d.]+ GB/s", re.M
-)  # of the machine, not of the lesson
+# Times are of the machine, not of the lesson.
+TIMES = re.compile(r"^\(\d+ s\)\n| in [\d.]+ s, [\d.]+ GB/s", re.M)
 ROUNDING = 1e-5
 
 
 def printed(cell):
-    return TIMES.sub(
-        "", "".join(output["text"] for output in cell.outputs if output.output_type == "stream")
-    )
+    streams = [output["text"] for output in cell.outputs if output.output_type == "stream"]
+    return TIMES.sub("", "".join(streams))
 
 
 def is_near(old, new):
@@ -52,6 +52,60 @@ def compare(old, new):
             yield f"in the notebook: {before}\n             now: {now}"
 
 
+def seconds_of(cell):
+    """How long it ran, by the kernel's messages."""
+    times = cell.metadata.execution
+    begin, end = (
+        datetime.fromisoformat(times[event].removesuffix("Z"))
+        for event in ("iopub.execute_input", "iopub.status.idle")
+    )
+    return (end - begin).total_seconds()
+
+
+def seconds_of_parts(notebook):
+    """{heading: seconds} of the cells below it."""
+    seconds = {}
+    part = ""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            seconds[part] = seconds.get(part, 0) + seconds_of(cell)
+        for heading in re.findall(r"^## (.*)$", cell.source, re.M):
+            part = heading
+    return seconds
+
+
+def run():
+    """The notebook, with the outputs of now."""
+    notebook = nbformat.read(NOTEBOOK, 4)
+    NotebookClient(
+        notebook,
+        timeout=3600,
+        startup_timeout=600,
+        coalesce_streams=True,
+        resources={"metadata": {"path": NOTEBOOK.parent}},
+    ).execute()
+    return notebook
+
+
+def write(notebook):
+    """Without what is of this machine: times, and the version of its Python."""
+    notebook.metadata["language_info"] = {"name": "python"}
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        for output in cell.get("outputs", []):
+            if output.output_type == "stream":
+                output["text"] = TIMES.sub("", output["text"])
+    nbformat.write(notebook, NOTEBOOK)
+
+
+def differences(old, new):
+    """Of the cells that are compared: one text for each line that differs."""
+    for before, now in zip(old.cells, new.cells, strict=True):
+        if before.cell_type == "code" and "not-compared" not in before.metadata.get("tags", []):
+            for difference in compare(printed(before), printed(now)):
+                yield f"{before.id}:\n{difference}"
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -60,30 +114,17 @@ def main():
         "--write", action="store_true", help="put the new outputs into the notebook"
     )
     args = parser.parse_args()
-    old, new = (nbformat.read(NOTEBOOK, 4) for _ in range(2))
-    place = {"metadata": {"path": NOTEBOOK.parent}}
-    NotebookClient(
-        new,
-        timeout=3600,
-        startup_timeout=600,
-        record_timing=False,
-        coalesce_streams=True,
-        resources=place,
-    ).execute()
-    if args.write:  # without what is of this machine: times, and the version of its Python
-        new.metadata["language_info"] = {"name": "python"}
-        for output in (output for cell in new.cells for output in cell.get("outputs", [])):
-            if output.output_type == "stream":
-                output["text"] = TIMES.sub("", output["text"])
-        return nbformat.write(new, NOTEBOOK)
-    code = 0
-    for before, now in zip(old.cells, new.cells, strict=True):
-        if before.cell_type == "code" and "not-compared" not in before.metadata.get("tags", []):
-            for difference in compare(printed(before), printed(now)):
-                print(f"{before.id}:\n{difference}")
-                code = 1
-    print("FAIL" if code else "PASS: every number is that of the notebook, within the tolerances")
-    return code
+    old = nbformat.read(NOTEBOOK, 4)
+    new = run()
+    for part, seconds in seconds_of_parts(new).items():
+        print(f"{seconds:5.0f} s  {part}")
+    if args.write:
+        write(new)
+        return 0
+    wrong = list(differences(old, new))
+    print(*wrong, sep="\n")
+    print("FAIL" if wrong else "PASS: every number is that of the notebook, within the tolerances")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
