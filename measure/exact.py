@@ -67,7 +67,7 @@ def draw(path):
     }
     gaps = [plot.differences(*pair, "loss") for pair in logs.values()]
     runs = {BASELINE: logs["without --exact"][0]} | {how: log for how, (_, log) in logs.items()}
-    figure = plot.draw({what: run | {"val_loss": {}} for what, run in runs.items()}, gaps)
+    figure = plot.draw({what: run._replace(val_loss={}) for what, run in runs.items()}, gaps)
     apart = "{:.0e} apart, with --exact {:.0e}".format(*(max(gap.values()) for gap in gaps))
     figure.axes[0].set_title(f"4, 2, 8 and 1 ranks in turn: {apart}")
     for axis in figure.axes:

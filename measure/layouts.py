@@ -74,7 +74,7 @@ def draw(path):
     """The run on 8 ranks, and those that go on from it on the same layout and on one rank."""
     name = run_name(PIPE, 1, CUBE[0])
     names = [name, *(f"{name} to {name_of(PIPE, layout)}" for layout in (CUBE[0], CUBE[2]))]
-    logs = [plot.read_log(f"logs/{name}.csv") | {"val_loss": {}} for name in names]
+    logs = [plot.read_log(f"logs/{name}.csv")._replace(val_loss={}) for name in names]
     gaps = [plot.differences(logs[0], log, "loss") for log in logs[1:]]
     words = "TP 2, PP 2, DP 2: uninterrupted", "resumed on the same layout", "resumed on one rank"
     runs = dict(zip(words, logs, strict=True))

@@ -25,10 +25,10 @@ def main():
         fail("no command was given: python -m universal deepspeed --num_gpus 2 script.py, say")
     if find_spec("deepspeed") is None:
         fail(f"{sys.executable} has no deepspeed")
-    start = Path(__file__).resolve().with_name("start")
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(start), os.environ.get("PYTHONPATH")])
-    )
+    start = str(Path(__file__).resolve().with_name("start"))
+    if os.pathsep in start:
+        fail(f"{start} cannot be on PYTHONPATH, which has {os.pathsep} between paths: move it")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [start, os.environ.get("PYTHONPATH")]))
     try:
         os.execvp(sys.argv[1], sys.argv[1:])
     except OSError as error:

@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 
-from universal.errors import CheckpointError
+from universal.errors import CheckpointError, RankSilent
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def in_one_line(program, rank=0):
     try:
         yield
         return
-    except CheckpointError as error:
+    except (CheckpointError, RankSilent) as error:
         code = 2
         say("error", error)
     except (OSError, MemoryError) as error:

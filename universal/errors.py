@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""What is wrong with a checkpoint, said in one line that names the file. Needs nothing but Python
-3.10."""
+"""What is wrong with a checkpoint, said in one line that names the file; and what is wrong with a
+rank. Needs nothing but Python 3.10."""
 
 import contextlib
 import errno
@@ -12,6 +12,17 @@ class CheckpointError(Exception):
 
     def __init__(self, message):
         super().__init__(" ".join(str(message).splitlines()))
+
+
+class RankFailed(RuntimeError):
+    """A rank met an error of which the checkpoint is not the cause, such as a bug of ours.
+
+    It is no CheckpointError: a script that starts over without a checkpoint must not hide it.
+    """
+
+
+class RankSilent(RankFailed):
+    """A rank does not answer."""
 
 
 @contextlib.contextmanager

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from universal.checkpoint import describe
-from universal.tags import named_by_latest
-from universal.torch_file import load
+from universal.tags import first_models, named_by_latest
+from universal.torch_file import CheckpointError, about, load
 
 state_of = operator.attrgetter("st_mtime_ns", "st_size")
 
@@ -115,8 +115,7 @@ class Mirror:
         """Bring together what the machines hold. Returns the folder with the newest whole step:
         this one or `folder`."""
         disk = gather(folder)
-        models = [*(disk / named_by_latest(disk)).glob("*model_states.pt")]
-        saved = max(share(load(models[0])["global_steps"] if models else 0, self.group))
+        saved = max(share(step_of(disk), self.group))
         held = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
         slots = [slot for slot, _ in set().union(*share(held, self.group))]
         newest = max(
@@ -136,6 +135,16 @@ class Mirror:
     def close(self):
         if self.leads:
             shutil.rmtree(self.folder)
+
+
+def step_of(folder):
+    """The step of the checkpoint that `latest` names; 0, if there is none that can be read."""
+    try:
+        path = first_models(folder / named_by_latest(folder))
+        with about(path):
+            return load(path)["global_steps"]
+    except CheckpointError:
+        return 0
 
 
 def gather(folder):
@@ -189,7 +198,7 @@ def exchange(folder, moves, group):
             path = folder / name
             file = path if rank == source else folder / f"{name}.{size}.part"
             file.parent.mkdir(exist_ok=True)
-            data = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+            data = torch.from_file(str(file), True, size, dtype=torch.uint8, device="cpu")
             work = (
                 dist.isend(data, to, group=group)
                 if rank == source

@@ -291,7 +291,7 @@ def own_script(folder, total, mirrored):
         )
         lines = "".join(line for line in lines.splitlines(True) if "irror" not in line)
     done = r"mirror\({" if mirrored else r"train_step\("
-    lines = re.sub(r"(.*load_checkpoint.*\n)", r'\1record("from", state.get("step", 0))\n', lines)
+    lines = re.sub(r"(.*load_checkpoint.*\n.*\n)", r'\1record("from", done)\n', lines)
     lines = re.sub(rf"(.*{done}.*\n)", r'\1    record("did", step, loss)\n', lines)
     values = f"batch, micro, stage, steps, every, folder = 12, 2, 2, {total}, 100, 'c'\n"
     lines = lines.replace("...  # deepspeed.initialize()\n", ENGINE + STEPS)

@@ -10,14 +10,15 @@ from helpers import forked
 
 import plot as script
 
+HEADER = "step,loss,val_loss,lr,grad_norm,loss_scale,tokens_per_second,seconds,"
 
-def write(path, losses, val=None):
+
+def write(path, losses, val=None, layout="micro_batch,accumulation,ranks", cells="8,2,3"):
     with open(path, "w") as file:
-        file.write("step,loss,val_loss,lr,grad_norm,loss_scale,tokens_per_second,seconds,layout\n")
+        file.write(f"{HEADER}{layout}\n")
         for step, loss in losses.items():
-            file.write(
-                f"{step},{loss!r},{(val or {}).get(step, '')},0.1,1.0,1.0,100.0,0.5,8 x 2 x 3\n"
-            )
+            validation = (val or {}).get(step, "")
+            file.write(f"{step},{loss!r},{validation},0.1,1.0,1.0,100.0,0.5,{cells}\n")
 
 
 def plot(folder, *arguments):
@@ -41,6 +42,8 @@ def logs(tmp_path):
         tmp_path / "off.csv",
         {s: 5.0 - 0.25 * s + (2.0**-10 if s >= 8 else 0) for s in range(6, 11)},
         {10: 3.0},
+        layout="layout",  # as logs had it before
+        cells="8 x 2 x 3",
     )
     return tmp_path
 
@@ -111,31 +114,60 @@ def test_refused(logs, names, content, words):
     assert result.code == 2 and result.err.count("\n") == 1 and words in result.err
 
 
+def run(losses, val_loss=(), layout=()):
+    return script.Run(losses, dict(val_loss), {}, layout)
+
+
+def draw(*runs):
+    gaps = [script.differences(runs[0], other, "loss") for other in runs[1:]]
+    return script.draw(script.in_words(dict(zip("abc", runs, strict=False))), gaps)
+
+
 def test_zero_is_drawn_at_zero():
     """A log axis has no place for zero; the axis of the differences has."""
-    runs = {
-        "a": {"loss": {1: 2.0, 2: 1.0}, "val_loss": {}},
-        "b": {"loss": {1: 2.0, 2: 1.001}, "val_loss": {}},
-    }
-    below = script.draw(runs, [script.differences(*runs.values(), "loss")]).axes[1]
-    assert list(below.lines[0].get_ydata()) == pytest.approx([0.0, 0.001])
-    low, high = below.get_ylim()
-    assert low < 0 < 0.001 < high and below.transData.transform((1, 0.0))[1] > below.bbox.y0
+    strip = draw(run({1: 2.0, 2: 1.0}), run({1: 2.0, 2: 1.001})).axes[1]
+    assert list(strip.lines[0].get_ydata()) == pytest.approx([0.0, 0.001])
+    low, high = strip.get_ylim()
+    heights = [strip.transData.transform((1, gap))[1] for gap in (0.0, 1e-7, 0.001)]
+    assert low < 0 < 0.001 < high and heights[0] > strip.bbox.y0
+    assert heights[1] > heights[0] + 5  # rounding can be told from zero
+
+
+def test_a_resumed_run_begins_the_picture():
+    """Of the steps before the resume it shows two for five of those after it."""
+    losses = {step: 1.0 + step for step in range(1, 201)}
+    later = {step: loss for step, loss in losses.items() if step > 100}
+    top, strip = draw(run(losses, {50: 1.0, 200: 2.0}), run(later, {200: 2.0})).axes
+    (baseline, dots, *_) = top.lines
+    assert (min(baseline.get_xdata()), max(baseline.get_xdata())) == (60, 200)
+    assert list(dots.get_xdata()) == [200] and list(strip.lines[0].get_xdata()) == list(later)
+    assert [text.get_text() for text in top.get_legend().texts] == ["a", "b", "validation loss"]
+
+
+@pytest.mark.parametrize(
+    "layouts, losses, title",
+    [
+        ([(8, 1, 1), (4, 2, 1)], [2.0, 2.0 + 2e-6], "Accumulation gives the same loss: it differs"),
+        ([(8, 1, 1), (4, 2, 1)], [2.0, 2.1], "2 runs: the loss differs by 1.0e-01 at most"),
+        ([(8, 1, 1), (8, 1, 1)], [2.0, 2.0 + 2e-6], "2 runs: the loss differs by 2.0e-06 at most"),
+        ([(), ()], [2.0, 2.0], "2 runs: the loss is equal in every bit"),
+    ],
+)
+def test_title(layouts, losses, title):
+    runs = [run({1: loss}, layout=layout) for loss, layout in zip(losses, layouts, strict=True)]
+    assert draw(*runs).axes[0].get_title().startswith(title)
 
 
 def test_legend():
     """In words: what a run did, and its name only where two did the same."""
 
     def legend(**layouts):
-        runs = {
-            name: {"loss": {first: 1.0}, "layout": layout}
-            for name, (first, layout) in layouts.items()
-        }
+        runs = {name: run({first: 1.0}, layout=layout) for name, (first, layout) in layouts.items()}
         return list(script.in_words(runs))
 
     words = ["4 ranks, uninterrupted", "resumed on 4 ranks", "resumed on 1 rank"]
-    assert legend(a=(1, "64 x 1 x 4"), b=(101, "64 x 1 x 4"), c=(101, "64 x 4 x 1")) == words
+    assert legend(a=(1, (64, 1, 4)), b=(101, (64, 1, 4)), c=(101, (64, 4, 1))) == words
     words = ["PyTorch, 4 micro-batches of 8", "DeepSpeed, 2 ranks, 1 micro-batch of 8"]
-    assert legend(grad_accu_4_pt=(1, "8 x 4 x 1"), a_ds_ws2=(1, "8 x 1 x 2")) == words
+    assert legend(grad_accu_4_pt=(1, (8, 4, 1)), a_ds_ws2=(1, (8, 1, 2))) == words
     words = ["1 rank, 4 micro-batches of 8 (b)", "1 rank, 4 micro-batches of 8 (c)", "no layout"]
-    assert legend(b=(1, "8 x 4 x 1"), c=(1, "8 x 4 x 1"), no_layout=(1, "")) == words
+    assert legend(b=(1, (8, 4, 1)), c=(1, (8, 4, 1)), no_layout=(1, ())) == words

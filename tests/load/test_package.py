@@ -88,3 +88,12 @@ def test_errors_of_the_command(tmp_path):
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and told in done.stderr, (
             done.stderr
         )
+
+
+def test_a_path_that_pythonpath_cannot_hold(tmp_path):
+    """Between paths it has a colon: the command would start, and nothing would be installed."""
+    folder = tmp_path / "9:30"
+    shutil.copytree(ROOT / "universal", folder / "universal")
+    done = python("-m", "universal", "true", folder=folder)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert f"{folder}/universal/start cannot be on PYTHONPATH, which has : between" in done.stderr

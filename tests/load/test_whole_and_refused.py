@@ -2,50 +2,68 @@
 peculiarities; and such as cannot be restored, which are refused by the reason that is true. The
 cases are in tests/ranks/whole_and_refused.py."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
+import torch
+import whole_and_refused
+from case import case, cases_of, play, runs_of
 from helpers import run_all
-from whole_and_refused import CASES
+from whole_and_refused import load_bitsandbytes, save_bitsandbytes
 
-SCRIPT = "tests/ranks/whole_and_refused.py"
+import universal
+from universal import reshard
+from universal.engine import Engine
+from universal.reader import SavedOptimizer
 
-
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory, request):
-    """{(case, stage, ranks): error} of the cases that are wanted: for each stage one launch saves
-    them, and one for each number of ranks loads them."""
-    wanted = {}
-    for item in request.session.items:
-        if item.path == request.path and "case" in getattr(item, "callspec", request).params:
-            case, stage, ranks = (item.callspec.params[key] for key in ("case", "stage", "ranks"))
-            wanted.setdefault(stage, {}).setdefault(ranks, []).append(case)
-    errors = {}
-    for stage, by_ranks in wanted.items():
-        folder = tmp_path_factory.mktemp(f"zero{stage}")
-        names = dict.fromkeys(name for names in by_ranks.values() for name in names)
-        not_saved = run_all(folder, 2, SCRIPT, "save", stage, names=names)
-        for ranks, names in by_ranks.items():
-            saved = [name for name in names if name not in not_saved]
-            failed = not_saved | run_all(folder, ranks, SCRIPT, "load", stage, names=saved)
-            errors |= {(name, stage, ranks): error for name, error in failed.items()}
-    return errors
+CASES = cases_of(whole_and_refused)
 
 
-@pytest.mark.parametrize(
-    "case, stage, ranks",
-    [
-        (name, stage, ranks)
-        for name, case in CASES.items()
-        for stage in case.stages
-        for ranks in case.ranks
-    ],
-)
-def test_case(failures, case, stage, ranks):
-    assert (case, stage, ranks) not in failures, failures[case, stage, ranks]
+@pytest.mark.parametrize("name, stage, ranks", runs_of(CASES))
+def test_case(failures, name, stage, ranks):
+    error = failures.get((name, stage, ranks))
+    assert not error, error
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_bitsandbytes(tmp_path, stage):
-    """Where it is installed."""
+    """The package itself, where it is installed."""
     pytest.importorskip("bitsandbytes")
+    cases = {"bitsandbytes": case(save_bitsandbytes)(load_bitsandbytes)}
     for phase, ranks in (("save", 2), ("load", 2), ("load", 3)):
-        assert not run_all(tmp_path, ranks, SCRIPT, phase, stage, names=["bitsandbytes"])
+        assert not run_all(tmp_path, ranks, play, cases, phase, stage, names=cases)
+
+
+def optimizer_of(kind):
+    """One of torch's optimizers after a step, and its parameter."""
+    parameter = torch.nn.Parameter(torch.zeros(3, 3))
+    optimizer = kind([parameter], lr=0.1)
+    parameter.grad = torch.ones(3, 3)
+    optimizer.step()
+    return optimizer, parameter
+
+
+TORCHS = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+TORCHS = [kind for kind in TORCHS if kind.__name__ not in ("Optimizer", "LBFGS", "SparseAdam")]
+
+
+@pytest.mark.parametrize("saved", TORCHS)
+def test_optimizers_of_torch(saved):
+    """Each one's state is taken by itself alone; but Adam and AdamW are the same."""
+    optimizer, parameter = optimizer_of(saved)
+    states = optimizer.state[parameter]
+    known = SimpleNamespace(states={"fp32": 0, **states}, group=0)
+    checkpoint = SimpleNamespace(parameters={"weight": known})
+    model = {"global_steps": 1, "skipped_steps": 0}
+    content = SavedOptimizer(optimizer.param_groups, {}, None, {}, {})
+    takers = set()
+    for kind in TORCHS:
+        engine = object.__new__(Engine)
+        engine.optimizer = SimpleNamespace(optimizer=optimizer_of(kind)[0])
+        engine.optimizer.param_groups = engine.optimizer.optimizer.param_groups
+        with contextlib.suppress(universal.CheckpointError):
+            reshard.compare_optimizer(engine, checkpoint, model, content)
+            takers.add(kind.__name__)
+    adams = {"Adam", "AdamW"}
+    assert takers == (adams if saved.__name__ in adams else {saved.__name__})

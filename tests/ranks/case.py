@@ -112,12 +112,12 @@ def load(engine, tag="t", **options):
     return client_state
 
 
-def refused(engine, *parts, tag="t", timeout=60, **options):
+def refused(engine, *parts, tag="t", timeout=60, kind=universal.CheckpointError, **options):
     """load_checkpoint() refuses, in one line that has these parts and is the same on all ranks."""
     line = None
     try:
         universal.load_checkpoint(engine, ".", tag, timeout=timeout, **options)
-    except universal.CheckpointError as error:
+    except kind as error:
         line = str(error)
     lines = [None] * dist.get_world_size()
     dist.all_gather_object(lines, line)

@@ -14,6 +14,7 @@ from toy import make, read_truth, save_truth, snapshot, train
 import universal
 from universal import mirror, reshard
 from universal.engine import Engine, overridden
+from universal.errors import RankFailed
 
 
 def save_beside_damage(stage):
@@ -31,7 +32,7 @@ def the_first_start(stage):
     with overridden(deepspeed.DeepSpeedEngine, load_checkpoint=None):  # as it was, after that
         universal.install()
         for folder in ("nowhere", "empty"):
-            assert engine.load_checkpoint(folder) == (None, {})
+            assert engine.load_checkpoint(folder) == (None, None)
         assert printed("nothing was loaded: nowhere holds no checkpoint")
         for options in ({"load_dir": "nowhere", "tag": "t"}, {"load_dir": "damaged"}):
             try:
@@ -88,7 +89,7 @@ def one_rank_fails(stage):
             return function(*arguments, **options)
 
         with overridden(owner, **{name: fail}):
-            refused(engine, f"ValueError: something odd in {name}")
+            refused(engine, f"ValueError: something odd in {name}", kind=RankFailed)
     load(engine)
     check_restored(engine)
 

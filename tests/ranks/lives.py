@@ -143,7 +143,10 @@ def live(plan):
         die()
     tag = path and os.path.relpath(path, folder)
     note(
-        loaded=tag, save=state.get("save"), step=engine.global_steps, digest=tag and digest(engine)
+        loaded=tag,
+        save=tag and state.get("save"),
+        step=engine.global_steps,
+        digest=tag and digest(engine),
     )
     saves = itertools.count(plan["saves"])
     first = engine.global_steps + 1

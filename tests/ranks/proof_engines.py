@@ -175,6 +175,6 @@ def play_again(name):
 if __name__ == "__main__":
     begin()
     universal.install()
-    assert proof.Proof.wanted
+    assert proof
     phase, *names = sys.argv[1:]
     in_turn(names, {"first": play_first, "again": play_again}[phase])

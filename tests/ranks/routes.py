@@ -1,65 +1,21 @@
-"""Cases of tests/load/test_routes.py: routes.py save CASE... on 2 ranks, then routes.py load CASE...
-on as many or others, each case in a folder of its name. A case asserts what it sees; its test is
-that it ends."""
+"""What no route by which a checkpoint gets into an engine may lose or accept: DeepSpeed's loader on
+the ranks that saved, its universal one on others, the shards that ranks assemble for themselves."""
 
-import sys
-from collections.abc import Callable
-from typing import NamedTuple
-from unittest import mock
+import contextlib
+import os
+import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from case import PRINTED, case, load, printed, refused, saved, train_and_save
+from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups
-from toy import Net, begin, in_turn, keep, make, train
+from optimizers import momentum
+from torch import nn
+from toy import Net, make, read_truth, save_truth, split_groups, train
 
-import universal
-
-CASES = {}
-
-
-class Case(NamedTuple):
-    """play(saving) is called to save, and then to load on each of these numbers of ranks."""
-
-    play: Callable[[bool], None]
-    ranks: tuple[int, ...]
-
-
-def case(*ranks):
-    def add(play):
-        CASES[play.__name__] = Case(play, ranks)
-        return play
-
-    return add
-
-
-def load(engine, tag="t", **options):
-    return universal.load_checkpoint(engine, ".", tag, **options)[1]
-
-
-def next_losses(engine):
-    return [train(engine, step) for step in (3, 4, 5)]
-
-
-def check_losses(engine, tag, tolerance):
-    """The engine has loaded `tag`: its next losses are those of the run that saved it."""
-    saved = torch.load(f"{tag}.losses")
-    differences = [abs(a - b) for a, b in zip(next_losses(engine), saved, strict=True)]
-    limit = 0 if dist.get_world_size() == 2 else tolerance
-    assert max(differences) <= limit, differences
-
-
-def goes_on(saving, tolerance, tag="t", **options):
-    """After three steps the run goes on, and another one from the checkpoint: to the bit on the 2
-    ranks that saved, within the tolerance on others."""
-    engine = make(seed=1 if saving else 5, **options)
-    if not saving:
-        load(engine, tag)
-        return check_losses(engine, tag, tolerance)
-    for step in range(3):
-        train(engine, step)
-    engine.save_checkpoint(".", tag=tag)
-    keep(next_losses(engine), f"{tag}.losses")
-
+from universal.engine import overridden
 
 # --------------------------------------------------------------------------------------------------
 # Muon
@@ -75,31 +31,227 @@ class Matrices(Net):
 
 
 MUON = {"net": Matrices, "optimizer": {"type": "Muon", "params": {"lr": 1e-2, "torch_adam": True}}}
-BF16_OPTIMIZER = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+BF16 = MUON | {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+IN_MEMORY = MUON | {"zero": {"reduce_scatter": False, "save_muon_momentum_buffer_in_memory": True}}
 
 
-@case(2, 3)
-def muon_on_bf16_optimizer(saving):
+def next_losses(engine):
+    torch.compiler.set_stance("force_eager")
+    return [train(engine, step) for step in (3, 4, 5)]
+
+
+def save_before_next_losses(stage, options):
+    torch.compiler.set_stance("force_eager")
+    engine = make(stage, **options)
+    for step in range(3):
+        train(engine, step)
+    engine.save_checkpoint(".", tag="t")
+    save_truth(next_losses(engine))
+
+
+def check_next_losses(stage, options, tolerance):
+    engine = make(stage, seed=5, **options)
+    load(engine)
+    gaps = [abs(a - b) for a, b in zip(next_losses(engine), read_truth(), strict=True)]
+    assert max(gaps) <= (0 if dist.get_world_size() == 2 else tolerance), gaps
+
+
+@case(lambda stage: save_before_next_losses(stage, BF16), stages=(1,), quick_ranks=(2, 3))
+def muon_on_bf16_optimizer(stage):
     """It cuts the momentum like the masters; ZeRO-1 and 2 keep whole matrices."""
-    torch.compiler.set_stance("force_eager")
-    goes_on(saving, 1e-3, stage=1, **MUON, **BF16_OPTIMIZER)
+    check_next_losses(stage, BF16, 1e-3)
 
 
-@case(2, 3)
-def muon_with_its_momentum_in_memory(saving):
-    """ZeRO-3 then looks for it in a buffer of its own, which DeepSpeed's loader leaves at zero."""
-    torch.compiler.set_stance("force_eager")
-    zero = {"reduce_scatter": False, "save_muon_momentum_buffer_in_memory": True}
-    goes_on(saving, 1e-6, stage=3, zero=zero, **MUON)
+@case(lambda stage: save_before_next_losses(stage, IN_MEMORY), stages=(3,), quick_ranks=(2, 3))
+def muon_with_its_momentum_in_memory(stage):
+    """ZeRO-3 looks for it in a buffer of its own, which DeepSpeed's loader leaves at zero."""
+    check_next_losses(stage, IN_MEMORY, 1e-6)
 
 
-if __name__ == "__main__":
-    begin()
-    phase, *names = sys.argv[1:]
+# --------------------------------------------------------------------------------------------------
+# what is compared on every route
 
-    def play(name):
-        # A pipeline leaves its mpu there, and the next engine would take it.
-        with mock.patch.object(groups, "mpu", None):
-            CASES[name].play(phase == "save")
 
-    in_turn(names, play)
+class LikeAdam(torch.optim.Optimizer):
+    """AdamW could take its states. But one is of the slice that a rank holds."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            for key in ("exp_avg", "exp_avg_sq"):
+                state.setdefault(key, torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+            state["norm"] = state["exp_avg"].norm()
+            parameter.sub_(state["exp_avg"], alpha=0.01)
+
+
+@case(saved(optimizer=LikeAdam), quick_ranks=(2,))
+def another_optimizer_where_states_are_of_a_rank(stage):
+    """DeepSpeed would load it without a word, and train with its hyperparameters."""
+    refused(make(stage), "of another optimizer: it has ['lr']", "load_optimizer_states=False")
+    if dist.get_world_size() == 2:
+        load(make(stage, optimizer=LikeAdam))
+
+
+class Shaped(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x):
+        return x * self.weight.mean()
+
+
+def pipeline(stages, *layers, **options):
+    """An engine of these layers and of one that follows."""
+
+    def net():
+        module = PipelineModule(
+            [*layers, nn.Linear(8, 8, bias=False)],
+            num_stages=stages,
+            loss_fn=lambda output, _: output.pow(2).mean(),
+        )
+        module.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
+        return module
+
+    # A pipeline leaves its mpu there, and the next engine would take it.
+    with overridden(groups, mpu=None):
+        return make(1, net, **options)
+
+
+def save_pipeline(*layers):
+    engine = pipeline(2, *layers)
+    engine.train_batch((torch.ones(1, 8), torch.ones(1, 8)) for _ in range(99))
+    engine.save_checkpoint(".", tag="t")
+    return engine
+
+
+def pipeline_stages():
+    """Of a pipeline that loads: those that saved, on their ranks, and one."""
+    return (1, 2) if dist.get_world_size() == 2 else (1,)
+
+
+@case(lambda stage: save_pipeline(Shaped(2, 8)), stages=(1,), quick_ranks=(2,))
+def another_shape_in_a_pipeline(stage):
+    """As many elements, so the shards fit."""
+    for stages in pipeline_stages():
+        for shape in ((8, 2), (4, 4)):
+            engine = pipeline(stages, Shaped(*shape))
+            refused(engine, f"0.weight is {shape} here, and (2, 8) in the checkpoint")
+        load(pipeline(stages, Shaped(2, 8)))
+
+
+def unknown(engine):
+    """The engine, with an optimizer of a class that the loader does not know."""
+    kind = type(engine.optimizer)
+    engine.optimizer.__class__ = type("SuperOffloadOptimizer_Stage3", (kind,), {})
+    return engine
+
+
+class Turned(Net):
+    """b.weight has another shape, but as many elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.b.weight = nn.Parameter(torch.randn(7, 5))
+
+    def forward(self, x):
+        return self.norm(self.a(x)).pow(2).mean() + self.b.weight.sum()
+
+
+@case(stages=(3,), quick_ranks=(2, 3))
+def an_optimizer_that_nobody_knows(stage):
+    """DeepSpeed's loader has it on the ranks that saved it; and the rest is compared as ever."""
+    kind = "SuperOffloadOptimizer_Stage3 of DeepSpeed"
+    if dist.get_world_size() == 3:
+        refused(unknown(make(stage)), f"nobody has checked where the {kind}", "own ranks only")
+        return
+    load(unknown(make(stage)))
+    assert printed(
+        f"WARNING: nobody has checked that DeepSpeed's loader restores all of the {kind}"
+    )
+    two_groups = make(stage, optimizer=lambda ps: torch.optim.AdamW(split_groups(ps, 2)))
+    for engine, reason in (
+        (make(stage, Turned), "b.weight is (7, 5) here, and (5, 7) in the checkpoint"),
+        (make(stage, optimizer=momentum), "of another optimizer"),
+        (two_groups, "parameter groups"),
+    ):
+        refused(unknown(engine), reason)
+
+
+def save_for_every_route(stage):
+    train_and_save(stage, "even")
+    train_and_save(stage, "uneven", optimizer=LikeAdam)
+    save_pipeline(nn.Linear(8, 8))
+
+
+@case(save_for_every_route, stages=(1,), quick_ranks=(2,))
+def another_batch_on_every_route(stage):
+    if dist.get_world_size() != 2:
+        return
+    for tag, steps, engine in (
+        ("even", 6, make(stage, batch=24)),
+        ("uneven", 6, make(stage, batch=24, optimizer=LikeAdam)),
+        ("t", 12, pipeline(2, nn.Linear(8, 8), batch=24)),
+        ("t", 6, pipeline(1, nn.Linear(8, 8), batch=24)),
+    ):
+        PRINTED.truncate(0)
+        load(engine, tag)
+        warning = (
+            f"the global batch was 12, and is 24 now: gradient_accumulation_steps {steps} keeps"
+        )
+        count = PRINTED.getvalue().count(warning)
+        assert count == (dist.get_rank() == 0), (tag, PRINTED.getvalue())
+
+
+# --------------------------------------------------------------------------------------------------
+# all ranks, or none
+
+
+def save_on_the_disk_of_rank_1(stage):
+    train_and_save(stage)
+    Path(f"disk{dist.get_rank()}").mkdir()
+    if dist.get_rank() == 1:
+        os.rename("t", "disk1/t")
+
+
+@case(save_on_the_disk_of_rank_1, stages=(1,), quick_ranks=(2,))
+def a_disk_without_the_checkpoint(stage):
+    """Rank 0's is new: a job that started over would be the end of the checkpoint."""
+    engine = make(stage)
+    with contextlib.chdir(f"disk{min(1, dist.get_rank())}"):
+        for missing_ok in (True, False):
+            cure = "it must be shared, or mirror.gather() before"
+            refused(engine, ". is not the same on", cure, tag=None, missing_ok=missing_ok)
+
+
+def save_for_deepspeeds_loaders(stage):
+    train_and_save(stage, "uneven", optimizer=LikeAdam)
+    save_pipeline(nn.Linear(8, 8))
+
+
+@case(save_for_deepspeeds_loaders, stages=(3,), quick_ranks=(2,))
+def one_rank_fails_in_deepspeed(stage):
+    """The others wait for it in a collective operation of DeepSpeed's, and end with it."""
+    engines = {"t": pipeline(1, nn.Linear(8, 8))}  # by its universal loader
+    if dist.get_world_size() == 2:
+        engines["uneven"] = make(stage, optimizer=LikeAdam)
+    for tag, engine in engines.items():
+        load_state_dict = engine.optimizer.load_state_dict
+        for rank in (0, 1):
+
+            def fail(*arguments, rank=rank, load_state_dict=load_state_dict, **options):
+                if dist.get_rank() == rank:
+                    raise ValueError("something\nodd")
+                return load_state_dict(*arguments, **options)
+
+            began = time.monotonic()
+            with overridden(engine.optimizer, load_state_dict=fail):
+                line = f"DeepSpeed's loader, on rank {rank}: ValueError: something odd"
+                refused(engine, line, tag=tag, timeout=40)
+            assert time.monotonic() - began < 20
+        load(engine, tag)

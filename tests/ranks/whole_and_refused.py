@@ -1,25 +1,27 @@
-"""Cases of tests/load/test_whole_and_refused.py: `whole_and_refused.py save STAGE CASE...` on 2
-ranks, then `... load STAGE CASE...` on as many or others, each case in a folder of its name.
+"""What is whole, and is loaded, though a module, an optimizer or a setting is peculiar; and what
+cannot be restored, and is refused by the reason that is true."""
 
-A case is a function that saves and a function that loads. They assert what they see; the test is
-that they end."""
-
-import contextlib
-import io
-import sys
-from collections.abc import Callable
-from typing import NamedTuple
+import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from case import (
+    PRINTED,
+    case,
+    check_restored,
+    load,
+    printed,
+    refused,
+    restored,
+    saved,
+)
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from toy import (
     ExtraState,
     Net,
-    begin,
     differences,
-    in_turn,
     make,
     read_truth,
     save_truth,
@@ -28,81 +30,7 @@ from toy import (
 )
 
 import universal
-
-CASES = {}
-PRINTED = io.StringIO()  # by this rank, in this case
-
-
-class Case(NamedTuple):
-    """save(stage) runs on 2 ranks; load(stage) on each of these numbers of ranks."""
-
-    save: Callable[[int], None]
-    load: Callable[[int], None]
-    stages: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-
-def case(save, stages=(1, 3), ranks=(3,)):
-    """The function below is the part of a case that loads what save(stage) has saved."""
-
-    def add(load):
-        CASES[load.__name__] = Case(save, load, stages, ranks)
-        return load
-
-    return add
-
-
-def saved(tag="t", exclude_frozen_parameters=False, **options):
-    """A save(stage): an engine with these options trains two steps, and saves itself as `tag`. What
-    it holds is in truth.pt."""
-
-    def save(stage):
-        engine = make(stage, **options)
-        for step in (0, 1):
-            train(engine, step)
-        engine.save_checkpoint(
-            ".",
-            tag=tag,
-            client_state={"step": 2},
-            exclude_frozen_parameters=exclude_frozen_parameters,
-        )
-        save_truth(snapshot(engine))
-
-    return save
-
-
-def load(engine, tag="t", **options):
-    path, client_state = universal.load_checkpoint(engine, ".", tag, timeout=60, **options)
-    assert path == tag and client_state["step"] == 2
-
-
-def restored(stage, tag="t", load_module_strict=True, **options):
-    """An engine of another seed that has loaded `tag`, and holds what was saved."""
-    engine = make(stage, seed=5, **options)
-    load(engine, tag, load_module_strict=load_module_strict)
-    wrong = differences(read_truth(), snapshot(engine))
-    assert not wrong, wrong
-    return engine
-
-
-def refused(engine, *parts, **options):
-    """load_checkpoint() refuses, in one line that has these parts and is the same on all ranks."""
-    lines = [None] * dist.get_world_size()
-    line = None
-    try:
-        universal.load_checkpoint(engine, ".", **{"tag": "t", "timeout": 60} | options)
-    except universal.CheckpointError as error:
-        line = str(error)
-    dist.all_gather_object(lines, line)
-    assert line and "\n" not in line and set(lines) == {line}, lines
-    assert all(part in line for part in parts), (line, parts)
-    assert "damaged" not in line, line
-
-
-def printed(line):
-    """Whether rank 0 has printed a line that has this part."""
-    return dist.get_rank() or line in PRINTED.getvalue()
-
+from universal import mirror
 
 # --------------------------------------------------------------------------------------------------
 # What modules do with their state
@@ -253,7 +181,7 @@ def of_a_quantized_model(**options):
     return save
 
 
-@case(of_a_quantized_model(), ranks=(2, 3))
+@case(of_a_quantized_model(), quick_ranks=(2, 3))
 def codes_and_scales(stage):
     """Both come back, though the module takes no scales."""
     truth = read_truth("scales.pt")
@@ -295,7 +223,7 @@ def quantized_by_bitsandbytes():
     return net.to("cpu")  # which quantizes
 
 
-def of_bitsandbytes(stage):
+def save_bitsandbytes(stage):
     saved(net=quantized_by_bitsandbytes)(stage)
     engine = make(stage, quantized_by_bitsandbytes)
     state = engine.module.base.state_dict()
@@ -303,8 +231,7 @@ def of_bitsandbytes(stage):
     save_truth(engine.module.base(torch.ones(1, 8)), "output.pt")
 
 
-@case(of_bitsandbytes, stages=(), ranks=(2, 3))
-def bitsandbytes(stage):
+def load_bitsandbytes(stage):
     """The package itself, whose scales are quantized, too."""
     engine = restored(stage, net=quantized_by_bitsandbytes)
     state = engine.module.base.state_dict()
@@ -314,14 +241,127 @@ def bitsandbytes(stage):
     assert "left as it is" not in PRINTED.getvalue()
 
 
-if __name__ == "__main__":
-    begin()
-    phase, stage, *names = sys.argv[1:]
+# --------------------------------------------------------------------------------------------------
+# What optimizers and schedulers keep
 
-    def play(name):
-        PRINTED.seek(0)
-        PRINTED.truncate()
-        with contextlib.redirect_stdout(PRINTED):
-            getattr(CASES[name], phase)(int(stage))
 
-    in_turn(names, play)
+def one_cycle(optimizer):
+    """It keeps its bounds in the parameter groups."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=50)
+
+
+@case(saved(scheduler=one_cycle))
+def without_its_scheduler(stage):
+    engine = make(stage, seed=5)
+    load(engine)
+    wrong = differences(read_truth(), snapshot(engine))
+    assert wrong == ["scheduler"], wrong
+
+
+class Adapting(torch.optim.SGD):
+    """Its step adds a hyperparameter, as Prodigy's does."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["d_hat"] = group.get("d_hat", 1.0) / 2
+
+
+def adapting(parameters):
+    return Adapting(parameters, lr=0.1, momentum=0.9)
+
+
+@case(saved(optimizer=adapting))
+def hyperparameters_that_a_step_adds(stage):
+    engine = restored(stage, optimizer=adapting)
+    assert engine.optimizer.param_groups[0]["d_hat"] == 0.25
+    sgd = make(stage, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
+    refused(sgd, "of another optimizer: it has ['d_hat', ")
+
+
+def momentum_in_one_group(parameters):
+    groups = [
+        {"params": parameters[:2], "momentum": 0.9},
+        {"params": parameters[2:], "momentum": 0.0},
+    ]
+    for parameter in parameters[:2]:
+        parameter.states = ["momentum_buffer"]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def states_of_its_group(parameter):
+    return getattr(parameter, "states", [])
+
+
+def save_group_without_states(stage):
+    engine = make(stage, optimizer=momentum_in_one_group)
+    train(engine, 0)
+    engine.save_checkpoint(".", tag="t")
+    save_truth(snapshot(engine, states_of_its_group))
+
+
+@case(save_group_without_states)
+def a_group_without_states(stage):
+    engine = make(stage, optimizer=momentum_in_one_group, seed=5)
+    load(engine)
+    wrong = differences(read_truth(), snapshot(engine, states_of_its_group))
+    assert not wrong, wrong
+
+
+@case(saved(optimizer=lambda ps: torch.optim.Adamax(ps, lr=0.01)))
+def hyperparameters_of_the_same_names(stage):
+    radam = make(stage, optimizer=lambda ps: torch.optim.RAdam(ps, lr=0.01))
+    refused(radam, "of another optimizer", "knows no exp_inf; load_optimizer_states=False")
+    load(radam, load_optimizer_states=False)
+
+
+# --------------------------------------------------------------------------------------------------
+# Settings, and folders
+
+
+def float64():
+    torch.set_default_dtype(torch.float64)
+    net = Net()
+    torch.set_default_dtype(torch.float32)
+    return net
+
+
+@case(saved(net=float64))
+def weights_in_float64(stage):
+    """At ZeRO-1 and 2 the masters have half their precision."""
+    restored(stage, net=float64)
+
+
+@case(saved())
+def another_default_device(stage):
+    """As of a script that has called torch.set_default_device("cuda")."""
+    engine = make(stage, seed=5)
+    torch.set_default_device("meta")
+    load(engine)
+    torch.set_default_device("cpu")
+    check_restored(engine)
+
+
+def newest_in_memory(stage):
+    """The step in memory is newer than the one on the disk, whose model states are cut off."""
+    os.makedirs("memory", exist_ok=True)
+    engine = make(stage)
+    mirrored = mirror.Mirror(engine, "memory")
+    train(engine, 0)
+    engine.save_checkpoint("disk", tag="t")
+    train(engine, 1)
+    mirrored({"step": 2})
+    os.close(mirrored.lock)
+    save_truth(snapshot(engine))
+    if dist.get_rank() == 0:
+        for path in Path("disk/t").glob("*model_states.pt"):
+            os.truncate(path, 100)
+
+
+@case(newest_in_memory)
+def memory_beside_a_damaged_disk(stage):
+    engine = make(stage, seed=5)
+    folder = mirror.Mirror(engine, "memory").gather("disk")
+    assert str(folder) == "memory"
+    universal.load_checkpoint(engine, folder)
+    check_restored(engine)
