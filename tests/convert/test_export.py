@@ -2,7 +2,6 @@
 transformers; or one line, with nothing written."""
 
 import itertools
-import json
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import zoo
 from helpers import (
     at_event,
     convert_with_deepspeed,
@@ -23,7 +23,7 @@ from helpers import (
     with_bit_flipped,
 )
 from safetensors.torch import load_file
-from zoo import SAVED
+from zoo import TAG, Job
 
 from measure.lay_out import lay_out
 from measure.ranks import run
@@ -48,13 +48,8 @@ def exporter(*words):
 def trained(work):
     """A folder with <stage>-<dtype>/global_step3 and <stage>-<dtype>/truth.pt."""
     runs = itertools.product((1, 2, 3), ("fp32", "bf16"))
-    jobs = [{"name": f"{stage}-{dtype}", "stage": stage, "dtype": dtype} for stage, dtype in runs]
-    run(
-        work,
-        3,
-        "tests/ranks/zoo.py",
-        json.dumps([job | {"optimizer": "AdamW", "groups": 3} for job in jobs]),
-    )
+    jobs = [Job(f"{stage}-{dtype}", stage, dtype=dtype, groups=3) for stage, dtype in runs]
+    run(work, 3, zoo.play, *jobs)
     return work
 
 
@@ -63,7 +58,7 @@ def trained(work):
 def test_weights_of_the_live_engine(trained, tmp_path, stage, dtype):
     """Odd names, views, two names of one weight, frozen parameters and persistent buffers, and
     nothing else; from the ZeRO checkpoint, and from what it converts into."""
-    source = trained / f"{stage}-{dtype}" / f"global_step{SAVED}"
+    source = trained / f"{stage}-{dtype}" / TAG
     truth = load(source.with_name("truth.pt"))
     moments = ("scratch", " exp_avg", " exp_avg_sq")  # and a buffer that is not persistent
     wanted = {

@@ -1,15 +1,10 @@
-"""Trains a small odd model with DeepSpeed: zoo.py '[{"name": "a", "stage": 1, "optimizer":
-"AdamW"}, ...]', job by job.
-
-A job trains 6 steps and, after the third, saves <name>/global_step3 and <name>/truth.pt: what the
-live engine held. With "load" it goes on from <name>/<load> instead, in a model of another seed;
-"how": by our loader, or by DeepSpeed's universal one, "stock", or by that and "mend"; with "again"
-it saves that as <name>/<label>_again. Losses go to <name>/<label>.json."""
+"""A model of all kinds of parameters and buffers, with every optimizer: play(jobs) trains it, saves
+it, and goes on from what was saved."""
 
 import json
 import os
-import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import deepspeed
 import torch
@@ -19,7 +14,10 @@ from toy import RARE_DTYPES, ExtraState, begin, make, save_truth, snapshot, spli
 
 import universal
 
-SAVED, STEPS, BATCH = 3, 6, 12
+SAVED = 3  # the step after which a job saves
+STEPS = 6
+BATCH = 12
+TAG = f"global_step{SAVED}"
 KEYS = [
     "a-b",
     "with space",
@@ -38,16 +36,11 @@ STATES = {
     "SGD": [],
     "Adagrad": ["sum"],
     "RMSprop": ["square_avg", "momentum_buffer", "grad_avg"],
-    "Muon": [
-        "momentum_buffer",
-        "exp_avg",
-        "exp_avg_sq",
-    ],  # the one for matrices, the others for the rest
+    "Muon": ["momentum_buffer", "exp_avg", "exp_avg_sq"],
     "CPUAdam": ["exp_avg", "exp_avg_sq"],
 }
-DTYPES = {
-    name: dtype for name, dtype in RARE_DTYPES.items() if name != "double_complex"
-}  # safetensors has no place for it
+# safetensors has no place for the other.
+DTYPES = {name: dtype for name, dtype in RARE_DTYPES.items() if name != "double_complex"}
 ADAM = {"betas": (0.9, 0.7)}
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, ADAM),
@@ -60,23 +53,63 @@ OPTIMIZERS = {
 }
 
 
+class Job(NamedTuple):
+    """Train; after step SAVED save <name>/global_step3, and <name>/truth.pt: what the engine holds.
+
+    load: a tag below <name>, from which a model of another seed goes on instead. What it holds then
+    is in <name>/<label>.pt, and with save_again it is saved as <name>/<label>_again. how: "ours",
+    by our loader; "stock", by DeepSpeed's universal one; "mend", by that and universal.mend().
+    The losses after step SAVED are in <name>/<label>.json. accumulate: the dtype in which gradients
+    are summed. fresh: the optimizer's states are not loaded."""
+
+    name: str
+    stage: int
+    optimizer: str = "AdamW"
+    dtype: str = "fp32"
+    accumulate: str | None = None
+    groups: int = 1
+    empty_groups: int = 0
+    keys: list = KEYS
+    zero: dict = {}
+    load: str | None = None
+    how: str = "ours"
+    fresh: bool = False
+    save_again: bool = False
+    label: str = "losses"
+
+    def make_optimizer(self, parameters):
+        kind, options = OPTIMIZERS[self.optimizer]
+        groups = split_groups(parameters, self.groups) + [{"params": []}] * self.empty_groups
+        return kind(groups, lr=1e-2, **options)
+
+    def states(self, parameter):
+        """What the optimizer keeps of a parameter, and DeepSpeed can gather."""
+        if self.fresh:
+            return []
+        if self.optimizer != "Muon":
+            return STATES[self.optimizer]
+        if not hasattr(parameter, "ds_id"):  # before ZeRO-3, DeepSpeed cannot
+            return []
+        return STATES["Muon"][:1] if parameter.use_muon else STATES["Muon"][1:]
+
+
 class Zoo(nn.Module):
     def __init__(self, keys):
         super().__init__()
-        self.first, self.tied = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.first = nn.Linear(8, 8)
+        self.tied = nn.Linear(8, 8, bias=False)
         self.tied.weight = self.first.weight
         self.frozen = nn.Linear(8, 5).requires_grad_(False)
-        self.frozen.weight = nn.Parameter(
-            torch.randn(5, 12)[:, :8], requires_grad=False
-        )  # not contiguous
+        not_contiguous = torch.randn(5, 12)[:, :8]
+        self.frozen.weight = nn.Parameter(not_contiguous, requires_grad=False)
         self.norm = self.same_norm = nn.BatchNorm1d(7, affine=False)
-        self.odd_module = ExtraState(DTYPES)
-        self.rows = nn.Parameter(
-            torch.randn(9, 7)
-        )  # what is normalised belongs to no batch, hence to no rank
+        self.additions = ExtraState(DTYPES)
+        # What is normalised belongs to no batch, hence to no rank.
+        self.rows = nn.Parameter(torch.randn(9, 7))
         self.single = nn.Parameter(torch.randn(1))
         self.unused = nn.Parameter(torch.randn(2, 3))
-        self.odd = nn.ParameterDict({key: torch.randn(1 + i % 3) for i, key in enumerate(keys)})
+        small = {key: torch.randn(1 + i % 3) for i, key in enumerate(keys)}
+        self.small = nn.ParameterDict(small)
         self.register_buffer("mask", torch.rand(5) < 0.7)
         self.register_buffer("scratch", torch.randn(4), persistent=False)
         for p in self.parameters():
@@ -84,104 +117,85 @@ class Zoo(nn.Module):
 
     def forward(self, x, y):
         out = self.frozen(self.tied(self.first(x).relu())).tanh() * self.mask
-        rest = torch.stack([p.cos().mean() for p in self.odd.values()]).mean()
+        rest = torch.stack([p.cos().mean() for p in self.small.values()]).mean()
         rest = rest + self.norm(self.rows.float()).pow(3).mean()
         return (out.mean(-1) * self.single + rest - y).float().pow(2).mean()
 
 
-def states_of(p):
-    """Muon's states are one for matrices, two for the rest; DeepSpeed can gather them at ZeRO-3
-    alone."""
-    return (
-        [] if not hasattr(p, "ds_id") else STATES["Muon"][:1] if p.use_muon else STATES["Muon"][1:]
-    )
+def warm_up(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / STEPS))
 
 
-def work(
-    name,
-    stage,
-    optimizer,
-    dtype="fp32",
-    groups=1,
-    keys=KEYS,
-    load=None,
-    label="losses",
-    zero=None,
-    accumulate=None,
-    how="ours",
-    empty=0,
-    options=None,
-    again=False,
-):
-    rank, ranks, folder = dist.get_rank(), dist.get_world_size(), Path(name)
-
-    def make_it(trained):
-        kind, options = OPTIMIZERS[optimizer]
-        return kind(split_groups(trained, groups) + [{"params": []}] * empty, lr=1e-2, **options)
-
-    if optimizer == "Muon":  # DeepSpeed makes it, and its groups
-        make_it = {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}
-    engine = make(
-        stage,
-        lambda: Zoo(keys),
-        make_it,
-        2 if load else 1,
-        zero,
-        BATCH,
-        BATCH // ranks,
+def engine_of(job):
+    optimizer = job.make_optimizer
+    if job.optimizer == "Muon":  # DeepSpeed makes it, and its groups
+        optimizer = {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    return make(
+        job.stage,
+        lambda: Zoo(job.keys),
+        optimizer,
+        seed=2 if job.load else 1,
+        zero=job.zero,
+        batch=BATCH,
+        micro=BATCH // dist.get_world_size(),
         clip=1.0,
-        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(
-            o, lambda step: min(1, (step + 1) / STEPS)
-        ),
-        bf16={"enabled": dtype == "bf16"},
-        data_types={"grad_accum_dtype": accumulate},
-        checkpoint={"load_universal": how != "ours"},
+        scheduler=warm_up,
+        bf16={"enabled": job.dtype == "bf16"},
+        data_types={"grad_accum_dtype": job.accumulate},
+        checkpoint={"load_universal": job.how != "ours"},
     )
 
-    states = not options and (
-        states_of if optimizer == "Muon" else True
-    )  # a new optimizer has none
-    if load and how != "ours":
-        assert engine.load_checkpoint(folder, tag=load)[0] is not None
-        if how == "mend":
-            universal.mend(engine, folder / load)
-    elif load:
-        _, client_state = universal.load_checkpoint(engine, folder, load, **(options or {}))
+
+def load(engine, job):
+    folder = Path(job.name)
+    if job.how == "ours":
+        options = {"load_optimizer_states": not job.fresh}
+        _, client_state = universal.load_checkpoint(engine, folder, job.load, **options)
         assert client_state["word"] == "client state"
+        # Another checkpoint may get the path of an open file.
         opened = {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
-        assert not [
-            path for path in opened if path.endswith(".pt")
-        ]  # another checkpoint may get this path
-    if load:
-        save_truth(snapshot(engine, states), folder / f"{label}.pt")
-        if again:
-            engine.save_checkpoint(folder, tag=f"{label}_again")
-    losses = []
-    for step in range(SAVED if load else 0, STEPS):
-        x = torch.randn(BATCH, 9, generator=torch.Generator().manual_seed(step))
-        x, y = x[rank::ranks, :8], x[rank::ranks, 8]
-        loss = engine(
-            x.to(engine.device, torch.bfloat16 if dtype == "bf16" else torch.float32),
-            y.to(engine.device),
-        )
-        engine.backward(loss)
-        engine.step()
-        mean = loss.detach().double()
-        dist.all_reduce(mean)
-        losses.append(mean.item() / ranks)
-        if not load and step + 1 == SAVED:
-            engine.save_checkpoint(
-                folder, tag=f"global_step{SAVED}", client_state={"word": "client state"}
-            )
-            save_truth(snapshot(engine, states), folder / "truth.pt")
-    if rank == 0:
-        (folder / f"{label}.json").write_text(json.dumps(losses))
+        assert not [path for path in opened if path.endswith(".pt")]
+    else:
+        assert engine.load_checkpoint(folder, tag=job.load)[0] is not None
+        if job.how == "mend":
+            universal.mend(engine, folder / job.load)
+    save_truth(snapshot(engine, job.states), folder / f"{job.label}.pt")
+    if job.save_again:
+        engine.save_checkpoint(folder, tag=f"{job.label}_again")
+
+
+def train(engine, step):
+    """The mean loss of all ranks, each of which has every so manieth row."""
+    rows = torch.randn(BATCH, 9, generator=torch.Generator().manual_seed(step))
+    rows = rows[dist.get_rank() :: dist.get_world_size()]
+    dtype = engine.module.single.dtype
+    loss = engine(rows[:, :8].to(dtype), rows[:, 8])
+    engine.backward(loss)
+    engine.step()
+    total = loss.detach().double()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def work(job):
+    engine = engine_of(job)
+    folder = Path(job.name)
+    if job.load:
+        load(engine, job)
+    else:
+        for step in range(SAVED):
+            train(engine, step)
+        engine.save_checkpoint(folder, tag=TAG, client_state={"word": "client state"})
+        save_truth(snapshot(engine, job.states), folder / "truth.pt")
+    losses = [train(engine, step) for step in range(SAVED, STEPS)]
+    if dist.get_rank() == 0:
+        (folder / f"{job.label}.json").write_text(json.dumps(losses))
     engine.destroy()
 
 
-if __name__ == "__main__":
+def play(*jobs):
     torch.compiler.set_stance("force_eager")  # Muon's arithmetic would be compiled for minutes
     begin()
-    for job in json.loads(sys.argv[1]):
-        work(**job)
+    for job in jobs:
+        work(job)
     dist.barrier()
