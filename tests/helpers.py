@@ -1,7 +1,6 @@
 """What test modules share: patches, small checkpoints laid out by hand, comparisons."""
 
 import contextlib
-import csv
 import io
 import itertools
 import multiprocessing
@@ -22,23 +21,33 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal as deepspeed_converter
+from toy import same
 
 import ds_to_universal
 import train
 import universal
-from measure.ranks import launch, run_script
+from measure.ranks import launch, rows_of, run_script
+
+# --------------------------------------------------------------------------------------------------
+# 1. ranks: patches for them, what they have logged and seen, and several tasks of one launch
+
+
+def kill(number=signal.SIGKILL):
+    """This process sends itself a signal."""
+    os.kill(os.getpid(), number)
+
+
+def told_to_stop():
+    kill(signal.SIGTERM)
+
+
+def hang():
+    kill(signal.SIGSTOP)
 
 
 def fp16_is(supported):
     """A patch: the device has fp16, or has it not, whatever this CPU is."""
     return lambda: setattr(get_accelerator(), "is_fp16_supported", lambda: supported)
-
-
-def convert_with_deepspeed(folder, output):
-    """DeepSpeed's own converter, in this process."""
-    options = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
-    options |= dict(inject_missing_state=True, input_folder=str(folder), output_folder=str(output))
-    deepspeed_converter.main(SimpleNamespace(**options))
 
 
 def frozen_and_buffer():
@@ -60,19 +69,6 @@ def frozen_and_buffer():
     train.GPT = Variant
 
 
-def kill(number=signal.SIGKILL):
-    """This process sends itself a signal."""
-    os.kill(os.getpid(), number)
-
-
-def told_to_stop():
-    kill(signal.SIGTERM)
-
-
-def hang():
-    kill(signal.SIGSTOP)
-
-
 def at_step(step, rank, act=kill, call="train.micro_batch"):
     """A patch: in that step this rank calls act() before the call of a function; by default when it
     draws the data."""
@@ -80,27 +76,29 @@ def at_step(step, rank, act=kill, call="train.micro_batch"):
     def patch():
         import train
 
-        function, draw, now = pkgutil.resolve_name(call), train.micro_batch, [0]
+        function = pkgutil.resolve_name(call)
+        micro_batch = train.micro_batch
+        current = 0
 
         def wrapped(*arguments, **options):
-            if now[0] == step and os.environ["RANK"] == str(rank):
+            if current == step and os.environ["RANK"] == str(rank):
                 act()
             return function(*arguments, **options)
 
-        def drawing(args, text, number, m):
-            now[0] = number or now[0]  # 0: validation
-            return (wrapped if function is draw else draw)(args, text, number, m)
+        def draw(args, text, number, m):
+            nonlocal current
+            current = number or current  # 0: validation
+            return (wrapped if function is micro_batch else micro_batch)(args, text, number, m)
 
         pytest.MonkeyPatch().setattr(call, wrapped)
-        train.micro_batch = drawing
+        train.micro_batch = draw
 
     return patch
 
 
 def steps(folder, run_name):
     """Those in a log."""
-    with open(folder / "logs" / f"{run_name}.csv", newline="") as file:
-        return [int(row["step"]) for row in csv.DictReader(file)]
+    return [int(row["step"]) for row in rows_of(Path(folder, "logs", f"{run_name}.csv"))]
 
 
 def record_rows(name):
@@ -127,64 +125,59 @@ def each_row_once(folder, name, ranks, numbers, batch, seq_len):
     text, _, _ = train.load_text(None, seq_len)
     sizes = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": batch}
     args = SimpleNamespace(seed=1337, seq_len=seq_len, **sizes)
-    share, alike = batch // ranks, True
+    share = batch // ranks
+    alike = []
     for i, step in enumerate(numbers):
         inputs, targets = train.micro_batch(args, text, step, 0)
-        wanted = [str(row) for row in torch.cat([inputs, targets[:, -1:]], dim=1).tolist()]
-        assert (
-            len(set(wanted)) > 0.8 * batch
-        )  # hardly any two are the same, so counting them means something
-        got = [row for rows in seen for row in rows[i * share : (i + 1) * share]]
-        alike = alike and sorted(got) == sorted(wanted)
-    return alike and sum(map(len, seen)) == len(numbers) * batch
+        drawn = [str(row) for row in torch.cat([inputs, targets[:, -1:]], dim=1).tolist()]
+        # Hardly any two are the same, so counting them means something.
+        assert len(set(drawn)) > 0.8 * batch
+        of_step = [row for rows in seen for row in rows[i * share : (i + 1) * share]]
+        alike.append(sorted(of_step) == sorted(drawn))
+    return all(alike) and sum(map(len, seen)) == len(numbers) * batch
 
 
 def refused(patched, script, ranks, arguments):
     """The line with which rank 0 of so many refuses the arguments before it meets the others; in
     this process. 0 ranks: no launcher has started it."""
-    said = io.StringIO()
+    launched = {"RANK": "0", "WORLD_SIZE": str(ranks)} if ranks else {}
     patched.setattr(sys, "argv", [script, *map(str, arguments)])
-    patched.setattr(
-        os, "environ", os.environ | ({"RANK": "0", "WORLD_SIZE": str(ranks)} if ranks else {})
-    )
-    with pytest.raises(SystemExit) as stop, contextlib.redirect_stderr(said):
+    patched.setattr(os, "environ", os.environ | launched)
+    printed = io.StringIO()
+    with pytest.raises(SystemExit) as stop, contextlib.redirect_stderr(printed):
         run_script(script)
-    line = said.getvalue()
+    line = printed.getvalue()
     assert stop.value.code == 2 and line.count("\n") == 1, line
     assert line.startswith(f"{script.removeprefix('examples.').removesuffix('.py')}.py: error: ")
     return line
 
 
-def load(path):
-    return torch.load(path, weights_only=False)
+def run_all(folder, ranks, script, *arguments, names):
+    """{name: error} of what has failed. The script does what is named, one after the other, and
+    adds each name to the file `ended`. What fails ends the launch: what comes after it gets another
+    one."""
+    failed = {}
+    left = list(names)
+    ended = Path(folder, "ended")
+    while left:
+        ended.write_text("")
+        result = launch(folder, ranks, script, *arguments, *left, limit=600)
+        left = left[len(ended.read_text().splitlines()) :]
+        assert left or result.code == 0, f"{script} {result.codes}\n{result.errors}"
+        if left:
+            failed[left.pop(0)] = f"{result.codes} on {ranks} ranks\n{result.out}\n{result.errors}"
+    return failed
 
 
-def same_bits(a, b):
-    assert (a.dtype, a.shape) == (b.dtype, b.shape)
-    return torch.equal(
-        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
-    )
-
-
-def content(folder):
-    """Every byte below a folder, by file."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in Path(folder).rglob("*")
-        if path.is_file()
-    }
-
-
-def with_bit_flipped(data, position, bit=0):
-    """The bytes with one bit the other way."""
-    return data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
+# --------------------------------------------------------------------------------------------------
+# 2. commands, in a process of their own
 
 
 def forked(work, limit=120):
     """Call work() in a process forked from this one, which has imported what is needed. Returns
     end(), which waits for it: its exit code, or minus the signal that ended it, and what it
     printed, at most what a pipe holds."""
-    pipes = [os.pipe() for _ in range(2)]
+    pipes = [os.pipe(), os.pipe()]  # its standard output and standard error
 
     def main():
         signal.alarm(limit)
@@ -209,7 +202,8 @@ def forked(work, limit=120):
 def start_converter(source, output=None, *flags, before=lambda: None, **environment):
     """forked() with ds_to_universal.py's main(); before() is called ahead of it."""
     words = ["ds_to_universal.py", "--input_folder", source, *flags]
-    words += [] if output is None else ["--output_folder", output]
+    if output is not None:
+        words += ["--output_folder", output]
 
     def work():
         os.environ.update(environment)
@@ -224,22 +218,16 @@ def converter(*arguments, **options):
     return start_converter(*arguments, **options)()
 
 
-def at_event(number, which, act=lambda: os.kill(os.getpid(), signal.SIGKILL)):
+def at_event(number, which, act=kill):
     """From here on, in this process: act() ahead of the so many-th audit event of which
     which(event, arguments)."""
-    left = itertools.count(1)
-    sys.addaudithook(lambda *told: act() if which(*told) and next(left) == number else None)
+    count = itertools.count(1)
 
+    def hook(*event):
+        if which(*event) and next(count) == number:
+            act()
 
-def not_converted(source, *words, **options):
-    """The conversion ends in one line with these words, and nothing appears."""
-    before = sorted(os.listdir(source.parent))
-    with pytest.raises(universal.CheckpointError) as error:
-        universal.convert(source, source.parent / "u", **options)
-    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), (
-        error.value
-    )
-    assert sorted(os.listdir(source.parent)) == before
+    sys.addaudithook(hook)
 
 
 def makes_a_file(event, arguments):
@@ -249,72 +237,18 @@ def makes_a_file(event, arguments):
 
 def failed(done, code, *words):
     """The command has ended with this exit code, and one line that has these words."""
-    assert (
-        done.code == code and done.err.count("\n") == 1 and all(word in done.err for word in words)
-    ), done.err
+    assert done.code == code and done.err.count("\n") == 1, done.err
+    assert all(word in done.err for word in words), done.err
 
 
-def assert_equal_to_deepspeed(source, folder):
-    """Convert source into folder/ours, and with DeepSpeed's converter into folder/theirs. Every
-    file of DeepSpeed's zero/ but the second copy of tied weights is the same: tensors, shapes, how
-    to cut them, step counts. Ours has the files of every parameter, and no others."""
-    ours, theirs = folder / "ours" / "zero", folder / "theirs" / "zero"
-    convert_with_deepspeed(source, theirs.parent)
-    universal.convert(source, ours.parent, check=True)
-    models = [load(path) for path in ours.parent.glob("mp_rank_*_model_states.pt")]
-    tied = {name for model in models for name in model["shared_params"]}
-    kept = {name: tensor for model in models for name, tensor in (model["module"] or {}).items()}
-    names = {name for model in models for group in model["param_shapes"] for name in group}
-    found, others = (
-        {str(path.parent.relative_to(zero)) for path in zero.rglob("fp32.pt")}
-        for zero in (ours, theirs)
-    )
-    assert found == names == others - {*tied, *kept}
-    for name in (
-        others & kept.keys() - tied
-    ):  # the loader of zero/ never reads what DeepSpeed writes there
-        assert torch.equal(load(theirs / name / "fp32.pt")["param"], kept[name].float()), name
-    for path in (path for name in names for path in (theirs / name).glob("*.pt")):
-        wanted, got = load(path), load(ours / path.relative_to(theirs))
-        if path.stem == "step":
-            assert torch.equal(wanted, got)
-            continue
-        if torch.is_tensor(wanted):  # ZeRO-3, without a shape
-            wanted = {"param": wanted.view(got["param"].shape), "cat_dim": 0}
-        assert same_bits(got.pop("param"), wanted.pop("param")) and got == wanted, path
-    assert all(
-        (theirs / name / f"{state}.pt").exists()
-        for name in names
-        for state in ("exp_avg", "exp_avg_sq")
-    )
-
+# --------------------------------------------------------------------------------------------------
+# 3. the files of a checkpoint
 
 SHAPES = [OrderedDict(a=torch.Size((5, 3)), b=torch.Size((7,))), OrderedDict(c=torch.Size((4,)))]
 
 
-def records(path, part="/data/"):
-    """The records of a .pt file, the largest last."""
-    with zipfile.ZipFile(path) as archive:
-        return sorted(
-            (i for i in archive.infolist() if part in i.filename and i.file_size),
-            key=lambda i: i.file_size,
-        )
-
-
-def data_of(data, record):
-    """Where the bytes of a record begin in those of its file."""
-    return (
-        record.header_offset + 30 + sum(struct.unpack_from("<HH", data, record.header_offset + 26))
-    )
-
-
-def flip(path, record=None, at=0.5):
-    """Change one bit of a record of a .pt file; without one, in the middle of the largest
-    tensor."""
-    record, data = record or records(path)[-1], path.read_bytes()
-    path.write_bytes(
-        with_bit_flipped(data, data_of(data, record) + int(record.file_size * at), bit=4)
-    )
+def load(path):
+    return torch.load(path, weights_only=False)
 
 
 def edit(folder, pattern, change):
@@ -328,21 +262,96 @@ def edit(folder, pattern, change):
 def states(shard):
     """The optimizer's states by parameter group, of a shard of any stage."""
     optimizer = shard["optimizer_state_dict"]
-    return (optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"])[
-        "state"
-    ].values()
+    inner = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
+    return inner["state"].values()
 
 
-def run_all(folder, ranks, script, *arguments, names):
-    """{name: error} of what has failed. The script does what is named, one after the other, and
-    adds each name to the file `ended`. What fails ends the launch: what comes after it gets another
-    one."""
-    failed, left, ended = {}, list(names), Path(folder, "ended")
-    while left:
-        ended.write_text("")
-        result = launch(folder, ranks, script, *arguments, *left, limit=600)
-        left = left[len(ended.read_text().splitlines()) :]
-        assert left or result.code == 0, f"{script} {arguments} {result.codes}\n{result.errors}"
-        if left:
-            failed[left.pop(0)] = f"{result.codes} on {ranks} ranks\n{result.out}\n{result.errors}"
-    return failed
+def content(folder):
+    """Every byte below a folder, by file."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file()
+    }
+
+
+def records(path, part="/data/"):
+    """The records of a .pt file, the largest last."""
+    with zipfile.ZipFile(path) as archive:
+        chosen = [info for info in archive.infolist() if part in info.filename and info.file_size]
+    return sorted(chosen, key=lambda info: info.file_size)
+
+
+def data_of(data, record):
+    """Where the bytes of a record begin in those of its file."""
+    lengths = struct.unpack_from("<HH", data, record.header_offset + 26)
+    return record.header_offset + 30 + sum(lengths)
+
+
+def with_bit_flipped(data, position, bit=0):
+    """The bytes with one bit the other way."""
+    return data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
+
+
+def flip(path, record=None, at=0.5):
+    """Change one bit of a record of a .pt file; without one, in the middle of the largest
+    tensor."""
+    record, data = record or records(path)[-1], path.read_bytes()
+    position = data_of(data, record) + int(record.file_size * at)
+    path.write_bytes(with_bit_flipped(data, position, bit=4))
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. conversions
+
+
+def convert_with_deepspeed(folder, output):
+    """DeepSpeed's own converter, in this process."""
+    options = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
+    options |= dict(inject_missing_state=True, input_folder=str(folder), output_folder=str(output))
+    deepspeed_converter.main(SimpleNamespace(**options))
+
+
+def not_converted(source, *words, **options):
+    """The conversion ends in one line with these words, and nothing appears."""
+    before = sorted(os.listdir(source.parent))
+    with pytest.raises(universal.CheckpointError) as error:
+        universal.convert(source, source.parent / "u", **options)
+    line = str(error.value)
+    assert "\n" not in line and all(word in line for word in words), line
+    assert sorted(os.listdir(source.parent)) == before
+
+
+def assert_equal_to_deepspeed(source, folder):
+    """Convert source into folder/ours, and with DeepSpeed's converter into folder/theirs. Every
+    file of DeepSpeed's zero/ but the second copy of tied weights is the same: tensors, shapes, how
+    to cut them, step counts. Ours has the files of every parameter, and no others."""
+    ours, theirs = folder / "ours" / "zero", folder / "theirs" / "zero"
+    convert_with_deepspeed(source, theirs.parent)
+    universal.convert(source, ours.parent, check=True)
+    models = [load(path) for path in ours.parent.glob("mp_rank_*_model_states.pt")]
+    tied = {name for model in models for name in model["shared_params"]}
+    kept = {name: tensor for model in models for name, tensor in (model["module"] or {}).items()}
+    names = {name for model in models for group in model["param_shapes"] for name in group}
+    our_names, their_names = (
+        {str(path.parent.relative_to(zero)) for path in zero.rglob("fp32.pt")}
+        for zero in (ours, theirs)
+    )
+    assert our_names == names == their_names - {*tied, *kept}
+    # The loader of zero/ never reads what DeepSpeed writes there.
+    for name in their_names & kept.keys() - tied:
+        assert torch.equal(load(theirs / name / "fp32.pt")["param"], kept[name].float()), name
+    for name in names:
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert (theirs / name / f"{state}.pt").exists()
+        for path in (theirs / name).glob("*.pt"):
+            assert_equal_file(load(ours / path.relative_to(theirs)), load(path), path)
+
+
+def assert_equal_file(got, expected, path):
+    if path.stem == "step":
+        assert torch.equal(got, expected)
+        return
+    if torch.is_tensor(expected):  # ZeRO-3, without a shape
+        expected = {"param": expected.view(got["param"].shape), "cat_dim": 0}
+    assert same(got.pop("param"), expected.pop("param")) and got == expected, path

@@ -19,10 +19,10 @@ from helpers import (
     failed,
     forked,
     load,
-    same_bits,
     with_bit_flipped,
 )
 from safetensors.torch import load_file
+from toy import same
 from zoo import TAG, Job
 
 from measure.lay_out import lay_out
@@ -79,9 +79,7 @@ def test_weights_of_the_live_engine(trained, tmp_path, stage, dtype):
     for folder in (source, tmp_path / "u"):
         done = export(folder, tmp_path / "model.safetensors")
         got = load_file(tmp_path / "model.safetensors")
-        assert got.keys() == wanted.keys() and all(
-            same_bits(got[name], wanted[name]) for name in wanted
-        )
+        assert got.keys() == wanted.keys() and all(same(got[name], wanted[name]) for name in wanted)
         assert done["parameters"] == len(wanted)
         assert done["bytes"] == sum(tensor.nbytes for tensor in wanted.values())
 
@@ -106,7 +104,7 @@ def test_transformers_takes_the_file(tmp_path, tied):
     convert(folder, tmp_path / "u")
     got = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name in shapes:
-        assert same_bits(
+        assert same(
             got.get_parameter(name).detach(),
             load(tmp_path / "u" / "zero" / name / "fp32.pt")["param"],
         )
@@ -137,7 +135,7 @@ def test_views_and_other_kinds(laid_out, tmp_path):
     export(source, tmp_path / "x.safetensors")
     got = load_file(tmp_path / "x.safetensors")
     assert got.keys() == VIEWS.keys() | set("abc")
-    assert [name for name, tensor in VIEWS.items() if not same_bits(got[name], tensor)] == []
+    assert [name for name, tensor in VIEWS.items() if not same(got[name], tensor)] == []
 
 
 def test_universal_checkpoint_of_deepspeed(laid_out, tmp_path):
@@ -152,7 +150,7 @@ def test_universal_checkpoint_of_deepspeed(laid_out, tmp_path):
     export(tmp_path / "u", tmp_path / "y.safetensors")
     wanted, got = load_file(tmp_path / "x.safetensors"), load_file(tmp_path / "y.safetensors")
     assert got.keys() == wanted.keys() == set("abc") and all(
-        same_bits(got[name], wanted[name]) for name in got
+        same(got[name], wanted[name]) for name in got
     )
 
 
