@@ -2,7 +2,7 @@
 on other ranks and at another stage, and what must not load is known beforehand."""
 
 import pytest
-from random_engines import plan, play_all, wanted
+from random_engines import outcomes_of, plan, wanted
 
 SEEDS = [
     range(10),
@@ -12,5 +12,5 @@ SEEDS = [
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"from {seeds[0]}")
 def test_random_engines(tmp_path, seeds):
-    for seed, text in play_all(seeds, tmp_path).items():
-        assert text.partition(":")[0] == wanted(plan(seed)), (seed, text, plan(seed))
+    for seed, outcome in outcomes_of(seeds, tmp_path).items():
+        assert outcome.partition(":")[0] == wanted(plan(seed)), (outcome, plan(seed))

@@ -1,5 +1,5 @@
 """Random models, optimizers and ZeRO options, saved on some ranks and loaded on others or on the
-same: random_engines.py save SEED..., then random_engines.py load SEED...
+same: outcomes_of(seeds, folder).
 
 An engine is wrong when load_checkpoint() returns and anything it holds is not what was saved:
 weights, masters, states, frozen parameters, buffers, extra state, hyper-parameters, step counts,
@@ -7,8 +7,8 @@ scheduler, counters, client state; or when the losses of two more steps are othe
 which of them must load."""
 
 import random
-import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ from toy import (
     RARE_DTYPES,
     ExtraState,
     begin,
+    differences,
     in_turn,
     make,
-    same,
+    read_truth,
     save_truth,
     snapshot,
     split_groups,
@@ -43,62 +44,112 @@ OPTIMIZERS = {
     "Rprop": {},
 }
 NAMES = ["w", "a-b", "x[0]", "y+", "ünï", "sla/sh", "s p"]
+WIDTH = 5  # of what it is trained with
+
+
+# --------------------------------------------------------------------------------------------------
+# 1. what the engine of a seed is, and what is done with it
+
+
+class Side(NamedTuple):
+    """How it is cut, where it is saved or where it is loaded. zero: more of zero_optimization."""
+
+    stage: int
+    ranks: int
+    zero: dict
+
+
+class Plan(NamedTuple):
+    """later: another checkpoint is saved after it. converted: what is loaded is its conversion.
+    options: of load_checkpoint()."""
+
+    seed: int
+    saved: Side
+    loaded: Side
+    optimizer: str
+    groups: int
+    bf16: bool
+    parts: list[str]
+    shapes: list[list[int]]
+    tag: str
+    later: bool
+    converted: bool
+    options: dict
 
 
 def plan(seed):
-    """What the engine of a seed is, and what is done with it."""
-    r = random.Random(seed)
-    stage, to = r.choice([(1, 1), (2, 2), (3, 3), *((a, b) for a in (1, 2, 3) for b in (1, 2, 3))])
-    ranks, optimizer = r.randint(1, 4), r.choice(["AdamW"] * 6 + list(OPTIMIZERS))
+    draw = random.Random(seed)
+    stages = [(1, 1), (2, 2), (3, 3), *((a, b) for a in (1, 2, 3) for b in (1, 2, 3))]
+    stage, to = draw.choice(stages)
+    ranks = draw.randint(1, 4)
+    optimizer = draw.choice(["AdamW"] * 6 + list(OPTIMIZERS))
+    other_ranks = draw.choice([ranks, 1, 2, 3, 4])
+    # DeepSpeed makes Adagrad anew, and of one group.
+    groups = 1 if optimizer == "Adagrad" else draw.randint(1, 3)
+    bf16 = draw.random() < 0.3
+    parts = [part for part in ("shared", "frozen", "tied", "extra") if draw.random() < 0.5]
+    shapes = [
+        [draw.choice([1, 2, 3, 5, 8]) for _ in range(draw.randint(1, 3))]
+        for _ in range(draw.randint(1, 5))
+    ]
+    zero = draw_zero_options(draw, stage)
+    other_zero = draw_zero_options(draw, to)
+    tag = draw.choice(["t", "epoch1/step2", "a tag"])
+    later = draw.random() < 0.5
+    converted = draw.random() < 0.2
+    options = [{}] * 6 + [{"load_optimizer_states": False}, {"load_module_only": True}]
+    return Plan(
+        seed=seed,
+        saved=Side(stage, ranks, zero),
+        loaded=Side(to, other_ranks, other_zero),
+        optimizer=optimizer,
+        groups=groups,
+        bf16=bf16,
+        parts=parts,
+        shapes=shapes,
+        tag=tag,
+        later=later,
+        converted=converted,
+        options=draw.choice(options),
+    )
+
+
+def draw_zero_options(draw, stage):
+    if stage == 3:
+        return {
+            "sub_group_size": draw.choice([10**9, 1, 20]),
+            "stage3_param_persistence_threshold": draw.choice([0, 10, 10**5]),
+        }
     return {
-        "seed": seed,
-        "stages": [stage, to],
-        "ranks": [ranks, r.choice([ranks, 1, 2, 3, 4])],
-        "optimizer": optimizer,
-        "groups": 1
-        if optimizer == "Adagrad"
-        else r.randint(1, 3),  # DeepSpeed makes it anew, and of one group
-        "bf16": r.random() < 0.3,
-        "parts": [part for part in ("shared", "frozen", "tied", "odd") if r.random() < 0.5],
-        "shapes": [
-            [r.choice([1, 2, 3, 5, 8]) for _ in range(r.randint(1, 3))]
-            for _ in range(r.randint(1, 5))
-        ],
-        "zero": [options_of(r, stage), options_of(r, to)],
-        "tag": r.choice(["t", "epoch1/step2", "a tag"]),
-        "latest": r.random() < 0.5,  # another checkpoint is saved after it
-        "universal": r.random() < 0.2,
-        "options": r.choice(
-            [{}] * 6 + [{"load_optimizer_states": False}, {"load_module_only": True}]
-        ),
+        "round_robin_gradients": draw.random() < 0.3,
+        "elastic_checkpoint": draw.random() < 0.2,
     }
 
 
-def options_of(r, stage):
-    options = {}
-    if stage == 3:
-        options["sub_group_size"] = r.choice([10**9, 1, 20])
-        options["stage3_param_persistence_threshold"] = r.choice([0, 10, 10**5])
-    else:
-        options["round_robin_gradients"] = r.random() < 0.3
-        options["elastic_checkpoint"] = r.random() < 0.2
-    return options
+def wanted(plan):
+    """The one outcome that is right: all load but those of the two optimizers that keep what
+    belongs to no single element, where they were to be converted."""
+    convertible = plan.optimizer not in ("ASGD", "NAdam")
+    return "right" if convertible or not plan.converted else "not converted"
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. what its ranks do
 
 
 class Model(nn.Module):
     def __init__(self, parts, shapes):
         super().__init__()
-        self.weights = nn.ParameterDict(
-            {f"{NAMES[i]}": torch.randn(shape) for i, shape in enumerate(shapes)}
-        )
+        weights = {name: torch.randn(shape) for name, shape in zip(NAMES, shapes, strict=False)}
+        self.weights = nn.ParameterDict(weights)
         if "tied" in parts:
             self.again = nn.ParameterDict({"w": self.weights["w"]})
         if "frozen" in parts:
             self.frozen = nn.Parameter(torch.randn(4, 9)[:, 2:7], requires_grad=False)
         if "shared" in parts:
             self.norm = self.same = nn.BatchNorm1d(3, affine=False)
-        if "odd" in parts:
-            self.odd = ExtraState(RARE_DTYPES)
+        if "extra" in parts:
+            self.extra = ExtraState(RARE_DTYPES)
 
     def forward(self, x):
         x = x.flatten()
@@ -106,140 +157,125 @@ class Model(nn.Module):
         if hasattr(self, "frozen"):
             total = total * (1 + self.frozen.float().cos().mean())
         if hasattr(self, "norm"):  # the same on every rank, as it looks at nothing of the batch
-            first = self.weights["w"].float().flatten()[:1]
-            total = total + self.norm(first.expand(4, 3) + torch.eye(4, 3)).pow(3).mean()
+            element = self.weights["w"].float().flatten()[:1]
+            total = total + self.norm(element.expand(4, 3) + torch.eye(4, 3)).pow(3).mean()
         return total.float().pow(2)
 
 
-def wanted(job):
-    """The one outcome that is right: all load but the two whose optimizers keep what belongs to no
-    single element, and which were to be converted."""
-    return (
-        "not converted" if job["universal"] and job["optimizer"] in ("ASGD", "NAdam") else "right"
-    )
+def warm_up(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 8))
 
 
-def make_it(job, side, seed):
+def engine_of(plan, side, seed):
+    def make_optimizer(parameters):
+        groups = split_groups(parameters, plan.groups)
+        return getattr(torch.optim, plan.optimizer)(groups, **OPTIMIZERS[plan.optimizer])
+
     return make(
-        job["stages"][side],
-        lambda: Model(job["parts"], job["shapes"]),
-        lambda ps: getattr(torch.optim, job["optimizer"])(
-            split_groups(ps, job["groups"]), **OPTIMIZERS[job["optimizer"]]
-        ),
+        side.stage,
+        lambda: Model(plan.parts, plan.shapes),
+        make_optimizer,
         seed,
-        job["zero"][side],
-        bf16={"enabled": job["bf16"]},
+        side.zero,
+        bf16={"enabled": plan.bf16},
         clip=1.0,
-        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(
-            o, lambda step: min(1, (step + 1) / 8)
-        ),
+        scheduler=warm_up,
     )
 
 
-def keep_truth(engine, job):
-    """What the engine holds, and the losses of two more steps. DeepSpeed misreads the masters and
-    states of a live engine with round_robin_gradients."""
-    truth = snapshot(engine)
-    truth["losses"] = []
-    for step in (2, 3):
-        truth["losses"].append(train(engine, step, width=5))
-        if job["latest"] and step == 2:
-            engine.save_checkpoint(".", tag="a later one")
-    save_truth(truth)
-
-
-def save(job):
+def save(plan):
     """What came of it: "saved", or the line that says why it is not converted."""
-    engine = make_it(job, 0, seed=1)
+    engine = engine_of(plan, plan.saved, seed=1)
     for step in (0, 1):
-        train(engine, step, width=5)
-    client_state = {"word": job["seed"], "odd": torch.ones(2, dtype=torch.uint16)}
-    engine.save_checkpoint(".", tag=job["tag"], client_state=client_state)
-    keep_truth(engine, job)
-    if job["universal"] and dist.get_rank() == 0:
+        train(engine, step, width=WIDTH)
+    client_state = {"word": plan.seed, "rare": torch.ones(2, dtype=torch.uint16)}
+    engine.save_checkpoint(".", tag=plan.tag, client_state=client_state)
+    save_truth(snapshot(engine))
+    losses = [train(engine, 2, width=WIDTH)]
+    if plan.later:
+        engine.save_checkpoint(".", tag="a later one")
+    save_truth([*losses, train(engine, 3, width=WIDTH)], "losses.pt")
+    if plan.converted and dist.get_rank() == 0:
         try:
-            universal.convert(job["tag"], "universal")
+            universal.convert(plan.tag, "universal")
         except universal.CheckpointError as error:
             return f"not converted: {error}"
     return "saved"
 
 
-def compared(job, truth):
-    """The names of what must be as it was."""
-    names = truth.keys() - {"losses"}
-    if any(zero.get("round_robin_gradients") for zero in job["zero"]):
-        names = {name for name in names if " " not in name.replace("s p", "")}
-    if job["options"]:  # the optimizer is a new one
-        names -= {"groups", "steps", "counters", "scheduler"}
-        names = {
-            name for name in names if " " not in name.replace("s p", "") or name.endswith(" fp32")
-        }
-    return names
-
-
-def load(job):
+def load(plan):
     """What came of it: "right", what is wrong, or why it was refused."""
-    engine = make_it(job, 1, seed=2)
-    train(engine, 9, width=5)
-    tag = (
-        "universal"
-        if job["universal"]
-        else job["tag"]
-        if job["latest"] or job["seed"] % 2
-        else None
-    )
+    engine = engine_of(plan, plan.loaded, seed=2)
+    train(engine, 9, width=WIDTH)
+    expected = "universal" if plan.converted else plan.tag
+    tag = expected if plan.converted or plan.later or plan.seed % 2 else None
     try:
-        path, client_state = universal.load_checkpoint(engine, ".", tag, **job["options"])
+        path, client_state = universal.load_checkpoint(engine, ".", tag, **plan.options)
     except universal.CheckpointError as error:
         return f"refused: {error}"
-    truth, now = torch.load("truth.pt", weights_only=False), snapshot(engine)
-    wrong = sorted(key for key in compared(job, truth) if not same(truth[key], now.get(key)))
-    if path != str(Path("universal" if job["universal"] else job["tag"])):
+    wrong = differences(comparable(plan, read_truth()), snapshot(engine))
+    if path != expected:
         wrong.append(path)
-    if client_state["word"] != job["seed"] or client_state["odd"].tolist() != [1, 1]:
+    if client_state["word"] != plan.seed or client_state["rare"].tolist() != [1, 1]:
         wrong.append("client state")
-    if not job["options"]:
-        gap = max(
-            abs(train(engine, step, width=5) - loss)
-            for step, loss in zip((2, 3), truth["losses"], strict=True)
-        )
-        exact = all(job[key][0] == job[key][1] for key in ("stages", "ranks", "zero"))
-        wrong += [f"loss {gap}"] if gap > (0 if exact else 2e-2 if job["bf16"] else 1e-5) else []
+    if not plan.options:
+        losses = zip((2, 3), read_truth("losses.pt"), strict=True)
+        gap = max(abs(train(engine, step, width=WIDTH) - loss) for step, loss in losses)
+        if gap > (0 if plan.saved == plan.loaded else 2e-2 if plan.bf16 else 1e-5):
+            wrong.append(f"loss {gap}")
     return f"WRONG: {wrong}" if wrong else "right"
 
 
-def outcome(folder, phase, failed):
+def comparable(plan, truth):
+    """What must be as it was. DeepSpeed misreads the masters and states of a live engine with
+    round_robin_gradients."""
+    masters = {name for name in truth if name.endswith(" fp32")}
+    states = {name for name in truth if " " in name.replace("s p", "")} - masters
+    left_out = set()
+    if any(side.zero.get("round_robin_gradients") for side in (plan.saved, plan.loaded)):
+        left_out |= masters | states
+    if plan.options:  # the optimizer is a new one
+        left_out |= states | {"groups", "steps", "counters", "scheduler"}
+    return {name: value for name, value in truth.items() if name not in left_out}
+
+
+def play(phase, *seeds):
+    """What every rank does."""
+
+    def play_engine(seed):
+        outcome = {"save": save, "load": load}[phase](plan(int(seed)))
+        Path(f"{phase}.{dist.get_rank()}").write_text(outcome)
+
+    begin()
+    in_turn(seeds, play_engine)
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. what came of it
+
+
+def outcome_of(folder, phase, failed):
     """What came of a phase for one engine."""
     if failed:
         return f"FAILED: {failed.strip().splitlines()[-1]}"
-    told = {path.read_text() for path in folder.glob(f"{phase}.*")} - {"saved"}
-    told = told - {"right"} or told
-    return (
-        next(iter(told), "saved")
-        if len(told) < 2
-        else f"FAILED: not all ranks say the same: {told}"
-    )
+    outcomes = {path.read_text() for path in folder.glob(f"{phase}.*")}
+    if phase == "save":  # rank 0 converts
+        outcomes = outcomes - {"saved"} or outcomes
+    if len(outcomes) > 1:
+        return f"FAILED: not all ranks say the same: {outcomes}"
+    return outcomes.pop()
 
 
-def play_all(seeds, folder):
+def outcomes_of(seeds, folder):
     """{seed: what came of it}. All engines of a number of ranks are saved in one launch, and loaded
     in one."""
-    found, left = {}, list(seeds)
-    for side, phase in enumerate(("save", "load")):
+    outcomes = {}
+    left = {str(seed): plan(seed) for seed in seeds}
+    for phase, side in (("save", "saved"), ("load", "loaded")):
         for ranks in (1, 2, 3, 4):
-            names = [str(seed) for seed in left if plan(seed)["ranks"][side] == ranks]
-            failed = run_all(folder, ranks, Path(__file__), phase, names=names)
-            found |= {int(name): outcome(folder / name, phase, failed.get(name)) for name in names}
-        left = [seed for seed in left if found[seed] == "saved"]
-    return found
-
-
-if __name__ == "__main__":
-    begin()
-    phase, *seeds = sys.argv[1:]
-
-    def play(seed):
-        told = {"save": save, "load": load}[phase](plan(int(seed)))
-        Path(f"{phase}.{dist.get_rank()}").write_text(told)
-
-    in_turn(seeds, play)
+            names = [name for name in left if getattr(left[name], side).ranks == ranks]
+            failed = run_all(folder, ranks, play, phase, names=names)
+            for name in names:
+                outcomes[int(name)] = outcome_of(folder / name, phase, failed.get(name))
+        left = {name: job for name, job in left.items() if outcomes[int(name)] == "saved"}
+    return outcomes
