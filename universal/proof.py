@@ -355,7 +355,7 @@ def harmless(engine):
 
 def after_save(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
     """The next steps of this engine belong to the checkpoint in a folder. Call it on all ranks."""
-    if engine.wants_universal_proof:
+    if getattr(engine, "wants_universal_proof", False):
         with harmless(engine):
             proof = engine.universal_proof = engine.universal_proof or Proof(engine)
             proof.last_step = engine.global_steps + STEPS
@@ -369,7 +369,7 @@ def after_load(engine: deepspeed.DeepSpeedEngine, folder: Path | None, resharded
     folder: of the checkpoint; None, if not all of it was loaded. resharded: by this package.
     """
     engine.universal_proof = None
-    if folder and engine.wants_universal_proof:
+    if folder and getattr(engine, "wants_universal_proof", False):
         with harmless(engine):
             proof = engine.universal_proof = Proof(engine)
             if dist.get_rank() == 0:
