@@ -4,7 +4,7 @@ of ranks.
     torchrun --standalone --nproc-per-node 4 examples/hf_trainer.py
     rm -r ckpt_trainer/checkpoint-20          # as if it had died after step 19
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
-    python plot.py logs/trainer_4_ranks.csv logs/trainer_2_ranks.csv --output out/trainer.png --tolerance 1e-5
+    python plot.py logs/trainer_4_ranks.csv logs/trainer_2_ranks.csv --tolerance 1e-5
 
 It trains a tiny Llama on data that it makes itself, so there is nothing to download; on a CPU or on
 GPUs. Requires transformers, accelerate, peft for --lora, and the package universal: installed (pip
@@ -108,7 +108,8 @@ arguments = TrainingArguments(
     use_cpu=not torch.cuda.is_available(),
     disable_tqdm=True,
     deepspeed={
-        "train_batch_size": BATCH,  # a number, not "auto", so that accumulation steps that do not fit are an error
+        # A number, not "auto", so that accumulation steps that do not fit are an error.
+        "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
@@ -161,4 +162,5 @@ with open(
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
 trainer.evaluate()
 torch.distributed.barrier()  # a rank that leaves early can take the others down
-torch.distributed.destroy_process_group()  # without this, gloo aborts one run in eight after the last step
+# Without this, gloo aborts one run in eight after the last step.
+torch.distributed.destroy_process_group()

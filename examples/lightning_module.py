@@ -42,7 +42,8 @@ GPU = torch.cuda.is_available()
 accumulation, rest = divmod(BATCH, MICRO * RANKS)  # (1) keep the global batch
 if rest:
     sys.exit(
-        f"lightning_module.py: a batch of {BATCH} is no multiple of {MICRO} per rank x {RANKS} ranks"
+        f"lightning_module.py: a batch of {BATCH} is no multiple of {MICRO} per rank "
+        f"x {RANKS} ranks"
     )
 if not GPU:
     torch.set_num_threads(1)  # the number of threads affects the last bits of a sum

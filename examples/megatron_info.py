@@ -6,10 +6,12 @@ before you convert.
 
 Without this, a change of the tensor-parallel degree silently goes wrong:
 
-    query_key_value         a rank holds parts of Q, K and V; as the info stands, converters join whole ranks
+    query_key_value         a rank holds parts of Q, K and V; as the info stands, converters join
+                            whole ranks
     dense, dense_4h_to_h    are cut along their rows; saved at degree 1, the info does not say so
-    padding of the vocab    is trained, but comes back as zeros; this script keeps it, so let the new run pad to the
-                            same size: keep the product of --make-vocab-size-divisible-by and the degree
+    padding of the vocab    is trained, but comes back as zeros; this script keeps it, so let the
+                            new run pad to the same size: keep the product of
+                            --make-vocab-size-divisible-by and the degree
 
 It rewrites *mp_rank_00_model_states.pt, the file that converters read; a second run changes
 nothing. It needs neither torch nor Megatron, only the package universal: installed, or as a folder
@@ -41,7 +43,8 @@ def complete(info, args, names):
     added, heads = [], args["num_attention_heads"]
     if args.get("num_key_value_heads", heads) != heads:
         sys.exit(
-            "megatron_info.py: grouped-query attention: how Q, K and V of this checkpoint are cut is not known"
+            "megatron_info.py: grouped-query attention: how Q, K and V of this checkpoint are cut "
+            "is not known"
         )
     tp, hidden = args["tensor_model_parallel_size"], args["kv_channels"] * heads
     subs = info.setdefault("parameter_with_sub_params", [])

@@ -3,10 +3,10 @@
 its checkpoint.
 
     import universal
-    universal.install()                                     # every engine.load_checkpoint() can; or only here:
-    universal.load_checkpoint(engine, "checkpoints")
+    universal.install()                               # every engine.load_checkpoint() can; or
+    universal.load_checkpoint(engine, "checkpoints")  # only this one
 
-    python -m universal llamafactory-cli train full.yaml    # the same for a command that has no script
+    python -m universal llamafactory-cli train full.yaml  # the same for a command without a script
 
 convert() turns a ZeRO checkpoint into a universal checkpoint, which DeepSpeed's own loader reads,
 and mend() restores what that loader leaves out. The modules elastic, mirror and exact are for jobs

@@ -55,9 +55,10 @@ def test_frozen_parameter_that_is_a_view(laid_out, stage):
         "last": table[:, 7],
     }
     shapes = OrderedDict((name, tensor.shape) for name, tensor in frozen.items())
-    add = lambda model: model.update(
-        module=frozen, frozen_param_shapes=shapes, frozen_param_fragments=frozen
-    )  # noqa: E731
+
+    def add(model):
+        model.update(module=frozen, frozen_param_shapes=shapes, frozen_param_fragments=frozen)
+
     module = converted(laid_out(stage, model=add))["module"]
     assert module.keys() == frozen.keys()
     assert all(torch.equal(module[name], tensor) for name, tensor in frozen.items())

@@ -99,7 +99,8 @@ def test_transformers_takes_the_file(tmp_path, tied):
     lay_out(folder / "global_step500", [OrderedDict(shapes)], 2, 3, tie if tied else None)
     config.save_pretrained(folder)
     done = exporter(folder, folder / "model.safetensors")
-    said = rf"{folder}/global_step500 -> {folder}/model.safetensors: {len(shapes)} parameters, .* bytes in"
+    paths = rf"{folder}/global_step500 -> {folder}/model.safetensors"
+    said = rf"{paths}: {len(shapes)} parameters, .* bytes in"
     assert done.code == 0 and re.match(said, done.out), done.err
     convert(folder, tmp_path / "u")
     got = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

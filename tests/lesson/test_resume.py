@@ -143,10 +143,8 @@ def test_same_ranks_universal_checkpoint(work, saved, kind):
 def test_half_the_ranks(work, halved, kind):
     """The ZeRO checkpoint of 4 ranks on 2, without a conversion: 1e-5 in fp32, 1e-2 in bf16."""
     name, resumed, out = halved(*kind)
-    assert (
-        f"24 = {'6 per rank x 2' if kind[0] == 3 else '2 per rank x 6'} accumulation steps x 2 ranks"
-        in out
-    )
+    share = "6 per rank x 2" if kind[0] == 3 else "2 per rank x 6"
+    assert f"24 = {share} accumulation steps x 2 ranks" in out
     for column in ("loss", "val_loss"):
         gaps = compare(work, name, resumed, column)
         assert max(gaps) == kind[2] and max(gaps.values()) <= (1e-5 if "fp32" in name else 1e-2)

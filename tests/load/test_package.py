@@ -70,7 +70,8 @@ def test_a_copy_beside_a_script(tmp_path):
 
 
 def test_what_needs_neither_torch_nor_deepspeed(tmp_path):
-    code = "import sys, universal, ds_to_universal, universal.safetensors, universal.__main__; universal.convert; "
+    modules = "sys, universal, ds_to_universal, universal.safetensors, universal.__main__"
+    code = f"import {modules}; universal.convert; "
     done = python(
         "-c", code + "print({'torch', 'deepspeed'} & {*sys.modules})", folder=tmp_path, path=ROOT
     )

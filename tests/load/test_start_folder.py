@@ -82,12 +82,14 @@ def test_a_script_that_imports_universal_first(copy, theirs):
 
 
 def test_looking_for_deepspeed_does_not_use_it_up(copy, theirs):
-    code = "from importlib.util import find_spec; find_spec('deepspeed'); print('found'); import deepspeed"
+    code = "from importlib.util import find_spec; find_spec('deepspeed'); print('found')"
+    code += "; import deepspeed"
     assert python(code, copy(), theirs) == ["found", "deepspeed", "installed"]
 
 
 def test_costs_nothing_where_deepspeed_is_not_imported():
-    code = "import sys, json; print(*{'torch', 'deepspeed', 'universal', 'transformers'} & {*sys.modules})"
+    heavy = {"torch", "deepspeed", "universal", "transformers"}
+    code = f"import sys, json; print(*{heavy} & {{*sys.modules}})"
     assert python(code, START) == []
     new = "import sys; print(len(sys.modules))"
     (with_it,), (without,) = python(new, START), python(new)
@@ -123,7 +125,8 @@ def test_hides_nobodys_module(copy, theirs, tmp_path):
     """The folder of universal.py has a data.py, too."""
     write(tmp_path / "script" / "data.py", "print('theirs')\n")
     assert python("import deepspeed, data", copy(), theirs, tmp_path / "script")[-1] == "theirs"
-    code = "import deepspeed, sys; from importlib.util import find_spec; print(find_spec('data'), *sys.path)"
+    code = "import deepspeed, sys; from importlib.util import find_spec"
+    code += "; print(find_spec('data'), *sys.path)"
     assert python(code, copy(), theirs)[2] == "None"
 
 
@@ -143,7 +146,8 @@ def test_survives_a_second_hook_of_its_kind(copy, theirs):
 PROCESS = """
 from types import SimpleNamespace
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig as Config
-args = SimpleNamespace(per_device_train_batch_size=2, world_size={ranks}, gradient_accumulation_steps=3)
+args = SimpleNamespace(per_device_train_batch_size=2, world_size={ranks})
+args.gradient_accumulation_steps = 3
 config = Config()
 config.config = {config}
 config.trainer_config_process(args, True)

@@ -186,7 +186,8 @@ DROPOUT_BY_RANK = [
     ("callbacks=[SeedAndLog()]", "callbacks=[Log()]"),
     (
         "arguments = TrainingArguments(",
-        "class Log(TrainerCallback):\n    on_log = SeedAndLog.on_log\n\n\narguments = TrainingArguments(",
+        "class Log(TrainerCallback):\n    on_log = SeedAndLog.on_log\n\n\n"
+        "arguments = TrainingArguments(",
     ),
 ]
 # Sequences that make no whole global batch at the end of an epoch: each number of ranks deals them

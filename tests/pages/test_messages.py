@@ -72,7 +72,7 @@ def test_message(section, message):
     answer = found(section, message)
     if answer is None:
         pytest.skip(
-            f"not installed: {[package for package, name in SOURCES[section] if not printed(package, name)]}"
+            f"not installed: {[where[0] for where in SOURCES[section] if not printed(*where)]}"
         )
     assert answer, message
 

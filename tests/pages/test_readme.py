@@ -227,7 +227,8 @@ def test_what_is_named_exists(name):
 
 def test_what_is_gone_is_seen():
     page = "docs/layouts.md"
-    links = "[a](no_such_page.md) [b](#no-such-heading) [c](clients.md#nowhere) [d](clients.md#measured)"
+    links = "[a](no_such_page.md) [b](#no-such-heading) [c](clients.md#nowhere) "
+    links += "[d](clients.md#measured)"
     assert list(broken_links(page, links)) == [
         "no_such_page.md#",
         "#no-such-heading",
@@ -366,7 +367,9 @@ resumed, run = sys.argv[1] == "resume", sys.argv[2]
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.mix, self.norm = nn.Embedding(32, 24), nn.Linear(24, 24), nn.BatchNorm1d(24)
+        self.embed = nn.Embedding(32, 24)
+        self.mix = nn.Linear(24, 24)
+        self.norm = nn.BatchNorm1d(24)
         self.frozen, self.out = nn.Linear(24, 24), nn.Linear(24, 32, bias=False)
         self.a, self.b = nn.Linear(24, 4, bias=False), nn.Linear(4, 24, bias=False)
         self.out.weight = self.embed.weight
@@ -379,10 +382,12 @@ class Net(nn.Module):
 
 def two_groups(parameters):
     matrices, rest = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2]
-    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.5}, {"params": rest}], lr=1e-2, weight_decay=0.0)
+    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": rest}]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
 
 
-numbers = torch.randint(32, (200,), generator=torch.Generator().manual_seed(0))  # an epoch: 6 steps, and 8 left over
+# An epoch: 6 steps, and 8 samples left over.
+numbers = torch.randint(32, (200,), generator=torch.Generator().manual_seed(0))
 dataset = torch.utils.data.TensorDataset(numbers, (7 * numbers + 3) % 32)
 os.makedirs("logs", exist_ok=True)
 for number, loop in enumerate(sys.argv[3:]):
@@ -390,7 +395,8 @@ for number, loop in enumerate(sys.argv[3:]):
     seed = 2 if resumed else 1  # what is not restored is seen
     engine = toy.make(1 + number % 3, Net, two_groups, seed, batch=32, micro=8, clip=1.0)
     rows = []
-    for step, loss in train(engine, dataset, 20, f"c_{loop}", resumed, 10, "global_step10" if resumed else None):
+    tag = "global_step10" if resumed else None
+    for step, loss in train(engine, dataset, 20, f"c_{loop}", resumed, 10, tag):
         loss = loss.double()
         torch.distributed.all_reduce(loss)
         rows.append((step, loss.item() / engine.world_size))
@@ -430,7 +436,8 @@ def test_own_script(tmp_path):
         assert gap <= (0.0 if ranks == 4 else 1e-5)
 
 
-MISTAKES = [  # dropout that the rank draws; data that depend on the number of ranks, or on where a run starts from
+# Dropout that the rank draws; data that depend on the number of ranks, or on where a run starts.
+MISTAKES = [
     ("torch.manual_seed(hash((seed, step, m)))", "pass"),
     (
         "first = (step * count + m) * size",
