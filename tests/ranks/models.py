@@ -155,6 +155,32 @@ def modules_that_reset(stage):
     restored(stage, net=TwoForgetful)
 
 
+class Vocabulary(nn.Module):
+    """Its extra state is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.word = str(torch.initial_seed())
+
+    def get_extra_state(self):
+        return {"word": self.word}
+
+    def set_extra_state(self, state):
+        self.word = state["word"]
+
+
+class WithVocabulary(Net):
+    def __init__(self):
+        super().__init__()
+        self.vocabulary = Vocabulary()
+
+
+@case(saved(net=WithVocabulary))
+def extra_state_without_tensors(stage):
+    engine = restored(stage, net=WithVocabulary)
+    assert engine.module.vocabulary.word == "1"
+
+
 def save_of_each_rank(stage):
     engine = make(stage)
     train(engine, 0)
