@@ -22,6 +22,7 @@ from universal.torch_file import (
     compact,
     load,
     number,
+    pickled,
     scalar,
     slices_of,
     tensor_of,
@@ -332,6 +333,13 @@ def describe_shards(folder, shards, pool, opened):
         parameters, problems = join_ranks(
             folder, ranks, tensor, model.get("universal_checkpoint_info")
         )
+        modules = [rank.model["module"] for rank in ranks]
+        if model["module"] is None:
+            modules = modules_of_layers(folder, parameters)
+        model["module"], different = common_entries(modules)
+        if different:
+            text = f"{folder}: {', '.join(different)} is in no optimizer, and not the same on all"
+            problems.append(Problem(True, f"{text} tensor-parallel ranks"))
         return described(
             folder,
             [rank.model for rank in ranks],
@@ -385,6 +393,45 @@ def join_ranks(folder, ranks, tensor, info):
         text = f"{folder}: universal_checkpoint_info has patterns that match no parameter: "
         cuts.problems.append(Problem(True, text + ", ".join(sorted(cuts.unused))))
     return joined, cuts.problems
+
+
+def modules_of_layers(folder, parameters):
+    """[{name: tensor}]: what a pipeline's files of its layers hold besides trained parameters.
+
+    A name begins with the number of the layer. Each tensor-parallel rank has files of its own.
+    """
+    modules = {}
+    for path in sorted(folder.glob("layer_*-model_states.pt")):
+        layer, *ranks = path.name.removeprefix("layer_").split("-")
+        module = modules.setdefault(tuple(ranks), {})
+        with about(path):
+            entries = {f"{int(layer)}.{key}": value for key, value in load(path).items()}
+            for name in entries.keys() - parameters.keys():
+                tensor = tensor_of(entries[name])
+                module[name] = compact(tensor) if tensor else entries[name]
+    return list(modules.values())
+
+
+def common_entries(modules):
+    """({name: tensor} of what is the same in all modules that have it, names of the others)."""
+    contents = {}
+    entries = {}
+    for module in modules:
+        for name, value in module.items():
+            contents.setdefault(name, set()).add(content_of(value))
+            entries[name] = value
+    different = sorted(name for name, values in contents.items() if len(values) > 1)
+    for name in different:
+        del entries[name]
+    return entries, different
+
+
+def content_of(value):
+    """What tells whether two entries of a module hold the same: tensors, by their checksums."""
+    if not isinstance(value, Tensor):
+        return pickled(value)[0]
+    sums = tuple((record.crc, record.nbytes) for record in value.storage.records)
+    return value._replace(storage=value.storage._replace(records=sums))
 
 
 # --------------------------------------------------------------------------------------------------

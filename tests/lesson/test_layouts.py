@@ -173,7 +173,8 @@ def test_weights_cut_in_another_way_are_seen(work, pipeline, tmp_path):
         "*/mp_rank_*",
         lambda state: state["universal_checkpoint_info"].update(nothing),
     )
-    result = launch(work, 1, "train_3d.py", *COMMON, *RESUME, "--checkpoint_dir", tmp_path / "c")
+    copy = ("--checkpoint_dir", tmp_path / "c")
+    result = launch(work, 1, "examples.train_3d", *COMMON, *RESUME, *copy)
     assert result.code == 2
     assert "attn.proj.weight is (32, 32) here, and (64, 16) in the checkpoint" in result.errors
 

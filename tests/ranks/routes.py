@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from case import PRINTED, case, load, printed, refused, saved, train_and_save
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import groups
 from optimizers import momentum
 from torch import nn
-from toy import Net, make, read_truth, save_truth, split_groups, train
+from toy import Net, differences, make, read_truth, save_truth, split_groups, train
 
 from universal.engine import overridden
 
@@ -111,11 +111,14 @@ def pipeline(stages, *layers, **options):
 
     def net():
         module = PipelineModule(
-            [*layers, nn.Linear(8, 8, bias=False)],
+            [*layers, LayerSpec(nn.Linear, 8, 8, bias=False)],
             num_stages=stages,
             loss_fn=lambda output, _: output.pow(2).mean(),
         )
         module.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
+        module.universal_checkpoint_info["pipeline_replicated_parameter_patterns"] = [
+            "tied_modules"
+        ]
         return module
 
     # A pipeline leaves its mpu there, and the next engine would take it.
@@ -123,9 +126,13 @@ def pipeline(stages, *layers, **options):
         return make(1, net, **options)
 
 
+def train_pipeline(engine):
+    return engine.train_batch((torch.ones(1, 8), torch.ones(1, 8)) for _ in range(99))
+
+
 def save_pipeline(*layers):
     engine = pipeline(2, *layers)
-    engine.train_batch((torch.ones(1, 8), torch.ones(1, 8)) for _ in range(99))
+    train_pipeline(engine)
     engine.save_checkpoint(".", tag="t")
     return engine
 
@@ -135,14 +142,74 @@ def pipeline_stages():
     return (1, 2) if dist.get_world_size() == 2 else (1,)
 
 
-@case(lambda stage: save_pipeline(Shaped(2, 8)), stages=(1,), quick_ranks=(2,))
+@case(lambda stage: save_pipeline(LayerSpec(Shaped, 2, 8)), stages=(1,), quick_ranks=(2,))
 def another_shape_in_a_pipeline(stage):
     """As many elements, so the shards fit."""
     for stages in pipeline_stages():
         for shape in ((8, 2), (4, 4)):
-            engine = pipeline(stages, Shaped(*shape))
+            engine = pipeline(stages, LayerSpec(Shaped, *shape))
             refused(engine, f"0.weight is {shape} here, and (2, 8) in the checkpoint")
-        load(pipeline(stages, Shaped(2, 8)))
+        load(pipeline(stages, LayerSpec(Shaped, 2, 8)))
+
+
+class Shift(nn.Module):
+    """Has a buffer, and what is neither a parameter nor a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("by", torch.randn(8))
+        self.note = torch.randn(1).item()
+
+    def forward(self, x):
+        return x + self.by
+
+    def get_extra_state(self):
+        return {"note": self.note}
+
+    def set_extra_state(self, state):
+        self.note = state["note"]
+
+
+def partly_frozen(stages, **options):
+    """Layers 0 and 3 are one module. Of all but the last, parts are frozen."""
+    tied = TiedLayerSpec("tied", PartlyFrozen, 8)
+    return pipeline(stages, tied, LayerSpec(PartlyFrozen, 8), LayerSpec(Shift), tied, **options)
+
+
+class PartlyFrozen(nn.Linear):
+    def __init__(self, width):
+        super().__init__(width, width)
+        self.bias.requires_grad_(False)
+        self.register_buffer("scale", torch.rand(width))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def state_of(engine):
+    """By the names of one stage: the pipeline's layers, and all of their state."""
+    return dict(engine.module.state_dict())
+
+
+def save_partly_frozen(stage):
+    engine = partly_frozen(2)
+    train_pipeline(engine)
+    engine.save_checkpoint(".", tag="t")
+    torch.save(state_of(engine), f"truth.{dist.get_rank()}")
+
+
+@case(save_partly_frozen, stages=(1,), quick_ranks=(2, 3))
+def frozen_layers_of_a_pipeline(stage):
+    """A universal checkpoint of DeepSpeed's lacks them: they are in the files of the layers."""
+    truth = torch.load("truth.0") | torch.load("truth.1")
+    for stages in pipeline_stages():
+        engine = partly_frozen(stages, seed=5)
+        load(engine)
+        state = state_of(engine)
+        assert state.keys() <= truth.keys()
+        lost = differences({name: truth[name] for name in state}, state)
+        assert not lost, (stages, lost)
+    assert "left as it is" not in PRINTED.getvalue()
 
 
 def unknown(engine):
@@ -186,7 +253,7 @@ def an_optimizer_that_nobody_knows(stage):
 def save_for_every_route(stage):
     train_and_save(stage, "even")
     train_and_save(stage, "uneven", optimizer=LikeAdam)
-    save_pipeline(nn.Linear(8, 8))
+    save_pipeline(LayerSpec(nn.Linear, 8, 8))
 
 
 @case(save_for_every_route, stages=(1,), quick_ranks=(2,))
@@ -196,8 +263,8 @@ def another_batch_on_every_route(stage):
     for tag, steps, engine in (
         ("even", 6, make(stage, batch=24)),
         ("uneven", 6, make(stage, batch=24, optimizer=LikeAdam)),
-        ("t", 12, pipeline(2, nn.Linear(8, 8), batch=24)),
-        ("t", 6, pipeline(1, nn.Linear(8, 8), batch=24)),
+        ("t", 12, pipeline(2, LayerSpec(nn.Linear, 8, 8), batch=24)),
+        ("t", 6, pipeline(1, LayerSpec(nn.Linear, 8, 8), batch=24)),
     ):
         PRINTED.truncate(0)
         load(engine, tag)
@@ -231,13 +298,13 @@ def a_disk_without_the_checkpoint(stage):
 
 def save_for_deepspeeds_loaders(stage):
     train_and_save(stage, "uneven", optimizer=LikeAdam)
-    save_pipeline(nn.Linear(8, 8))
+    save_pipeline(LayerSpec(nn.Linear, 8, 8))
 
 
 @case(save_for_deepspeeds_loaders, stages=(3,), quick_ranks=(2,))
 def one_rank_fails_in_deepspeed(stage):
     """The others wait for it in a collective operation of DeepSpeed's, and end with it."""
-    engines = {"t": pipeline(1, nn.Linear(8, 8))}  # by its universal loader
+    engines = {"t": pipeline(1, LayerSpec(nn.Linear, 8, 8))}  # by its universal loader
     if dist.get_world_size() == 2:
         engines["uneven"] = make(stage, optimizer=LikeAdam)
     for tag, engine in engines.items():
