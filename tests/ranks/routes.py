@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from case import PRINTED, case, load, printed, refused, saved, train_and_save
+from deepspeed.linear import LoRAConfig, OptimizedLinear
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import groups
 from optimizers import momentum
@@ -210,6 +211,39 @@ def frozen_layers_of_a_pipeline(stage):
         lost = differences({name: truth[name] for name in state}, state)
         assert not lost, (stages, lost)
     assert "left as it is" not in PRINTED.getvalue()
+
+
+def sharded_lora():
+    config = LoRAConfig(lora_r=4, lora_alpha=4, base_weight_sharding=dist.get_world_size())
+    net = nn.Sequential(OptimizedLinear(8, 8, lora_config=config, device="cpu"))
+    net.forward = lambda x: net[0](x).float().pow(2).mean()
+    return net
+
+
+SHARDED_LORA = {"net": sharded_lora, "bf16": {"enabled": True}}
+
+
+def save_sharded_lora(stage):
+    engine = make(stage, **SHARDED_LORA)
+    train(engine, 0)
+    engine.save_checkpoint(".", tag="t")
+    engine.save_checkpoint(".", tag="adapters", exclude_frozen_parameters=True)
+    save_truth(engine.module[0].lora_weight_2.weight.detach())
+
+
+@case(save_sharded_lora, stages=(2,), quick_ranks=(2,))
+def frozen_weights_that_ranks_share(stage):
+    """DeepSpeed saves rank 0's part alone, which must not become that of all."""
+    if dist.get_world_size() != 2:
+        return  # 8 columns do not divide by 3
+    engine = make(stage, seed=5, **SHARDED_LORA)
+    layer = engine.module[0]
+    with torch.no_grad():
+        layer.weight.fill_(dist.get_rank())
+    refused(engine, "every rank has another part of 0.weight", "exclude_frozen_parameters=True")
+    load(engine, "adapters", load_module_strict=False)
+    assert torch.equal(layer.lora_weight_2.weight, read_truth())
+    assert (layer.weight == dist.get_rank()).all()
 
 
 def unknown(engine):
