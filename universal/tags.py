@@ -35,12 +35,19 @@ def is_newer(universal, folder):
     return made.is_file() and made.stat().st_mtime >= since
 
 
-def named_by_latest(folder):
-    """The tag that `latest` names, or else `latest_universal`; "" if there is neither."""
-    for path in (folder / "latest", folder / "latest_universal"):
-        if path.is_file():
-            return os.fsdecode(path.read_bytes()).strip().replace("\0", "?")
-    return ""
+def latest_file(folder, converted_only=False):
+    """`latest`, or else `latest_universal`; the latter alone, if only converted checkpoints count.
+    None, if there is neither."""
+    names = ["latest_universal"] if converted_only else ["latest", "latest_universal"]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def named_by_latest(folder, converted_only=False):
+    """The tag that latest_file() names; "" if there is no such file."""
+    path = latest_file(folder, converted_only)
+    text = os.fsdecode(path.read_bytes()).strip().replace("\0", "?") if path else ""
+    # Somebody may have written a path there, such as ./global_step100/
+    return os.path.relpath(folder / text, folder) if text else ""
 
 
 def list_tags(folder):
@@ -67,11 +74,13 @@ def first_models(folder):
     return found[0] if found else both[any(folder.glob("zero_pp_*_model_states.pt"))]
 
 
-def newest_first(folder, say):
+def newest_first(folder, say, converted_only=False):
     """The tags in a folder, in the order in which to try to resume from them: first the one that
     `latest` names, unless there is a later one. say(text) reports what is skipped."""
-    named, steps, written = named_by_latest(folder), {}, {}
+    named, steps, written = named_by_latest(folder, converted_only), {}, {}
     for name in list_tags(folder):
+        if converted_only and not (folder / name / "zero").is_dir():
+            continue
         try:
             path = first_models(folder / name)
             with about(path):
@@ -83,7 +92,7 @@ def newest_first(folder, say):
     # always late.
     saved = {name: not (folder / name / "zero").is_dir() for name in steps}
     given_up = {
-        a
+        a: b
         for a in steps
         for b in steps
         if saved[b] and steps[b] < steps[a] and written[b] > written[a] + BETWEEN_SAVES
@@ -94,17 +103,20 @@ def newest_first(folder, say):
     # A job killed before it wrote `latest` leaves a newer tag. Others are from an earlier run, or
     # `latest` was edited.
     if named in steps:
-        since = (
-            (folder / ("latest" if (folder / "latest").is_file() else "latest_universal"))
-            .stat()
-            .st_mtime
-        )
+        since = latest_file(folder, converted_only).stat().st_mtime
         later = [name for name in order if steps[name] > steps[named] and written[name] > since]
         if later:
             say(
-                f"`latest` names {named}, and {later[0]} was written after it: the later one is taken, if it is whole"
+                f"`latest` names {named}, and {later[0]} was written after it: the later one is "
+                "taken, if it is whole"
             )
         return list(dict.fromkeys([*later, named, *order]))
     if named:
         say(f"`latest` names {named}, which holds no checkpoint")
+    last = max(steps, key=steps.get, default=None)
+    if last in given_up:
+        say(
+            f"{given_up[last]} was written after {last}, so that run went back; if they were "
+            "copied, and have the times of the copy, tell which tag to load"
+        )
     return order

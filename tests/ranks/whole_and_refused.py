@@ -1,7 +1,9 @@
 """What is whole, and is loaded, though a module, an optimizer or a setting is peculiar; and what
 cannot be restored, and is refused by the reason that is true."""
 
+import contextlib
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from case import (
     refused,
     restored,
     saved,
+    train_and_save,
 )
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -339,6 +342,75 @@ def another_default_device(stage):
     torch.set_default_device("meta")
     load(engine)
     torch.set_default_device("cpu")
+    check_restored(engine)
+
+
+def falling(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+
+def save_without_scheduler(stage):
+    engine = make(stage)
+    train(engine, 0)
+    engine.save_checkpoint(".", tag="t")
+
+
+@case(save_without_scheduler, stages=(1, 3), quick_stages=(1,))
+def a_new_scheduler(stage):
+    engine = make(stage, scheduler=falling)
+    refused(engine, "no state of a scheduler in the checkpoint; load_lr_scheduler_states=False")
+    load(engine, load_lr_scheduler_states=False)
+    load(engine, load_module_only=True)
+
+
+@case(saved(), quick_stages=(1,))
+def no_such_checkpoint(stage):
+    """The line says what there is, and never that one is damaged."""
+    engine = make(stage, checkpoint={"load_universal": True})
+    options = {"tag": None, "missing_ok": True}
+    refused(engine, ". holds no universal checkpoint", "there is t", **options)
+    with contextlib.chdir("t"):
+        refused(make(stage), ". is a checkpoint: load_dir is the folder above", **options)
+
+
+def with_int8_weights(stage):
+    """As zero_quantized_nontrainable_weights saves them: of no scales."""
+    train_and_save(stage)
+    if dist.get_rank() == 0:
+        for path in Path("t").glob("*model_states.pt"):
+            model = torch.load(path, weights_only=False)
+            weights = model["frozen_param_fragments"] if stage == 3 else model["module"]
+            weights["frozen.weight"] = weights["frozen.weight"].to(torch.int8)
+            torch.save(model, path)
+    dist.barrier()
+
+
+@case(with_int8_weights)
+def integers_for_frozen_weights(stage):
+    refused(make(stage), "frozen.weight is (4, 8) of torch.float32 here", "of torch.int8 in")
+
+
+def save_on_two_disks(stage):
+    """A conversion, whose folder zero/ has had more entries on one of them."""
+    train_and_save(stage)
+    if dist.get_rank() == 0:
+        universal.convert("t", "t_universal")
+        for rank in (0, 1):
+            shutil.copytree("t_universal", f"disk{rank}/t")
+        for i in range(2000):
+            Path(f"disk1/t/zero/{i:0150}").touch()
+        for i in range(2000):
+            Path(f"disk1/t/zero/{i:0150}").unlink()
+        sizes = [Path(f"disk{rank}/t/zero").stat().st_size for rank in (0, 1)]
+        assert sizes[0] < sizes[1]
+    dist.barrier()
+
+
+@case(save_on_two_disks, quick_stages=(1,))
+def folders_of_another_size(stage):
+    engine = make(stage, seed=5)
+    with contextlib.chdir(f"disk{min(1, dist.get_rank())}"):
+        load(engine)
     check_restored(engine)
 
 

@@ -1,0 +1,75 @@
+"""Which of the checkpoints in a folder is loaded, if no tag is given: the order in which to try
+them, and the line that says why."""
+
+import os
+
+import pytest
+import torch
+
+from universal.tags import named_by_latest, newest_first
+
+HOUR = 3600
+
+
+@pytest.fixture
+def place(tmp_path):
+    """place(name, step, hour, ...): a tag that was written in this hour, or the file `latest`."""
+
+    def tag(name, step, hour, converted=False):
+        folder = tmp_path / name
+        folder.mkdir()
+        if converted:
+            (folder / "zero").mkdir()
+        path = folder / "mp_rank_00_model_states.pt"
+        torch.save({"global_steps": step}, path)
+        os.utime(path, (hour * HOUR, hour * HOUR))
+
+    def latest(name, text, hour):
+        (tmp_path / name).write_text(text)
+        os.utime(tmp_path / name, (hour * HOUR, hour * HOUR))
+
+    return tag, latest
+
+
+def order(folder, **options):
+    """The tags, in the order in which they are tried, and what is said about them."""
+    lines = []
+    return newest_first(folder, lines.append, **options), lines
+
+
+def test_latest_universal_beside_latest(place, tmp_path):
+    """A job that loads converted checkpoints begins with the one that `latest_universal` names."""
+    tag, latest = place
+    for step in (100, 150, 200):
+        tag(f"step{step}", step, step)
+    tag("step150_universal", 150, 300, converted=True)
+    tag("step100_universal", 100, 400, converted=True)
+    latest("latest", "step200", 200)
+    latest("latest_universal", "step100_universal", 400)
+    converted = ["step100_universal", "step150_universal"]
+    assert order(tmp_path, converted_only=True) == (converted, [])
+    assert order(tmp_path)[0][0] == "step200"
+
+
+def test_copied_without_their_times(place, tmp_path):
+    """In the order of their names. Nobody can tell that from a run that went back from step 1000,
+    so a line says what was taken, and why."""
+    tag, latest = place
+    for hour, step in enumerate((1000, 200, 900)):
+        tag(f"step{step}", step, hour)
+    tags, (line,) = order(tmp_path)
+    assert tags == ["step900", "step200", "step1000"]
+    assert "step900 was written after step1000" in line and "tell which tag to load" in line
+    latest("latest", "step1000", 5)
+    assert order(tmp_path) == (["step1000", "step900", "step200"], [])
+
+
+@pytest.mark.parametrize("text", ["step100/", "./step100", "../{0}/step100", "{1}/step100\n"])
+def test_latest_with_a_path(place, tmp_path, text):
+    """As DeepSpeed takes it."""
+    tag, latest = place
+    tag("step100", 100, 1)
+    tag("step200", 200, 2)
+    latest("latest", text.format(tmp_path.name, tmp_path), 3)
+    assert named_by_latest(tmp_path) == "step100"
+    assert order(tmp_path) == (["step100", "step200"], [])
