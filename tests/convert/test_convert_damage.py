@@ -117,7 +117,7 @@ def fuzz(tmp_path, checkpoint, cases, same):
 
 def damaged_bytes(checkpoint):
     rng = random.Random(1)
-    for path in sorted(checkpoint.iterdir()):
+    for path in sorted(checkpoint.glob("*.pt")):
         data = path.read_bytes()
         with zipfile.ZipFile(path) as archive:
             records, directory = archive.infolist(), archive.start_dir
@@ -221,7 +221,7 @@ def test_verify(tmp_path, saved, kind):
 
 
 def wrong_files(early, late):
-    files = {path.name: path.read_bytes() for path in sorted(early.iterdir())}
+    files = {path.name: path.read_bytes() for path in sorted(early.glob("*.pt"))}
     for name in files:
         yield f"no {name}", {name: None}, name
         if name != MODEL:
@@ -250,7 +250,7 @@ def keys(value, path=()):
 def changed_entries(checkpoint, every, change):
     """Of every so many entries of every file, at any depth: the file after change(what holds it,
     its key)."""
-    for path in sorted(checkpoint.iterdir()):
+    for path in sorted(checkpoint.glob("*.pt")):
         for taken in list(keys(load(path)))[::every]:
             holder = whole = load(path)
             for key in taken[:-1]:
