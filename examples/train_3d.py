@@ -23,7 +23,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from examples.train_elastic import argument_parser, positive, prepare, resume_and_train, start
-from train import GPT, fail, micro_batch
+from train import GPT, RANK, fail, micro_batch
 
 
 def parse_arguments():
@@ -85,10 +85,10 @@ class Spread(torch.autograd.Function):
 
 def shard(parameter, rank, ranks, dim=0, parts=1):
     """This rank's share of each of the `parts` that lie next to each other along dim."""
-    mine = [part.chunk(ranks, dim)[rank] for part in parameter.detach().chunk(parts, dim)]
-    mine = nn.Parameter(torch.cat(mine, dim))
-    mine.model_parallel = True  # otherwise the gradient norm counts it on the first rank only
-    return mine
+    shares = [part.chunk(ranks, dim)[rank] for part in parameter.detach().chunk(parts, dim)]
+    share = nn.Parameter(torch.cat(shares, dim))
+    share.model_parallel = True  # otherwise the gradient norm counts it on the first rank only
+    return share
 
 
 class Column(nn.Module):
@@ -98,9 +98,8 @@ class Column(nn.Module):
     def __init__(self, linear, group, parts=1):
         super().__init__()
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.weight, self.bias = (
-            shard(p, rank, ranks, parts=parts) for p in (linear.weight, linear.bias)
-        )
+        self.weight = shard(linear.weight, rank, ranks, parts=parts)
+        self.bias = shard(linear.bias, rank, ranks, parts=parts)
         self.group = group
 
     def forward(self, x):
@@ -113,7 +112,8 @@ class Row(nn.Module):
     def __init__(self, linear, group):
         super().__init__()
         self.weight = shard(linear.weight, dist.get_rank(group), dist.get_world_size(group), dim=1)
-        self.bias, self.group = nn.Parameter(linear.bias.detach().clone()), group
+        self.bias = nn.Parameter(linear.bias.detach().clone())
+        self.group = group
 
     def forward(self, x):
         return Sum.apply(F.linear(x, self.weight), self.group) + self.bias
@@ -144,12 +144,12 @@ class Positions(Embedding):
 class Layer(nn.Module):
     def __init__(self, block, number, group):
         super().__init__()
-        block.attn.qkv, block.attn.proj = (
-            Column(block.attn.qkv, group, parts=3),
-            Row(block.attn.proj, group),
-        )
-        block.up, block.down = Column(block.up, group), Row(block.down, group)
-        self.block, self.number = block, number
+        block.attn.qkv = Column(block.attn.qkv, group, parts=3)
+        block.attn.proj = Row(block.attn.proj, group)
+        block.up = Column(block.up, group)
+        block.down = Row(block.down, group)
+        self.block = block
+        self.number = number
 
     def forward(self, inputs):
         x, key = inputs
@@ -169,9 +169,9 @@ def build(args, loss_function, *shape):
         num_pp=stages, num_mp=tensor, num_dp=ranks // (stages * tensor)
     )
     for members in topology.get_axis_comm_lists("model") or [[rank] for rank in range(ranks)]:
-        group = dist.new_group(members)
-        if dist.get_rank() in members:
-            mine = group
+        candidate = dist.new_group(members)  # all ranks take part in the making of each group
+        if RANK in members:
+            group = candidate
     gpt = GPT(*shape)
     norm = Norm(args.n_embd)
     norm.load_state_dict(gpt.ln_f.state_dict())
@@ -181,35 +181,44 @@ def build(args, loss_function, *shape):
     layers = [
         tied(),
         Positions(gpt.wpe.weight),
-        *(Layer(block, i, mine) for i, block in enumerate(gpt.blocks)),
+        *(Layer(block, i, group) for i, block in enumerate(gpt.blocks)),
         norm,
+        tied(forward_fn=lambda embedding, x: x @ embedding.weight.T),
     ]
-    layers.append(tied(forward_fn=lambda embedding, x: x @ embedding.weight.T))
     # Every stage gets a Layer, so it has both parameter groups: DeepSpeed's loader matches groups
     # by number.
     module = PipelineModule(
         layers, topology=topology, loss_fn=loss_function, partition_method="type:Layer"
     )
-    D = args.n_embd
-    module.universal_checkpoint_info = {  # how to join the ranks' parts; DeepSpeed saves this with them
+    module.universal_checkpoint_info = describe_cuts(args.n_embd, number_of_norm=len(layers) - 2)
+    return module
+
+
+def describe_cuts(width, number_of_norm):
+    """How to join the ranks' parts, by patterns of the parameters' names; DeepSpeed saves this with
+    them."""
+    return {
         "universal_checkpoint_version": 0.2,
         "pipeline_replicated_parameter_patterns": [r"tied_modules\.wte\.weight"],
         "tp_replicated_parameter_patterns": [
             r"tied_modules\.wte\.weight",
             r"1\.weight",
             r".*ln_\d\.(weight|bias)",
-            rf"{len(layers) - 2}\.(weight|bias)",
+            rf"{number_of_norm}\.(weight|bias)",
             r".*(proj|down)\.bias",
         ],
         "parameter_with_row_parallelism_patterns": [r".*(proj|down)\.weight"],
         "vocabulary_parameter_patterns": [],
         "parameter_to_average_patterns": [],
         "parameter_with_sub_params": [
-            {"patterns": [r".*qkv\.weight"], "shape": ((D, D, D), D), "partition_dim": 0},
-            {"patterns": [r".*qkv\.bias"], "shape": ((D, D, D),), "partition_dim": 0},
+            {
+                "patterns": [r".*qkv\.weight"],
+                "shape": ((width, width, width), width),
+                "partition_dim": 0,
+            },
+            {"patterns": [r".*qkv\.bias"], "shape": ((width, width, width),), "partition_dim": 0},
         ],
     }
-    return module
 
 
 # -----------------------------------------------------------------------------

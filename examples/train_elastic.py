@@ -73,10 +73,11 @@ def prepare(args, model_parallel=1):
     if args.elastic:
         if args.resume or args.stock or args.universal_checkpoint or args.checkpoint_tag:
             fail(
-                "--elastic finds the checkpoint by itself: leave out --resume and what belongs to it"
+                "--elastic finds the checkpoint by itself: "
+                "leave out --resume and what belongs to it"
             )
         with exit_on_error():
-            elastic.enlist(
+            elastic.select_ranks(
                 args.train_batch_size, args.train_micro_batch_size_per_gpu, model_parallel
             )
     world = int(os.environ["WORLD_SIZE"])
@@ -134,13 +135,13 @@ def resume_and_train(engine, args, run, rows, memory=None):
     rows of the log. memory: a Mirror."""
     saved = load(engine, args, run, memory)
     step = saved["step"]
-    stopping = elastic.listen(engine.device)  # SIGTERM: the same answer on all ranks
+    stopping = elastic.watch_sigterm(engine.device)  # SIGTERM: the same answer on all ranks
     log = open_log(args.run_name, saved) if RANK == 0 else None
     for row in rows(step):
         step = row["step"]
         state = {"step": step, "run": run}
-        if memory:
-            memory(state | {"row": row})  # if this run dies before it logs the row, the next will
+        if memory:  # if this run dies before it logs the row, the next will
+            memory.save(state | {"row": row})
         if RANK == 0:
             train.write_row(log, row, engine.monitor)
         stop = stopping()
@@ -150,7 +151,7 @@ def resume_and_train(engine, args, run, rows, memory=None):
             break
     if memory and step == args.steps:
         memory.close()
-    elastic.leave(finished=step == args.steps)
+    elastic.exit_together(finished=step == args.steps)
 
 
 def start_exact(args):
@@ -192,7 +193,8 @@ def main():
         fail(f"--exact needs --dtype fp32: sums in {args.dtype} have too few bits to be exact")
     if args.exact and args.offload:
         fail(
-            "--exact does not go with --offload: the optimizer of a CPU may round unlike that of a GPU"
+            "--exact does not go with --offload: "
+            "the optimizer of a CPU may round unlike that of a GPU"
         )
     prepare(args)
     engine, text, held_out, run = start_exact(args) if args.exact else start(args)

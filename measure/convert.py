@@ -16,28 +16,39 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-import train
 from measure.lay_out import groups_of, lay_out
+from measure.ranks import ROOT
+from train import GPT
 
 # A process inherits the peak memory of the one that forks it, and this one is large: a small one
 # goes between.
 BETWEEN = """import json, resource, subprocess, sys, time
+folder, *command = sys.argv[1:]
 start = time.perf_counter()
-run = subprocess.run(sys.argv[2:], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
-subprocess.run(["sync", "-f", sys.argv[1]], check=True)
+quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+run = subprocess.run(command, check=True, **quiet)
+subprocess.run(["sync", "-f", folder], check=True)
 seconds = time.perf_counter() - start
 used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
 print(json.dumps([seconds, used, run.stdout]))"""
+COLUMNS = "{:>4}{:>7}{:>7} |{:>8}{:>11}{:>8} |{:>16}{:>9} |{:>9}{:>14}"
+
+
+class Run(NamedTuple):
+    """A whole process, and the disk behind it."""
+
+    seconds: float
+    megabytes: float  # of its largest process
+    output: str
 
 
 def timed(command, folder):
-    """[seconds, MB of the largest process, output] of a whole process and the disk behind it."""
-    command = [sys.executable, "-c", BETWEEN, folder, *command]
-    return json.loads(
-        subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True).stdout
-    )
+    """Run a command that writes into that folder."""
+    words = [sys.executable, "-c", BETWEEN, folder, *command]
+    process = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, check=True)
+    return Run(*json.loads(process.stdout))
 
 
 def commands(source, output):
@@ -52,36 +63,37 @@ def commands(source, output):
     }
 
 
-def compare(work, stage, ranks):
-    """A line of the table."""
+def data_seconds(run):
+    """What our converter says that it has taken after its start."""
+    return float(run.output.split(" in ")[1].split()[0])
+
+
+def measure(work, stage, ranks):
+    """The cells of a line of the table."""
     source, output = work / "source", work / "output"
-    net = train.GPT(n_layer=12, n_head=12, n_embd=768, seq_len=1024, dropout=0.1)
+    net = GPT(n_layer=12, n_head=12, n_embd=768, seq_len=1024, dropout=0.1)
     lay_out(source, groups_of(net), ranks, stage, {"lm_head.weight": "wte.weight"})
     os.sync()  # or the first to run would wait for the source to reach the disk, too
-    total = sum(path.stat().st_size for path in source.iterdir()) / 1e9
-    results = {name: [] for name in commands(source, output)}
+    gigabytes = sum(path.stat().st_size for path in source.iterdir()) / 1e9
+    runs = {name: [] for name in commands(source, output)}
     for _ in range(3):
         for name, command in commands(source, output).items():
-            results[name].append(timed(command, work))
+            runs[name].append(timed(command, work))
             shutil.rmtree(output)
-    ours, theirs, cp = (statistics.median(run[0] for run in results[name]) for name in results)
-    data = statistics.median(
-        float(out.split(" in ")[1].split()[0]) for _, _, out in results["ours"]
-    )
-    memory = [f"{max(run[1] for run in results[name]):.0f}" for name in ("ours", "DeepSpeed")]
-    seconds = (f"{ours:.2f}", f"{theirs:.2f}", f"{cp:.2f}")
+    seconds = {name: statistics.median(run.seconds for run in runs[name]) for name in runs}
+    data = statistics.median(data_seconds(run) for run in runs["ours"])
     return (
         stage,
         ranks,
-        f"{total:.2f}",
-        *seconds,
-        f"{theirs / ours:.1f}",
-        f"{data / cp:.2f}",
-        *memory,
+        f"{gigabytes:.2f}",
+        *(f"{seconds[name]:.2f}" for name in ("ours", "DeepSpeed", "cp")),
+        f"{seconds['DeepSpeed'] / seconds['ours']:.1f}",
+        f"{data / seconds['cp']:.2f}",
+        *(f"{max(run.megabytes for run in runs[name]):.0f}" for name in ("ours", "DeepSpeed")),
     )
 
 
-if __name__ == "__main__":
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,21 +103,15 @@ if __name__ == "__main__":
     )
     args = parser.parse_args()
     print(
-        f"seconds of whole processes, medians of 3, on {args.folder}; data: what ours takes after its start"
+        f"seconds of whole processes, medians of 3, on {args.folder}; "
+        "data: what ours takes after its start"
     )
-    columns = "{:>4}{:>7}{:>7} |{:>8}{:>11}{:>8} |{:>16}{:>9} |{:>9}{:>14}"
-    heads = (
-        "ranks",
-        "GB",
-        "ours",
-        "DeepSpeed",
-        "cp -r",
-        "DeepSpeed/ours",
-        "data/cp",
-        "ours MB",
-        "DeepSpeed MB",
-    )
-    print(columns.format("ZeRO", *heads))
+    heads = "ZeRO,ranks,GB,ours,DeepSpeed,cp -r,DeepSpeed/ours,data/cp,ours MB,DeepSpeed MB"
+    print(COLUMNS.format(*heads.split(",")))
     for stage in (1, 3):
         with tempfile.TemporaryDirectory(dir=args.folder) as work:
-            print(columns.format(*compare(Path(work), stage, args.ranks)), flush=True)
+            print(COLUMNS.format(*measure(Path(work), stage, args.ranks)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

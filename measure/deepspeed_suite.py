@@ -21,11 +21,15 @@ PYTEST = WORK / "pytest"  # later ones do not know DeepSpeed's fixtures, which a
 # Not run: it wants an error where a checkpoint of 4 ranks is loaded on 2, and install() loads it.
 # Where that error is not raised, pytest ends the process, and DeepSpeed's pool of processes waits
 # for it for ever.
-KNOWN = "unit/checkpoint/test_zero_optimizer.py::TestZeROElasticCheckpoint::test_elastic_checkpoint_change_dp[True-"
+KNOWN = (
+    "unit/checkpoint/test_zero_optimizer.py::TestZeROElasticCheckpoint::"
+    "test_elastic_checkpoint_change_dp[True-"
+)
 # DeepSpeed's tests start the ranks of each test anew: this forks them from a process that has
 # imported what they need.
 MAIN = """import multiprocessing, sys, pytest
-multiprocessing.set_forkserver_preload(["torch._dynamo", "torch._inductor.compile_fx", "unit.checkpoint.common"])
+needed = ["torch._dynamo", "torch._inductor.compile_fx", "unit.checkpoint.common"]
+multiprocessing.set_forkserver_preload(needed)
 sys.exit(pytest.main(sys.argv[1:]))"""
 
 
@@ -41,62 +45,45 @@ def run(name, tests, *before):
         f"--deselect={KNOWN}",
         *sys.argv[2:],
     ]
-    settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | os.environ
-    settings |= {
+    settings = os.environ | {
         "DS_TEST_USE_INSTALLED_DEEPSPEED": "1",
-        "COLUMNS": "300",
-    }  # pytest cuts the lines of its summary
-    settings["LOCAL_SIZE"] = (
-        "4"  # DeepSpeed's count of devices on CPUs: tests that need more are skipped
-    )
-    settings["PYTHONPATH"] = f"{PYTEST}:{os.environ.get('PYTHONPATH', '')}"
-    with open(WORK / f"{name}.txt", "w") as output:
-        result = subprocess.run(
-            command, cwd=tests, env=settings, stdout=output, stderr=output, timeout=6 * 3600
-        )
+        "COLUMNS": "300",  # pytest cuts the lines of its summary
+        "LOCAL_SIZE": "4",  # DeepSpeed's count of devices on CPUs: what needs more is skipped
+        "PYTHONPATH": f"{PYTEST}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    options = {"cwd": tests, "env": settings, "timeout": 6 * 3600}
+    path = WORK / f"{name}.txt"
+    with path.open("w") as output:
+        result = subprocess.run(command, stdout=output, stderr=output, **options)
     if result.returncode not in (0, 1):
-        sys.exit(f"pytest has not come to its end: {output.name}")
-    text = re.sub(
-        r"\x1b\[[\d;]*m", "", Path(output.name).read_text()
-    )  # in colors, whatever it is told
+        sys.exit(f"pytest has not come to its end: {path}")
+    text = re.sub(r"\x1b\[[\d;]*m", "", path.read_text())  # in colors, whatever it is told
     _, summary = text.split(" short test summary info ")
     print(f"{name}: {summary.count('PASSED unit')} passed", flush=True)
-    return {
-        test: ended + why
-        for ended, test, why in re.findall(r"^(PASSED|FAILED|ERROR) (\S+)(.*)", summary, re.M)
-    }
+    lines = re.findall(r"^(PASSED|FAILED|ERROR) (\S+)(.*)", summary, re.M)
+    return {test: ended + why for ended, test, why in lines}
 
 
 def main():
     clone = Path(*sys.argv[1:2])
     tests, installed = clone / "tests", version("deepspeed")
-    if (
-        not (tests / "unit" / "checkpoint").is_dir()
-        or (clone / "version.txt").read_text().strip() != installed
-    ):
-        get = (
-            f"git clone --depth 1 -b v{installed} https://github.com/deepspeedai/DeepSpeed {clone}"
+    has_tests = (tests / "unit" / "checkpoint").is_dir()
+    if not has_tests or (clone / "version.txt").read_text().strip() != installed:
+        url = "https://github.com/deepspeedai/DeepSpeed"
+        sys.exit(
+            f"deepspeed_suite.py: error: {tests} is not tests/ of DeepSpeed {installed}: "
+            f"git clone --depth 1 -b v{installed} {url} {clone}"
         )
-        print(
-            f"deepspeed_suite.py: error: {tests} is not tests/ of DeepSpeed {installed}: {get}",
-            file=sys.stderr,
-        )
-        sys.exit(2)
     if not PYTEST.exists():
         pip = [sys.executable, "-m", "pip", "install", "-q", "--target", PYTEST, "pytest<8.4"]
         subprocess.run(pip, check=True, timeout=600)
-    alone, through = (
-        run("alone", tests),
-        run("through install()", tests, sys.executable, ROOT / "universal"),
-    )
+    alone = run("alone", tests)
+    through = run("through install()", tests, sys.executable, ROOT / "universal")
     worse = [test for test in alone if alone[test] == "PASSED" and through.get(test) != "PASSED"]
     for test in worse:
         print(f"{test}: {through.get(test, 'not run')}")
-    sys.exit(
-        f"of {len(alone)} tests {len(worse)} do not pass through install()"
-        if worse or not alone
-        else 0
-    )
+    if worse or not alone:
+        sys.exit(f"of {len(alone)} tests {len(worse)} do not pass through install()")
 
 
 if __name__ == "__main__":

@@ -20,22 +20,24 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from torch.distributed import TCPStore
 
-from measure.machines import HEAD, TORCHRUN, WARM, Job, alone, compare
-from measure.ranks import rows_of
+from measure.machines import HEAD, TORCHRUN, WARM, Job, differences, train_alone
 
-FOLDER, STEPS = Path("ckpt_elastic").resolve(), 200
+FOLDER = Path("ckpt_elastic").resolve()
 MEMORY = Path(f"/dev/shm/machines_{os.getpid()}")
-TRAIN = "--train_batch_size 192 --train_micro_batch_size_per_gpu 8 --checkpoint_interval 20 --keep 2".split()
-TRAIN += f"--steps {STEPS} --checkpoint_dir {FOLDER} --timeout 10".split()
+STEPS = 200
+TRAIN = (
+    f"--train_batch_size 192 --train_micro_batch_size_per_gpu 8 --steps {STEPS} "
+    f"--checkpoint_dir {FOLDER} --checkpoint_interval 20 --keep 2 --timeout 10"
+).split()
 
 
-def finish(job, wanted, rounding=False):
-    """Compare the log of a job with one rank's; nothing may be left over."""
+def finish(job, alone, rounding=False):
+    """Compare the log of a job with that of one rank; nothing may be left over."""
     left = [*FOLDER.glob("*unfinished"), *MEMORY.glob("*/*")]
     assert not left, f"left over: {left}"
-    worst = compare(rows_of(job.log), wanted)
+    worst = differences(job, alone)
     print(
-        f"{len(wanted)} steps, each once; largest difference to one rank that was never interrupted:"
+        f"{job.step()} steps, each once; largest difference to one rank that was never interrupted:"
     )
     print("  " + ", ".join(f"{column} {worst[column]:.1e}" for column in worst), flush=True)
     assert rounding or not any(worst.values()), "the runs differ"
@@ -85,18 +87,17 @@ EVENTS = [
 
 def try_events(args):
     train = [*TRAIN, *["--exact"] * (not args.rounding)]
-    wanted, runs = alone(train, "elastic_one_rank", STEPS), {}
+    runs = {}
+    train_alone(train, "elastic_one_rank", STEPS)
     for mirror in args.mirror:
         shutil.rmtree(FOLDER, ignore_errors=True)
         flags = ["--mirror", str(mirror)] if mirror else []
         kind = " ".join(flags) or "checkpoints only"
-        print(
-            f"ZeRO-{args.zero_stage}, {kind}, torchrun, {'without' if args.rounding else 'with'} --exact\n{HEAD}"
-        )
+        exact = "without --exact" if args.rounding else "with --exact"
+        print(f"ZeRO-{args.zero_stage}, {kind}, torchrun, {exact}\n{HEAD}")
         flags += ["--zero_stage", str(args.zero_stage)]
-        with Job(
-            TORCHRUN, [*train, *flags], "elastic", ranks=2, memory=MEMORY if mirror else None
-        ) as job:
+        memory = MEMORY if mirror else None
+        with Job(TORCHRUN, [*train, *flags], "elastic", ranks=2, memory=memory) as job:
             for at, name, event, *where in EVENTS:
                 job.reach(at)
                 name = name if mirror else name.removesuffix(" as it sends")
@@ -110,23 +111,25 @@ def try_events(args):
             job.wait()
             back = job.said("back to the disk")
             assert back == bool(mirror), f"{back} times back to the disk"
-            finish(job, wanted, args.rounding)
-        runs[kind] = job.rows
+            finish(job, "elastic_one_rank", args.rounding)
+        runs[kind] = job.events[1:]
     if args.output:
         draw(runs, args.output)
 
 
 def draw(runs, path):
-    """The steps done again. runs: {name: rows of the table}, the first without a mirror, the second
-    with one."""
+    """The steps done again. runs: {name: events}, the first without a mirror, the second with
+    one."""
     figure = Figure(figsize=(5.6, 4), layout="constrained")
     axis = figure.subplots()
-    for height, (name, (_, *rows)) in zip((0.8, 0.4), runs.items(), strict=False):
-        counts = [again for _, again, *_ in rows]
-        axis.barh(range(len(rows)), counts, height, label=f"{name}: {sum(counts)}")
-    labels = [f"{event}, {before} to {after} ranks" for event, _, before, after in rows]
-    axis.set_yticks(range(len(rows)), labels)
-    axis.set(xlabel="steps done again", title=f"{len(rows)} events in {STEPS} steps")
+    for height, (name, events) in zip((0.8, 0.4), runs.items(), strict=False):
+        counts = [event.again for event in events]
+        axis.barh(range(len(events)), counts, height, label=f"{name}: {sum(counts)}")
+    labels = [
+        f"{event.what}, {event.ranks_before} to {event.ranks_after} ranks" for event in events
+    ]
+    axis.set_yticks(range(len(events)), labels)
+    axis.set(xlabel="steps done again", title=f"{len(events)} events in {STEPS} steps")
     axis.invert_yaxis()
     axis.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,8 +139,11 @@ def draw(runs, path):
 # -----------------------------------------------------------------------------
 # --soak: random ones
 
-SMALL = "--n_embd 32 --seq_len 16 --n_layer 1 --train_batch_size 24 --train_micro_batch_size_per_gpu 2 --exact".split()
-SMALL += f"--eval_interval 50 --checkpoint_interval 100 --keep 2 --timeout 10 --checkpoint_dir {FOLDER}".split()
+SMALL = (
+    "--n_embd 32 --seq_len 16 --n_layer 1 --train_batch_size 24 --train_micro_batch_size_per_gpu 2 "
+    "--exact --eval_interval 50 --checkpoint_interval 100 --keep 2 --timeout 10 "
+    f"--checkpoint_dir {FOLDER}"
+).split()
 NODES = ["node 1", "node 2", "node 3"]
 ODDS = {
     "dies": 12,
@@ -152,7 +158,8 @@ HAPPENS |= {"a rank hangs": Job.hang, "dies": Job.kill, "two die at once": Job.k
 
 def throw(dice, alive):
     """(steps until it happens, what, to which nodes)."""
-    gap, away = dice.choice([0, 1, 2, 5, 20, 60]), [node for node in NODES if node not in alive]
+    gap = dice.choice([0, 1, 2, 5, 20, 60])
+    away = [node for node in NODES if node not in alive]
     if away and (len(alive) == 1 or dice.random() < 0.4):
         return gap, "joins", [dice.choice(away)]
     (what,) = dice.choices([*ODDS], ODDS.values())
@@ -163,39 +170,46 @@ def throw(dice, alive):
 
 
 def try_soak(args):
-    steps, found = int(150 * args.soak), {}
+    steps = int(150 * args.soak)
     head = f"seed {args.seed}, ZeRO-{args.zero_stage}, {steps} steps"
     print(f"{head}, up to {args.soak:g} minutes of events\n{HEAD}", flush=True)
     shutil.rmtree(FOLDER, ignore_errors=True)
     train = [*SMALL, "--steps", str(steps)]
-    dice, start = random.Random(args.seed), time.time()
     flags = ["--zero_stage", str(args.zero_stage), "--mirror", "1"]
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )  # a rendezvous that no node holds
+    # A rendezvous that no node holds.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = {"endpoint": f"127.0.0.1:{store.port}", "rendezvous": "is_host=0"}
+    dice, start, events = random.Random(args.seed), time.time(), {}
     with Job(WARM, [*train, *flags], "elastic_soak", memory=MEMORY, **where) as job:
         job.happen("start", Job.start, *NODES, ranks=len(NODES))
         while time.time() < start + 60 * args.soak and job.step() + 100 < steps:
             gap, what, nodes = throw(dice, job.nodes)
             job.reach(job.step() + gap)
-            took = job.happen(f"{', '.join(nodes)} {what}", HAPPENS[what], *nodes, lost=True)
-            found.setdefault(what, []).append(took)
+            event = job.happen(f"{', '.join(nodes)} {what}", HAPPENS[what], *nodes, lost=True)
+            events.setdefault(what, []).append(event)
         job.wait(60 + steps)
         head += f", {(time.time() - start) / 60:.0f} minutes of events"
-        finish(job, alone(train, "elastic_soak_alone", steps))
+        train_alone(train, "elastic_soak_alone", steps)
+        finish(job, "elastic_soak_alone")
+    print(head)
+    print_soak(job, events)
+
+
+def print_soak(job, events):
+    """events: {what: [Event]}."""
     print(
-        f"{head}\nevent               times   steps done again   seconds to the next step: median   longest"
+        "event               times   steps done again   seconds to the next step: median   longest"
     )
-    for what, rows in sorted(found.items()):
-        again, seconds = zip(*rows, strict=True)
-        print(
-            f"{what:<18}{len(seconds):>7}{sum(again):>19}{statistics.median(seconds):>35.1f}{max(seconds):>10.1f}"
-        )
-    back, repeated = job.said("back to the disk"), sum(again for _, again, *_ in job.rows)
-    assert back or not repeated, "steps are done again"
+    for what, same in sorted(events.items()):
+        seconds = [event.seconds for event in same]
+        again = sum(event.again for event in same)
+        median = statistics.median(seconds)
+        print(f"{what:<18}{len(same):>7}{again:>19}{median:>35.1f}{max(seconds):>10.1f}")
+    back = job.said("back to the disk")
+    assert back or not any(event.again for event in job.events), "steps are done again"
     print(
-        f"{len(job.rows) - 1} events, {back} times back to the disk; every step once in the log, and no bit differs"
+        f"{len(job.events) - 1} events, {back} times back to the disk; "
+        "every step once in the log, and no bit differs"
     )
 
 

@@ -20,18 +20,21 @@ from pathlib import Path
 import torch
 
 import universal
+from measure.logs import rows_of
 from measure.machines import QUIET, TORCHRUN, WARM
-from measure.ranks import rows_of, run_script
+from measure.ranks import run_script
 
-TRAIN = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 20 --checkpoint_interval 12 --dropout 0"
-SAVED, CPUS, EXACT = "global_step12", ("cpu", 4), "--zero_stage 3 --dropout 0.1 --exact"
-FP32, HALF = (
-    "--dtype fp32 --zero_stage 3",
-    ("--dtype fp16 --zero_stage 1", "--dtype bf16 --zero_stage 3 --offload"),
+TRAIN = (
+    "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 "
+    "--steps 20 --checkpoint_interval 12 --dropout 0"
 )
-ROUNDING = {FP32: (1e-5, 1e-3)} | dict.fromkeys(
-    HALF, (1e-3, 2e-2)
-)  # on one kind of device, between two
+SAVED = "global_step12"
+CPUS = ("cpu", 4)
+FP32 = "--dtype fp32 --zero_stage 3"
+HALF = ("--dtype fp16 --zero_stage 1", "--dtype bf16 --zero_stage 3 --offload")
+EXACT = "--zero_stage 3 --dropout 0.1 --exact"
+# On one kind of device, and between two.
+ROUNDING = {FP32: (1e-5, 1e-3)} | dict.fromkeys(HALF, (1e-3, 2e-2))
 
 
 def be_a_rank():
@@ -40,9 +43,8 @@ def be_a_rank():
 
     device = get_accelerator()
     device.is_fp16_supported = lambda: True  # on CPUs, where it is slow, too
-    if (
-        int(os.environ["WORLD_SIZE"]) > torch.cuda.device_count() > 0
-    ):  # all share the card, by gloo, as NCCL refuses
+    if int(os.environ["WORLD_SIZE"]) > torch.cuda.device_count() > 0:
+        # All share the card, by gloo, as NCCL refuses.
         os.environ["LOCAL_RANK"] = "0"
         device._communication_backend_name = "gloo"
     del sys.argv[0]
@@ -58,17 +60,9 @@ def train(device, ranks, flags):
     launcher, environment = TORCHRUN, os.environ | QUIET | {"DS_ACCELERATOR": device}
     if device == "cpu":
         launcher, environment["CUDA_VISIBLE_DEVICES"] = WARM, ""
-    command = [
-        "timeout",
-        "600",
-        *launcher,
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        __file__,
-        script,
-    ]
-    command += f"{TRAIN} --run_name {name} --checkpoint_dir {name} {flags}".split()
+    words = f"--standalone --nproc-per-node {ranks} -m measure.gpu {script} {TRAIN}"
+    words += f" --run_name {name} --checkpoint_dir {name} {flags}"
+    command = ["timeout", "600", *launcher, *words.split()]
     with open(f"{name}.log", "w") as log:
         failed = subprocess.run(command, env=environment, stdout=log, stderr=log).returncode
     losses = [float(row["loss"]) for row in rows_of(Path("logs", f"{name}.csv"))[-8:]]
@@ -89,32 +83,18 @@ def check(what, flags, source, place, most, kind="", least=0.0):
             moment = torch.load(path)
             moment["param"].zero_()
             torch.save(moment, path)
-    gap = (train(*place, words)[1] - losses).abs().max().item()  # of tensors: NaN is the largest
+    _, resumed = train(*place, words)
+    gap = (resumed - losses).abs().max().item()  # of tensors: NaN is the largest
     off = not least <= gap <= most
-    print(f"{flags:<42}{what:<32}{gap:.1e}{' is off' * off}", flush=True)
+    print(f"{flags:<42}{what:<32}{gap:.1e}{' is off' if off else ''}", flush=True)
     return off
 
 
-if __name__ == "__main__":
-    if "RANK" in os.environ:
-        sys.exit(be_a_rank())
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    device, began, work = parser.parse_args().device, time.time(), Path("runs/gpu")
-    cards = 2 if device == "cpu" else torch.cuda.device_count()
-    if not cards:
-        sys.exit("measure/gpu.py: there is no GPU; --device cpu does the same on CPU ranks")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    os.chdir(work)
-    card = "CPU" if device == "cpu" else torch.cuda.get_device_name()
-    print(
-        f"{cards} x {card}, torch {torch.__version__}, DeepSpeed {version('deepspeed')}", flush=True
-    )
-    ranks = max(n for n in (1, 2, 4, 8) if n <= cards)
-    here, other, off = (device, ranks), (device, ranks // 2 or 2), 0
+def check_all(device, ranks):
+    """Returns how many numbers are off."""
+    here = (device, ranks)
+    other = (device, ranks // 2 or 2)
+    off = 0
     for flags in (FP32, *HALF) if device == "cuda" else (FP32,):
         same, apart = ROUNDING[flags]
         off += check("Test 1", flags, here, here, same)
@@ -124,6 +104,34 @@ if __name__ == "__main__":
     off += check("first moments forgotten", FP32, here, here, torch.inf, "_forgotten", least=1e-3)
     off += check("every bit", EXACT, here, here, 0.0)
     off += check(f"every bit, {ranks} to {other[1]} ranks", EXACT, here, other, 0.0)
+    return off
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    device = parser.parse_args().device
+    cards = 2 if device == "cpu" else torch.cuda.device_count()
+    if not cards:
+        sys.exit("measure/gpu.py: there is no GPU; --device cpu does the same on CPU ranks")
+    began = time.time()
+    work = Path("runs/gpu")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    os.chdir(work)
+    card = "CPU" if device == "cpu" else torch.cuda.get_device_name()
+    versions = f"torch {torch.__version__}, DeepSpeed {version('deepspeed')}"
+    print(f"{cards} x {card}, {versions}", flush=True)
+    off = check_all(device, ranks=max(n for n in (1, 2, 4, 8) if n <= cards))
     print(f"{time.time() - began:.0f} seconds")
     if off:
         sys.exit(f"measure/gpu.py: {off} numbers are off")
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        be_a_rank()
+    else:
+        main()

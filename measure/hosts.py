@@ -16,13 +16,14 @@ from pathlib import Path
 
 import psutil
 
-from measure.machines import HEAD, WARM, Job, alone, compare
-from measure.ranks import rows_of
+from measure.machines import HEAD, WARM, Job, differences, train_alone
 from universal import checkpoint
 
 DISK = Path("/mnt")  # that all hosts see
-TRAIN = "--n_embd 32 --seq_len 16 --n_layer 1 --train_batch_size 24 --train_micro_batch_size_per_gpu 4 --exact".split()
-TRAIN += "--steps 10000 --eval_interval 50 --checkpoint_interval 20 --keep 3 --timeout 20".split()
+TRAIN = (
+    "--n_embd 32 --seq_len 16 --n_layer 1 --train_batch_size 24 --train_micro_batch_size_per_gpu 4 "
+    "--exact --steps 10000 --eval_interval 50 --checkpoint_interval 20 --keep 3 --timeout 20"
+).split()
 
 
 def sh(command):
@@ -56,8 +57,9 @@ class HostsJob(Job):
         train = [*TRAIN, "--checkpoint_dir", str(self.folder), *train]
         super().__init__(WARM, train, name, endpoint="10.77.0.1:29400")
         for name, pid in hosts.items():
-            enter = f"nsenter --target={pid} --net --mount --wd={os.getcwd()} env GLOO_SOCKET_IFNAME=eth0"
-            self.inside[name] = [*enter.split(), f"PET_LOCAL_ADDR=10.77.0.{name[-1]}"]
+            enter = f"nsenter --target={pid} --net --mount --wd={os.getcwd()}"
+            environment = f"GLOO_SOCKET_IFNAME=eth0 PET_LOCAL_ADDR=10.77.0.{name[-1]}"
+            self.inside[name] = [*enter.split(), "env", *environment.split()]
         threading.Thread(target=self.watch, daemon=True).start()
 
     def pull(self, name, rank=None):
@@ -73,14 +75,15 @@ class HostsJob(Job):
     def catch(self, name, folder, pattern, known=()):
         """Let the node's rank run for moments, until it is frozen while there are such files.
         Returns it, and them."""
-        _, rank = self.nodes[name].workers()[0]
+        rank = self.nodes[name].workers()[0].process
         end = time.time() + self.patience
         while time.time() < end:
             rank.suspend()
-            found = {*folder.glob(pattern)}.difference(known)
-            time.sleep(0.3 * bool(found))  # not just about to go
-            if any(path.exists() for path in found):
-                return rank, found
+            files = {*folder.glob(pattern)}.difference(known)
+            if files:
+                time.sleep(0.3)  # they may be about to go
+            if any(path.exists() for path in files):
+                return rank, files
             rank.resume()
             time.sleep(0.002)
         raise TimeoutError(f"{folder} never had {pattern}")
@@ -89,9 +92,8 @@ class HostsJob(Job):
         """Start agents that have ended again, as a scheduler does; note every finished checkpoint
         as it is when it first has its name."""
         while True:
-            self.start(
-                *[name for name, node in [*self.nodes.items()] if node.agent.poll() is not None]
-            )
+            nodes = list(self.nodes.items())
+            self.start(*[name for name, node in nodes if node.agent.poll() is not None])
             for folder in self.folder.glob("global_step*"):
                 if not folder.suffix and folder not in self.seen:
                     self.seen[folder] = contents(folder)
@@ -107,31 +109,27 @@ class HostsJob(Job):
             node.agent.wait(timeout=120)
             node.reader.join()
         time.sleep(10)  # until what they started has ended, too
-        own = {os.getpid(), *self.hosts.values()}
-        found = [process.info for process in psutil.process_iter(["pid", "cmdline", "status"])]
+        known = {os.getpid(), *self.hosts.values()}
         left = [
-            info
-            for info in found
-            if info["pid"] not in own and info["status"] != psutil.STATUS_ZOMBIE
+            process.info
+            for process in psutil.process_iter(["pid", "cmdline", "status"])
+            if process.pid not in known and process.info["status"] != psutil.STATUS_ZOMBIE
         ]
         assert not left, f"left running: {left}"
-        done = [
-            int(found[1]) for _, line in self.lines if (found := re.match(r"step +(\d+) \|", line))
-        ]
-        twice, again = len(done) - len(set(done)), sum(again for _, again, *_ in self.rows)
-        assert twice == again, f"{twice} steps were done twice"
+        rows = [re.match(r"step +(\d+) \|", line) for _, line in self.lines]
+        done = [row[1] for row in rows if row]
+        twice = len(done) - len(set(done))
+        assert twice == sum(event.again for event in self.events), f"{twice} steps were done twice"
         checkpoints = [folder for folder in self.seen if folder.exists()]
         assert checkpoints, "no checkpoint was seen"
         for folder in checkpoints:
             assert contents(folder) == self.seen[folder], f"{folder} was finished, and written into"
             checkpoint.describe(folder)  # raises where it is not whole
-        log = rows_of(self.log)
-        worst = compare(log, alone(TRAIN, "hosts_alone", len(log)))
-        assert not any(worst.values()), f"the {len(log)} steps differ from one rank's: {worst}"
-        print(
-            f"{len(log)} steps, each once in the log, and no bit differs from one rank's",
-            flush=True,
-        )
+        last = self.step()
+        train_alone(TRAIN, "hosts_alone", last)
+        worst = differences(self, "hosts_alone")
+        assert not any(worst.values()), f"the {last} steps differ from one rank's: {worst}"
+        print(f"{last} steps, each once in the log, and no bit differs from one rank's", flush=True)
 
 
 def contents(folder):
@@ -147,8 +145,9 @@ def short(job):
     job.plug("node 2")
     stepped, _ = job.first(rf"^step +{reached + 1} \|", since)
     assert job.said("accumulation steps x") == started, "not the same ranks"
+    seconds = f"{stepped - since:.1f}"
     print(
-        f"{reached:4}  cable 2 out for 5 seconds: the same ranks have the next step after {stepped - since:.1f}"
+        f"{reached:4}  cable 2 out for 5 seconds: the same ranks have the next step after {seconds}"
     )
 
 
@@ -197,18 +196,12 @@ def with_mirror(job):
     short(job)
     cut(job, "cable 2 out", "node 2")
     cut(job, "cable 2 out in a save", "node 2", job.folder, "*.*.unfinished")
-    cut(
-        job,
-        "cable 2 out in a copy",
-        "node 2",
-        Path(f"/proc/{job.hosts['node 2']}/root/dev/shm"),
-        "*/step*/*.part",
-    )
+    memory = Path(f"/proc/{job.hosts['node 2']}/root/dev/shm")
+    cut(job, "cable 2 out in a copy", "node 2", memory, "*/step*/*.part")
     full(job)
     read_only(job)
-    cut(
-        job, "cable 1 out", "node 1", ranks=1
-    )  # with the rendezvous, so the agents of the other two end
+    # With the rendezvous, so the agents of the other two end.
+    cut(job, "cable 1 out", "node 1", ranks=1)
 
 
 def main():

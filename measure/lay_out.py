@@ -15,9 +15,9 @@ from deepspeed.utils.tensor_fragment import fragment_address
 def groups_of(net):
     """The parameter shapes of a model, in a decay and a no-decay group."""
     shapes = [(name, parameter.shape) for name, parameter in net.named_parameters()]
-    return [
-        OrderedDict(one for one in shapes if (len(one[1]) > 1) == decay) for decay in (True, False)
-    ]
+    decay = OrderedDict((name, shape) for name, shape in shapes if len(shape) > 1)
+    no_decay = OrderedDict((name, shape) for name, shape in shapes if len(shape) <= 1)
+    return [decay, no_decay]
 
 
 def lay_out(folder, groups, ranks, stage, shared_params=None):

@@ -15,16 +15,14 @@ import sys
 from pathlib import Path
 
 import plot
-from measure.ranks import compare, run
+from measure.logs import largest
+from measure.ranks import run
 
 COMMON = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 160 --lr 1e-3".split()
 RESUME = "--resume --checkpoint_tag global_step60 --checkpoint_interval 400".split()
-ONE, TPSP, PIPE, HERE = (
-    "one_rank",
-    "examples.train_tp_sp",
-    "examples.train_3d",
-    Path.cwd(),
-)  # all are compared with the run ONE
+HERE = Path.cwd()
+ONE = "one_rank"  # the run that all are compared with
+TPSP, PIPE = "examples.train_tp_sp", "examples.train_3d"
 AXES = {TPSP: ("tensor", "sequence"), PIPE: ("tensor", "pipeline")}
 CUBE = [(2, 2, 2), (2, 2, 1), (1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]
 # script, ZeRO stage, layout that saves, layouts that go on: (first of the axes, second,
@@ -48,26 +46,15 @@ def run_name(script, stage, layout):
 
 
 def train(script, stage, layout, name, folder, *arguments):
-    degrees = [f"--{axis}_parallel={n}" for axis, n in zip(AXES[script], layout, strict=False)]
-    words = (
-        *COMMON,
-        *degrees,
-        "--zero_stage",
-        stage,
-        "--run_name",
-        name,
-        "--checkpoint_dir",
-        folder,
-        *arguments,
-    )
+    first, second = AXES[script]
+    words = [*COMMON, f"--{first}_parallel", layout[0], f"--{second}_parallel", layout[1]]
+    words += ["--zero_stage", stage, "--run_name", name, "--checkpoint_dir", folder, *arguments]
     run(HERE, math.prod(layout), script, *words, limit=1200)
 
 
-def largest(baseline, name):
-    """Difference of any step's training or validation loss."""
-    return max(
-        max(compare(HERE, baseline, name, column).values()) for column in ("loss", "val_loss")
-    )
+def difference(baseline, name):
+    """The largest of any step's training or validation loss."""
+    return max(largest(HERE, baseline, name, ("loss", "val_loss")).values())
 
 
 def draw(path):
@@ -88,22 +75,21 @@ def draw(path):
 def play(script, stage, layout, others):
     """Train the layout, and go on with the others. Yields (script, from, to), and the largest
     difference."""
-    here, name = name_of(script, layout), run_name(script, stage, layout)
+    saved = name_of(script, layout)
+    name = run_name(script, stage, layout)
     folder = Path("ckpt_3d", name.replace(" ", "_").replace(",", ""))
     shutil.rmtree(folder, ignore_errors=True)
     train(script, stage, layout, name, folder, "--checkpoint_interval", 60)
-    yield (script, "scratch", here), largest(ONE, name)
+    yield (script, "scratch", saved), difference(ONE, name)
     for other in others:
-        there = name_of(script, other)
-        train(script, stage, other, f"{name} to {there}", folder, *RESUME)
-        difference = largest(name, f"{name} to {there}")
-        assert other != layout or difference == 0.0, (
-            f"{name} to {there} is not the same, bit by bit"
-        )
-        yield (script, here, there), difference
+        resumed = f"{name} to {name_of(script, other)}"
+        train(script, stage, other, resumed, folder, *RESUME)
+        gap = difference(name, resumed)
+        assert other != layout or gap == 0.0, f"{resumed} is not the same, bit by bit"
+        yield (script, saved, name_of(script, other)), gap
 
 
-if __name__ == "__main__":
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -114,17 +100,19 @@ if __name__ == "__main__":
     train(TPSP, 1, (1, 1, 1), ONE, "ckpt_3d/one")
     table = {}  # {(script, from, to): {stage: difference}}
     for script, stage, *layouts in CHANGES:
-        for change, difference in play(script, stage, *layouts):
-            table.setdefault(change, {})[stage] = difference
+        for change, gap in play(script, stage, *layouts):
+            table.setdefault(change, {})[stage] = gap
     print(f"{'script':<15} {'from':<20} {'to':<20}    ZeRO-1    ZeRO-2    ZeRO-3")
-    for (script, before, after), found in table.items():
-        cells = "".join(
-            f"{found[stage]:>10.1e}" if stage in found else " " * 10 for stage in (1, 2, 3)
-        )
+    for (script, before, after), gaps in table.items():
+        cells = [f"{gaps[stage]:>10.1e}" if stage in gaps else " " * 10 for stage in (1, 2, 3)]
         name = f"{script.removeprefix('examples.')}.py"
-        print(f"{name:<15} {before:<20} {after:<20}{cells}".rstrip())
+        print(f"{name:<15} {before:<20} {after:<20}{''.join(cells)}".rstrip())
     draw(args.output)
-    most = max(difference for found in table.values() for difference in found.values())
+    most = max(gap for gaps in table.values() for gap in gaps.values())
     print(f"largest difference {most:.1e}")
     if most > 1e-5:
         sys.exit("measure/layouts.py: a loss differs by more than 1e-5")
+
+
+if __name__ == "__main__":
+    main()

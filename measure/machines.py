@@ -11,10 +11,12 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
-from measure.ranks import ROOT, ends_after, rows_of, run
+from measure.logs import largest, rows_of, steps
+from measure.ranks import ROOT, ends_after, run
 
 AGENT = "--nnodes 1:3 --max-restarts 100 --rdzv-id job --rdzv-backend c10d".split()
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"
@@ -23,15 +25,21 @@ QUIET = {
     "PYTHONWARNINGS": "ignore",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONPATH": str(ROOT),
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "PET_LOCAL_ADDR": "127.0.0.1",
 }
-QUIET |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_LOCAL_ADDR": "127.0.0.1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-WARM = [
-    sys.executable,
-    "-m",
-    "measure.warm",
-]  # torchrun with workers that have torch and DeepSpeed in memory
-HEAD = "step  event                    ranks        goes on at   again   seconds = torchrun  start  first step"
+WARM = [sys.executable, "-m", "measure.warm"]  # its workers have torch and DeepSpeed in memory
+BATCH = r"= \d+ per rank x \d+ accumulation steps x ({}) ranks"  # what a start prints
+HEAD = (
+    "step  event                    ranks        goes on at   again   "
+    "seconds = torchrun  start  first step"
+)
+
+
+class Worker(NamedTuple):
+    started: float
+    process: psutil.Process
 
 
 class Node:
@@ -39,15 +47,17 @@ class Node:
 
     def __init__(self, command, lines, memory=None):
         """memory: the folder that stands for this machine's memory."""
-        pipes = {
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.STDOUT,
-            "text": True,
-            "errors": "replace",
-        }
-        self.memory, self.killed = memory, []
-        environment = os.environ | QUIET | ({"MIRROR_ROOT": str(memory)} if memory else {})
-        self.agent = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+        self.memory = memory
+        self.killed = []
+        self.agent = subprocess.Popen(
+            command,
+            env=os.environ | QUIET | ({"MIRROR_ROOT": str(memory)} if memory else {}),
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
         self.reader = threading.Thread(target=self.read, args=[lines])
         self.reader.start()
 
@@ -61,15 +71,14 @@ class Node:
         return []
 
     def workers(self):
-        """[(time of its start, process)] of the ranks; what a rank starts is younger."""
-        found = []
+        """The ranks, the oldest first; what a rank starts is younger."""
+        workers = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):  # it can end while it is looked at
-                if "RANK" in process.environ() or "forkserver" in " ".join(
-                    process.parent().cmdline()
-                ):
-                    found.append((process.create_time(), process))
-        return sorted(found, key=lambda worker: worker[0])
+                parent = " ".join(process.parent().cmdline())
+                if "RANK" in process.environ() or "forkserver" in parent:
+                    workers.append(Worker(process.create_time(), process))
+        return sorted(workers, key=lambda worker: worker.started)
 
     def kill(self):
         """As if the machine had lost its power: an agent that is killed by itself would leave its
@@ -87,16 +96,24 @@ class Node:
     def forget(self):
         """Of a machine that is gone: its memory is gone, too."""
         self.agent.wait(timeout=120)
-        psutil.wait_procs(
-            self.killed, timeout=10
-        )  # one that still ends could write into the memory
+        psutil.wait_procs(self.killed, timeout=10)  # one that still ends could write into it
         if self.memory:
             shutil.rmtree(self.memory, ignore_errors=True)
 
 
+class Event(NamedTuple):
+    """What has happened to a job."""
+
+    what: str
+    again: int  # steps that were done again
+    ranks_before: int
+    ranks_after: int
+    seconds: float  # to the next step
+
+
 class Job:
-    """train_elastic.py on nodes that are called "node 1", "node 2", ... `with` ends it, and says
-    what it has said where an error does so."""
+    """examples/train_elastic.py on nodes that are called "node 1", "node 2", ... `with` ends it,
+    and prints what it has printed where an error does so."""
 
     patience = 180  # seconds that first() waits
     settings = RENDEZVOUS
@@ -114,33 +131,25 @@ class Job:
         """ranks: of each node. rendezvous: settings of --rdzv-conf when it is not the agent of node
         1 that holds it. memory: the folder with one for each node, of a job that mirrors its
         shards."""
-        self.launcher = [
-            *launcher,
-            *AGENT,
-            "--nproc-per-node",
-            str(ranks),
-            "--rdzv-endpoint",
-            endpoint,
-            "--rdzv-conf",
-        ]
+        flags = f"--nproc-per-node {ranks} --rdzv-endpoint {endpoint} --rdzv-conf"
+        self.launcher = [*launcher, *AGENT, *flags.split()]
         self.train = ["-m", "examples.train_elastic", *train, "--elastic", "--run_name", name]
-        self.rendezvous, self.memory = rendezvous, memory
+        self.rendezvous = rendezvous
+        self.memory = memory
         self.inside = {}  # {node: what its command begins with}
-        self.lines, self.nodes = [], {}
-        self.rows = []  # (event, steps done again, ranks before, ranks after)
+        self.nodes = {}
+        self.lines = []  # (time, text)
+        self.events = []
+        self.name = name
         self.log = Path("logs", f"{name}.csv")
         self.log.unlink(missing_ok=True)
 
     def start(self, *names):
         for name in names:
-            held = self.rendezvous or f"is_host={int(name == 'node 1')}"
-            command = [
-                *self.inside.get(name, []),
-                *self.launcher,
-                f"{self.settings},{held}",
-                *self.train,
-            ]
-            self.nodes[name] = Node(command, self.lines, self.memory and self.memory / name)
+            rendezvous = self.rendezvous or f"is_host={int(name == 'node 1')}"
+            launcher = [*self.inside.get(name, []), *self.launcher, f"{self.settings},{rendezvous}"]
+            memory = self.memory and self.memory / name
+            self.nodes[name] = Node([*launcher, *self.train], self.lines, memory)
 
     def kill(self, *names):
         nodes = [self.nodes.pop(name) for name in names]
@@ -150,7 +159,7 @@ class Job:
             node.forget()
 
     def kill_a_rank(self, name):
-        self.nodes[name].workers()[0][1].kill()
+        self.nodes[name].workers()[0].process.kill()
 
     def preempt(self, name):
         node = self.nodes.pop(name)
@@ -158,17 +167,18 @@ class Job:
         node.forget()
 
     def hang(self, name):
-        self.nodes[name].workers()[0][1].suspend()
+        self.nodes[name].workers()[0].process.suspend()
 
     def step(self):
         """The last one in the log."""
         return max((int(row["step"]) for row in rows_of(self.log) if row["ranks"]), default=0)
 
+    def is_over(self):
+        return all(node.agent.poll() is not None for node in self.nodes.values())
+
     def until(self, reached, pause=0.01):
         while not reached():
-            assert any(node.agent.poll() is None for node in self.nodes.values()), (
-                "the job ended by itself"
-            )
+            assert not self.is_over(), "the job ended by itself"
             time.sleep(pause)
 
     def reach(self, step):
@@ -181,25 +191,31 @@ class Job:
 
     def resumed(self, what, since, ranks=r"\d+", lost=False):
         """Wait for the first step of new ranks, and print what happened: the last step before it,
-        and a row of HEAD. Returns the steps done again, and the seconds of all. ranks: wait for so
-        many: on a busy machine a node may be late, and joins a job that has begun. lost: steps may
-        be done again."""
-        reached, before = self.step(), self.rows[-1][-1] if self.rows else 0
-        began, found = self.first(
-            rf"= \d+ per rank x \d+ accumulation steps x ({ranks}) ranks", since
+        and a row of HEAD. Returns it, an Event.
+
+        ranks: wait for so many: on a busy machine a node may be late, and joins a job that has
+        begun. lost: steps may be done again."""
+        reached = self.step()
+        began, batch = self.first(BATCH.format(ranks), since)
+        workers = [worker for node in self.nodes.values() for worker in node.workers()]
+        created = min((w.started for w in workers if w.started > since), default=began)
+        stepped, row = self.first(r"^step +(\d+) \|", began)
+        event = Event(
+            what,
+            again=max(reached + 1 - int(row[1]), 0),
+            ranks_before=self.events[-1].ranks_after if self.events else 0,
+            ranks_after=int(batch[1]),
+            seconds=stepped - since,
         )
-        starts = [
-            when for node in self.nodes.values() for when, _ in node.workers() if when > since
-        ]
-        after, created = int(found[1]), min(starts, default=began)
-        stepped, found = self.first(r"^step +(\d+) \|", began)
-        again = max(reached + 1 - int(found[1]), 0)
-        self.rows.append((what, again, before, after))
-        seconds = stepped - since, created - since, began - created, stepped - began
-        print(f"{reached:4}  {what:<23}{before:>3} -> {after:<7}{found[1]:>12}{again:>8}", end="")
-        print("{:>10.1f}{:>11.1f}{:>7.1f}{:>12.1f}".format(*seconds), flush=True)
-        assert lost or not again, "steps are done again"
-        return again, seconds[0]
+        print(
+            f"{reached:4}  {what:<23}{event.ranks_before:>3} -> {event.ranks_after:<7}"
+            f"{row[1]:>12}{event.again:>8}{event.seconds:>10.1f}{created - since:>11.1f}"
+            f"{began - created:>7.1f}{stepped - began:>12.1f}",
+            flush=True,
+        )
+        assert lost or not event.again, "steps are done again"
+        self.events.append(event)
+        return event
 
     def wait(self, seconds=300):
         """Until all agents say that the job is done."""
@@ -216,14 +232,14 @@ class Job:
         deadline = time.time() + self.patience
         while time.time() < deadline:
             for when, line in list(self.lines):
-                if when > since and (found := re.search(pattern, line)):
-                    return when, found
-            if all(node.agent.poll() is not None for node in self.nodes.values()):
+                match = when > since and re.search(pattern, line)
+                if match:
+                    return when, match
+            if self.is_over():
                 break
             time.sleep(0.02)
-        raise RuntimeError(
-            f"no line has {pattern!r}:\n" + "".join(line for _, line in self.lines[-60:])
-        )
+        last = "".join(line for _, line in self.lines[-60:])
+        raise RuntimeError(f"no line has {pattern!r}:\n{last}")
 
     def close(self):
         self.kill(*self.nodes)
@@ -235,41 +251,22 @@ class Job:
 
     def __exit__(self, error, *_):
         if error:
-            print(
-                "".join(line for _, line in self.lines if not line.startswith(("step", "saved")))[
-                    -20000:
-                ]
-            )
+            lines = [line for _, line in self.lines if not line.startswith(("step", "saved"))]
+            print("".join(lines)[-20000:])
         self.close()
 
 
-def alone(train, name, steps):
-    """The log of what a job is compared with: the same training on one rank, to which nothing
+def train_alone(train, name, last):
+    """What a job is compared with: the same training up to that step on one rank, to which nothing
     happens."""
     with tempfile.TemporaryDirectory() as folder:
         train = [*train, "--run_name", name, "--checkpoint_dir", folder]
-        run(
-            Path.cwd(),
-            1,
-            "examples.train_elastic",
-            *train,
-            patch=ends_after(steps),
-            limit=900 + steps,
-        )
-    return rows_of(Path("logs", f"{name}.csv"))
+        limit = 900 + last
+        run(Path.cwd(), 1, "examples.train_elastic", *train, patch=ends_after(last), limit=limit)
 
 
-def compare(log, wanted):
-    """The largest differences of loss, validation loss and gradient norm."""
-    assert [row["step"] for row in log] == [row["step"] for row in wanted], (
-        "a step is missing, or twice in the log"
-    )
-    worst = {}
-    for column in ("loss", "val_loss", "grad_norm"):
-        pairs = [
-            (float(a[column]), float(b[column]))
-            for a, b in zip(log, wanted, strict=True)
-            if b[column]
-        ]
-        worst[column] = max((abs(a - b) for a, b in pairs), default=0.0)
-    return worst
+def differences(job, name):
+    """{column: the largest difference of a job from the run of that name}. Each of that one's steps
+    must be in the job's log, once."""
+    assert steps(Path.cwd(), job.name) == steps(Path.cwd(), name), "a step is missing, or twice"
+    return largest(Path.cwd(), name, job.name)

@@ -41,40 +41,39 @@ def measure(stage, memory, disk):
 
     seconds = {"step": [], "mirror": [], "disk": []}
     for _ in range(ROUNDS):
-        for name, action in (("step", step), ("mirror", lambda: mirror({})), ("disk", save)):
+        for name, action in (("step", step), ("mirror", lambda: mirror.save({})), ("disk", save)):
             dist.barrier()
             start = time.perf_counter()
             action()
             dist.barrier()
             seconds[name].append(time.perf_counter() - start)
     sizes = {path: path.stat().st_size / 1e6 for path in machine.glob("step*/*.pt")}
-    own = sum(
+    sent = sum(
         size
         for path, size in sizes.items()
-        if f"_rank_{rank}_mp" in path.name or path.name[:7] == "mp_rank"
+        if f"_rank_{rank}_mp" in path.name or path.name.startswith("mp_rank")
     )
     mirror.close()
     dist.barrier()
-    medians = {
-        name: 1e3 * statistics.median(times[2:]) for name, times in seconds.items()
-    }  # the first two are slower
-    print("\n" + json.dumps(medians | {"own": own, "slot": sum(sizes.values())}))
+    # The first two rounds are slower.
+    costs = {name: 1e3 * statistics.median(times[2:]) for name, times in seconds.items()}
+    print("\n" + json.dumps(costs | {"rank": sent, "machine": sum(sizes.values())}))
 
 
 if __name__ == "__main__":
     Path("out").mkdir(exist_ok=True)
     print("        ms of a step, mirrored at every K-th                ms of a save         MB")
     print(
-        "ZeRO    never     K = 1    K = 10   K = 100   ms of a copy      to the disk   a rank  a machine"
+        "ZeRO    never     K = 1    K = 10   K = 100   ms of a copy      "
+        "to the disk   a rank  a machine"
     )
     for stage in (1, 3):
         with (
             tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
             tempfile.TemporaryDirectory(dir="out") as disk,
         ):
-            cost = json.loads(
-                run(Path.cwd(), 4, measure, stage, memory, disk, limit=900).splitlines()[-1]
-            )
+            out = run(Path.cwd(), 4, measure, stage, memory, disk, limit=900)
+        cost = json.loads(out.splitlines()[-1])
         steps = "".join(f"{cost['step'] + cost['mirror'] / every:>10.1f}" for every in (1, 10, 100))
         line = f"{stage:>4}{cost['step']:>9.1f}{steps}{cost['mirror']:>15.1f}{cost['disk']:>17.1f}"
-        print(f"{line}{cost['own']:>9.2f}{cost['slot']:>11.2f}", flush=True)
+        print(f"{line}{cost['rank']:>9.2f}{cost['machine']:>11.2f}", flush=True)

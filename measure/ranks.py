@@ -3,7 +3,6 @@ imported torch, DeepSpeed and the modules of this repository already, and a laun
 instead of twenty."""
 
 import contextlib
-import csv
 import gc
 import importlib
 import os
@@ -19,13 +18,10 @@ import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # as torchrun does; without it accelerate takes all cores for every rank
-ROOT = Path(__file__).resolve().parent.parent
 import deepspeed
 import torch
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # What DeepSpeed imports when it makes an engine, at each stage, and what the scripts import.
 for name in (
@@ -59,32 +55,37 @@ def free_port():
 PORT = free_port()
 
 
-def forget_scripts():
-    """They read their rank as they are imported, so each rank imports them itself."""
-    for name in list(sys.modules):
-        if name == "train" or name.startswith("examples."):
-            del sys.modules[name]
+# -----------------------------------------------------------------------------
+# a rank
 
 
 def run_script(script):
-    """What `python script` does, or `python -m script` for a module of examples/. Those that are
-    imported here see what a patch has changed in train.py."""
+    """What `python script` does, or `python -m script` for a module of examples/. train.py and
+    those modules are imported under their names, so they have what a patch has changed in them."""
     module = str(script).removesuffix(".py")
     if module == "train" or module.startswith("examples."):
         sys.path.insert(0, str(ROOT))
-        sys.argv[0] = f"{module.split('.')[-1]}.py"
+        sys.argv[0] = f"{module.removeprefix('examples.')}.py"
         importlib.import_module(module).main()
     else:
         runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def rank_main(place, script, arguments, patch):
+def forget_scripts():
+    """They read their rank as they are imported: each rank imports them itself."""
+    for name in list(sys.modules):
+        if name == "train" or name.startswith("examples."):
+            del sys.modules[name]
+
+
+def rank_main(environment, script, arguments, patch):
     """In the child; it never returns."""
     code = 1
     try:
-        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-        gc.freeze()  # DeepSpeed collects garbage: not in what it has from the parent, which would copy all of it
-        os.environ |= place
+        sys.stdout = os.fdopen(1, "w", buffering=1)
+        sys.stderr = os.fdopen(2, "w", buffering=1)
+        gc.freeze()  # DeepSpeed collects garbage: a look at all of the parent's would copy it
+        os.environ |= environment
         forget_scripts()
         sys.argv = [str(script), *map(str, arguments)]
         if patch:
@@ -103,6 +104,51 @@ def rank_main(place, script, arguments, patch):
     os._exit(code)
 
 
+class Rank:
+    """A child of this process. What it prints goes to files."""
+
+    def __init__(self, rank, ranks, folder, *work):
+        """work: the other arguments of rank_main()."""
+        self.rank = rank
+        self.files = [tempfile.TemporaryFile("w+", errors="replace") for _ in ("out", "err")]
+        self.pid = os.fork()
+        if self.pid:
+            return
+        os.chdir(folder)
+        for fd, file in enumerate(self.files, 1):
+            os.dup2(file.fileno(), fd)
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(PORT),
+        }
+        rank_main(environment, *work)
+
+    def exit_code(self):
+        """None while it runs."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+    def printed(self):
+        texts = []
+        for file in self.files:
+            with file:
+                file.seek(0)
+                texts.append(file.read())
+        return texts
+
+
+# -----------------------------------------------------------------------------
+# all ranks
+
+
 def launch(folder, ranks, script, *arguments, patch=None, limit=300, grace=0):
     """Run `script`, or call it, on `ranks` ranks in `folder`; like the launchers, end all ranks
     when one fails.
@@ -110,62 +156,30 @@ def launch(folder, ranks, script, *arguments, patch=None, limit=300, grace=0):
     patch() runs in every rank before the script. Returns codes, of all ranks; code, out and err of
     the first rank that ended badly, or of rank 0; and err of all ranks as `errors`. grace: seconds
     that the others have when one fails."""
-    children, files = {}, []
-    place = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(PORT),
-    }
-    for rank in range(ranks):
-        files.append([tempfile.TemporaryFile("w+", errors="replace") for _ in ("out", "err")])
-        pid = os.fork()
-        if pid == 0:
-            os.chdir(folder)
-            for fd, file in enumerate(files[rank], 1):
-                os.dup2(file.fileno(), fd)
-            rank_main(
-                place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, script, arguments, patch
-            )
-        children[pid] = rank
+    started = [Rank(rank, ranks, folder, script, arguments, patch) for rank in range(ranks)]
     codes, deadline = {}, time.monotonic() + limit
-    while children and time.monotonic() < deadline:
+    running = list(started)
+    while running and time.monotonic() < deadline:
         time.sleep(0.01)
-        for pid, rank in list(children.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del children[pid]
-                codes[rank] = os.waitstatus_to_exitcode(status)
-            if codes.get(rank):
+        for rank in list(running):
+            code = rank.exit_code()
+            if code is None:
+                continue
+            running.remove(rank)
+            codes[rank.rank] = code
+            if code:
                 deadline = min(deadline, time.monotonic() + grace)
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    if children and not any(codes.values()):
-        codes[min(children.values())] = "time limit"
+    for rank in running:
+        rank.kill()
+    if running and not any(codes.values()):
+        codes[running[0].rank] = "time limit"
     told = next((rank for rank, code in codes.items() if code), 0)
-    texts = [[read(file) for file in pair] for pair in files]
+    texts = [rank.printed() for rank in started]
     if codes[told] == "time limit":
         texts[told][1] += f"\nTimeoutError: not done after {limit} seconds\n"
+    out, err = texts[told]
     errors = "".join(err for _, err in texts)
-    return SimpleNamespace(
-        code=codes[told], codes=codes, out=texts[told][0], err=texts[told][1], errors=errors
-    )
-
-
-def read(file):
-    with file:
-        file.seek(0)
-        return file.read()
-
-
-def last_error(text):
-    """The line that says why."""
-    lines = [line for line in text.splitlines() if line.strip()] or ["not a word"]
-    errors = [
-        line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*([Ee]rror|Exception): ", line)
-    ]
-    return (errors or lines)[-1][:300]
+    return SimpleNamespace(code=codes[told], codes=codes, out=out, err=err, errors=errors)
 
 
 def run(folder, ranks, script, *arguments, **options):
@@ -173,6 +187,14 @@ def run(folder, ranks, script, *arguments, **options):
     result = launch(folder, ranks, script, *arguments, **options)
     assert result.code == 0, f"{script} {arguments} {result.codes}\n{result.out}\n{result.errors}"
     return result.out
+
+
+def last_error(text):
+    """The line that says why."""
+    lines = [line for line in text.splitlines() if line.strip()] or ["not a word"]
+    pattern = r"(\[rank\d+\]: )?[\w.]*([Ee]rror|Exception): "
+    errors = [line for line in lines if re.match(pattern, line)]
+    return (errors or lines)[-1][:300]
 
 
 def ends_after(last):
@@ -191,24 +213,3 @@ def ends_after(last):
         train.micro_batch = draw
 
     return patch
-
-
-def rows_of(log):
-    """[{column: text}]; nothing where there is no log yet."""
-    return list(csv.DictReader(log.read_text().splitlines())) if log.exists() else []
-
-
-def read_log(folder, run_name, *columns):
-    """{column: {step: value}} of logs/<run_name>.csv."""
-    rows = rows_of(Path(folder, "logs", f"{run_name}.csv"))
-    return {
-        c: {int(r["step"]): float(r[c]) for r in rows if r.get(c)}
-        for c in columns or ("loss", "val_loss")
-    }
-
-
-def compare(folder, baseline, resumed, column="loss"):
-    """|difference| at every step that the resumed run has; the baseline must have them all."""
-    a, b = read_log(folder, baseline, column)[column], read_log(folder, resumed, column)[column]
-    assert b and b.keys() <= a.keys()
-    return {step: abs(b[step] - a[step]) for step in b}

@@ -12,7 +12,6 @@ largest of a rank while it loads, over what it had, and the converter's. Differe
 the training loss over the steps after the resume."""
 
 import json
-import logging
 import os
 import re
 import tempfile
@@ -22,20 +21,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import train as lesson
 import universal
-from measure.convert import commands, timed
+from measure.convert import Run, commands, timed
 from measure.ranks import deepspeed, run
+from train import GPT, init_distributed, parameter_groups
 
-STAGE, SAVED, STEPS, BATCH, LENGTH, CONVERTED = 3, 2, 12, 4, 32, ("ours", "DeepSpeed")
-SHAPE = 12, 12, 768  # layers, heads, width: 86 million parameters
+STAGE, BATCH, LENGTH = 3, 4, 32
+SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768}  # 86 million parameters
+SAVED, STEPS = 2, 12
+CONVERTED = ("ours", "DeepSpeed")
 
 
 def make_engine(batch, micro, stage, load_universal=False):
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
-    gpt = lesson.GPT(*SHAPE, seq_len=LENGTH, dropout=0.0)
+    init_distributed()
+    gpt = GPT(**SHAPE, seq_len=LENGTH, dropout=0.0)
     config = {
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": micro,
@@ -44,9 +43,9 @@ def make_engine(batch, micro, stage, load_universal=False):
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 3e-4}},
         "checkpoint": {"load_universal": load_universal},
     }
-    return deepspeed.initialize(
-        model=gpt, model_parameters=lesson.parameter_groups(gpt), config=config
-    )[0]
+    groups = parameter_groups(gpt)
+    engine, *_ = deepspeed.initialize(model=gpt, model_parameters=groups, config=config)
+    return engine
 
 
 def megabytes(key):
@@ -72,17 +71,15 @@ def load(engine, folder, way):
 
 def train(folder, way=None):
     """What each rank does; rank 0 prints the losses, and what loading has cost every rank."""
-    torch.manual_seed(
-        int(os.environ["RANK"]) if way else 0
-    )  # what is resumed must come from the checkpoint
+    # Of other weights on each rank: what is resumed must come from the checkpoint.
+    torch.manual_seed(int(os.environ["RANK"]) if way else 0)
     engine = make_engine(BATCH, 1, STAGE, way in CONVERTED)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     costs, losses = [None] * ranks, []
     dist.all_gather_object(costs, load(engine, folder, way) if way else None)
     for step in range(SAVED if way else 0, STEPS):
-        tokens = torch.randint(
-            256, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step)
-        )
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(256, (BATCH, LENGTH + 1), generator=generator)
         total = torch.zeros((), dtype=torch.float64)
         for row in tokens.chunk(ranks)[rank]:
             loss = engine(row[None, :-1], row[None, 1:])
@@ -97,26 +94,35 @@ def train(folder, way=None):
     print("\n" + json.dumps([losses, costs]))
 
 
-if __name__ == "__main__":
+def trained(work, ranks, *way):
+    """The losses of train() on so many ranks, and what loading has cost each."""
+    out = run(work, ranks, train, work, *way, limit=1200)
+    return json.loads(out.splitlines()[-1])
+
+
+def main():
     row = "{:<12}{:>12}{:>10}{:>10}{:>14}{:>14}"
     print(row.format("", "seconds of", "loading", "MB of", "MB of the", "difference"))
     print(row.format(f"ZeRO-{STAGE}", "converting", "it", "a rank", "converter", "of the loss"))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as work:
-        wanted, _ = json.loads(run(work, 4, train, work, limit=1200).splitlines()[-1])
+        baseline, _ = trained(work, 4)
         for way in ("reshard", *CONVERTED):
-            converting = converter = 0.0
+            converter = Run(0.0, 0.0, "")
             if way in CONVERTED:
-                converting, converter, _ = timed(
-                    commands(f"{work}/saved", f"{work}/{way}")[way], work
-                )
-            losses, costs = json.loads(run(work, 2, train, work, way, limit=1200).splitlines()[-1])
+                command = commands(f"{work}/saved", f"{work}/{way}")[way]
+                converter = timed(command, work)
+            losses, costs = trained(work, 2, way)
             seconds, memory = (max(cost) for cost in zip(*costs, strict=True))
-            difference = max(abs(a - b) for a, b in zip(wanted[SAVED:], losses, strict=True))
-            numbers = (
-                f"{converting:.2f}",
+            pairs = zip(baseline[SAVED:], losses, strict=True)
+            cells = (
+                f"{converter.seconds:.2f}",
                 f"{seconds:.2f}",
                 f"{memory:.0f}",
-                f"{converter:.0f}",
-                f"{difference:.1e}",
+                f"{converter.megabytes:.0f}",
+                f"{max(abs(a - b) for a, b in pairs):.1e}",
             )
-            print(row.format(way, *numbers), flush=True)
+            print(row.format(way, *cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

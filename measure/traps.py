@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from measure.ranks import read_log, run
+from measure.logs import read_log
+from measure.ranks import run
 
 ROOT = Path(__file__).resolve().parent.parent
 PT, DS = "grad_accu_pt.py", "grad_accu_ds.py"

@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-from measure.ranks import compare, deepspeed, last_error, launch
+from measure.logs import compare
+from measure.ranks import ROOT, deepspeed, last_error, launch
 
-HERE, WORK = ROOT / ".venv-versions", ROOT / "runs" / "versions"
+INSTALLED = ROOT / ".venv-versions"
+WORK = ROOT / "runs" / "versions"
 OLD = ("0.16.4", "0.16.9", "0.17.6", "0.18.4", "0.18.9", "0.19.0", "0.19.3")
 NEW = deepspeed.__version__
 STAGES, ROUNDING, FAR, ATTEMPTS = (1, 2, 3), 1e-5, 0.1, 3
@@ -44,19 +45,25 @@ JOBS = {
     f"{FROM}, same ranks": "4 Odd 2 train.py --resume --checkpoint_dir {new} --stock",
     "one group": "4 GPT 1 train.py --checkpoint_interval 3 --checkpoint_dir one",
     "we convert": "1 GPT 1 ds_to_universal.py {flag} {folders} ours/global_step3",
-    "converter": "3 GPT 2 train.py --resume --checkpoint_dir ours --universal_checkpoint --stock",
+    "converter": "3 GPT 2 train.py {universal} --checkpoint_dir ours",
     "we convert without flag": "1 GPT 1 ds_to_universal.py {folders} plain/global_step3",
-    "without flag": "3 GPT 2 train.py --resume --checkpoint_dir plain --universal_checkpoint --stock",
-    "it converts": "1 GPT 1 deepspeed/checkpoint/ds_to_universal.py --inject_missing_state {folders} its/global_step3",
-    "its converter": "3 GPT 2 train.py --resume --checkpoint_dir its --universal_checkpoint --stock",
+    "without flag": "3 GPT 2 train.py {universal} --checkpoint_dir plain",
+    "it converts": "1 GPT 1 {theirs} --inject_missing_state {folders} its/global_step3",
+    "its converter": "3 GPT 2 train.py {universal} --checkpoint_dir its",
     TO: "3 Odd 2 train.py --resume --checkpoint_dir zero",
     f"{TO}, same ranks": "4 Odd 2 train.py --resume --checkpoint_dir zero --stock",
 }
-FOLDERS = (
-    "--num_extract_workers 1 --num_merge_workers 1 --input_folder one/global_step3 --output_folder"
-)
-TRAIN = "--train_batch_size 24 --train_micro_batch_size_per_gpu 2 --seq_len 8 --n_layer 1 --n_head 2 --n_embd 16 "
-TRAIN += "--steps 9 --warmup_steps 2 --checkpoint_tag global_step3"
+WORDS = {
+    "universal": "--resume --universal_checkpoint --stock",
+    "theirs": "deepspeed/checkpoint/ds_to_universal.py",
+    "folders": "--num_extract_workers 1 --num_merge_workers 1 "
+    "--input_folder one/global_step3 --output_folder",
+}
+TRAIN = (
+    "--train_batch_size 24 --train_micro_batch_size_per_gpu 2 --seq_len 8 --n_layer 1 --n_head 2 "
+    "--n_embd 16 --steps 9 --warmup_steps 2 --checkpoint_tag global_step3 "
+    f"--data {ROOT / 'LICENSE'}"
+).split()
 # The columns of the table: a job, and the one whose losses it is compared with.
 COLUMNS = {
     "no checkpoint": "saved",
@@ -107,31 +114,22 @@ def play(version, folder, stage, jobs):
     for name, job in jobs.items():
         ranks, kind, seed, script, *flags = job.split()
         if script == "train.py":
-            flags += [
-                *TRAIN.split(),
-                "--data",
-                ROOT / "LICENSE",
-                "--zero_stage",
-                stage,
-                "--run_name",
-                name,
-            ]
+            flags += [*TRAIN, "--zero_stage", stage, "--run_name", name]
         if script.startswith("deepspeed/"):
             script = Path(deepspeed.__file__).parents[1] / script
         patch = functools.partial(change, kind, int(seed))
         done = launch(folder, int(ranks), script, *flags, patch=patch, limit=90, grace=5)
         Path(folder, f"{name}.txt").write_text(done.out + done.errors)
-        if done.code:
-            failed[name] = re.sub(
-                r"^(\[rank\d+\]: )?([a-z_]\w*\.)*|/\S*/", "", last_error(done.err)
-            )[:150].strip()
+        if done.code:  # without the rank, modules and folders
+            error = re.sub(r"^(\[rank\d+\]: )?([a-z_]\w*\.)*|/\S*/", "", last_error(done.err))
+            failed[name] = error[:150].strip()
     return failed
 
 
 def install(version):
     """The folder to put on PYTHONPATH: deepspeed alone. All else, torch too, is that of this
     Python."""
-    folder, unfinished = HERE / version, HERE / f"{version}.unfinished"
+    folder, unfinished = INSTALLED / version, INSTALLED / f"{version}.unfinished"
     if not folder.exists():
         shutil.rmtree(unfinished, ignore_errors=True)
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", unfinished]
@@ -147,17 +145,15 @@ def run(version, folder, stage, jobs):
         return play(version, folder, stage, jobs)
     arguments = (version, str(folder), stage, jobs)
     code = f"import json; from measure.versions import play; print(json.dumps(play(*{arguments})))"
-    environment = os.environ | {
-        "PYTHONPATH": str(install(version)),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-    }
-    options = dict(
-        stdout=subprocess.PIPE, cwd=ROOT, env=environment, check=True, timeout=300 + 100 * len(jobs)
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(install(version))},
+        check=True,
+        timeout=300 + 100 * len(jobs),
     )
-    return json.loads(
-        subprocess.run([sys.executable, "-c", code], **options).stdout.splitlines()[-1]
-    )
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def commands(version, stage):
@@ -165,7 +161,7 @@ def commands(version, stage):
     old = tuple(map(int, version.split("."))) < (0, 19, 3)
     flag = "--zero3_before_0_19_3" if old and stage == 3 else ""
     new = f"../../{NEW}/ZeRO-{stage}/zero"
-    return {name: job.format(folders=FOLDERS, flag=flag, new=new) for name, job in JOBS.items()}
+    return {name: job.format(flag=flag, new=new, **WORDS) for name, job in JOBS.items()}
 
 
 def difference(folder, name, other):
@@ -186,14 +182,21 @@ def measure(version, stage):
     }
 
 
-def off(found, columns=OURS + ALONE, bound=ROUNDING):
+def off(row, columns=OURS + ALONE, bound=ROUNDING):
     """Those of the columns that are further away than that, or errors."""
-    values = {name: found[name] for name in columns}
+    values = {name: row[name] for name in columns}
     return {
         name: value
         for name, value in values.items()
         if isinstance(value, str) or not value <= bound
     }
+
+
+def is_wrong(row):
+    """An error; or universal is off, and DeepSpeed alone is not; or what was not loaded is near."""
+    if any(isinstance(value, str) for value in off(row).values()):
+        return True
+    return bool(off(row, OURS) and not off(row, ALONE)) or not off(row, ["not loaded"], FAR)
 
 
 def write(output, everything, notes):
@@ -203,7 +206,7 @@ def write(output, everything, notes):
     for version, stages in everything.items():
         lines.append(f"{version:<9}")
         for column in COLUMNS:
-            values = [found[column] for found in stages.values()]
+            values = [row[column] for row in stages.values()]
             numbers = [value for value in values if isinstance(value, float)]
             texts = [f"{torch.tensor(numbers).max():.1e}"] if numbers else []
             for error in dict.fromkeys(value for value in values if isinstance(value, str)):
@@ -222,24 +225,21 @@ def main():
     parser.add_argument("--output", type=Path, default=Path("out/versions.txt"))
     parser.add_argument("versions", nargs="*", default=OLD)
     args = parser.parse_args()
-    everything, notes, problems = {version: {} for version in (*args.versions, NEW)}, [], []
+    everything = {version: {} for version in (*args.versions, NEW)}
+    notes, problems = [], []
     for version, stage in itertools.product((NEW, *args.versions), STAGES):
         where = f"DeepSpeed {version}, ZeRO-{stage}"
-        everything[version][stage] = found = measure(version, stage)
+        row = measure(version, stage)
+        everything[version][stage] = row
         for _ in range(ATTEMPTS - 1):
-            if bad := off(found):
+            bad = off(row)
+            if bad:
                 notes += [f"{where}: {name} was {value}" for name, value in bad.items()]
                 again = measure(version, stage)
-                found |= {name: again[name] for name in bad}
-        failed = any(isinstance(value, str) for value in off(found).values())
-        if (
-            failed
-            or off(found, OURS)
-            and not off(found, ALONE)
-            or not off(found, ["not loaded"], FAR)
-        ):
-            problems.append(f"{where}: {found}")
-        print(where, found, flush=True)
+                row |= {name: again[name] for name in bad}
+        if is_wrong(row):
+            problems.append(f"{where}: {row}")
+        print(where, row, flush=True)
         write(args.output, everything, notes)
     sys.exit("\n".join(problems) or 0)
 

@@ -17,14 +17,17 @@ from torch.distributed.launcher.api import elastic_launch
 
 
 def worker(_, *words):
-    """What Python does with these words behind its own flags: a script or -m and a module, and
-    their arguments."""
-    module = words[0] == "-m"
-    sys.argv = list(words[module:])
-    sys.path.insert(0, os.getcwd() if module else str(Path(words[0]).parent))
-    run = runpy.run_module if module else runpy.run_path
+    """What Python does with these words behind its first flag: a script, or -m and a module, and
+    its arguments."""
     try:
-        run(sys.argv[0], run_name="__main__")
+        if words[0] == "-m":
+            sys.argv = list(words[1:])
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(words[1], run_name="__main__")
+        else:
+            sys.argv = list(words)
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")
     except SystemExit as stop:
         if stop.code:  # 0 is said by returning
             raise
@@ -36,11 +39,9 @@ def warm(config, entrypoint):
 
 
 if __name__ == "__main__":
-    from measure.warm import (
-        warm,  # a worker looks for worker() in the module of this name; __main__ is another one
-    )
+    # A worker looks for worker() in the module of this name; __main__ is another one.
+    from measure.warm import warm
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # torch.optim imports torch._dynamo, and DeepSpeed's Muon torch._inductor: half of what a start
     # takes.
     forkserver.set_forkserver_preload(["deepspeed", "torch._dynamo", "torch._inductor.compile_fx"])

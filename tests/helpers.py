@@ -26,7 +26,7 @@ from toy import same
 import ds_to_universal
 import train
 import universal
-from measure.ranks import launch, rows_of, run_script
+from measure.ranks import launch, run_script
 
 # --------------------------------------------------------------------------------------------------
 # 1. ranks: patches for them, what they have logged and seen, and several tasks of one launch
@@ -94,11 +94,6 @@ def at_step(step, rank, act=kill, call="train.micro_batch"):
         train.micro_batch = draw
 
     return patch
-
-
-def steps(folder, run_name):
-    """Those in a log."""
-    return [int(row["step"]) for row in rows_of(Path(folder, "logs", f"{run_name}.csv"))]
 
 
 def record_rows(name):

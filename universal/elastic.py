@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: MIT
 """Lets machines leave and join a training script that runs under torchrun's elastic agent:
 
-    elastic.enlist(batch, micro_batch)          # first of all: surplus ranks stand by
+    elastic.select_ranks(batch, micro_batch)    # first of all: surplus ranks stand by
     ...deepspeed.init_distributed(), deepspeed.initialize()...
     path, client_state = universal.load_checkpoint(engine, "checkpoints", missing_ok=True)
-    stop = elastic.listen(engine.device)
+    stopping = elastic.watch_sigterm(engine.device)
     for step in ...:
         ...
-        if (told := stop()) or ...:             # the same answer on all ranks
+        stop = stopping()                       # the same answer on all ranks
+        if stop or ...:
             elastic.save(engine, "checkpoints", client_state)
-        if told:
+        if stop:
             break
-    elastic.leave(finished=step == steps)
+    elastic.exit_together(finished=step == steps)
 
 torchrun restarts all processes whenever a machine leaves or joins; the same command line then
-continues from the disk. Needs Python 3.10 and torch 2.6 or newer."""
+continues from the disk. Needs Python 3.10 and torch 2.6 or newer.
+"""
 
 import contextlib
 import datetime
@@ -23,7 +25,9 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,164 +35,188 @@ from torch.distributed import distributed_c10d
 
 from universal.publish import publish
 
-GO_ON = (
-    143  # the exit code for "stopped, not finished"; 0 would tell the agents that the job is done
-)
+if TYPE_CHECKING:
+    import deepspeed
+
+# The exit code of a rank that is to be started again; 0 would tell the agents that the job is done.
+STOPPED = 143
+
+# In the store where the ranks meet: rank 0 sets DONE, and each rank that stood by answers.
+DONE = "elastic/done"
+LEFT = "elastic/left/{}"
 
 
-def enlist(batch, micro_batch, model_parallel=1):
+def select_ranks(batch: int, micro_batch: int, model_parallel: int = 1) -> None:
     """Select the largest number of ranks that can share the batch's micro-batches evenly, and set
-    WORLD_SIZE to it; this call never returns on the other ranks. model_parallel: ranks that share
-    one micro-batch. Call it before there is a process group. Raises ValueError if no number of
-    ranks will do."""
-    rank, present = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    usable = [n for n in range(1, present // model_parallel + 1) if batch % (micro_batch * n) == 0]
+    WORLD_SIZE to it; this call never returns on the other ranks.
+
+    batch, micro_batch: samples. model_parallel: ranks that share one micro-batch. Call it before
+    there is a process group. Raises ValueError if no number of ranks will do.
+    """
+    rank = int(os.environ["RANK"])
+    present = int(os.environ["WORLD_SIZE"])
+    groups = range(1, present // model_parallel + 1)
+    usable = [n * model_parallel for n in groups if batch % (micro_batch * n) == 0]
     if not usable:
         raise ValueError(
-            f"none of 1 to {present} ranks trains micro-batches of {micro_batch}, {model_parallel} ranks to each, "
-            f"that add up to a batch of {batch}"
+            f"none of 1 to {present} ranks trains micro-batches of {micro_batch}, "
+            f"{model_parallel} ranks to each, that add up to a batch of {batch}"
         )
-    ranks = usable[-1] * model_parallel
-    os.environ |= {"WORLD_SIZE": str(ranks), "STANDING_BY": str(present - ranks)}
+    ranks = usable[-1]
+    os.environ["WORLD_SIZE"] = str(ranks)
+    os.environ["STANDING_BY"] = str(present - ranks)
     if rank >= ranks:
         stand_by(rank, f"{present} ranks do not divide a batch of {batch}, {ranks} do")
 
 
-def wait_at_most(seconds):
+def wait_at_most(seconds: float) -> datetime.timedelta:
     """Set the time after which all process groups made from now on, DeepSpeed's too, give up on a
-    silent rank. Returns it as a timedelta, for deepspeed.init_distributed(timeout=...)."""
+    silent rank. Returns it, for deepspeed.init_distributed(timeout=...)."""
     timeout = datetime.timedelta(seconds=seconds)
-    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout
     return timeout
 
 
-def store():
+def open_store() -> dist.TCPStore:
     """The store where the ranks meet. It belongs to rank 0, or to its agent."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(*address, wait_for_workers=False)
 
 
-def stand_by(rank, why):
+def stand_by(rank: int, reason: str) -> NoReturn:
     """Wait until the job is done, or until the agent restarts everything, with SIGTERM."""
-    print(f"rank {rank} stands by until the next change: {why}", flush=True)
+    print(f"rank {rank} stands by until the next change: {reason}", flush=True)
     try:
-        common = store()
-        common.wait(["elastic/done"], datetime.timedelta(days=365))
-        common.set(f"elastic/left/{rank}", "")
-        sys.exit(0)
+        store = open_store()
+        store.wait([DONE], datetime.timedelta(days=365))
+        store.set(LEFT.format(rank), "")
     except dist.DistError:  # rank 0 is gone; the agent will notice, or learn it from this exit code
         time.sleep(60)
-        sys.exit(GO_ON)
+        sys.exit(STOPPED)
+    sys.exit(0)
 
 
-def listen(device):
-    """Returns stop(), which says on all ranks alike whether any of them has received SIGTERM: the
-    signal reaches them at different moments, but they must stop after the same step."""
-    told = []
-    signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+def watch_sigterm(device: torch.device) -> Callable[[], bool]:
+    """Returns stopping(), which says on all ranks alike whether any of them has received SIGTERM:
+    the signal reaches them at different moments, but they must stop after the same step."""
+    received = []
+    signal.signal(signal.SIGTERM, lambda *_: received.append(True))
 
-    def stop():
-        votes = torch.tensor(float(bool(told)), device=device)
+    def stopping() -> bool:
+        votes = torch.tensor(float(len(received)), device=device)
         dist.all_reduce(votes)
         return bool(votes)
 
-    return stop
+    return stopping
 
 
-def leave(finished):
+def exit_together(finished: bool) -> NoReturn:
     """Exit, all ranks together, with 0 if the job is done and 143 if it is to continue."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    standing_by = int(os.environ.get("STANDING_BY", 0))
     dist.barrier()  # a rank that leaves early can take the others down
-    if finished and rank == 0 and (waiting := int(os.environ.get("STANDING_BY", 0))):
-        common = store()
-        common.set("elastic/done", "")
-        common.wait(
-            [f"elastic/left/{ranks + i}" for i in range(waiting)], datetime.timedelta(seconds=60)
-        )
+    if finished and rank == 0 and standing_by:
+        store = open_store()
+        store.set(DONE, "")
+        answers = [LEFT.format(ranks + i) for i in range(standing_by)]
+        store.wait(answers, datetime.timedelta(seconds=60))
     dist.destroy_process_group()
-    sys.exit(0 if finished else GO_ON)
+    sys.exit(0 if finished else STOPPED)
 
 
-# -----------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # checkpoints that are whole, or do not exist
 
 
-def save(engine, folder, client_state, keep=None):
+def save(
+    engine: "deepspeed.DeepSpeedEngine",
+    folder: str | os.PathLike,
+    client_state: dict[str, Any],
+    keep: int | None = None,
+) -> None:
     """Call engine.save_checkpoint() on all ranks, under the name global_step<N>: whenever the job
     dies, a folder of that name is whole, and on the disk. Machines may share `folder` or have a
-    disk each. keep: how many of the newest checkpoints to keep; the others are removed, with what
-    was converted from them, except those that `latest` and `latest_universal` name."""
-    folder, tag, rank = Path(folder), f"global_step{engine.global_steps}", dist.get_rank()
+    disk each.
+
+    keep: how many of the newest checkpoints to keep; the others are removed, with what was
+    converted from them, except those that `latest` and `latest_universal` name.
+    """
+    folder, rank = Path(folder), dist.get_rank()
+    checkpoint = folder / f"global_step{engine.global_steps}"
     leads = os.environ.get("LOCAL_RANK", "0") == "0"  # the first rank of its machine
-    attempt = number_of_save(folder)
-    for left in (
-        (*folder.glob(f"{tag}.*"), *folder.glob(f".{tag}.*")) if leads else ()
-    ):  # by a job killed as it saved
-        shutil.rmtree(left, ignore_errors=True)
+    attempt = begin_attempt(folder)
+    if leads:
+        remove_unfinished(checkpoint)  # of a job that was killed as it saved
     dist.barrier()
     # A cut-off rank that still writes for an earlier attempt must not write into this one.
-    unfinished, own = (
-        folder / f"{tag}.{name}.unfinished" for name in (attempt, f"{attempt}-{rank}")
-    )
+    unfinished = Path(f"{checkpoint}.{attempt}.unfinished")
     engine.save_checkpoint(
         folder, tag=unfinished.name, client_state=client_state, save_latest=False
     )
     if leads:
-        os.sync()  # if the machine goes down, a folder with its final name must not have empty files
+        os.sync()  # if the machine goes down, a folder of that name must not have empty files
     dist.barrier()
     if leads:
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # in a shared folder, another machine may have been first
-            unfinished.rename(own)
-        if own.exists():
-            publish(own, folder / tag, "latest")
+        renamed = Path(f"{checkpoint}.{attempt}-{rank}.unfinished")
+        with contextlib.suppress(FileNotFoundError):  # another machine that shares it was first
+            unfinished.rename(renamed)
+        if renamed.exists():
+            publish(renamed, checkpoint, "latest")
             if keep:
                 remove_old(folder, keep)
     dist.barrier()
     if rank == 0:
-        print(f"saved {folder / tag}", flush=True)
+        print(f"saved {checkpoint}", flush=True)
 
 
-SAVES = {}  # {folder: the last attempt of these ranks to save into it}
+ATTEMPTS = {}  # {folder: the last attempt of these ranks to save into it}
 
 
-def number_of_save(folder):
+def begin_attempt(folder: Path) -> int:
     """The same new number on all ranks. If others have saved since these ranks last did, these end,
     to be restarted: agents that take each other for dead, as torch's do after a few silent seconds,
     train the same job twice at once."""
-    said, last = [time.time_ns()], folder / ".last_save"
+    attempt = [time.time_ns()]
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        if folder in SAVES and last.read_text() != SAVES[folder]:
+        last = folder / ".last_save"
+        if folder in ATTEMPTS and last.read_text() != ATTEMPTS[folder]:
             print(
                 f"others train this job, too, and have saved into {folder}: the agents meet again",
                 flush=True,
             )
-            said = [None]
+            attempt = [None]
         else:
-            SAVES[folder] = str(said[0])
-            last.write_text(SAVES[folder])
-    dist.broadcast_object_list(said)
-    if said[0] is None:
-        leave(finished=False)
-    return said[0]
+            ATTEMPTS[folder] = str(attempt[0])
+            last.write_text(ATTEMPTS[folder])
+    dist.broadcast_object_list(attempt)
+    if attempt[0] is None:
+        exit_together(finished=False)
+    return attempt[0]
 
 
-def remove_old(folder, keep):
+def remove_unfinished(checkpoint: Path) -> None:
+    """Remove what other attempts to save this checkpoint have left."""
+    for pattern in (f"{checkpoint.name}.*", f".{checkpoint.name}.*"):
+        for path in checkpoint.parent.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_old(folder: Path, keep: int) -> None:
+    """Remove all but the newest checkpoints, and those that a pointer names."""
     pointers = (folder / "latest", folder / "latest_universal")
     kept = {path.read_text().strip() for path in pointers if path.is_file()}
     written = {
         path.parent.name: path.stat().st_mtime
         for path in folder.glob("global_step*[0-9]/*_states.pt")
     }
-    kept |= {*sorted(written, key=written.get)[-keep:]}
-    for path in sorted(
-        folder.glob("global_step*"), reverse=True
-    ):  # a leftover first, then what could get its name
+    kept.update(sorted(written, key=written.get)[-keep:])
+    # A left-over before the checkpoint that is renamed to its name.
+    for path in sorted(folder.glob("global_step*"), reverse=True):
         tag = path.name.split(".")[0]
-        if kept.isdisjoint({tag, tag.removesuffix("_universal")}):
-            # A half-removed checkpoint must not have the name of a whole one.
-            shutil.rmtree(
-                path if path.suffix else path.rename(f"{path}.unfinished"), ignore_errors=True
-            )
+        if tag in kept or tag.removesuffix("_universal") in kept:
+            continue
+        if not path.suffix:  # a half-removed checkpoint must not have the name of a whole one
+            path = path.rename(f"{path}.unfinished")
+        shutil.rmtree(path, ignore_errors=True)

@@ -14,7 +14,8 @@ for the sums, nor with tensor, sequence and pipeline parallelism, which cut the 
 model; and every trained parameter needs a gradient in every micro-batch. The rest is up to you:
 keep the size of the micro-batch and the number of threads, let data and dropout depend on the
 micro-batch, and add the losses in one order. Needs Python 3.10, torch, and DeepSpeed 0.16.4 or
-newer."""
+newer.
+"""
 
 import math
 
@@ -23,46 +24,45 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
+from universal.engine import clip_by, has_efficient_linear
 
-def install(engine):
+
+def install(engine: deepspeed.DeepSpeedEngine) -> None:
     """Make engine.backward(), engine.step() and engine.get_global_grad_norm() exact from now on;
     call this once. Raises ValueError if the engine's sums cannot be exact."""
     if Version(deepspeed.__version__) < Version("0.16.4"):
         raise ValueError(
             f"exact.py needs DeepSpeed 0.16.4 or newer, and finds {deepspeed.__version__}"
         )
-    zero, parameters = (
-        engine._config.zero_config,
-        [p for p in engine.module.parameters() if p.requires_grad],
-    )
-    if engine.zero_optimization_stage() == 0 or {p.dtype for p in parameters} != {torch.float32}:
+    parameters = [p for p in engine.module.parameters() if p.requires_grad]
+    stage = engine.zero_optimization_stage()
+    if stage == 0 or {p.dtype for p in parameters} != {torch.float32}:
         raise ValueError(
             "exact.py needs ZeRO 1, 2 or 3 and fp32: the sums of other types have too few bits"
         )
-    if (
-        engine.zero_optimization_stage() == 3 and zero.memory_efficient_linear
-    ):  # its matrix product rounds differently
+    if stage == 3 and has_efficient_linear(engine):  # its matrix product rounds differently
         raise ValueError(
             'exact.py needs "memory_efficient_linear": False in the zero_optimization of the config'
         )
-    accumulation, norm = engine.gradient_accumulation_steps(), torch.zeros(())
-    totals = round_gradients(parameters, accumulation * dist.get_world_size(), accumulation)
-    backward, clip = engine.backward, engine.optimizer.unscale_and_clip_grads
+    accumulation = engine.gradient_accumulation_steps()
+    sums = round_gradients(parameters, accumulation * dist.get_world_size(), accumulation)
+    norm = torch.zeros((), device=engine.device)
+    backward = engine.backward
 
     def exact_backward(loss, **options):
-        nonlocal norm
         loss = backward(loss, **options | {"scale_wrt_gas": False})  # the hooks divide
         if engine.is_gradient_accumulation_boundary():
-            norm = exact_norm(totals)
+            norm.copy_(exact_norm(sums))
         return loss
 
     engine.backward = exact_backward
     engine.divides_gradients = True  # proof.py: what backward() is told not to divide is no share
-    engine.optimizer.unscale_and_clip_grads = lambda gradients, _: clip(gradients, norm)
-    engine.get_global_grad_norm = lambda: float(norm)
+    clip_by(engine, norm)
 
 
-def round_gradients(parameters, micro_batches, accumulation):
+def round_gradients(
+    parameters: list[torch.nn.Parameter], micro_batches: int, accumulation: int
+) -> list["RoundedSum"]:
     """Round the gradients of the micro-batches so that the order in which they are added cannot
     matter.
 
@@ -72,37 +72,52 @@ def round_gradients(parameters, micro_batches, accumulation):
     this rank's gradients and passes on zeros. The element's grid is then the finest on which no sum
     of micro-batches can exceed 24 bits; adding and subtracting 1.5 * 2^23 grids rounds to it. ZeRO
     divides by the number of ranks before it adds, so the hook passes multiples of that number.
-    Returns {parameter's index: sum of this rank's shares}, filled by the last backward pass of a
-    step."""
-    totals, ranks = {}, dist.get_world_size()
-    terms = 1 << (max(micro_batches, 4) - 1).bit_length()  # a power of two
-
-    def hook(i, kept):
-        def rounded(gradient):
-            kept.append(gradient / micro_batches)
-            if len(kept) < accumulation:
-                return torch.zeros_like(gradient)
-            peak = torch.stack(kept).abs().amax(0).clamp(min=2.0**-100).nan_to_num(nan=math.inf)
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-            limit = peak / torch.frexp(peak).mantissa  # the next power of two, exactly
-            assert (peak <= limit).all(), (
-                "exact.py: a gradient is not finite, or its sum may pass 24 bits"
-            )
-            shift = 1.5 * 2**23 * (terms * limit / 2**24)
-            totals[i] = sum((share + shift) - shift for share in kept)
-            kept.clear()
-            return totals[i] * ranks
-
-        return rounded
-
-    for i, parameter in enumerate(parameters):
-        parameter.register_hook(hook(i, []))
-    return totals
+    Returns a RoundedSum for each parameter.
+    """
+    sums = [RoundedSum(micro_batches, accumulation) for _ in parameters]
+    for parameter, rounded_sum in zip(parameters, sums, strict=True):
+        parameter.register_hook(rounded_sum)
+    return sums
 
 
-def exact_norm(totals):
+class RoundedSum:
+    """The hook of a parameter: takes the gradient of a micro-batch, and returns what DeepSpeed gets
+    in its place.
+
+    total: the sum of this rank's shares, after the last backward pass of a step.
+    """
+
+    def __init__(self, micro_batches: int, accumulation: int):
+        self.micro_batches = micro_batches
+        self.accumulation = accumulation
+        self.shares = []
+        self.total = None
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.shares.append(gradient / self.micro_batches)
+        if len(self.shares) < self.accumulation:
+            return torch.zeros_like(gradient)
+        shift = self.shift()
+        self.total = sum((share + shift) - shift for share in self.shares)
+        self.shares.clear()
+        return self.total * dist.get_world_size()
+
+    def shift(self) -> torch.Tensor:
+        """1.5 * 2^23 grids of each element."""
+        peak = torch.stack(self.shares).abs().amax(0)
+        peak = peak.clamp(min=2.0**-100).nan_to_num(nan=math.inf)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        limit = peak / torch.frexp(peak).mantissa  # the next power of two, exactly
+        assert (peak <= limit).all(), (
+            "exact.py: a gradient is not finite, or its sum may pass 24 bits"
+        )
+        terms = 1 << (max(self.micro_batches, 4) - 1).bit_length()  # a power of two
+        return 1.5 * 2**23 * (terms * limit / 2**24)
+
+
+def exact_norm(sums: list[RoundedSum]) -> torch.Tensor:
     """The norm of the whole gradient: every rank gets all of it, and sums the squares in the same
     order."""
-    gradient = torch.cat([totals[i].flatten() for i in range(len(totals))])
+    gradient = torch.cat([rounded_sum.total.flatten() for rounded_sum in sums])
     dist.all_reduce(gradient)
     return gradient.double().norm().float()

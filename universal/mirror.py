@@ -3,141 +3,173 @@
 had reached.
 
     mirror = Mirror(engine, "/dev/shm/job", every=1)
-    folder = mirror.gather("checkpoints")          # the folder of the newest step, in memory or on the disk
+    folder = mirror.gather("checkpoints")       # of the newest step, in memory or on the disk
     path, client_state = universal.load_checkpoint(engine, folder, missing_ok=True)
     for step in ...:
         ...
-        mirror({"step": step})                     # once this returns, the step cannot be lost
-    mirror.close()                                 # the job is done
+        mirror.save({"step": step})             # once this returns, the step cannot be lost
+    mirror.close()                              # the job is done
 
 Every rank saves its files into its machine's memory, and sends a copy to a rank on the next
 machine. A shard is lost only if two such neighbors die at once. Machines that only have disks of
-their own need just gather(). Needs Linux and Python 3.10."""
+their own need just gather(). Needs Linux and Python 3.10.
+"""
 
 import contextlib
 import fcntl
-import operator
 import os
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from universal.checkpoint import describe
+from universal.errors import CheckpointError, about
 from universal.tags import first_models, named_by_latest
-from universal.torch_file import CheckpointError, about, load
+from universal.torch_file import load
 
-state_of = operator.attrgetter("st_mtime_ns", "st_size")
+if TYPE_CHECKING:
+    import deepspeed
+
+# Room for two steps, all of which one machine may hold after a loss: bytes of each parameter for
+# fp32, Adam's two moments, the weights, and spare.
+BYTES_PER_PARAMETER = 33.6
+
+
+class FileState(NamedTuple):
+    """What tells a file's content from an older one's."""
+
+    written: int  # nanoseconds
+    size: int  # bytes
+
+
+class Transfer(NamedTuple):
+    """A file that a rank sends to another one."""
+
+    name: str
+    state: FileState
+    source: int
+    target: int
+
+
+def state_of(path: Path) -> FileState:
+    stat = path.stat()
+    return FileState(stat.st_mtime_ns, stat.st_size)
 
 
 class Mirror:
-    def __init__(self, engine, folder, every=1):
+    """The shards of a job, in memory."""
+
+    def __init__(
+        self, engine: "deepspeed.DeepSpeedEngine", folder: str | os.PathLike, every: int = 1
+    ):
         """folder: in each machine's memory, for this job alone. every: steps from one copy to the
         next. Raises ValueError, on all ranks, if another job uses the folder or there is not enough
         room."""
-        self.engine, self.every = engine, every
+        self.engine = engine
+        self.every = every
         self.folder = Path(folder)
-        self.group, self.rank = dist.new_group(backend="gloo"), dist.get_rank()
-        places = places_of(self.folder, self.group)
-        self.leads = places.index(places[self.rank]) == self.rank
-        others = [rank for rank, place in enumerate(places) if place != places[self.rank]] or [
-            self.rank
-        ]
-        self.partner = others[
-            self.rank % len(others)
-        ]  # a rank on the next machine, which gets this rank's files
-        self.attempt = share(time.time_ns(), self.group)[
-            0
-        ]  # files of two attempts at a step are never mixed
-        for problem in filter(None, share(self.problem(), self.group)):
-            raise ValueError(problem)
+        self.group = dist.new_group(backend="gloo")
+        self.rank = dist.get_rank()
+        machines = machine_ids(self.folder, self.group)
+        machine = machines[self.rank]
+        elsewhere = [rank for rank, other in enumerate(machines) if other != machine]
+        # A rank on the next machine gets this rank's files.
+        self.partner = elsewhere[self.rank % len(elsewhere)] if elsewhere else self.rank
+        self.leads = machines.index(machine) == self.rank  # the first of its machine
+        # Files of two attempts at a step are never mixed.
+        self.attempt, *_ = all_gather(time.time_ns(), self.group)
+        for problem in all_gather(self.problem(), self.group):
+            if problem:
+                raise ValueError(problem)
         if self.partner == self.rank == 0:
             print(
-                f"mirror.py: {folder} is of one machine: it survives a rank's death, not the machine's",
+                f"mirror.py: {folder} is of one machine: "
+                "it survives a rank's death, not the machine's",
                 flush=True,
             )
 
-    def problem(self):
+    def problem(self) -> str | None:
+        """Why the folder cannot be used. If it can, it is locked for as long as this process
+        lives."""
         self.lock = os.open(self.folder, os.O_RDONLY)
         try:
-            if self.leads:
-                fcntl.flock(
-                    self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB
-                )  # the kernel releases it however the process dies
+            if self.leads:  # the kernel releases it however the process dies
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return f"{self.folder} is in use by another job"
-        # Room for two steps, all of which one machine may hold after a loss: fp32, Adam's two
-        # moments, the weights, and spare.
-        needed = 33.6e-6 * sum(
-            getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters()
-        )
-        held = sum(
-            path.stat().st_size for path in self.folder.rglob("*.pt")
-        )  # by the ranks before a restart
-        room = (held + shutil.disk_usage(self.folder).free) / 1e6
-        return (
-            f"{self.folder} has room for {room:.1f} MB, and needs {needed:.1f} MB"
-            if room < needed
-            else None
-        )
+        parameters = self.engine.module.parameters()
+        numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+        needed = BYTES_PER_PARAMETER * numel / 1e6
+        # What the ranks before a restart have left gives way.
+        used = sum(path.stat().st_size for path in self.folder.rglob("*.pt"))
+        room = (used + shutil.disk_usage(self.folder).free) / 1e6
+        if room < needed:
+            return f"{self.folder} has room for {room:.1f} MB, and needs {needed:.1f} MB"
+        return None
 
-    def __call__(self, client_state):
+    def save(self, client_state: dict[str, Any]) -> None:
         """Call it on all ranks after a step. If `every` divides the step, two machines hold it when
         this returns."""
         step = self.engine.global_steps
         if step % self.every:
             return
-        own = self.folder / f".own{self.rank}"
+        unfinished = self.folder / f".rank{self.rank}"
         self.engine.save_checkpoint(
-            str(own), tag="own", client_state=client_state, save_latest=False
+            str(unfinished), tag="saved", client_state=client_state, save_latest=False
         )
-        files = [*own.glob("own/*.pt")]
-        sends = [(path.name, state_of(path.stat()), self.rank, self.partner) for path in files]
-        moves = sum(share(sends, self.group), [])
-        count = len({name for name, *_ in moves})
-        slot = (
-            self.folder / f"step{step:09}-{self.attempt}.{count}"
-        )  # with fewer files it was being written
+        files = [*unfinished.glob("saved/*.pt")]
+        copies = [Transfer(path.name, state_of(path), self.rank, self.partner) for path in files]
+        transfers = sum(all_gather(copies, self.group), [])
+        count = len({transfer.name for transfer in transfers})
+        # With fewer files than its name says, a slot was being written.
+        slot = self.folder / f"step{step:09}-{self.attempt}.{count}"
         slot.mkdir(exist_ok=True)
         for path in files:
             path.rename(slot / path.name)
-        exchange(slot, moves, self.group)
+        exchange(slot, transfers, self.group)
         self.remove_others(slot.name)
 
-    def remove_others(self, kept):
-        for path in self.folder.iterdir() if self.leads else ():
+    def remove_others(self, kept: str) -> None:
+        """Remove all slots of this machine but the one of that name."""
+        if not self.leads:
+            return
+        for path in self.folder.iterdir():
             if path.name != kept:
                 shutil.rmtree(path)
 
-    def gather(self, folder):
+    def gather(self, folder: str | os.PathLike) -> Path:
         """Bring together what the machines hold. Returns the folder with the newest whole step:
         this one or `folder`."""
         disk = gather(folder)
-        saved = max(share(step_of(disk), self.group))
-        held = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
-        slots = [slot for slot, _ in set().union(*share(held, self.group))]
-        newest = max(
-            [f"step{saved:09}", *(slot for slot in slots if slot.endswith(f".{slots.count(slot)}"))]
-        )
+        saved = max(all_gather(step_of(disk), self.group))
+        files = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
+        counts = Counter(slot for slot, _ in set().union(*all_gather(files, self.group)))
+        whole = [slot for slot, count in counts.items() if slot.endswith(f".{count}")]
+        newest = max([f"step{saved:09}", *whole])
         self.remove_others(newest)
         gather(self.folder)
-        if newest in slots:
+        if newest in whole:
             return self.folder
-        if slots and self.rank == 0:
+        if counts and self.rank == 0:
             print(
-                f"mirror.py: no newer step is whole in memory: back to the disk, {disk}, at step {saved}",
+                "mirror.py: no newer step is whole in memory: "
+                f"back to the disk, {disk}, at step {saved}",
                 flush=True,
             )
         return disk
 
-    def close(self):
+    def close(self) -> None:
+        """The job is done: nothing stays in memory."""
         if self.leads:
             shutil.rmtree(self.folder)
 
 
-def step_of(folder):
+def step_of(folder: Path) -> int:
     """The step of the checkpoint that `latest` names; 0, if there is none that can be read."""
     try:
         path = first_models(folder / named_by_latest(folder))
@@ -147,71 +179,87 @@ def step_of(folder):
         return 0
 
 
-def gather(folder):
+def gather(folder: str | os.PathLike) -> Path:
     """Give each machine the files of the checkpoints in `folder` that it lacks, or of which others
-    have newer ones. Returns the folder. If a checkpoint was saved again under the same name, files
-    of the first save are removed as soon as the last save is whole. Raises ValueError if no machine
-    has model states: a loader would find nothing there, and start over."""
-    folder, group = Path(folder), dist.new_group(backend="gloo")
-    places = places_of(folder, group)
-    leaders = {places.index(place) for place in places}
+    have newer ones. Returns the folder.
+
+    If a checkpoint was saved again under the same name, files of the first save are removed as soon
+    as the last save is whole. Raises ValueError if no machine has model states: a loader would find
+    nothing there, and start over.
+    """
+    folder = Path(folder)
+    group = dist.new_group(backend="gloo")
+    machines = machine_ids(folder, group)
+    leaders = sorted({machines.index(machine) for machine in machines})
     paths = [path for path in folder.glob("[!.]*/*.pt") if path.parent.suffix != ".unfinished"]
-    held = share({str(path.relative_to(folder)): state_of(path.stat()) for path in paths}, group)
-    found = dict(
-        sorted((name, (state, at)) for at in leaders for name, state in held[at].items())
-    )  # the newest last
-    if found and not any("mp_rank_00_model_states" in name for name in found):
+    files = all_gather({str(path.relative_to(folder)): state_of(path) for path in paths}, group)
+    newest = {}  # {name: (state, a rank that has it)}
+    for leader in leaders:
+        for name, state in files[leader].items():
+            newest[name] = max(newest.get(name, (state, leader)), (state, leader))
+    if newest and not any("mp_rank_00_model_states" in name for name in newest):
         raise ValueError(
-            f"{folder}: mp_rank_00_model_states.pt is on no machine, but {', '.join(found)}"
+            f"{folder}: mp_rank_00_model_states.pt is on no machine, "
+            f"but {', '.join(sorted(newest))}"
         )
-    moves = [
-        (name, *found[name], to)
-        for to in leaders
-        for name in found
-        if held[to].get(name) != found[name][0]
+    transfers = [
+        Transfer(name, state, source, target)
+        for target in leaders
+        for name, (state, source) in sorted(newest.items())
+        if files[target].get(name) != state
     ]
-    exchange(folder, moves, group)
-    for tag in (
-        {folder / Path(name).parent for name, *_ in moves} if dist.get_rank() in leaders else ()
-    ):
-        with contextlib.suppress(Exception):  # it is not whole
-            for name in describe(tag).left:
-                (tag / name).unlink(missing_ok=True)
+    exchange(folder, transfers, group)
+    if dist.get_rank() in leaders:
+        remove_left_over({folder / Path(transfer.name).parent for transfer in transfers})
     dist.barrier(group=group)
     return folder
 
 
-def places_of(folder, group):
+def remove_left_over(checkpoints: set[Path]) -> None:
+    """Remove what earlier saves under their names have left in those that are whole."""
+    for checkpoint in checkpoints:
+        with contextlib.suppress(CheckpointError):  # it is not whole
+            for name in describe(checkpoint).left:
+                (checkpoint / name).unlink(missing_ok=True)
+
+
+def machine_ids(folder: Path, group: dist.ProcessGroup) -> list[tuple]:
     """Returns, for every rank, an identity of the folder that it sees; ranks of one machine see the
     same. Creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # two hosts may have the same name
-    return share((boot, folder.stat().st_dev, folder.stat().st_ino), group)
+    return all_gather((boot, folder.stat().st_dev, folder.stat().st_ino), group)
 
 
-def exchange(folder, moves, group):
-    """Send files. moves: [(file, (time, size), from rank, to rank), ...], the same on all ranks.
-    All have arrived when it returns."""
-    rank, waiting = dist.get_rank(), []
-    for name, (written, size), source, to in moves:
-        if rank in (source, to) and source != to:
-            path = folder / name
-            file = path if rank == source else folder / f"{name}.{size}.part"
-            file.parent.mkdir(exist_ok=True)
-            data = torch.from_file(str(file), True, size, dtype=torch.uint8, device="cpu")
-            work = (
-                dist.isend(data, to, group=group)
-                if rank == source
-                else dist.irecv(data, source, group=group)
-            )
-            waiting.append((work, file, path, written))
-    for work, file, path, written in waiting:
+def exchange(folder: Path, transfers: list[Transfer], group: dist.ProcessGroup) -> None:
+    """Send files, the same list on all ranks. All have arrived when it returns."""
+    rank = dist.get_rank()
+    begun = []
+    for transfer in transfers:
+        if transfer.source == transfer.target or rank not in (transfer.source, transfer.target):
+            continue
+        size = transfer.state.size
+        path = folder / transfer.name
+        if rank == transfer.target:
+            path = folder / f"{transfer.name}.{size}.part"
+        path.parent.mkdir(exist_ok=True)
+        data = torch.from_file(str(path), True, size, dtype=torch.uint8, device="cpu")
+        if rank == transfer.source:
+            work = dist.isend(data, transfer.target, group=group)
+        else:
+            work = dist.irecv(data, transfer.source, group=group)
+        begun.append((work, path, transfer))
+    for work, path, transfer in begun:
         work.wait()
-        os.utime(file, ns=(written, written))  # otherwise an old copy would pass for a new one
-        file.rename(path)  # it is whole, or does not exist; what was sent stays
+        if rank == transfer.target:
+            # Otherwise an old copy would pass for a new one.
+            os.utime(path, ns=(transfer.state.written, transfer.state.written))
+            path.rename(folder / transfer.name)  # it is whole, or does not exist
     dist.barrier(group=group)
 
 
-def share(value, group):
-    dist.all_gather_object(values := [None] * dist.get_world_size(), value, group=group)
+def all_gather(value: Any, group: dist.ProcessGroup) -> list:
+    """The values of all ranks, in their order."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
     return values

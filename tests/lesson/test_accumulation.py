@@ -13,7 +13,8 @@ import torch
 from helpers import ROOT, refused
 
 from measure import traps
-from measure.ranks import compare, launch, read_log, run
+from measure.logs import compare, read_log
+from measure.ranks import launch, run
 
 
 class Layout(NamedTuple):

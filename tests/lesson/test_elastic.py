@@ -12,10 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, at_step, forked, hang, kill, steps, told_to_stop
+from helpers import ROOT, at_step, forked, hang, kill, told_to_stop
 
 from measure import machines
-from measure.ranks import compare, launch, rows_of, run
+from measure.logs import compare, steps
+from measure.ranks import launch, run
 from universal import elastic
 
 COMMON = (
@@ -139,7 +140,7 @@ def test_a_rank_that_hangs(work):
     assert result.code == 1 and "Timed out waiting 3000ms" in result.errors
 
 
-def test_enlist(monkeypatch):
+def test_select_ranks(monkeypatch):
     """The largest number of ranks that divides the batch; tensor-parallel ranks count as one."""
     for present, batch, micro, model_parallel, ranks in (
         (4, 24, 6, 1, 4),
@@ -150,7 +151,7 @@ def test_enlist(monkeypatch):
         (1, 8, 8, 1, 1),
     ):
         monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": str(present)})
-        elastic.enlist(batch, micro, model_parallel)
+        elastic.select_ranks(batch, micro, model_parallel)
         assert os.environ == {
             "RANK": "0",
             "WORLD_SIZE": str(ranks),
@@ -159,7 +160,7 @@ def test_enlist(monkeypatch):
     for present, batch, micro, model_parallel in ((1, 24, 6, 2), (4, 24, 7, 1)):
         monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": str(present)})
         with pytest.raises(ValueError, match=f"none of 1 to {present} ranks"):
-            elastic.enlist(batch, micro, model_parallel)
+            elastic.select_ranks(batch, micro, model_parallel)
 
 
 def test_another_run_is_refused(work, uninterrupted):
@@ -295,8 +296,8 @@ def test_agents(tmp_path, monkeypatch, launcher, where, events, last, batch):
         job.close()
         holder.kill()
         holder.wait()
-    worst = machines.compare(rows_of(job.log), machines.alone(train, "alone", last))
-    assert set(worst.values()) == {0.0}
+    machines.train_alone(train, "alone", last)
+    assert set(machines.differences(job, "alone").values()) == {0.0}
     assert any("rank 2 stands by" in line for _, line in job.lines) == ("node 3" in str(events))
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import universal
-from measure.ranks import compare, ends_after, launch, run
+from measure.logs import compare
+from measure.ranks import ends_after, launch, run
 from universal import exact
 
 SHAPE = ("--n_layer", 1, "--n_head", 2, "--n_embd", 36, "--seq_len", 16)

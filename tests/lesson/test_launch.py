@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
-from measure.ranks import PORT, compare, run
+from measure.logs import compare
+from measure.ranks import PORT, run
 
 BIN = Path(sys.executable).parent
 SMALL = ["--n_embd", 32, "--seq_len", 16, "--steps", 4, "--train_batch_size", 8]

@@ -8,7 +8,8 @@ from helpers import assert_equal_to_deepspeed, edit
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import universal
-from measure.ranks import compare, launch, read_log, run
+from measure.logs import compare, read_log
+from measure.ranks import launch, run
 
 SHAPE = ("--n_layer", 2, "--n_head", 4, "--n_embd", 32, "--seq_len", 16, "--eval_interval", 2)
 BATCH = ("--train_batch_size", 8, "--train_micro_batch_size_per_gpu", 2)

@@ -15,9 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, at_step, hang, kill, steps, told_to_stop
+from helpers import ROOT, at_step, hang, kill, told_to_stop
 
-from measure.ranks import compare, launch, run
+from measure.logs import compare, steps
+from measure.ranks import launch, run
 
 COMMON = (
     "--n_embd",
@@ -290,7 +291,7 @@ def own_script(folder, total, mirrored):
             "if step == steps:\n    mirror.close()\n", ""
         )
         lines = "".join(line for line in lines.splitlines(True) if "irror" not in line)
-    done = r"mirror\({" if mirrored else r"train_step\("
+    done = r"mirror\.save\({" if mirrored else r"train_step\("
     lines = re.sub(r"(.*load_checkpoint.*\n.*\n)", r'\1record("from", done)\n', lines)
     lines = re.sub(rf"(.*{done}.*\n)", r'\1    record("did", step, loss)\n', lines)
     values = f"batch, micro, stage, steps, every, folder = 12, 2, 2, {total}, 100, 'c'\n"

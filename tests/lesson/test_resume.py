@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import each_row_once, edit, fp16_is, record_rows, steps
+from helpers import each_row_once, edit, fp16_is, record_rows
 
 import train
 import universal
-from measure.ranks import compare, launch, read_log, run
+from measure.logs import compare, read_log, steps
+from measure.ranks import launch, run
 
 SIZE = (
     "--n_embd",

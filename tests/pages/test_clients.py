@@ -17,7 +17,8 @@ import pytest
 import torch
 from helpers import ROOT
 
-from measure.ranks import compare, launch, run
+from measure.logs import compare
+from measure.ranks import launch, run
 
 clients = pytest.mark.clients
 PACKAGES = {"hf_trainer.py": "transformers peft accelerate", "accelerate_loop.py": "accelerate"}

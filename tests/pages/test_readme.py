@@ -21,7 +21,8 @@ import universal.elastic
 import universal.exact
 import universal.mirror
 import universal.safetensors
-from measure.ranks import compare, run
+from measure.logs import compare
+from measure.ranks import run
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()

@@ -1,77 +1,65 @@
-"""Python runs this file at its start if this folder is on PYTHONPATH.
-
-llamafactory-cli or another command then resumes a DeepSpeed run on any number of ranks. It imports
-nothing that the command itself does not import.
-"""
+"""Python runs this file at its start if this folder is on PYTHONPATH: llamafactory-cli or another
+command then resumes a DeepSpeed run on any number of ranks. It imports nothing that the command
+itself does not import."""
 
 import os
 import sys
 from importlib import import_module, machinery, util
 
-FOLDER = os.path.dirname(os.path.abspath(__file__))
+HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 
 def install_universal(deepspeed):
-    """Call universal.install(), unless a script is importing universal: it will do so itself."""
     sys.path.insert(0, ROOT)  # for this import only: its other modules must not shadow anyone's
     universal = import_module("universal")
-    if hasattr(universal, "install"):
+    if hasattr(universal, "install"):  # absent while a script imports it; that script installs it
         universal.install()
     sys.path.remove(ROOT)
 
 
-def keep_global_batch(module):
-    """Let "train_batch_size" decide the accumulation steps, as in DeepSpeed.
+def keep_batch(integration):
+    """Trainer rejects "train_batch_size" on other ranks; here it wins, as in DeepSpeed."""
+    process = integration.HfTrainerDeepSpeedConfig.trainer_config_process
 
-    Trainer rejects it on other ranks. Where it does not divide, Trainer prints its error.
-    """
-    config_class = module.HfTrainerDeepSpeedConfig
-    process = config_class.trainer_config_process
-
-    def trainer_config_process(self, args, *rest, **options):
+    def trainer_config_process(self, args, *rest, **named):
         batch = self.config.get("train_batch_size")
         micro_batches = args.per_device_train_batch_size * args.world_size
-        if isinstance(batch, int) and batch % micro_batches == 0:
+        if isinstance(batch, int) and batch % micro_batches == 0:  # or Trainer prints its error
             args.gradient_accumulation_steps = batch // micro_batches
-        return process(self, args, *rest, **options)
+        return process(self, args, *rest, **named)
 
-    config_class.trainer_config_process = trainer_config_process
+    integration.HfTrainerDeepSpeedConfig.trainer_config_process = trainer_config_process
 
 
-class Hook:
-    """Changes a module after its import.
+class AfterImport:
+    """Calls a function as soon as its module is imported. It asks only the finders behind it;
+    another such finder does the same, so both work."""
 
-    It asks only the finders behind it; another such hook does the same, so both work.
-    """
-
-    changes = {
+    functions = {
         "deepspeed": install_universal,
-        "transformers.integrations.deepspeed": keep_global_batch,
+        "transformers.integrations.deepspeed": keep_batch,
     }
 
-    def find_spec(name, path=None, target=None):
-        if name not in Hook.changes:
+    def find_spec(self, name, path=None, target=None):
+        if name not in self.functions:
             return None
-        for finder in sys.meta_path[sys.meta_path.index(Hook) + 1 :]:
-            if spec := finder.find_spec(name, path, target):
-                return Hook.followed(spec, Hook.changes[name])
-        return None
+        finders = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(name, path, target) for finder in finders)
+        spec = next((spec for spec in specs if spec), None)
+        if spec:
+            execute = spec.loader.exec_module
 
-    def followed(spec, change):
-        """The spec of a module that is changed once it has been executed."""
-        execute = spec.loader.exec_module
+            def exec_module(module):
+                execute(module)
+                self.functions[name](module)
 
-        def exec_module(module):
-            execute(module)
-            change(module)
-
-        spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module
         return spec
 
 
-sys.meta_path.insert(0, Hook)
-path_behind = sys.path[sys.path.index(FOLDER) + 1 :] if FOLDER in sys.path else []
-shadowed = machinery.PathFinder.find_spec("sitecustomize", path_behind)
-if shadowed:
+sys.meta_path.insert(0, AfterImport())
+behind = sys.path[sys.path.index(HERE) + 1 :] if HERE in sys.path else []
+shadowed = machinery.PathFinder.find_spec("sitecustomize", behind)
+if shadowed:  # run the one that this file shadows
     shadowed.loader.exec_module(util.module_from_spec(shadowed))
