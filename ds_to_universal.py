@@ -120,6 +120,15 @@ def parse_arguments():
         action="store_true",
         help="read the result back before it is published",
     )
+    add_launcher_flags(arg)
+    args = parser.parse_args()
+    if min(args.num_extract_workers, args.num_merge_workers) < 1:
+        parser.error("--num_extract_workers and --num_merge_workers are at least 1")
+    return args
+
+
+def add_launcher_flags(arg):
+    """Those of several processes, and those that DeepSpeed's converter has and this needs not."""
     arg(
         "--distributed",
         action="store_true",
@@ -133,22 +142,20 @@ def parse_arguments():
     )
     arg("--keep_temp_folder", action="store_true", help="accepted; there is none")
     arg("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
-    args = parser.parse_args()
-    if min(args.num_extract_workers, args.num_merge_workers) < 1:
-        parser.error("--num_extract_workers and --num_merge_workers are at least 1")
-    return args
+
+
+def raise_file_limit():
+    """Let every shard stay open, if the system permits it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def main():
     args = parse_arguments()
     with in_one_line("ds_to_universal"):
         rank, ranks = launched(args)
-    with contextlib.suppress(
-        ValueError, OSError
-    ):  # so that every shard can stay open, if the system permits it
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2
-        )
+    raise_file_limit()
     with in_one_line("ds_to_universal", rank), meet(ranks) as gather:
         done = convert(
             args.input_folder,
