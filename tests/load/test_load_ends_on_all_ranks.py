@@ -91,18 +91,29 @@ def resume():
         print(f"step {client_state['step']}")
 
 
-@pytest.mark.parametrize("function", ["read_states", "assemble"])
-def test_our_own_bug_is_no_damage(saved, function):
+@pytest.mark.parametrize(
+    "module, function, rank",
+    [
+        (reader, "pack_model_states", "0"),  # rank 0 alone describes
+        (reader, "pack_optimizer", "0"),
+        (reader, "check_same_step", "0"),
+        (loader, "choose_route", "1"),
+        (loader, "check", "1"),
+        (reshard, "read_states", "1"),
+        (reshard, "assemble", "1"),
+    ],
+)
+def test_our_own_bug_is_no_damage(saved, module, function, rank):
     """It ends the job with its own traceback, though the older checkpoint would load."""
 
     def patch():
-        good = getattr(reshard, function)
+        good = getattr(module, function)
 
         def bad(*args):
-            setattr(reshard, function, good)
-            return {}["planted"] if os.environ["RANK"] == "1" else good(*args)
+            setattr(module, function, good)
+            return {}["planted"] if os.environ["RANK"] == rank else good(*args)
 
-        setattr(reshard, function, bad)
+        setattr(module, function, bad)
 
     result = launch(saved, 2, resume, patch=patch, grace=10)
     assert set(result.codes.values()) == {1}, result
