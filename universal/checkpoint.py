@@ -5,20 +5,20 @@ reading tensors.
 Part 1 handles one data-parallel checkpoint; part 2 joins those of tensor and pipeline parallel
 ranks; part 3 describes what a converter wrote. Needs nothing but Python 3.10."""
 
-import math
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from universal.byte_ranges import Slices, keep_open
-from universal.description import Description, Parameter, Problem
+from universal.byte_ranges import keep_open
+from universal.description import Parameter, Problem
 from universal.errors import CheckpointError, about
+from universal.module_states import described, module_of
+from universal.stage_0 import describe_whole, is_whole
 from universal.tensor_parallel import TensorParallel
 from universal.torch_file import (
     Tensor,
-    begin_of,
     compact,
     load,
     number,
@@ -26,11 +26,11 @@ from universal.torch_file import (
     scalar,
     slices_of,
     tensor_of,
-    whole,
 )
 from universal.zero import (
     base_optimizer,
     check_slices,
+    class_of,
     differences,
     flat_groups,
     flat_states,
@@ -46,14 +46,16 @@ BETWEEN_SAVES = (
 )
 
 
-def describe(folder, workers=4, opened=None):
-    """The Description of the ZeRO or universal checkpoint in a folder. Reads no tensors but the
-    optimizer's scalars, and runs no code. Raises CheckpointError if files are missing, damaged, or
-    not of the same checkpoint."""
+def describe(folder, workers=4, opened=None, names=None):
+    """The Description of the checkpoint in a folder. Reads no tensors but the optimizer's scalars,
+    and runs no code. names: as in describe_whole(), if it was saved without ZeRO. Raises
+    CheckpointError if files are missing, damaged, or not of the same checkpoint."""
     folder = Path(folder)
     opened = opened or keep_open()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist")
+    if is_whole(folder):
+        return describe_whole(folder, names, opened)
     with ThreadPoolExecutor(workers) as pool:
         if (folder / "zero").is_dir():
             return describe_universal(folder, pool, opened)
@@ -90,22 +92,6 @@ def left_over(description):
         [text + ", ".join(left[:3]) + (f" and {len(left) - 3} more" if left[3:] else "")]
         if left
         else []
-    )
-
-
-def described(folder, models, optimizer, parameters, groups, **facts):
-    module = models[0]["module"] or {}
-    return Description(
-        folder=folder,
-        parameters=parameters,
-        models=models,
-        optimizer=optimizer,
-        param_groups=groups,
-        flats=[list(names) for names in models[0]["param_shapes"]],
-        kept={name: tensor for name, tensor in module.items() if isinstance(tensor, Tensor)},
-        extra=[name for name, thing in module.items() if not isinstance(thing, Tensor)],
-        frozen=models[0].get("frozen_param_shapes") or {},
-        **facts,
     )
 
 
@@ -252,59 +238,6 @@ def read_models(paths, shard, count, pool):
     return model, list(pool.map(read_model, paths)) if "zero_pp_rank_" in paths[0].name else None
 
 
-def place_of(value):
-    """What two names of the same tensor have in common."""
-    tensor = tensor_of(value)
-    return (tensor.storage, tensor.offset, tensor.size) if tensor else id(value)
-
-
-def module_of(model, frozen, parameters, count):
-    """({name: tensor}, names of what was not saved) for what no optimizer holds: buffers, whole
-    frozen parameters, and what get_extra_state() or a hook of state_dict() has added. frozen: every
-    rank's frozen parameters at ZeRO-3."""
-    module = model["module"]
-    kept = {}
-    lost = []
-    if not isinstance(module, dict):
-        raise TypeError(f"module is {type(module).__name__}")
-    shapes = (model.get("frozen_param_shapes") or {}) if frozen else {}
-    for name, shape in shapes.items():
-        numel = math.prod(shape)
-        parts = [held[name] for held in frozen]
-        share = math.prod(parts[0].size)
-        if share * count < numel or any(math.prod(part.size) != share for part in parts):
-            raise CheckpointError(
-                f"{numel - share * count} elements of the frozen {name} are missing"
-            )
-        records, begins = zip(*(begin_of(part, share) for part in parts), strict=True)
-        slices = Slices(parts[0].dtype, records, begins, 0, share, 0, numel)
-        kept[name] = whole(parts[0].dtype, slices, shape)
-    # DeepSpeed ignores a module's second name. Its tensors then share one storage, or one
-    # placeholder.
-    first_name = {place_of(module[name]): name for name in (*parameters, *shapes) if name in module}
-    others = module.keys() - {*first_name.values(), *model["buffer_names"]}
-    aliases = {
-        name: first_name[place_of(module[name])]
-        for name in others
-        if place_of(module[name]) in first_name
-    }
-    if aliases:
-        model["shared_params"] = aliases | (model.get("shared_params") or {})
-    accounted = {*parameters, *(model.get("shared_params") or {}), *kept}
-    for name in sorted(module.keys() - accounted):
-        tensor = tensor_of(module[name])
-        # Of a parameter in no group, which is neither trained nor frozen, ZeRO-3 saves only the
-        # name.
-        placeholder = frozen and tensor and 0 in tensor.size and not name.endswith("_extra_state")
-        if placeholder and name not in model["buffer_names"]:
-            lost.append(name)
-        else:
-            kept[name] = compact(tensor) if tensor else module[name]
-    # A module may save its parameters under other names: then these are the placeholders.
-    renamed = {*parameters, *shapes} - module.keys()
-    return kept, (lost if len(lost) > len(renamed) else [])
-
-
 # --------------------------------------------------------------------------------------------------
 # 2. tensor and pipeline parallelism
 
@@ -347,7 +280,8 @@ def describe_shards(folder, shards, pool, opened):
             parameters,
             base_optimizer(first.optimizer)["param_groups"],
             universal=False,
-            stage=3 if is_stage_3(first.optimizer) else int("zero_stage" in first.optimizer),
+            stage=3 if is_stage_3(first.optimizer) else 1,
+            optimizer_class=class_of(first.optimizer),
             bf16=shards[0][0].name.startswith("bf16_"),
             ranks=model["dp_world_size"],
             tensor=tensor,
@@ -528,6 +462,7 @@ def describe_universal(folder, pool, opened):
         groups,
         universal=True,
         stage=None,
+        optimizer_class=None,
         bf16=None,
         ranks=None,
         tensor=1,

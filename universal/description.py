@@ -33,8 +33,9 @@ class Description(NamedTuple):
     """A ZeRO or universal checkpoint without its data. It can be pickled, to send it to other
     processes.
 
-    stage: 1 (for ZeRO-2, too) or 3; 0 for BF16_Optimizer, None for universal folders. ranks: how
-    many data-parallel ranks wrote it, or None. tensor, pipeline: the degrees. parameters: {name:
+    stage: 1 (for ZeRO-2, too) or 3; 0 without ZeRO, None for universal folders. optimizer_class: of
+    DeepSpeed's optimizer, which is "" if there was PyTorch's alone. ranks: how many data-parallel
+    ranks wrote it, or None. tensor, pipeline: the degrees. parameters: {name:
     Parameter}. flats: [[name]], in the order of the flat tensors. kept: {name: Tensor}, the module
     without trained parameters: buffers, frozen parameters, tensors of get_extra_state() or of a
     state_dict hook. extra: names of what is in the module and is not a tensor. frozen: as in the
@@ -47,6 +48,7 @@ class Description(NamedTuple):
     folder: Path
     universal: bool
     stage: int
+    optimizer_class: str
     bf16: bool
     ranks: int
     tensor: int

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from universal.checkpoint import BETWEEN_SAVES, describe, find_shards
 from universal.errors import CheckpointError, about
+from universal.stage_0 import MODEL_STATES
 from universal.torch_file import load
 
 
@@ -14,11 +15,13 @@ def find_tag(folder):
     """The folder with a checkpoint's files: this one, or the one in it that `latest` names, or the
     only one in it."""
     folder = Path(folder)
-    if any(folder.glob("*_optim_states.pt")):
+    if any(folder.glob("*_optim_states.pt")) or (folder / MODEL_STATES).exists():
         return folder
     if (folder / "latest").is_file():
         return folder / named_by_latest(folder)
     tags = {path.parent for path in folder.glob("*/*_optim_states.pt")}
+    tags |= {path.parent for path in folder.glob(f"*/{MODEL_STATES}")}
+    tags = {tag for tag in tags if not (tag / "zero").is_dir()}
     if len(tags) > 1:
         names = ", ".join(sorted(tag.name for tag in tags))
         raise CheckpointError(
@@ -64,10 +67,7 @@ def list_tags(folder):
 def first_models(folder):
     """Rank 0's file of model states. If two saves left one each, that of the newest whole
     checkpoint."""
-    both = (
-        folder / "mp_rank_00_model_states.pt",
-        folder / "zero_pp_rank_0_mp_rank_00_model_states.pt",
-    )
+    both = (folder / MODEL_STATES, folder / f"zero_pp_rank_0_{MODEL_STATES}")
     found = [path for path in both if path.exists()]
     if len(found) == 2 and not (folder / "zero").is_dir() or len(find_shards(folder)) > 1:
         return describe(folder).first

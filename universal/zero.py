@@ -19,6 +19,13 @@ def is_stage_3(optimizer):
     return "fp32_flat_groups" in optimizer
 
 
+def class_of(optimizer):
+    """The name of the class of DeepSpeed's optimizer that saved a shard."""
+    if is_stage_3(optimizer):
+        return "DeepSpeedZeroOptimizer_Stage3"
+    return "DeepSpeedZeroOptimizer" if "zero_stage" in optimizer else "BF16_Optimizer"
+
+
 def flat_groups(optimizer):
     """The fp32 slices, in a shard of any stage."""
     flats = optimizer[

@@ -60,8 +60,7 @@ def test_optimizers_of_torch(saved):
     takers = set()
     for kind in TORCHS:
         engine = object.__new__(Engine)
-        engine.optimizer = SimpleNamespace(optimizer=optimizer_of(kind)[0])
-        engine.optimizer.param_groups = engine.optimizer.optimizer.param_groups
+        engine.optimizer = engine.torch_optimizer = optimizer_of(kind)[0]
         with contextlib.suppress(universal.CheckpointError):
             reshard.compare_optimizer(engine, checkpoint, model, content)
             takers.add(kind.__name__)

@@ -1,0 +1,344 @@
+"""Without ZeRO and with it: cases of every kind of engine into every other one, a kind being a
+stage and a precision, and what else there is to say."""
+
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import toy
+from case import Case, case, load, refused
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import engine as deepspeed_engine
+from toy import Net, differences, make, read_truth, save_truth, split_groups, train
+
+import universal
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
+PRECISIONS = {
+    "fp32": {},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "bf16": BF16,
+    "flat bf16": BF16,  # FP16_Optimizer
+    "bf16 summed in fp32": BF16 | {"data_types": {"grad_accum_dtype": "fp32"}},  # BF16_Optimizer
+    "fp16": FP16,
+    "flat fp16": FP16,
+}
+KINDS = [(0, precision) for precision in PRECISIONS if "summed" not in precision]
+KINDS += [(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16", "fp16")]
+KINDS += [(1, "autocast"), (1, "bf16 summed in fp32")]
+KINDS = {f"{stage} {precision}": (stage, precision) for stage, precision in KINDS}
+SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+STEPS = (3, 4, 5)  # those after the save
+
+
+def adamw(parameters):
+    """With weight decay for matrices alone."""
+    matrices = {"params": [p for p in parameters if p.dim() == 2], "weight_decay": 0.1}
+    return torch.optim.AdamW([matrices, {"params": [p for p in parameters if p.dim() < 2]}], 0.01)
+
+
+def engine_of(kind, seed, net=Net, optimizer=adamw, **options):
+    """With a frozen layer, a buffer, and two parameter groups."""
+    stage, precision = KINDS[kind]
+    get_accelerator().is_fp16_supported = lambda: True
+    fused = torch.optim.AdamW if precision.startswith("flat") else deepspeed_engine.FusedAdam
+    options |= PRECISIONS[precision]
+    with mock.patch.object(deepspeed_engine, "FusedAdam", fused):
+        return make(
+            stage,
+            net,
+            optimizer,
+            seed,
+            clip=1.0,
+            scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
+            **options,
+        )
+
+
+OF_ENGINE = ("module", "lr_scheduler", "gradient_accumulation_steps", "global_steps")
+OF_ENGINE = (*OF_ENGINE, "skipped_steps", "global_samples", "micro_steps")
+
+
+def snapshot(engine):
+    """toy.snapshot() of any stage."""
+    if engine.zero_optimization_stage():
+        truth = toy.snapshot(engine)
+        scaler = truth["scale"] or {}
+    else:
+        parts = {name: getattr(engine, name) for name in OF_ENGINE}
+        optimizer = SimpleNamespace(optimizer=torch_optimizer(engine))
+        with mock.patch.object(toy, "parameters_and_states", lambda *_: whole_states(engine)):
+            truth = toy.snapshot(SimpleNamespace(optimizer=optimizer, **parts))
+        scaler = vars(getattr(engine.optimizer, "loss_scale_config", SimpleNamespace()))
+    return truth | {"scale": {key: scaler.get(key) for key in SCALE}}
+
+
+def torch_optimizer(engine):
+    """It is inside DeepSpeed's, but for fp32."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+def whole_states(engine):
+    """What toy.parameters_and_states() asks of ZeRO: weights, masters, states."""
+    inner = torch_optimizer(engine)
+    tensors = {}
+    for name, parameter in engine.module.named_parameters():
+        tensors[name] = parameter.detach().clone()
+    for number, group in enumerate(inner.param_groups):
+        parameters = group["params"]
+        if inner is not engine.optimizer:
+            parameters = engine.optimizer.fp16_groups[number]
+        begin = 0
+        for i, parameter in enumerate(parameters):
+            flat = len(group["params"]) < len(parameters)
+            masters = group["params"][0 if flat else i]
+            part = slice(begin, begin + parameter.numel()) if flat else slice(None)
+            begin += parameter.numel()
+            if parameter.requires_grad:
+                name = engine.param_names[parameter]
+                states = {"fp32": masters} | inner.state[masters]
+                for key, state in states.items():
+                    if key != "step":
+                        whole = state.detach().flatten()[part].view(parameter.shape)
+                        tensors[f"{name} {key}"] = whole.clone()
+    return tensors
+
+
+def save(kind, folder=".", **options):
+    Path(folder).mkdir(exist_ok=True)
+    engine = engine_of(kind, seed=1, **options)
+    for step in range(3):
+        train(engine, step)
+    engine.save_checkpoint(folder, tag="t", client_state={"word": kind})
+    save_truth(snapshot(engine), f"{folder}/truth.pt")
+    save_truth([train(engine, step) for step in STEPS], f"{folder}/losses.pt")
+
+
+def saved(kind, **options):
+    return lambda stage: save(kind, **options)
+
+
+def load_into(source, kind, stage):
+    """Every state is that which was saved, and the loss goes on."""
+    engine = engine_of(kind, seed=5)
+    train(engine, 7)
+    assert load(engine)["word"] == source
+    check(engine, source, kind)
+
+
+def convert_into(source, kind, stage):
+    """The same, of what our converter makes of it, for DeepSpeed's universal loader and mend()."""
+    if dist.get_rank() == 0:
+        universal.convert("t", "u", check=True)
+    dist.barrier()
+    engine = engine_of(kind, seed=5, checkpoint={"load_universal": True})
+    assert engine.load_checkpoint(".", "u")[1]["word"] == source
+    universal.mend(engine, "u")
+    check(engine, source, kind)
+
+
+def check(engine, source, kind):
+    now = snapshot(engine)
+    truth = rounded(read_truth(), now)
+    if not ("fp16" in source and "fp16" in kind):
+        del truth["scale"]
+    assert not differences(truth, now), differences(truth, now)
+    assert len([name for name in truth if name.endswith(" exp_avg")]) == 5
+    limit = 1e-6 if source.endswith("fp32") and kind.endswith(" fp32") else 2e-2
+    assert loss_gap(engine) <= limit
+
+
+def loss_gap(engine):
+    losses = [train(engine, step) for step in STEPS]
+    return max(abs(a - b) for a, b in zip(losses, read_truth("losses.pt"), strict=True))
+
+
+def rounded(truth, now):
+    """The truth in the precision of another engine: its weights are masters, rounded."""
+    truth = {name: truth.get(f"{name} fp32", value) for name, value in truth.items()}
+    return {
+        name: value.to(now[name].dtype) if torch.is_tensor(value) and name in now else value
+        for name, value in truth.items()
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# every kind into every other one, but for those that both have ZeRO
+
+QUICK = (  # each class of DeepSpeed's optimizers, and each precision, in both directions
+    "0 fp32 to 3 fp32",
+    "0 autocast to 2 fp32",
+    "0 flat bf16 to 1 bf16 summed in fp32",
+    "0 bf16 to 0 flat fp16",
+    "0 fp16 to 1 fp16",
+    "1 fp16 to 0 flat fp16",
+    "2 bf16 to 0 fp32",
+    "3 fp32 to 0 bf16",
+    "0 fp32 converted to 3 fp32",
+    "0 flat bf16 converted to 1 bf16",
+)
+
+
+def all_pairs():
+    cases = {}
+    for source in KINDS:
+        for kind in KINDS:
+            whole = [kind.startswith("0") for kind in (source, kind)]
+            if any(whole):
+                add_pair(cases, f"{source} to {kind}", load_into, source, kind)
+            if whole == [True, False]:
+                add_pair(cases, f"{source} converted to {kind}", convert_into, source, kind)
+    return cases
+
+
+def add_pair(cases, name, play, source, kind):
+    quick = (0,) * (name in QUICK)
+    play = functools.partial(play, source, kind)
+    cases[name] = Case(saved(source), play, (0,), quick, quick_ranks=(3,))
+
+
+# --------------------------------------------------------------------------------------------------
+# what else there is to say
+
+of_stage_0 = functools.partial(case, stages=(0,), quick_stages=(0,))
+SOURCES = ("0 fp32", "0 flat bf16", "2 bf16")
+
+
+def save_sources(stage):
+    for kind in SOURCES:
+        save(kind, kind)
+
+
+@of_stage_0(save_sources)
+def weights_alone(stage):
+    """From a checkpoint without ZeRO into stages that have it, and back."""
+    jobs = [("0 fp32", "1 fp32"), ("0 fp32", "3 fp32"), ("0 flat bf16", "3 bf16")]
+    for source, kind in [*jobs, ("2 bf16", "0 bf16"), ("2 bf16", "0 fp32")]:
+        for options in ({"load_optimizer_states": False}, {"load_module_only": True}):
+            engine = engine_of(kind, seed=5)
+            universal.load_checkpoint(engine, source, "t", **options)
+            now = snapshot(engine)
+            truth = rounded(read_truth(f"{source}/truth.pt"), now)
+            kept = {name: truth[name] for name in truth if "exp_avg" not in name}
+            lost = {*differences(kept, now)}
+            assert lost <= {"groups", "steps", "scale", "scheduler", "counters"}, (source, lost)
+
+
+@of_stage_0(save_sources)
+def evaluation(stage):
+    """An engine that has no optimizer, nor ZeRO."""
+    for source in SOURCES:
+        engine = make(0, optimizer=None, seed=5)
+        universal.load_checkpoint(engine, source, "t")
+        truth = read_truth(f"{source}/truth.pt")
+        if source == "2 bf16":  # of a shard, the masters
+            truth = {name: truth.get(f"{name} fp32", value) for name, value in truth.items()}
+        for name, value in engine.module.state_dict().items():
+            assert torch.equal(value, truth[name].float()), (source, name)
+
+
+class OfAll(torch.optim.AdamW):
+    """Made of all parameters of the net that was made last, the frozen ones among them."""
+
+    def __init__(self, _):
+        super().__init__(Remembered.last.parameters())
+
+
+class Remembered(Net):
+    def __init__(self):
+        super().__init__()
+        Remembered.last = self
+
+
+@of_stage_0(saved("0 fp32", net=Remembered, optimizer=OfAll))
+def frozen_parameters_given(stage):
+    """The optimizer has numbers for them, and no states."""
+    for kind, options in {
+        "3 fp32": {"optimizer": torch.optim.AdamW},
+        "0 fp32": {"net": Remembered, "optimizer": OfAll},
+    }.items():
+        engine = engine_of(kind, seed=5, **options)
+        load(engine)
+        check(engine, "0 fp32", kind)
+    if dist.get_rank() == 0:
+        universal.convert("t", "u")
+
+
+class Strided(Net):
+    """A weight that is a part of a larger tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.a.weight = torch.nn.Parameter(torch.randn(7, 11)[:, 2:10])
+
+
+@of_stage_0(saved("0 fp32", net=Strided))
+def strided_weights(stage):
+    for kind, net in {"1 fp32": Net, "3 fp32": Net, "0 fp32": Strided}.items():
+        engine = engine_of(kind, seed=5, net=net)
+        load(engine)
+        check(engine, "0 fp32", kind)
+
+
+@of_stage_0(saved("0 fp32"))
+def moments_of_zero(stage):
+    """The control: without the moments, states and losses are far from those that were saved."""
+    for kind in ("0 fp32", "3 fp32"):
+        engine = engine_of(kind, seed=5)
+        load(engine)
+        for state in torch_optimizer(engine).state.values():
+            state["exp_avg"].zero_()
+        truth = read_truth()
+        lost = {*differences(truth, snapshot(engine))} - {"scale"}
+        assert lost == {name for name in truth if name.endswith(" exp_avg")}
+        assert loss_gap(engine) > 1e-3
+
+
+class Shorter(Net):
+    def __init__(self):
+        super().__init__()
+        self.b = torch.nn.Linear(7, 4, bias=False)
+
+
+class Uneven(torch.optim.AdamW):
+    """Parameters have taken different numbers of steps."""
+
+    def step(self, closure=None):
+        super().step()
+        for i, state in enumerate(self.state.values()):
+            state["step"] = torch.tensor(float(i))
+
+
+def uneven(parameters):
+    return Uneven(adamw(parameters).param_groups)
+
+
+def three_groups(parameters):
+    return torch.optim.AdamW(split_groups(parameters, 3))
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@of_stage_0(saved("0 fp32"))
+def other_engines(stage):
+    """Another model, another optimizer, other groups."""
+    for kind in ("0 fp32", "0 bf16", "1 fp32", "3 bf16"):
+        refused(engine_of(kind, 5, net=Shorter), "b.weight is (4, 7) here, and (5, 7) in the")
+        refused(engine_of(kind, 5, optimizer=momentum), "of another optimizer: it has")
+        refused(engine_of(kind, 5, optimizer=three_groups), "load_optimizer_states=False")
+
+
+@of_stage_0(saved("0 fp32", optimizer=uneven))
+def steps_of_parameters(stage):
+    """ZeRO has one count for a whole group."""
+    refused(engine_of("1 fp32", 5), "step of the optimizer differs between parameters")
+    engine = engine_of("0 fp32", 5, optimizer=uneven)
+    load(engine)
+    steps = [state["step"].item() for state in engine.optimizer.state.values()]
+    assert sorted(steps) == [0, 1, 2, 3, 4], steps

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: MIT
+"""Describe a checkpoint that was saved without ZeRO as one of a single rank: nothing in it is cut.
+
+DeepSpeed then writes one file, with the module and the optimizer's state_dict(). That numbers the
+parameters, group by group, and does not name them: the engine that loads them tells their order, or
+else their shapes do. Where the master weights are:
+
+    fp32, torch_autocast     in the module
+    FP16_Optimizer           fp32_groups_flat: those of a group, end to end
+    FP16_UnfusedOptimizer    fp32_groups: a tensor for each parameter
+
+Needs nothing but Python 3.10.
+"""
+
+import itertools
+import math
+import struct
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from universal.blocks import Joined
+from universal.byte_ranges import Reader, Slices, width
+from universal.description import Description, Parameter, Problem
+from universal.errors import CheckpointError, about
+from universal.module_states import described, module_of, place_of
+from universal.torch_file import (
+    Tensor,
+    begin_of,
+    compact,
+    load,
+    own_name,
+    scalar,
+    stub,
+    tensor_of,
+    whole,
+)
+from universal.zero import differences, lost_states
+
+MODEL_STATES = "mp_rank_00_model_states.pt"
+SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+
+
+class Stepped(NamedTuple):
+    """A tensor that PyTorch's optimizer steps, and the state that it keeps for it.
+
+    masters: None where these are weights of the module. flat: whether they are those of a whole
+    group, end to end.
+    """
+
+    masters: Tensor | None
+    state: dict[str, Any]
+    flat: bool
+
+
+NOWHERE = Stepped(None, {}, False)
+NO_OPTIMIZER = {"state": {}, "param_groups": []}
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the checkpoint in this folder was saved without ZeRO."""
+    path = folder / MODEL_STATES
+    if not path.exists() or (folder / "zero").is_dir() or any(folder.glob("*_optim_states.pt")):
+        return False
+    with about(path):
+        return load(path).get("param_shapes") is None
+
+
+def describe_whole(folder: Path, names: list[list[str]] | None, opened: Any) -> Description:
+    """The Description of a checkpoint that was saved without ZeRO.
+
+    names: of the trained parameters, by group, in the order in which the optimizer got them; None
+    if nobody knows. Without a place in the optimizer, parameters have their weights alone.
+
+    Raises: CheckpointError.
+    """
+    path = folder / MODEL_STATES
+    model = load(path)
+    with about(path):
+        optimizer = model["optimizer"] or NO_OPTIMIZER
+        base = optimizer.get("optimizer_state_dict", optimizer)
+        degrees = parallel_degrees(folder, model)
+        weights = weights_of(model) if degrees == (1, 1) else {}
+        groups = stepped_groups(optimizer, base) if weights else []
+        if names is None:
+            names = names_by_shape(weights, groups, opened)
+        parameters, uneven = place_all(weights, names, groups, opened)
+        model["optimizer"] = None
+        model["param_shapes"] = [
+            OrderedDict((name, parameters[name].shape) for name in of_group if name in parameters)
+            for of_group in names
+        ]
+        if model["module"] is not None:
+            model["module"], _ = module_of(model, None, parameters, 1)
+        settings = settings_of(optimizer, model) | {"base_optimizer_state": base}
+        problems = []
+        if lost := ", ".join(lost_states(uneven, parameters, settings)):
+            text = f"{path}: {lost} of the optimizer: a universal checkpoint has no place for what"
+            problems.append(Problem(True, f"{text} belongs to no single element"))
+        return described(
+            folder,
+            [model],
+            settings,
+            parameters,
+            [group | {"params": [i]} for i, group in enumerate(base["param_groups"])],
+            universal=False,
+            stage=0,
+            optimizer_class=class_of(optimizer),
+            bf16=any(weight.dtype == "bfloat16" for weight in weights.values()),
+            ranks=model["dp_world_size"],
+            tensor=degrees[0],
+            pipeline=degrees[1],
+            uneven=uneven,
+            problems=problems,
+            first=path,
+            left=[],
+        )
+
+
+def parallel_degrees(folder, model):
+    """(tensor, pipeline) parallel; a pipeline of one stage has its module in other files."""
+    degrees = model.get("checkpoint_parallel_dimensions") or {}
+    count = len(list(folder.glob("mp_rank_*_model_states.pt")))
+    pipeline = degrees.get("pp_degree") or (1 if model["module"] is not None else count)
+    return degrees.get("tp_degree") or count // pipeline, pipeline
+
+
+def class_of(optimizer):
+    """The name of the class of DeepSpeed's optimizer; "" where it is PyTorch's own."""
+    if "fp32_groups_flat" in optimizer:
+        return "FP16_Optimizer"
+    return "FP16_UnfusedOptimizer" if "fp32_groups" in optimizer else ""
+
+
+def weights_of(model):
+    """{name: Tensor} of the module without its buffers; tied weights have one of their names."""
+    buffers = {*model["buffer_names"]}
+    weights = {}
+    for name, value in (model["module"] or {}).items():
+        tensor = tensor_of(value)
+        if tensor and name not in buffers and not name.endswith("_extra_state"):
+            weights.setdefault(place_of(value), (name, tensor))
+    return dict(weights.values())
+
+
+def stepped_groups(optimizer, base):
+    """[[Stepped]], by parameter group."""
+    masters = optimizer.get("fp32_groups") or optimizer.get("fp32_groups_flat")
+    flat = "fp32_groups_flat" in optimizer
+    groups = []
+    for i, group in enumerate(base["param_groups"]):
+        numbers = group["params"]
+        tensors = [None] * len(numbers)
+        if masters:
+            tensors = [masters[i]] if flat else masters[i]
+        groups.append(
+            [
+                Stepped(tensor_of(tensor), base["state"].get(number, {}), flat)
+                for tensor, number in zip(tensors, numbers, strict=True)
+            ]
+        )
+    # DeepSpeed gives each trained parameter a gradient, if only of zeros: the others are frozen.
+    if not masters and any(stepped.state for group in groups for stepped in group):
+        groups = [[stepped for stepped in group if stepped.state] for group in groups]
+    return groups
+
+
+def place_all(weights, names, groups, opened):
+    """({name: Parameter}, {(group, key): why it is uneven}).
+
+    A group whose parameters are not as many as the names gives them no place.
+    """
+    parameters = {}
+    uneven = {}
+    for i, (of_group, group) in enumerate(itertools.zip_longest(names, groups, fillvalue=[])):
+        of_group = [name for name in of_group if name in weights]
+        places = places_of([weights[name] for name in of_group], group)
+        for name, (stepped, begin) in zip(of_group, places, strict=True):
+            parameters[name], unsliced = describe_one(weights[name], i, stepped, begin, opened)
+            uneven |= {(i, key): "is not cut like the weights" for key in unsliced}
+        scalars = [parameters[name].scalars for name in of_group]
+        uneven |= {(i, key): "differs between parameters" for key in differences(scalars)}
+    return parameters, uneven
+
+
+def places_of(weights, group):
+    """[(Stepped, the element in it where a weight begins)]; (nothing, 0) if they do not fill it."""
+    numels = [math.prod(weight.size) for weight in weights]
+    if len(weights) == len(group):
+        return [(stepped, 0) for stepped in group]
+    if group and group[0].flat and sum(numels) == math.prod(group[0].masters.size):
+        return [(group[0], sum(numels[:k])) for k in range(len(numels))]
+    return [(NOWHERE, 0)] * len(weights)
+
+
+def describe_one(weight, group, stepped, begin, opened):
+    """(the Parameter at a place, the names of its states that have another shape)."""
+    masters = stepped.masters or weight
+    tensors = {"fp32": masters}
+    scalars = {}
+    unsliced = set()
+    for key, value in stepped.state.items():
+        tensor = tensor_of(value)
+        if tensor and tensor.size == masters.size and key != "step":
+            tensors[key] = tensor
+        elif tensor is None or math.prod(tensor.size) == 1:
+            scalars[key] = scalar(value, opened)
+        else:
+            unsliced.add(key)
+    numel = math.prod(weight.size)
+    states = {key: source_of(key, tensor, begin, numel) for key, tensor in tensors.items()}
+    return Parameter(weight.size, group, group, states, scalars, {"cat_dim": 0}), unsliced
+
+
+def source_of(key, tensor, begin, numel):
+    """Where elements of a tensor are, in the order of its indices."""
+    shape = tensor.size
+    in_order = whole(tensor.dtype, b"", shape).stride
+    gaps = [a != b and n > 1 for a, b, n in zip(tensor.stride, in_order, shape, strict=True)]
+    if any(gaps) and numel:
+        block = (0, shape, tensor.stride, 0, in_order, 0)
+        return Joined(key, (compact(tensor).storage,), (block,), numel)
+    record, first = begin_of(tensor, begin + numel)
+    return Slices(tensor.dtype, (record,), (first,), begin, math.prod(shape), 0, numel)
+
+
+# --------------------------------------------------------------------------------------------------
+# which parameters the optimizer's tensors are, where no engine tells
+
+
+def names_by_shape(weights, groups, opened):
+    """[[name]] by group, if shapes, and values where masters are saved, leave one choice.
+
+    They do if each weight fits in one group at most, as its next tensor, and if those that fit in
+    none, which are frozen, have other shapes. Raises CheckpointError if they do not.
+    """
+    names = [[] for _ in groups]
+    frozen = []
+    choices = []
+    for name, weight in weights.items():
+        fitting = []
+        for of_group, group in zip(names, groups, strict=True):
+            if is_next([weights[before] for before in of_group], weight, group, opened):
+                fitting.append(of_group)
+        choices.append(len(fitting))
+        for of_group in fitting:
+            of_group.append(name)
+        frozen += [] if fitting else [weight.size]
+    taken = [[weights[name] for name in of_group] for of_group in names]
+    places = [places_of(*pair) for pair in zip(taken, groups, strict=True)]
+    if (
+        not groups
+        or max(choices) > 1
+        or any((NOWHERE, 0) in of_group for of_group in places)
+        or any(weight.size in frozen for of_group in taken for weight in of_group)
+    ):
+        raise CheckpointError(
+            "it does not say which parameters are in which group of the optimizer, and their "
+            "shapes do not tell: load it without converting it"
+        )
+    return names
+
+
+def is_next(before, weight, group, opened):
+    """Whether a weight may be what the optimizer's group has after those before."""
+    if not group or len(before) == len(group) and not group[0].flat:
+        return False
+    begin = 0
+    if group[0].flat:
+        (stepped,) = group
+        begin = sum(math.prod(other.size) for other in before)
+        if begin + math.prod(weight.size) > math.prod(stepped.masters.size):
+            return False
+    else:
+        stepped = group[len(before)]
+        tensors = [tensor_of(value) for value in (stepped.masters, *stepped.state.values())]
+        shapes = {tensor.size for tensor in tensors if tensor}
+        if shapes and weight.size not in shapes:
+            return False
+    return stepped.masters is None or is_rounded(weight, stepped.masters, begin, opened)
+
+
+def is_rounded(weight, masters, begin, opened):
+    """Whether a weight is what its masters are in its precision, as far as its first elements."""
+    numel = min(math.prod(weight.size), 64)
+    reader = Reader(opened)
+    halves = bytearray(numel * width(weight.dtype))
+    reader.read_into(memoryview(halves), *begin_of(weight, numel))
+    record, first = begin_of(masters, begin + numel)
+    floats = bytearray(numel * 4)
+    reader.read_into(memoryview(floats), record, first + begin * 4)
+    if weight.dtype == "float16":
+        return halves == struct.pack(f"<{numel}e", *struct.unpack(f"<{numel}f", floats))
+    words = struct.unpack(f"<{numel}I", floats)  # bfloat16: half of a float, rounded to even
+    rounded = [(word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in words]
+    return halves == struct.pack(f"<{numel}H", *rounded)
+
+
+# --------------------------------------------------------------------------------------------------
+# the rest
+
+
+def settings_of(optimizer, model):
+    """What the optimizer keeps besides, as ZeRO's would save it."""
+    settings = {
+        key: optimizer[key] for key in ("dynamic_loss_scale", "clip_grad") if key in optimizer
+    }
+    if not optimizer.get("dynamic_loss_scale"):
+        return settings
+    config = model["ds_config"].get("fp16", {}) if isinstance(model["ds_config"], dict) else {}
+    hysteresis = config.get("hysteresis", 2)
+    scaler = {
+        "dynamic": True,
+        "min_scale": config.get("min_loss_scale", 1),
+        "delayed_shift": hysteresis,
+        "cur_hysteresis": hysteresis,
+        "consecutive_hysteresis": config.get("consecutive_hysteresis", False),
+        "raise_error_at_min_scale": True,
+        "dtype": own_name("torch", "float16"),
+    }
+    scaler |= {key: optimizer[key] for key in SCALE}
+    name = own_name("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler")
+    return settings | {"loss_scaler": stub(name, (), state=scaler), "overflow": False}
