@@ -90,7 +90,7 @@ def main(folder):
     if added:
         with tempfile.TemporaryDirectory(dir=folder) as beside:
             torch_file.write_pt(
-                Path(beside, first.name), *torch_file.pickled(states[first]), torch_file.Reader()
+                Path(beside, first.name), torch_file.pickled(states[first]), torch_file.Reader()
             )
             os.replace(Path(beside, first.name), first)
     print("\n".join(dict.fromkeys(added)) or "nothing is missing")

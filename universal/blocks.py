@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""A tensor that is joined from blocks of several parts, such as those of tensor-parallel ranks. Needs
-nothing but Python 3.10."""
+"""A tensor that is joined from blocks of several parts, such as those of tensor-parallel ranks.
+
+A block is a box of elements that lies somewhere in a part and somewhere in the whole, with strides
+of its own in each. The whole is read in its own order: so blocks are broken up into runs of
+elements that are contiguous in both, and the runs of all blocks are merged. Needs only Python 3.10.
+"""
 
 import functools
 import heapq
@@ -8,54 +12,87 @@ import itertools
 import operator
 import zlib
 from array import array
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from universal.byte_ranges import CHUNK, width
+from universal.byte_ranges import CHUNK, Reader, width
 from universal.errors import CheckpointError
-from universal.torch_file import whole
+from universal.torch_file import contiguous_strides
 
-ROWS = 1 << 16  # elements read at a time if several ranks hold parts or copies
+PER_READ = 1 << 16  # elements read at a time if several ranks hold parts or copies
+CODES = {"float32": "f", "float64": "d"}  # of the module array
+AVERAGED = CODES.keys()
+
+
+class Block(NamedTuple):
+    """A box of elements in a part, and in the whole. Strides and offsets are in elements."""
+
+    part: int
+    shape: tuple
+    stride: tuple
+    offset: int
+    whole_stride: tuple
+    whole_offset: int
+
+    def fits(self, source: Any) -> bool:
+        """Whether the source of its part has all of its elements."""
+        if not len(self.shape) == len(self.stride) == len(self.whole_stride):
+            return False
+        last = self.offset + dot([n - 1 for n in self.shape], self.stride)
+        return 0 in self.shape or last < source.numel
+
+
+class Run(NamedTuple):
+    """Elements that are contiguous in the whole and in a part. In this order runs are merged."""
+
+    whole_offset: int
+    part: int
+    offset: int
+    numel: int
 
 
 class Joined(NamedTuple):
-    """A state of a parameter of which tensor-parallel ranks hold parts. blocks: (rank, shape,
-    strides and first element in its part, strides and first element in the whole); None if the
-    whole is the mean of the parts."""
+    """A source (byte_ranges.py) whose elements are in several parts, which are sources themselves.
+
+    blocks: None if the whole is the mean of the parts. numel: of the whole, which may be less than
+    the blocks hold, for a vocabulary may be padded.
+    """
 
     name: str
-    parts: tuple  # Slices
-    blocks: tuple
+    parts: tuple
+    blocks: tuple[Block, ...] | None
     numel: int
 
     @property
-    def dtype(self):
+    def dtype(self) -> str:
         return self.parts[0].dtype
 
-    def chunks(self, reader):
-        """Yields (bytes of the whole, their CRC-32), in order."""
+    def chunks(self, reader: Reader) -> Iterator[tuple[bytes, int]]:
+        """Yields (bytes of the whole, their CRC-32), in order. Raises CheckpointError."""
         left = self.numel * width(self.dtype)
         for chunk in self.mean(reader) if self.blocks is None else self.in_order(reader):
-            chunk = chunk[:left]  # a vocabulary may be padded
+            chunk = chunk[:left]
             yield chunk, zlib.crc32(chunk)
             left -= len(chunk)
         if left:
-            raise CheckpointError(
-                f"the shards of {self.name} do not cover its elements exactly once"
-            )
+            raise self.not_covered()
 
-    def read(self, reader, rank, start, numel):
+    def not_covered(self):
+        return CheckpointError(f"the shards of {self.name} do not cover its elements exactly once")
+
+    def read(self, reader, part, start, numel):
         data = bytearray(numel * width(self.dtype))
-        reader.read_slices(memoryview(data), self.parts[rank], start)
+        reader.read_elements(memoryview(data), self.parts[part], start)
         return data
 
     def mean(self, reader):
         """The mean, in the same order and precision as PyTorch's."""
-        code = {"float32": "f", "float64": "d"}[self.dtype]
+        code = CODES[self.dtype]
         count = len(self.parts)
-        for start in range(0, self.numel, ROWS):
-            numel = min(ROWS, self.numel - start)
+        for start in range(0, self.numel, PER_READ):
+            numel = min(PER_READ, self.numel - start)
             parts = (
-                array(code, bytes(self.read(reader, rank, start, numel))) for rank in range(count)
+                array(code, bytes(self.read(reader, part, start, numel))) for part in range(count)
             )
             total = functools.reduce(
                 lambda sums, part: array(code, map(operator.add, sums, part)), parts
@@ -63,60 +100,79 @@ class Joined(NamedTuple):
             yield array(code, (value / count for value in total)).tobytes()
 
     def in_order(self, reader):
+        """The elements in the order of the whole; where several parts have them, they are equal."""
         end = 0
-        last = b""
+        last_data = b""
         joined = bytearray()
-        for place, rank, here, numel in runs(self.blocks):
-            data = self.read(reader, rank, here, numel)
-            if place == end:
+        for run in heapq.merge(*map(runs, self.blocks)):
+            data = self.read(reader, run.part, run.offset, run.numel)
+            if run.whole_offset == end:
                 joined += data
-                last = data
-                end += numel
-            elif place + numel != end or len(data) != len(last):
-                raise CheckpointError(
-                    f"the shards of {self.name} do not cover its elements exactly once"
-                )
-            elif data != last:  # several ranks hold it
-                raise CheckpointError(f"{self.name} differs on tensor-parallel rank {rank}")
+                last_data = data
+                end += run.numel
+            elif run.whole_offset + run.numel != end or len(data) != len(last_data):
+                raise self.not_covered()
+            elif data != last_data:
+                raise CheckpointError(f"{self.name} differs on tensor-parallel rank {run.part}")
             if len(joined) >= CHUNK:
                 yield joined
                 joined = bytearray()
         yield joined
 
 
-def runs(blocks):
-    """Yields (place in the whole, rank, place in its part, elements) for runs of elements that are
-    contiguous in both, in the order of the whole."""
-
-    def of(rank, shape, stride, here, full_stride, there):
-        dims = list(zip(shape, stride, full_stride, strict=True))
-        run = 1
-        while dims and (dims[-1][0] == 1 or dims[-1][1:] == (run, run)):
-            run *= dims.pop()[0]
-        for index in itertools.product(*(range(n) for n, _, _ in dims)) if 0 not in shape else ():
-            place = there + sum(i * full for i, (_, _, full) in zip(index, dims, strict=True))
-            mine = here + sum(i * own for i, (_, own, _) in zip(index, dims, strict=True))
-            for done in range(0, run, ROWS):
-                yield place + done, rank, mine + done, min(ROWS, run - done)
-
-    return heapq.merge(*(of(*block) for block in blocks))
-
-
-def cut_along(dim, size, widths):
-    """The blocks of a tensor that consists of one or more sub-tensors along dim, each cut by
-    itself: widths[sub][rank]."""
-    blocks = []
-    strides = whole("", b"", size).stride
-    at = 0
-    in_part = [0] * len(widths[0])
-    for sub in widths:
-        for rank, n in enumerate(sub):
-            mine = [sum(w[rank] for w in widths) if d == dim else m for d, m in enumerate(size)]
-            stride = whole("", b"", mine).stride
-            block = [n if d == dim else m for d, m in enumerate(size)]
-            blocks.append(
-                (rank, block, stride, in_part[rank] * stride[dim], strides, at * strides[dim])
+def runs(block):
+    """Yields the Runs of a block, in the order of the whole."""
+    if 0 in block.shape:
+        return
+    dims = list(zip(block.shape, block.stride, block.whole_stride, strict=True))
+    numel = 1  # of a run
+    while dims and (dims[-1][0] == 1 or dims[-1][1:] == (numel, numel)):
+        numel *= dims.pop()[0]
+    strides = [stride for _, stride, _ in dims]
+    whole_strides = [stride for _, _, stride in dims]
+    for index in itertools.product(*(range(n) for n, _, _ in dims)):
+        offset = block.offset + dot(index, strides)
+        whole_offset = block.whole_offset + dot(index, whole_strides)
+        for start in range(0, numel, PER_READ):
+            yield Run(
+                whole_offset + start, block.part, offset + start, min(PER_READ, numel - start)
             )
-            in_part[rank] += n
-            at += n
+
+
+def dot(index, strides):
+    return sum(map(operator.mul, index, strides))
+
+
+def blocks_along(
+    dim: int, shape: Sequence[int], widths: Sequence[Sequence[int]]
+) -> tuple[Block, ...]:
+    """The blocks of a tensor of sub-tensors that lie along a dimension and are each cut by itself.
+
+    widths: widths[sub][part] is how much of a sub-tensor a part has along the dimension.
+    """
+    blocks = []
+    whole_stride = contiguous_strides(shape)
+    strides = [
+        contiguous_strides(resized(shape, dim, sum(of_part)))
+        for of_part in zip(*widths, strict=True)
+    ]
+    starts = [0] * len(strides)
+    whole_start = 0
+    for of_sub in widths:
+        for part, size in enumerate(of_sub):
+            block = Block(
+                part=part,
+                shape=resized(shape, dim, size),
+                stride=strides[part],
+                offset=starts[part] * strides[part][dim],
+                whole_stride=whole_stride,
+                whole_offset=whole_start * whole_stride[dim],
+            )
+            blocks.append(block)
+            starts[part] += size
+            whole_start += size
     return tuple(blocks)
+
+
+def resized(shape, dim, size):
+    return (*shape[:dim], size, *shape[dim + 1 :])

@@ -1,107 +1,125 @@
 # SPDX-License-Identifier: MIT
-"""Find everything in a DeepSpeed ZeRO checkpoint or a universal one: describe() does so without
-reading tensors.
+"""Find everything in a DeepSpeed ZeRO checkpoint or a universal one, without reading tensors.
 
-Part 1 handles one data-parallel checkpoint; part 2 joins those of tensor and pipeline parallel
-ranks; part 3 describes what a converter wrote. Needs nothing but Python 3.10."""
+A ZeRO checkpoint has a file of optimizer states, a shard, from every rank. describe() joins the
+shards of the data-parallel ranks of each model-parallel rank (zero.py), then the model-parallel
+ranks of each pipeline stage (tensor_parallel.py), then the stages. Needs only Python 3.10."""
 
-import os
+import functools
+import itertools
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from universal.byte_ranges import keep_open
-from universal.description import Parameter, Problem
-from universal.errors import CheckpointError, about
-from universal.module_states import described, module_of
+from universal.byte_ranges import OpenFile, Record, keep_open
+from universal.converted import describe_universal
+from universal.description import (
+    Described,
+    Description,
+    Files,
+    Layout,
+    OptimizerState,
+    Problem,
+    RawStates,
+)
+from universal.errors import CheckpointError, naming
+from universal.expect import expect
+from universal.module_states import (
+    degrees_of,
+    keep_untrained,
+    module_state,
+    read_fragments,
+    read_model_states,
+    uses_round_robin,
+)
 from universal.stage_0 import describe_whole, is_whole
 from universal.tensor_parallel import TensorParallel
-from universal.torch_file import (
-    Tensor,
-    compact,
-    load,
-    number,
-    pickled,
-    scalar,
-    slices_of,
-    tensor_of,
-)
+from universal.torch_file import Tensor, load, number_in, pickled, tensor_of, trim_storage
 from universal.zero import (
-    base_optimizer,
-    check_slices,
-    class_of,
+    Shard,
+    check_slice,
+    cut_flat,
     differences,
-    flat_groups,
-    flat_states,
-    is_stage_3,
+    extra_keys,
+    extra_states,
+    join_shards,
     lost_states,
-    places,
-    put_together,
+    read_flat,
+    read_shard,
     settings_of,
 )
 
-BETWEEN_SAVES = (
-    10  # seconds; the largest gap between the times of successive files of one save, or of its copy
-)
+# Seconds; the largest gap between the times of successive files of one save, or of its copy.
+BETWEEN_SAVES = 10
 
 
-def describe(folder, workers=4, opened=None, names=None):
-    """The Description of the checkpoint in a folder. Reads no tensors but the optimizer's scalars,
-    and runs no code. names: as in describe_whole(), if it was saved without ZeRO. Raises
-    CheckpointError if files are missing, damaged, or not of the same checkpoint."""
+class Save(NamedTuple):
+    """One of the checkpoints in a folder, and when it was written."""
+
+    described: Described
+    written: float
+
+
+def describe(
+    folder: str | Path,
+    workers: int = 4,
+    opened: OpenFile | None = None,
+    names: list[list[str]] | None = None,
+) -> Described:
+    """The Description of the checkpoint in a folder, and what was pickled.
+
+    Reads no tensors but the optimizer's scalars, and runs no code.
+
+    Args:
+        names: as in describe_whole(), if it was saved without ZeRO.
+
+    Raises: CheckpointError, if files are missing, damaged, or not of the same checkpoint.
+    """
     folder = Path(folder)
     opened = opened or keep_open()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist")
     if is_whole(folder):
         return describe_whole(folder, names, opened)
+    saves = []
+    problems = []
     with ThreadPoolExecutor(workers) as pool:
         if (folder / "zero").is_dir():
             return describe_universal(folder, pool, opened)
-        found, problems = [], []
         for shards in find_shards(folder).values():
             try:
-                one = describe_shards(folder, shards, pool, opened)
-                found.append(
-                    (
-                        not one.problems,
-                        one.models[0]["global_steps"],
-                        shards[0][0].stat().st_mtime,
-                        one,
-                    )
-                )
+                described = describe_zero(folder, shards, pool, opened)
+                saves.append(Save(described, shards[0][0].stat().st_mtime))
             except CheckpointError as error:
                 problems.append(str(error))
-    if found:
-        # Saved again under the same name in another dtype, both may be whole. Copies have no usable
-        # times; the doubt is about the step.
-        newest = max(written for _, _, written, _ in found) - BETWEEN_SAVES
-        return max((one for one in found if one[2] > newest), key=lambda one: one[:3])[3]
+    if saves:
+        return newest(saves)
     nothing = f"{folder} holds no *_optim_states.pt: it is no ZeRO checkpoint, nor a folder above"
     raise CheckpointError("; ".join(problems) or nothing)
 
 
-def left_over(description):
-    """[a line about what an earlier save left in the folder], or []."""
-    left = description.left
-    text = (
-        f"{description.folder} was saved again under its name; left over from before, and ignored: "
-    )
-    return (
-        [text + ", ".join(left[:3]) + (f" and {len(left) - 3} more" if left[3:] else "")]
-        if left
-        else []
-    )
+def newest(saves):
+    """Of checkpoints that were saved under the same name in different dtypes.
+
+    Copies have no usable times; the doubt is about the step.
+    """
+    since = max(save.written for save in saves) - BETWEEN_SAVES
+    recent = [save for save in saves if save.written > since]
+
+    def rank(save):
+        checkpoint, raw = save.described
+        return not checkpoint.problems, raw.models[0]["global_steps"], save.written
+
+    return max(recent, key=rank).described
 
 
-# --------------------------------------------------------------------------------------------------
-# 1. one data-parallel checkpoint
+def find_shards(folder: Path) -> dict:
+    """The optimizer shards.
 
-
-def find_shards(folder):
-    """The optimizer shards as {prefix of the file, its dtype: {model-parallel rank: {data-parallel
-    rank: path}}}."""
+    Returns: {prefix of the file, its dtype: {model-parallel rank: {data-parallel rank: path}}}.
+    Raises: CheckpointError.
+    """
     shards = {}
     for path in sorted(folder.glob("*_optim_states.pt")):
         match = re.fullmatch(
@@ -116,200 +134,236 @@ def find_shards(folder):
     return shards
 
 
-class DataParallel(NamedTuple):
-    """One model-parallel rank, joined from its data-parallel ranks."""
+def left_over(checkpoint: Description) -> list[str]:
+    """[a line about what an earlier save left in the folder], or []."""
+    names = checkpoint.files.left_over
+    if not names:
+        return []
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return [
+        f"{checkpoint.folder} was saved again under its name; left over from before, and ignored: "
+        f"{', '.join(names[:3])}{more}"
+    ]
 
-    model: dict  # rank 0's; `module` cut down to what no optimizer holds
-    optimizer: dict  # rank 0's
+
+# --------------------------------------------------------------------------------------------------
+# 1. the data-parallel ranks of one model-parallel rank
+
+
+class ModelParallelRank(NamedTuple):
+    """A model-parallel rank, joined from its data-parallel ranks.
+
+    model: rank 0's model states, with an untrained module. shard: rank 0's. files: rank 0's model
+    states first.
+    """
+
+    model: dict
+    shard: Shard
     parameters: dict
-    uneven: dict
-    problems: list
-    files: list  # rank 0's model states first
+    rank_dependent: dict
+    problems: list[Problem]
+    files: list[Path]
 
 
-def describe_ranks(folder, mp_rank, shards, pool, opened):
-    low = min(shards)
-    with about(shards[low]):
-        first = load(shards[low])["optimizer_state_dict"]
-        count = first["partition_count"]
-        count = range(
-            count if isinstance(count, int) else max(count)
-        ).stop  # a TypeError if it is not a number
-    for missing in (r for r in range(count) if r not in shards):
-        name = shards[low].name.replace(f"_rank_{low}_", f"_rank_{missing}_", 1)
-        raise CheckpointError(f"{folder / name} is missing")
-    prefixes = [f"zero_pp_rank_{r}_" for r in range(count)] if is_stage_3(first) else [""]
-    paths = [folder / f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt" for prefix in prefixes]
-    model, frozen = read_models(paths, shards[low], count, pool)
-    if list(folder.glob("layer_*_expert_*")) or model.get("ds_autoep_layers"):
+def describe_ranks(folder, mp_rank, paths, pool, opened):
+    """The ModelParallelRank of these shards. paths: {data-parallel rank: path}."""
+    shard = read_shard(paths[min(paths)])
+    ranks = max(shard.ranks)
+    check_present(folder, paths, ranks)
+    shards = [paths[rank] for rank in range(ranks)]
+    model_paths = model_states_of(folder, mp_rank, shard)
+    model = read_model_states(model_paths[0])
+    if model["dp_world_size"] != ranks:
         raise CheckpointError(
-            f"{folder} has experts, which are not converted: DeepSpeed's own converter does AutoEP's"
+            f"{model_paths[0]} is of {model['dp_world_size']} ranks, {shards[0].name} of {ranks}"
         )
-    with about(shards[low]):
-        groups = [places(first, i, names, count) for i, names in enumerate(model["param_shapes"])]
-        config = (
-            model["ds_config"] if isinstance(model["ds_config"], dict) else {}
-        )  # older versions: a file's path
-        round_robin = (config.get("zero_optimization") or {}).get("round_robin_gradients")
-
-    def read_shard(rank):
-        """[Flat] of a rank, and its settings_of()."""
-        path = shards[rank]
-        with about(path):
-            optimizer = first if rank == low else load(path)["optimizer_state_dict"]
-            if len(flat_groups(optimizer)) != len(groups):
-                raise CheckpointError(
-                    f"{path} has another number of parameter groups than {paths[0].name}"
-                )
-            found = []
-            for i, (names, end) in enumerate(groups):
-                needed = check_slices(optimizer, i, rank, count, names, end, round_robin)
-                found.append(flat_states(optimizer, i, needed, opened))
-            return found, settings_of(optimizer, opened)
-
-    ranks, settings = zip(*pool.map(read_shard, range(count)), strict=True)
-    with about(shards[low]):
-        parameters, uneven = put_together(
-            shards, ranks, groups, model["param_shapes"], base_optimizer(first)
+    if model.get("ds_autoep_layers") or any(folder.glob("layer_*_expert_*")):
+        raise CheckpointError(
+            f"{folder} has experts, which are not converted: "
+            "DeepSpeed's own converter does AutoEP's"
         )
-        uneven |= differences(settings)
-    files = [*paths, *(shards[rank] for rank in range(count))]
-    problems = other_steps(paths[0], files[len(paths) :], model, parameters, is_stage_3(first))
-    if lost := ", ".join(lost_states(uneven, parameters, first)):
-        text = f"{shards[low]}: {lost} of the optimizer: a universal checkpoint has no place for"
-        problems.append(Problem(True, f"{text} what belongs to no single element"))
-    with about(paths[0]):
-        if model["module"] is not None:
-            model["module"], lost = module_of(model, frozen, parameters, count)
-            # The other tensor-parallel ranks have the same names, but only rank 0's shared_params
-            # says which are tied.
-            if lost and not mp_rank:
-                problem = f"{paths[0]}: no parameter group holds {', '.join(lost)}, and DeepSpeed saved nothing of it"
-                problems.append(Problem(True, problem))
-            model["frozen_param_fragments"] = None
-    return DataParallel(model, first, parameters, uneven, problems, files)
+    fragments = None  # at ZeRO-1 and 2 frozen parameters are whole
+    if shard.stage == 3:
+        read = functools.partial(read_fragments, first_path=model_paths[0], first=model)
+        fragments = list(pool.map(read, model_paths))
+    parameters, rank_dependent = describe_shards(shard, shards, model, pool, opened)
+    problems = other_steps(model_paths[0], shards, model, parameters, shard.stage)
+    if lost := lost_states(parameters, optimizer_state(shard, rank_dependent)):
+        text = (
+            f"{shards[0]}: {', '.join(lost)} of the optimizer: a universal checkpoint has no place "
+            "for what belongs to no single element"
+        )
+        problems.append(Problem(True, text))
+    if model["module"] is not None:
+        with naming(model_paths[0]):
+            model, not_saved = keep_untrained(model, parameters, fragments)
+        # The other tensor-parallel ranks have the same names, but only rank 0's shared_params says
+        # which are tied.
+        if not_saved and not mp_rank:
+            text = (
+                f"{model_paths[0]}: no parameter group holds {', '.join(not_saved)}, "
+                "and DeepSpeed saved nothing of it"
+            )
+            problems.append(Problem(True, text))
+    files = [*model_paths, *shards]
+    return ModelParallelRank(model, shard, parameters, rank_dependent, problems, files)
 
 
-def other_steps(path, shards, model, parameters, stage_3):
-    """[a Problem] if the optimizer is of another step than the module, for example after a start
-    from weights alone. At ZeRO-3 only the files' times tell that from a save that was killed
-    between model states and shards."""
-    with about(path):
-        wanted = model["global_steps"] - model["skipped_steps"]
-    steps = {number(p.scalars.get("step")) for p in parameters.values()} - {None, wanted}
+def check_present(folder, paths, ranks):
+    """Raises CheckpointError, if a rank's shard is missing."""
+    for rank in range(ranks):
+        if rank not in paths:
+            lowest = min(paths)
+            name = paths[lowest].name.replace(f"_rank_{lowest}_", f"_rank_{rank}_", 1)
+            raise CheckpointError(f"{folder / name} is missing")
+
+
+def model_states_of(folder, mp_rank, shard):
+    """The files of model states: one of all ranks, or at ZeRO-3 one of each."""
+    name = f"mp_rank_{mp_rank:02d}_model_states.pt"
+    if shard.stage < 3:
+        return [folder / name]
+    return [folder / f"zero_pp_rank_{rank}_{name}" for rank in range(max(shard.ranks))]
+
+
+def describe_shards(first, paths, model, pool, opened):
+    """({name: Parameter}, {(flat tensor, name): why a state depends on the rank}).
+
+    first: rank 0's shard. paths: of the shards of all ranks.
+    """
+    shapes = model["param_shapes"]
+    trust_mapping = not uses_round_robin(model)
+    check_group_count(first, shapes)
+    with naming(paths[0]):
+        flat_cuts = [cut_flat(first, i, names, len(paths)) for i, names in enumerate(shapes)]
+
+    def read(rank):
+        """The FlatStates of a rank, and its settings."""
+        shard = first if rank == 0 else read_shard(paths[rank])
+        check_group_count(shard, shapes)
+        states = []
+        with naming(paths[rank]):
+            for number, flat_cut in enumerate(flat_cuts):
+                numel = check_slice(shard, number, rank, flat_cut, trust_mapping)
+                states.append(read_flat(shard, number, numel, opened))
+            return states, settings_of(shard, opened)
+
+    states, settings = zip(*pool.map(read, range(len(paths))), strict=True)
+    with naming(paths[0]):
+        param_groups = first.optimizer["param_groups"]
+        parameters, rank_dependent = join_shards(paths, states, flat_cuts, shapes, param_groups)
+        return parameters, rank_dependent | differences(settings)
+
+
+def check_group_count(shard, shapes):
+    if len(shard.masters) != len(shapes):
+        raise CheckpointError(
+            f"{shard.path} has another number of parameter groups than the model states"
+        )
+
+
+def optimizer_state(shard, rank_dependent):
+    return OptimizerState(
+        shard.optimizer["param_groups"],
+        extra_states(shard.optimizer),
+        extra_keys(shard.optimizer),
+        rank_dependent,
+    )
+
+
+def other_steps(path, shards, model, parameters, stage):
+    """[a Problem] if the optimizer is of another step than the module.
+
+    For example after a start from weights alone. At ZeRO-3 only the files' times tell that from a
+    save that was killed between model states and shards.
+    """
+    step = model["global_steps"] - model["skipped_steps"]
+    steps = {number_in(parameter.scalars.get("step")) for parameter in parameters.values()}
+    steps -= {None, step}
     if not steps:
         return []
-    text = f"{path} is of step {wanted}, the optimizer of step {sorted(steps)}"
-    if (
-        stage_3
-        and path.stat().st_mtime > max(shard.stat().st_mtime for shard in shards) + BETWEEN_SAVES
-    ):
+    text = f"{path} is of step {step}, the optimizer of step {sorted(steps)}"
+    written = max(shard.stat().st_mtime for shard in shards)
+    if stage == 3 and path.stat().st_mtime > written + BETWEEN_SAVES:
         raise CheckpointError(
-            f"{text} and older: a save was killed before its shards (or was copied: touch the shards)"
+            f"{text} and older: a save was killed before its shards "
+            "(or was copied: touch the shards)"
         )
     return [Problem(False, text)]
-
-
-def read_models(paths, shard, count, pool):
-    """(rank 0's model states, [{frozen parameter: Tensor} of every rank] or None)."""
-    model = load(paths[0])
-    with about(paths[0]):
-        if model["dp_world_size"] != count:
-            raise CheckpointError(
-                f"{paths[0]} is of {model['dp_world_size']} ranks, {shard.name} of {count}"
-            )
-
-    def read_model(path):
-        state = load(path)
-        with about(path):
-            for key in (
-                "dp_world_size",
-                "param_shapes",
-                "buffer_names",
-                "frozen_param_shapes",
-                "global_steps",
-            ):
-                if state.get(key) != model.get(key):
-                    raise CheckpointError(f"{path} has other {key} than {paths[0].name}")
-            names = model.get("frozen_param_shapes") or {}
-            return {name: tensor_of(state["frozen_param_fragments"][name]) for name in names}
-
-    # At ZeRO-1 and 2 all ranks share one file, in which frozen parameters are whole.
-    return model, list(pool.map(read_model, paths)) if "zero_pp_rank_" in paths[0].name else None
 
 
 # --------------------------------------------------------------------------------------------------
 # 2. tensor and pipeline parallelism
 
 
-def describe_shards(folder, shards, pool, opened):
-    """The Description of the checkpoint that has these shards."""
+def describe_zero(folder, shards, pool, opened):
+    """What describe() returns, of the checkpoint that has these shards."""
     if (folder / "offloaded_tensors").exists():
         raise CheckpointError(f"{folder} has NVMe-offloaded states, which are not converted")
-    first = describe_ranks(folder, min(shards), shards[min(shards)], pool, opened)
-    with about(folder):
-        model = first.model
-        degrees = model.get("checkpoint_parallel_dimensions") or {}
-        pipeline = degrees.get("pp_degree") or (1 if model["module"] is not None else len(shards))
-        tensor = degrees.get("tp_degree") or len(shards) // pipeline
-        if missing := set(range(tensor * pipeline)) - shards.keys():
-            names = ", ".join(f"mp_rank_{mp:02d}" for mp in sorted(missing))
-            raise CheckpointError(
-                f"{folder} has {tensor} tensor x {pipeline} pipeline ranks, and lacks {names}"
-            )
-        others = [
-            describe_ranks(folder, mp, shards[mp], pool, opened)
-            for mp in range(1, tensor * pipeline)
-        ]
-        ranks = [first, *others]
-        used = {path.name for rank in ranks for path in rank.files}
-        parameters, problems = join_ranks(
-            folder, ranks, tensor, model.get("universal_checkpoint_info")
+    lowest = min(shards)
+    first = describe_ranks(folder, lowest, shards[lowest], pool, opened)
+    tensor, pipeline = degrees_of(first.model, len(shards))
+    absent = (mp_rank for mp_rank in range(tensor * pipeline) if mp_rank not in shards)
+    if missing := list(itertools.islice(absent, 100)):
+        names = ", ".join(f"mp_rank_{mp_rank:02d}" for mp_rank in missing)
+        raise CheckpointError(
+            f"{folder} has {tensor} tensor x {pipeline} pipeline ranks, and lacks {names}"
         )
-        modules = [rank.model["module"] for rank in ranks]
-        if model["module"] is None:
-            modules = modules_of_layers(folder, parameters)
-        model["module"], different = common_entries(modules)
-        if different:
-            text = f"{folder}: {', '.join(different)} is in no optimizer, and not the same on all"
-            problems.append(Problem(True, f"{text} tensor-parallel ranks"))
-        return described(
-            folder,
-            [rank.model for rank in ranks],
-            first.optimizer,
-            parameters,
-            base_optimizer(first.optimizer)["param_groups"],
-            universal=False,
-            stage=3 if is_stage_3(first.optimizer) else 1,
-            optimizer_class=class_of(first.optimizer),
-            bf16=shards[0][0].name.startswith("bf16_"),
-            ranks=model["dp_world_size"],
-            tensor=tensor,
-            pipeline=pipeline,
-            uneven=dict(item for rank in ranks for item in rank.uneven.items()),
-            problems=[problem for rank in ranks for problem in rank.problems] + problems,
-            first=first.files[0],
-            left=sorted({path.name for path in folder.glob("*mp_rank_*_states.pt")} - used),
-        )
+    others = range(1, tensor * pipeline)
+    ranks = [first, *(describe_ranks(folder, i, shards[i], pool, opened) for i in others)]
+    parameters, problems = join_ranks(folder, ranks, tensor)
+    modules = [rank.model["module"] for rank in ranks]
+    if first.model["module"] is None:
+        modules = modules_of_layers(folder, parameters)
+    module, different = common_entries(modules)
+    if different:
+        text = f"{folder}: {', '.join(different)} is in no optimizer, and not the same on all"
+        problems.append(Problem(True, f"{text} tensor-parallel ranks"))
+    models = [first.model | {"module": module}, *(rank.model for rank in ranks[1:])]
+    used = {path.name for rank in ranks for path in rank.files}
+    rank_dependent = {key: why for rank in ranks for key, why in rank.rank_dependent.items()}
+    layout = Layout(
+        optimizer_class=first.shard.optimizer_class,
+        ranks=first.model["dp_world_size"],
+        bf16=shards[0][0].name.startswith("bf16_"),
+        tensor=tensor,
+        pipeline=pipeline,
+    )
+    description = Description(
+        folder=folder,
+        stage=first.shard.stage,
+        ranks=layout.ranks,
+        layout=layout,
+        parameters=parameters,
+        flat_names=[list(names) for names in first.model["param_shapes"]],
+        module=module_state(models[0]),
+        optimizer=optimizer_state(first.shard, rank_dependent),
+        files=Files(
+            model_states=first.files[0],
+            left_over=sorted({path.name for path in folder.glob("*mp_rank_*_states.pt")} - used),
+        ),
+        problems=[problem for rank in ranks for problem in rank.problems] + problems,
+    )
+    raw = RawStates(models, first.shard.content)
+    return Described(description, raw)
 
 
-def join_ranks(folder, ranks, tensor, info):
-    """({name: Parameter}, problems), joined from the model-parallel ranks of each pipeline
-    stage."""
+def join_ranks(folder, ranks, tensor):
+    """({name: Parameter}, [Problem]), from the ModelParallelRanks of all pipeline stages."""
+    model = ranks[0].model
     for rank in ranks:
         for key in ("global_steps", "dp_world_size"):
-            if rank.model[key] != ranks[0].model[key]:
+            if rank.model[key] != model[key]:
                 raise CheckpointError(
                     f"{folder}: its model-parallel ranks are of different saves: {key} differs"
                 )
-        if len(rank.model["param_shapes"]) != len(
-            ranks[0].model["param_shapes"]
-        ):  # the loader goes by number
+        # The loader goes by number.
+        if len(rank.model["param_shapes"]) != len(model["param_shapes"]):
             raise CheckpointError(
                 f"{folder}: a pipeline stage lacks a parameter group that others have"
             )
     joined = {}
-    cuts = TensorParallel(info, tensor, folder)
+    joiner = TensorParallel(model.get("universal_checkpoint_info"), tensor, folder)
     for stage in range(0, len(ranks), tensor):
         parts = [rank.parameters for rank in ranks[stage : stage + tensor]]
         if any(part.keys() != parts[0].keys() for part in parts):
@@ -318,15 +372,18 @@ def join_ranks(folder, ranks, tensor, info):
             )
         for name in parts[0]:
             if name not in joined:
-                joined[name] = cuts.join(name, [part[name] for part in parts])
-            elif not cuts.tied(name):
+                joined[name] = joiner.join(name, [part[name] for part in parts])
+            elif not joiner.is_tied(name):
                 raise CheckpointError(
                     f"{folder}: {name} is in two pipeline stages and is not declared as tied"
                 )
-    if cuts.unused:
-        text = f"{folder}: universal_checkpoint_info has patterns that match no parameter: "
-        cuts.problems.append(Problem(True, text + ", ".join(sorted(cuts.unused))))
-    return joined, cuts.problems
+    if joiner.unused:
+        text = (
+            f"{folder}: universal_checkpoint_info has patterns that match no parameter: "
+            f"{', '.join(sorted(joiner.unused))}"
+        )
+        joiner.problems.append(Problem(True, text))
+    return joined, joiner.problems
 
 
 def modules_of_layers(folder, parameters):
@@ -338,11 +395,11 @@ def modules_of_layers(folder, parameters):
     for path in sorted(folder.glob("layer_*-model_states.pt")):
         layer, *ranks = path.name.removeprefix("layer_").split("-")
         module = modules.setdefault(tuple(ranks), {})
-        with about(path):
-            entries = {f"{int(layer)}.{key}": value for key, value in load(path).items()}
-            for name in entries.keys() - parameters.keys():
-                tensor = tensor_of(entries[name])
-                module[name] = compact(tensor) if tensor else entries[name]
+        for key, value in expect(load(path), {str: object}, path).items():
+            name = f"{int(layer)}.{key}"
+            if name not in parameters:
+                tensor = tensor_of(value)
+                module[name] = trim_storage(tensor) if tensor else value
     return list(modules.values())
 
 
@@ -362,113 +419,10 @@ def common_entries(modules):
 
 def content_of(value):
     """What tells whether two entries of a module hold the same: tensors, by their checksums."""
-    if not isinstance(value, Tensor):
-        return pickled(value)[0]
-    sums = tuple((record.crc, record.nbytes) for record in value.storage.records)
-    return value._replace(storage=value.storage._replace(records=sums))
+    return without_files(value) if isinstance(value, Tensor) else pickled(value).data
 
 
-# --------------------------------------------------------------------------------------------------
-# 3. universal checkpoints
-
-
-def file_name(name):
-    """A name from the checkpoint as part of a path, in UTF-8 whatever the locale; it must not point
-    out of the folder."""
-    plain = isinstance(name, str) and name == os.path.normpath(name) and "\0" not in name
-    if not plain or name in (".", "..") or name.startswith(("../", "/")):
-        raise CheckpointError(
-            f"{name!r} is the name of a parameter or a state, and cannot be that of a file"
-        )
-    return os.fsdecode(name.encode())
-
-
-def describe_universal(folder, pool, opened):
-    """Describes the output of our converter or DeepSpeed's. The latter leaves weights in `module`,
-    and at ZeRO-3 also rank 0's part of frozen ones, its whole shard in optimizer_state.pt, and
-    tensors without their shape."""
-    paths = sorted(folder.glob("mp_rank_*_model_states.pt")) or sorted(
-        folder.glob("*_model_states.pt")
-    )
-    if not paths:
-        raise CheckpointError(
-            f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed"
-        )
-    models = [load(path) for path in paths]
-    file = folder / "zero" / "optimizer_state.pt"
-    with about(file):
-        optimizer = load(file)
-        base = base_optimizer(optimizer) if is_stage_3(optimizer) else {"state": {}}
-        common = {
-            key: scalar(value, opened)
-            for key, value in base["state"].get(0, {}).items()
-            if key == "step"
-        }
-        groups = optimizer.get("param_groups") or optimizer["optimizer_state_dict"]["param_groups"]
-        group_of = {flat: i for i, group in enumerate(groups) for flat in group["params"]}
-
-    def read_parameter(name, flat):
-        place = folder / "zero" / file_name(name)
-        states = {}
-        scalars = common
-        how = {}
-        shape = None
-        for path in [place / "fp32.pt", *sorted(set(place.glob("*.pt")) - {place / "fp32.pt"})]:
-            with about(path):
-                content = load(path)
-                if path.stem == "step":
-                    scalars = {"step": scalar(content, opened)}
-                    continue
-                how = (
-                    {key: value for key, value in content.items() if key != "param"}
-                    if type(content) is dict
-                    else how
-                )
-                tensor = tensor_of(content["param"] if type(content) is dict else content)
-                states[path.stem] = slices_of(tensor)
-                shape = tensor.size if path.stem == "fp32" else shape
-        return name, Parameter(tuple(shape), flat, group_of.get(flat), states, scalars, how)
-
-    with about(paths[0]):
-        names = {
-            name: flat
-            for model in models
-            for flat, names in enumerate(model["param_shapes"])
-            for name in names
-        }
-        parameters = dict(pool.map(read_parameter, names, names.values()))
-        for model in models:
-            frozen = model.get("frozen_param_shapes") or {}
-            module = model["module"] or {}
-            gone = {*parameters, *(model.get("shared_params") or {})}
-            gone |= {
-                n
-                for n in frozen.keys() & module.keys()
-                if tuple(module[n].size) != tuple(frozen[n])
-            }
-            pairs = (
-                (name, tensor_of(module[name]) or module[name])
-                for name in module
-                if name not in gone
-            )
-            model["module"] = {
-                name: compact(t) if isinstance(t, Tensor) else t for name, t in pairs
-            }
-    return described(
-        folder,
-        models,
-        optimizer,
-        parameters,
-        groups,
-        universal=True,
-        stage=None,
-        optimizer_class=None,
-        bf16=None,
-        ranks=None,
-        tensor=1,
-        pipeline=1,
-        uneven={},
-        problems=[],
-        first=paths[0],
-        left=[],
-    )
+def without_files(source):
+    if isinstance(source, Record):
+        return source.crc, source.nbytes
+    return tuple(map(without_files, source)) if isinstance(source, tuple) else source

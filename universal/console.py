@@ -61,6 +61,7 @@ def in_one_line(program, rank=0):
 
 def report(done):
     print(
-        f"{done['source']} -> {done['output']}: {done['parameters']} parameters, {done['bytes']:,} bytes in "
-        f"{done['seconds']:.2f} s, {done['bytes'] / done['seconds'] / 1e9:.2f} GB/s"
+        f"{done['source']} -> {done['output']}: {done['parameters']} parameters, "
+        f"{done['bytes']:,} bytes in {done['seconds']:.2f} s, "
+        f"{done['bytes'] / done['seconds'] / 1e9:.2f} GB/s"
     )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""ZeRO checkpoint -> universal checkpoint: convert() finds, describes, writes, checks and publishes.
+"""ZeRO checkpoint -> universal checkpoint: convert() describes, writes, checks and publishes.
 
-ds_to_universal.py is its command line, and describes the input and the output. Needs nothing but
-Python 3.10."""
+ds_to_universal.py is its command line, and describes the input and the output. Needs only Python
+3.10.
+"""
 
 import contextlib
 import functools
@@ -14,27 +15,18 @@ import warnings
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
-from universal.byte_ranges import (
-    Reader,
-    Slices,
-    check_all,
-    keep_open,
-    nbytes_of,
-)
-from universal.checkpoint import describe, file_name, left_over
+from universal.byte_ranges import Extent, Reader, check_all, keep_open, nbytes_of
+from universal.checkpoint import describe, left_over
 from universal.collective import AllGather, all_or_none, alone, merge_spans
 from universal.console import bar
-from universal.description import NEXT_STEPS
-from universal.errors import CheckpointError, about
+from universal.converted import file_name
+from universal.description import NEXT_STEPS, Description, RawStates
+from universal.errors import CheckpointError, naming
 from universal.publish import beside, check_output, publish, sync, unfinished
 from universal.tags import find_tag
-from universal.torch_file import (
-    pickled,
-    verify,
-    whole,
-    write_pt,
-)
+from universal.torch_file import Pickled, contiguous, pickled, verify, write_pt
 from universal.zero import lost_states
 
 # --------------------------------------------------------------------------------------------------
@@ -55,18 +47,16 @@ def convert(
     gather: AllGather = alone,
     zero3_before_0_19_3: bool = False,
 ) -> dict:
-    """Convert the ZeRO checkpoint in input_folder, or in the folder below it that find_tag() finds,
-    into a universal checkpoint at output_folder; default: the input's name with _universal
-    appended.
+    """Convert the checkpoint in a folder, or in the one below it that find_tag() finds.
 
-    check=True reads the finished files back before they are published. strict=False leaves out,
-    with a warning, what a universal checkpoint cannot hold. zero3_before_0_19_3 is for the ZeRO-3
-    universal loader of older DeepSpeeds, which wants a tensor where all others want {"param": the
-    tensor}. Several processes share the work, each as number `rank` of `ranks`; gather(value)
-    returns the values of all. Raises CheckpointError if the input is not a whole ZeRO checkpoint,
-    or the output folder holds something else; OSError if a disk fails. Nothing has then appeared at
-    output_folder. Returns {"source", "output", "parameters", "bytes", "seconds"}; source is the
-    folder of the tag."""
+    output_folder: by default the input's name with _universal appended. check: read the finished
+    files back before they are published. rank, ranks, gather: several processes share the work;
+    gather(value) returns the values of all. The others are flags of ds_to_universal.py.
+
+    Returns: {"source": the tag's folder, "output", "parameters", "bytes", "seconds"}.
+    Raises: CheckpointError, if the input is not a whole checkpoint, or the output folder holds
+        something else; OSError, if a disk fails. Nothing has then appeared at output_folder.
+    """
     began = time.perf_counter()
     opened = keep_open()
     with contextlib.ExitStack() as stack:
@@ -76,107 +66,172 @@ def convert(
             output = Path(os.path.realpath(output_folder))
             if rank == 0:
                 check_output(Path(os.path.realpath(source)), output)
-            folder = beside(output, "unfinished")
-            description = describe(source, num_extract_workers, opened)
-            complain(description, strict)
-            with about(source / "*_optim_states.pt"):
-                files = files_of(description, zero3_before_0_19_3)
+            checkpoint, raw = describe(source, num_extract_workers, opened)
+            complain(checkpoint, strict)
+            files = files_of(checkpoint, raw, zero3_before_0_19_3)
             if rank == 0:
-                stack.enter_context(unfinished(output))
-                for parent in {os.path.dirname(name) for name in files}:
-                    os.makedirs(folder / parent, exist_ok=True)
-        with all_or_none(gather):
-            mine = jobs_of(files, ranks)[rank::ranks]
-            spans = write_files(folder, files, mine, opened, num_merge_workers, progress)
-            if rank:
-                sync(folder)  # this machine's part; publish() does rank 0's
-        spans = merge_spans(gather(spans))
-        with all_or_none(gather):
-            check_all(spans, opened, rank, ranks)
+                make_folders(stack.enter_context(unfinished(output)), files)
+        folder = beside(output, "unfinished")
+        team = Team(rank, ranks, gather)
+        write_together(folder, files, opened, num_merge_workers, progress, team)
         with all_or_none(gather):
             if rank == 0:
-                for name in files if check else ():
-                    verify(folder / name)
-                link_second_names(folder)
-                if (source / NEXT_STEPS).is_file():
-                    shutil.copyfile(source / NEXT_STEPS, folder / NEXT_STEPS)
-                publish(folder, output)
-    nbytes = sum(nbytes_of(source) for _, sources in files.values() for source in sources)
-    done = {
-        "source": source,
-        "output": output_folder,
-        "parameters": len(description.parameters),
-        "bytes": nbytes,
-    }
-    return done | {"seconds": time.perf_counter() - began}
+                finish(folder, source, output, files if check else {})
+    return figures(source, output_folder, checkpoint, files, began)
 
 
-def complain(description, strict):
+def complain(checkpoint, strict):
     """Refuse, or name in a warning, what the conversion would lose; warn of what is only odd."""
-    if description.universal:
-        raise CheckpointError(f"{description.folder} is a universal checkpoint already")
-    for text in left_over(description):
+    if checkpoint.is_universal:
+        raise CheckpointError(f"{checkpoint.folder} is a universal checkpoint already")
+    for text in left_over(checkpoint):
         warnings.warn(text, stacklevel=3)
-    for problem in description.problems:
+    for problem in checkpoint.problems:
         if problem.fatal and strict:
             raise CheckpointError(f"{problem.text} (--no_strict continues without it)")
         warnings.warn(problem.text, stacklevel=3)
 
 
+def make_folders(folder, files):
+    for parent in {os.path.dirname(name) for name in files}:
+        os.makedirs(folder / parent, exist_ok=True)
+
+
+class Team(NamedTuple):
+    """The processes that share a conversion; this one is `rank`."""
+
+    rank: int
+    ranks: int
+    gather: AllGather
+
+
+def write_together(folder, files, opened, workers, progress, team):
+    """Each process writes a share of the files, and checks a share of what all have read."""
+    with all_or_none(team.gather):
+        share = jobs_of(files, team.ranks)[team.rank :: team.ranks]
+        spans = write_files(folder, files, share, opened, workers, progress)
+        if team.rank:
+            sync(folder)  # this machine's part; publish() does rank 0's
+    spans = merge_spans(team.gather(spans))
+    with all_or_none(team.gather):
+        check_all(spans, opened, team.rank, team.ranks)
+
+
+def jobs_of(files, ranks):
+    """The files' names, in lists, so that neighbors in the shards are read, and checksummed, in one
+    go."""
+    names = list(files)
+    count = max(1, min(64, len(names) // (8 * ranks)))
+    return [names[i : i + count] for i in range(0, len(names), count)]
+
+
 def write_files(folder, files, jobs, opened, workers, progress):
-    """Write the files. Returns {record: what was read of it}, for check()."""
+    """Write the files. Returns {record: what was read of it}, for check_all()."""
 
     def write_job(job):
         reader = Reader(opened)
         for name in job:
-            write_pt(folder / name, *files[name], reader)
+            write_pt(folder / name, files[name], reader)
         return reader.spans
 
-    sizes = [sum(nbytes_of(source) for name in job for source in files[name][1]) for job in jobs]
+    sizes = [sum(size_of(files[name]) for name in job) for job in jobs]
     spans = {}
     with ThreadPoolExecutor(workers) as pool, bar(sum(sizes), progress) as show_more:
-        for found, nbytes in zip(pool.map(write_job, jobs), sizes, strict=True):
+        for spans_of_job, nbytes in zip(pool.map(write_job, jobs), sizes, strict=True):
             show_more(nbytes)
-            for record, more in found.items():
+            for record, more in spans_of_job.items():
                 spans.setdefault(record, array("Q")).extend(more)
     return spans
 
 
-def link_second_names(folder):
+def finish(folder, source, output, to_verify):
+    """Give the output the rest of its files, and its name."""
+    for name in to_verify:
+        verify(folder / name)
     for path in folder.glob("mp_rank_*_model_states.pt"):
-        second = path.with_name(f"zero_pp_rank_0_{path.name}")
-        try:
-            os.link(path, second)
-        except OSError:  # a file system without hard links
-            shutil.copyfile(path, second)
+        # The name under which ZeRO-3 looks for it.
+        link_or_copy(path, path.with_name(f"zero_pp_rank_0_{path.name}"))
+    if (source / NEXT_STEPS).is_file():
+        shutil.copyfile(source / NEXT_STEPS, folder / NEXT_STEPS)
+    publish(folder, output)
+
+
+def link_or_copy(path, second):
+    try:
+        os.link(path, second)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(path, second)
+
+
+def size_of(file):
+    """The bytes of its tensors."""
+    return sum(map(nbytes_of, file.sources))
+
+
+def figures(source, output_folder, checkpoint, files, began):
+    return {
+        "source": source,
+        "output": output_folder,
+        "parameters": len(checkpoint.parameters),
+        "bytes": sum(map(size_of, files.values())),
+        "seconds": time.perf_counter() - began,
+    }
 
 
 # --------------------------------------------------------------------------------------------------
 # 2. what the result consists of
 
 
+def files_of(checkpoint: Description, raw: RawStates, bare: bool = False) -> dict[str, Pickled]:
+    """The files below the output folder, by path. bare: tensors without a dict around them."""
+    files = {}
+    steps = {}
+    with naming(checkpoint.folder / "*_optim_states.pt"):
+        for name, parameter in checkpoint.parameters.items():
+            folder = f"zero/{file_name(name)}"
+            for key, source in parameter.states.items():
+                if "/" in file_name(key):
+                    raise CheckpointError(f"{key!r} is a state's name that leads to another folder")
+                data = state_pickle(
+                    source.dtype, parameter.shape, bare, *parameter.cut_info.items()
+                )
+                files[f"{folder}/{file_name(key)}.pt"] = Pickled(data, [source])
+            step = parameter.scalars.get("step")
+            if step is not None:
+                if id(step) not in steps:  # most parameters share one step
+                    steps[id(step)] = pickled(step)
+                files[f"{folder}/step.pt"] = steps[id(step)]
+        files["zero/optimizer_state.pt"] = pickled(shared_state(checkpoint, raw))
+        for mp_rank, model in enumerate(raw.models):
+            files[f"mp_rank_{mp_rank:02d}_model_states.pt"] = pickled(model)
+    return files
+
+
 @functools.lru_cache(4096)
-def state_pickle(dtype, shape, bare, *how):
+def state_pickle(dtype, shape, bare, *cut_info):
     """The pickle of a state file, cached: layers and their states are alike, so few have to be
     made."""
-    tensor = whole(dtype, Slices(dtype, (), (), 0, 0, 0, math.prod(shape)), shape)
-    return pickled(tensor if bare else {"param": tensor} | dict(how))[0]
+    tensor = contiguous(dtype, Extent(dtype, None, 0, math.prod(shape)), shape)
+    return pickled(tensor if bare else {"param": tensor} | dict(cut_info)).data
 
 
-def global_state(description):
+# What a shard holds of the parameters' states, at the stages.
+SHARDS = (
+    "base_optimizer_state",
+    "param_slice_mappings",
+    "single_partition_of_fp32_groups",
+    "fp32_flat_groups",
+)
+
+
+def shared_state(checkpoint, raw):
     """zero/optimizer_state.pt: what the loaders of ZeRO-1/2 and of ZeRO-3 ask for, without a
     shard."""
-    groups = description.param_groups
-    shards = (
-        "base_optimizer_state",
-        "param_slice_mappings",
-        "single_partition_of_fp32_groups",
-        "fp32_flat_groups",
-    )
-    state = {key: value for key, value in description.optimizer.items() if key not in shards}
-    steps = (p.scalars.get("step") for p in description.parameters.values())
-    step = next((step for step in steps if step is not None), groups[0].get("step"))
+    groups = checkpoint.optimizer.param_groups
+    state = {key: value for key, value in raw.optimizer.items() if key not in SHARDS}
     state["param_groups"] = groups
+    if left_out := lost_states(checkpoint.parameters, checkpoint.optimizer):
+        state["left_out"] = left_out  # the loader asks for it
     # The ZeRO-3 loader gives every group the first one's values. So leave out the values in which
     # the groups differ.
     shared = {
@@ -184,43 +239,10 @@ def global_state(description):
         for key, value in groups[0].items()
         if all(group.get(key) == value for group in groups)
     }
-    if left_out := lost_states(description.uneven, description.parameters, description.optimizer):
-        state["left_out"] = left_out  # the loader asks for it
+    steps = (parameter.scalars.get("step") for parameter in checkpoint.parameters.values())
+    step = next((step for step in steps if step is not None), groups[0].get("step"))
     state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": [shared]}
-    if version := description.models[0].get(
-        "ds_version"
-    ):  # ZeRO-1/2's loader asks for it; ZeRO-3 does not save it
+    # ZeRO-1 and 2 ask for the version, and ZeRO-3 does not save it.
+    if version := raw.models[0].get("ds_version"):
         state.setdefault("ds_version", version)
     return state
-
-
-def files_of(description, bare=False):
-    """{path below the output folder: (pickle, the sources of its tensors)}. bare: tensors without a
-    dict around them."""
-    files = {}
-    steps = {}
-    for name, parameter in description.parameters.items():
-        folder = f"zero/{file_name(name)}"
-        for key, source in parameter.states.items():
-            if "/" in file_name(key):
-                raise CheckpointError(f"{key!r} is a state's name that leads to another folder")
-            data = state_pickle(source.dtype, parameter.shape, bare, *parameter.how.items())
-            files[f"{folder}/{file_name(key)}.pt"] = data, [source]
-        step = parameter.scalars.get("step")
-        if step is not None:
-            if id(step) not in steps:  # most parameters share one step
-                steps[id(step)] = pickled(step)
-            files[f"{folder}/step.pt"] = steps[id(step)]
-    files["zero/optimizer_state.pt"] = pickled(global_state(description))
-    return files | {
-        f"mp_rank_{i:02d}_model_states.pt": pickled(model)
-        for i, model in enumerate(description.models)
-    }
-
-
-def jobs_of(files, ranks):
-    """The files, grouped into lists, so that neighbors in the shards are read, and checksummed, in
-    one go."""
-    names = list(files)
-    count = max(1, min(64, len(names) // (8 * ranks)))
-    return [names[i : i + count] for i in range(0, len(names), count)]

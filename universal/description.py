@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What describe() says of a checkpoint: everything but its data."""
+"""What is known of a checkpoint without reading its tensors. Needs only Python 3.10."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -8,18 +8,72 @@ NEXT_STEPS = "next_steps.csv"  # proof.py writes and reads it, beside the shards
 
 
 class Parameter(NamedTuple):
-    """shape: of the whole parameter. flat: the number of the flat tensor that holds it, which is
-    the number of its dict in param_shapes; at ZeRO-3, of its sub-group. group: its parameter group.
-    states: {state: Slices, or Joined for several tensor-parallel ranks}, fp32 first. scalars: {key:
-    Tensor with its bytes, or plain value}, the rest of its optimizer state, the same for a whole
-    flat tensor. how: what a state file says besides the tensor."""
+    """A trained parameter.
+
+    flat: the number of the flat tensor that holds it, which is that of its dict in param_shapes: of
+        its parameter group or, at ZeRO-3, its sub-group.
+    group: the number of its parameter group.
+    states: {name: source of the elements (byte_ranges.py)}, fp32 first.
+    scalars: {name: value, or Tensor with its bytes}, the rest of its optimizer state, which is the
+        same for a whole flat tensor.
+    cut_info: what the files of a universal checkpoint say besides the tensor, so that ranks can cut
+        it again.
+    """
 
     shape: tuple
     flat: int
-    group: int
+    group: int | None
     states: dict
     scalars: dict
-    how: dict
+    cut_info: dict
+
+
+class Layout(NamedTuple):
+    """How ranks cut a checkpoint. DeepSpeed's own loader restores it on this layout alone.
+
+    optimizer_class: the class of DeepSpeed's optimizer, which is another one for ZeRO-1 and 2, for
+    ZeRO-3, and for two kinds of bf16; "" if there is PyTorch's own alone. ranks: 1 without ZeRO,
+    where all hold the same. tensor, pipeline: the degrees.
+    """
+
+    optimizer_class: str
+    ranks: int
+    bf16: bool
+    tensor: int
+    pipeline: int
+
+
+class ModuleState(NamedTuple):
+    """What the module's state holds besides trained parameters.
+
+    tensors: {name: Tensor}: buffers, frozen parameters, tensors of get_extra_state() or of a
+    state_dict hook. objects: the names of what is no tensor. frozen: {name: shape}.
+    """
+
+    tensors: dict
+    objects: list[str]
+    frozen: dict
+
+
+class OptimizerState(NamedTuple):
+    """What the optimizer's state holds besides the states of parameters.
+
+    param_groups: hyperparameters. extra_states, extra_keys: what PyTorch's optimizer keeps besides
+    the states of its parameters, and besides its groups. rank_dependent: {(flat tensor or group,
+    name): why}, states that differ by rank, or are not cut like the weights.
+    """
+
+    param_groups: list[dict]
+    extra_states: dict
+    extra_keys: dict
+    rank_dependent: dict
+
+
+class Files(NamedTuple):
+    """model_states: rank 0's file. left_over: names of what an earlier save left in the folder."""
+
+    model_states: Path
+    left_over: list[str]
 
 
 class Problem(NamedTuple):
@@ -29,39 +83,57 @@ class Problem(NamedTuple):
     text: str
 
 
-class Description(NamedTuple):
-    """A ZeRO or universal checkpoint without its data. It can be pickled, to send it to other
-    processes.
+class PackedStates(NamedTuple):
+    """Files that reader.unpack() makes objects of: rank 0's model states, and a SavedOptimizer."""
 
-    stage: 1 (for ZeRO-2, too) or 3; 0 without ZeRO, None for universal folders. optimizer_class: of
-    DeepSpeed's optimizer, which is "" if there was PyTorch's alone. ranks: how many data-parallel
-    ranks wrote it, or None. tensor, pipeline: the degrees. parameters: {name:
-    Parameter}. flats: [[name]], in the order of the flat tensors. kept: {name: Tensor}, the module
-    without trained parameters: buffers, frozen parameters, tensors of get_extra_state() or of a
-    state_dict hook. extra: names of what is in the module and is not a tensor. frozen: as in the
-    model states. param_groups: hyperparameters. uneven: {(flat, key): why}, optimizer states that
-    differ by rank or are not cut like the weights. problems: what a conversion would lose. models:
-    the model states of each model-parallel rank; optimizer: rank 0's optimizer state; both without
-    shards. first: rank 0's file of model states. left: names of files that an earlier save under
-    this name left behind."""
+    model: bytes
+    optimizer: bytes
+
+
+class Description(NamedTuple):
+    """A checkpoint without its data. It can be pickled, to send it to other processes.
+
+    stage: 1 (for ZeRO-2, too) or 3; 0 without ZeRO. ranks: how many data-parallel ones wrote it.
+    These and layout are None for a universal checkpoint, which is not cut. parameters: by name.
+    flat_names: their names, in the order of the flat tensors. problems: what a conversion loses.
+    packed: what reader.describe() adds for the ranks that load it.
+    """
 
     folder: Path
-    universal: bool
-    stage: int
-    optimizer_class: str
-    bf16: bool
-    ranks: int
-    tensor: int
-    pipeline: int
-    parameters: dict
-    flats: list
-    kept: dict
-    extra: list
-    frozen: dict
-    param_groups: list
-    uneven: dict
-    problems: list
-    models: list
+    stage: int | None
+    ranks: int | None
+    layout: Layout | None
+    parameters: dict[str, Parameter]
+    flat_names: list[list[str]]
+    module: ModuleState
+    optimizer: OptimizerState
+    files: Files
+    problems: list[Problem]
+    packed: PackedStates | None = None
+
+    @property
+    def is_universal(self) -> bool:
+        return self.layout is None
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether nothing but ZeRO cuts the parameters."""
+        return self.layout is None or self.layout.tensor * self.layout.pipeline == 1
+
+
+class RawStates(NamedTuple):
+    """What was pickled.
+
+    models: the model states of every model-parallel rank; their `module` has no trained parameters.
+    optimizer: rank 0's.
+    """
+
+    models: list[dict]
     optimizer: dict
-    first: Path
-    left: list
+
+
+class Described(NamedTuple):
+    """What describe() returns."""
+
+    checkpoint: Description
+    raw: RawStates

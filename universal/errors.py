@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: MIT
 """What is wrong with a checkpoint, said in one line that names the file; and what is wrong with a
-rank. Needs nothing but Python 3.10."""
+rank. Needs only Python 3.10.
+
+Only bytes that nobody has vouched for can be damaged, so only the code that parses them stands
+under parsing(). What it returns is checked once more by expect() (expect.py), and our code relies
+on that: if it fails all the same, it has a fault, which is not the checkpoint's and is not hidden.
+"""
 
 import contextlib
 import errno
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 
 class CheckpointError(Exception):
     """Says in one line what is wrong with the checkpoint or the folders."""
 
-    def __init__(self, message):
+    def __init__(self, message: object):
         super().__init__(" ".join(str(message).splitlines()))
 
 
@@ -26,19 +33,29 @@ class RankSilent(RankFailed):
 
 
 @contextlib.contextmanager
-def about(path, problem="does not hold what a ZeRO checkpoint does"):
-    """Turn what is wrong with a file into one line with its name. Errors of the system are not
-    damage, and pass through."""
+def naming(path: Path) -> Iterator[None]:
+    """Add the path to a CheckpointError, or an error of the system, that does not tell it."""
     try:
         yield
     except CheckpointError as error:
-        said = (os.path.dirname(path) or str(path)) in str(error)
-        raise CheckpointError(error if said else f"{path}: {error}") from None
+        if (os.path.dirname(path) or str(path)) in str(error):
+            raise
+        raise CheckpointError(f"{path}: {error}") from None
     except OSError as error:
-        if error.errno == errno.EINVAL:  # a damaged directory gives an impossible place in the file
-            raise CheckpointError(f"{path} {problem}: {error}") from error
         raise OSError(error.errno, error.strerror, str(error.filename or path)) from error
-    except MemoryError:
-        raise
-    except Exception as error:  # a damaged file can fail in any way
-        raise CheckpointError(f"{path} {problem}: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def parsing(path: Path) -> Iterator[None]:
+    """Make a CheckpointError of whatever goes wrong, but for errors of the system."""
+    with naming(path):
+        try:
+            yield
+        except (CheckpointError, MemoryError):
+            raise
+        except Exception as error:  # damaged bytes can fail in any way
+            # EINVAL: a damaged directory gives an impossible place in the file.
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{path} is damaged: {reason}") from error

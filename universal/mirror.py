@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 
 from universal.checkpoint import describe
-from universal.errors import CheckpointError, about
-from universal.tags import first_models, named_by_latest
-from universal.torch_file import load
+from universal.errors import CheckpointError
+from universal.tags import named_by_latest, rank_0_model_states, step_of
 
 if TYPE_CHECKING:
     import deepspeed
@@ -146,7 +145,7 @@ class Mirror:
         """Bring together what the machines hold. Returns the folder with the newest whole step:
         this one or `folder`."""
         disk = gather(folder)
-        saved = max(all_gather(step_of(disk), self.group))
+        saved = max(all_gather(latest_step(disk), self.group))
         files = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
         counts = Counter(slot for slot, _ in set().union(*all_gather(files, self.group)))
         whole = [slot for slot, count in counts.items() if slot.endswith(f".{count}")]
@@ -169,12 +168,10 @@ class Mirror:
             shutil.rmtree(self.folder)
 
 
-def step_of(folder: Path) -> int:
+def latest_step(folder: Path) -> int:
     """The step of the checkpoint that `latest` names; 0, if there is none that can be read."""
     try:
-        path = first_models(folder / named_by_latest(folder))
-        with about(path):
-            return load(path)["global_steps"]
+        return step_of(rank_0_model_states(folder / named_by_latest(folder)))
     except CheckpointError:
         return 0
 
@@ -219,7 +216,7 @@ def remove_left_over(checkpoints: set[Path]) -> None:
     """Remove what earlier saves under their names have left in those that are whole."""
     for checkpoint in checkpoints:
         with contextlib.suppress(CheckpointError):  # it is not whole
-            for name in describe(checkpoint).left:
+            for name in describe(checkpoint).checkpoint.files.left_over:
                 (checkpoint / name).unlink(missing_ok=True)
 
 

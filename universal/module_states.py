@@ -1,79 +1,170 @@
 # SPDX-License-Identifier: MIT
-"""What a file of model states says: the module without what the optimizer holds, and the rest of a
-Description. Needs nothing but Python 3.10."""
+"""What a file of model states says: the module without what the optimizer holds, and the counters.
+
+At ZeRO-1 and 2 all ranks share one file. At ZeRO-3 each has its own: of parameters it holds
+nothing, of frozen ones this rank's part. Needs only Python 3.10."""
 
 import math
+from pathlib import Path
+from types import NoneType
+from typing import Any
 
-from universal.byte_ranges import Slices
-from universal.description import Description
+from universal.description import ModuleState
 from universal.errors import CheckpointError
-from universal.torch_file import Tensor, begin_of, compact, tensor_of, whole
+from universal.expect import expect, is_natural, is_shape
+from universal.torch_file import (
+    Tensor,
+    contiguous,
+    extent_of,
+    load,
+    tensor_of,
+    trim_storage,
+)
+from universal.zero import Cut, Slices
+
+DEGREE = (NoneType, is_natural)
+WITHOUT_ZERO = {
+    "module": (NoneType, {str: object}),
+    "buffer_names": [str],
+    "frozen_param_shapes?": (NoneType, {str: is_shape}),
+    "frozen_param_fragments?": (NoneType, {str: tensor_of}),
+    "shared_params?": (NoneType, {str: str}),
+    "dp_world_size": is_natural,
+    "global_steps": is_natural,
+    "skipped_steps": is_natural,
+    "checkpoint_parallel_dimensions?": (NoneType, {"pp_degree?": DEGREE, "tp_degree?": DEGREE}),
+    "universal_checkpoint_info?": (NoneType, dict),
+}
+MODEL_STATES = WITHOUT_ZERO | {"param_shapes": [{str: is_shape}]}
+SAME_ON_ALL_RANKS = (
+    "dp_world_size",
+    "param_shapes",
+    "buffer_names",
+    "frozen_param_shapes",
+    "global_steps",
+)
 
 
-def described(folder, models, optimizer, parameters, groups, **facts):
-    module = models[0]["module"] or {}
-    return Description(
-        folder=folder,
-        parameters=parameters,
-        models=models,
-        optimizer=optimizer,
-        param_groups=groups,
-        flats=[list(names) for names in models[0]["param_shapes"]],
-        kept={name: tensor for name, tensor in module.items() if isinstance(tensor, Tensor)},
-        extra=[name for name, thing in module.items() if not isinstance(thing, Tensor)],
-        frozen=models[0].get("frozen_param_shapes") or {},
-        **facts,
+def read_model_states(path: Path) -> dict:
+    """The content of the file. Raises CheckpointError, if it is not what DeepSpeed saves."""
+    return expect(load(path), MODEL_STATES, path)
+
+
+def read_fragments(path: Path, first_path: Path, first: dict) -> dict[str, Tensor]:
+    """{frozen parameter: Tensor}, this rank's parts at ZeRO-3. first: rank 0's model states.
+
+    Raises: CheckpointError, if parts are missing, or these model states are of another save.
+    """
+    model = first if path == first_path else expect(load(path), dict, path)
+    for key in SAME_ON_ALL_RANKS:
+        if model.get(key) != first.get(key):
+            raise CheckpointError(f"{path} has other {key} than {first_path.name}")
+    names = first.get("frozen_param_shapes") or {}
+    fragments = model.get("frozen_param_fragments") or {}
+    expect(fragments, {str: tensor_of}, path)
+    if missing := names.keys() - fragments.keys():
+        raise CheckpointError(f"{path} has nothing of the frozen {min(missing)}")
+    return {name: tensor_of(fragments[name]) for name in names}
+
+
+def degrees_of(model: dict, mp_ranks: int) -> tuple[int, int]:
+    """(tensor, pipeline) parallel; a pipeline of one stage has its module in other files."""
+    degrees = model.get("checkpoint_parallel_dimensions") or {}
+    pipeline = degrees.get("pp_degree") or (1 if model["module"] is not None else mp_ranks)
+    return degrees.get("tp_degree") or max(1, mp_ranks // pipeline), pipeline
+
+
+def uses_round_robin(model: dict) -> bool:
+    config = model.get("ds_config")  # in older versions a file's path
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
+
+
+def keep_untrained(
+    model: dict, names: Any, fragments: list[dict] | None = None
+) -> tuple[dict, list[str]]:
+    """The model states, with a module of what no optimizer holds: buffers, whole frozen parameters,
+    what get_extra_state() or a hook of state_dict() has added; and the names of parameters that
+    were not saved.
+
+    names: of the trained parameters. fragments: at ZeRO-3, {frozen parameter: Tensor} of each rank.
+
+    Raises: CheckpointError, if parts of a frozen parameter are missing.
+    """
+    module = model["module"]
+    shapes = (model.get("frozen_param_shapes") or {}) if fragments else {}
+    kept = {
+        name: join_frozen(name, shape, [of_rank[name] for of_rank in fragments])
+        for name, shape in shapes.items()
+    }
+    shared = model.get("shared_params") or {}
+    if aliases := second_names(module, [*names, *shapes], model["buffer_names"]):
+        shared = aliases | shared
+        model = model | {"shared_params": shared}
+    not_saved = []
+    for name in sorted(module.keys() - {*names, *shared, *kept}):
+        tensor = tensor_of(module[name])
+        # Of a parameter in no group, which is neither trained nor frozen, ZeRO-3 saves only the
+        # name.
+        placeholder = fragments is not None and tensor and 0 in tensor.size
+        if placeholder and not name.endswith("_extra_state") and name not in model["buffer_names"]:
+            not_saved.append(name)
+        else:
+            kept[name] = trim_storage(tensor) if tensor else module[name]
+    # A module may save its buffers and parameters under other names.
+    unsaved_buffers = set(model["buffer_names"]) - module.keys()
+    known = {*model["buffer_names"], *(model.get("frozen_param_shapes") or {})}
+    if len(unsaved_buffers) > len(kept.keys() - known):
+        raise CheckpointError(f"it lacks the buffer {min(unsaved_buffers)}")
+    renamed = {*names, *shapes} - module.keys()
+    model = model | {"module": kept, "frozen_param_fragments": None}
+    return model, not_saved if len(not_saved) > len(renamed) else []
+
+
+def join_frozen(name, shape, fragments):
+    """A frozen parameter, from what every rank has of it at ZeRO-3."""
+    numel = math.prod(shape)
+    share = math.prod(fragments[0].size)
+    if share * len(fragments) < numel or any(math.prod(part.size) != share for part in fragments):
+        raise CheckpointError(
+            f"{numel - share * len(fragments)} elements of the frozen {name} are missing"
+        )
+    extents = [extent_of(fragment) for fragment in fragments]
+    dtype = fragments[0].dtype
+    slices = Slices(
+        dtype,
+        tuple(extent.record for extent in extents),
+        tuple(extent.byte_offset for extent in extents),
+        Cut(0, share, 0, numel),
     )
+    return contiguous(dtype, slices, shape)
 
 
-def place_of(value):
+def second_names(module, names, buffer_names):
+    """{second name of a tensor of the module: its first}, which DeepSpeed ignores.
+
+    Two names of a tensor share one storage, or one placeholder.
+    """
+    first_names = {identity(module[name]): name for name in names if name in module}
+    others = sorted(module.keys() - {*first_names.values(), *buffer_names})
+    return {
+        name: first_names[identity(module[name])]
+        for name in others
+        if identity(module[name]) in first_names
+    }
+
+
+def identity(value: Any) -> Any:
     """What two names of the same tensor have in common."""
     tensor = tensor_of(value)
     return (tensor.storage, tensor.offset, tensor.size) if tensor else id(value)
 
 
-def module_of(model, frozen, parameters, count):
-    """({name: tensor}, names of what was not saved) for what no optimizer holds: buffers, whole
-    frozen parameters, and what get_extra_state() or a hook of state_dict() has added. frozen: every
-    rank's frozen parameters at ZeRO-3."""
-    module = model["module"]
-    kept = {}
-    lost = []
-    if not isinstance(module, dict):
-        raise TypeError(f"module is {type(module).__name__}")
-    shapes = (model.get("frozen_param_shapes") or {}) if frozen else {}
-    for name, shape in shapes.items():
-        numel = math.prod(shape)
-        parts = [held[name] for held in frozen]
-        share = math.prod(parts[0].size)
-        if share * count < numel or any(math.prod(part.size) != share for part in parts):
-            raise CheckpointError(
-                f"{numel - share * count} elements of the frozen {name} are missing"
-            )
-        records, begins = zip(*(begin_of(part, share) for part in parts), strict=True)
-        slices = Slices(parts[0].dtype, records, begins, 0, share, 0, numel)
-        kept[name] = whole(parts[0].dtype, slices, shape)
-    # DeepSpeed ignores a module's second name. Its tensors then share one storage, or one
-    # placeholder.
-    first_name = {place_of(module[name]): name for name in (*parameters, *shapes) if name in module}
-    others = module.keys() - {*first_name.values(), *model["buffer_names"]}
-    aliases = {
-        name: first_name[place_of(module[name])]
-        for name in others
-        if place_of(module[name]) in first_name
-    }
-    if aliases:
-        model["shared_params"] = aliases | (model.get("shared_params") or {})
-    accounted = {*parameters, *(model.get("shared_params") or {}), *kept}
-    for name in sorted(module.keys() - accounted):
-        tensor = tensor_of(module[name])
-        # Of a parameter in no group, which is neither trained nor frozen, ZeRO-3 saves only the
-        # name.
-        placeholder = frozen and tensor and 0 in tensor.size and not name.endswith("_extra_state")
-        if placeholder and name not in model["buffer_names"]:
-            lost.append(name)
-        else:
-            kept[name] = compact(tensor) if tensor else module[name]
-    # A module may save its parameters under other names: then these are the placeholders.
-    renamed = {*parameters, *shapes} - module.keys()
-    return kept, (lost if len(lost) > len(renamed) else [])
+def module_state(model: dict) -> ModuleState:
+    """What is in a module of which trained parameters are left out."""
+    module = model["module"] or {}
+    return ModuleState(
+        tensors={name: value for name, value in module.items() if isinstance(value, Tensor)},
+        objects=[name for name, value in module.items() if not isinstance(value, Tensor)],
+        frozen=model.get("frozen_param_shapes") or {},
+    )

@@ -29,7 +29,8 @@ def check_output(source, output):
     pointer = output.parent / "latest_universal"
     if source == output or output in source.parents:
         raise CheckpointError(
-            f"{output} is not a universal checkpoint but holds the input: name another output folder"
+            f"{output} is not a universal checkpoint but holds the input: "
+            "name another output folder"
         )
     if pointer == output or pointer.is_dir():
         raise CheckpointError(
@@ -66,8 +67,10 @@ def locked(folder, made):
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise
             if not made:
-                text = f"{folder} belongs to another conversion that runs, or was killed; if so: rm -r '{folder}'"
-                raise CheckpointError(text) from None
+                raise CheckpointError(
+                    f"{folder} belongs to another conversion that runs, or was killed; "
+                    f"if so: rm -r '{folder}'"
+                ) from None
         if not os.path.samestat(os.fstat(lock), os.stat(folder)):
             raise CheckpointError(f"another conversion has just replaced {folder}")
         yield

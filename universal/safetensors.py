@@ -20,15 +20,16 @@ import struct
 import time
 import warnings
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from universal.blocks import Joined
-from universal.byte_ranges import Reader, width
+from universal.blocks import Block, Joined
+from universal.byte_ranges import Reader, nbytes_of, width
 from universal.checkpoint import describe, left_over
 from universal.console import bar, in_one_line, report
-from universal.errors import CheckpointError, about
+from universal.errors import CheckpointError, naming
 from universal.publish import sync, unfinished
 from universal.tags import find_tag
-from universal.torch_file import whole
+from universal.torch_file import contiguous_strides
 
 FORMATS = {
     "float64": "F64",
@@ -37,16 +38,12 @@ FORMATS = {
     "int32": "I32",
     "int16": "I16",
     "int8": "I8",
-}
-FORMATS |= {
     "uint8": "U8",
     "uint16": "U16",
     "uint32": "U32",
     "uint64": "U64",
     "bool": "BOOL",
     "complex64": "C64",
-}
-FORMATS |= {
     "bfloat16": "BF16",
     "float16": "F16",
     "float8_e4m3fn": "F8_E4M3",
@@ -54,84 +51,102 @@ FORMATS |= {
 }
 
 
-def weights(folder, workers, strict):
-    """{name: (shape, the source of its bytes)} for the parameters, in fp32, and for what else the
-    module keeps."""
-    description = describe(folder, workers)
-    count = len(description.models)
-    if count > 1 or description.models[0]["module"] is None:
+class Weight(NamedTuple):
+    """A tensor of the file. source: of its elements, in order (byte_ranges.py)."""
+
+    shape: tuple
+    source: Any
+
+
+def weights_of(folder: Path, workers: int, strict: bool) -> dict[str, Weight]:
+    """The parameters, in fp32, and what else the module keeps, by name."""
+    checkpoint, raw = describe(folder, workers)
+    count = len(raw.models)
+    if count > 1 or raw.models[0]["module"] is None:
         raise CheckpointError(
             f"{folder} has {count} model-parallel ranks or a pipeline: its weights are not exported"
         )
-    for text in left_over(description):
+    for text in left_over(checkpoint):
         warnings.warn(text, stacklevel=3)
-    found = {n: (p.shape, p.states["fp32"]) for n, p in description.parameters.items()}
-    lost = []
-    for name, tensor in description.kept.items():
-        if tensor.dtype not in FORMATS:
-            lost.append(name)
-            continue
-        stride = whole(tensor.dtype, b"", tensor.size).stride  # it may be a view
-        block = (0, tensor.size, tensor.stride, tensor.offset, stride, 0)
-        found[name] = tensor.size, Joined(name, (tensor.storage,), (block,), math.prod(tensor.size))
-    for problem in [
-        f"{folder}: safetensors has no place for {name}" for name in (*lost, *description.extra)
-    ]:
+    weights = {
+        name: Weight(parameter.shape, parameter.states["fp32"])
+        for name, parameter in checkpoint.parameters.items()
+    }
+    for name, tensor in checkpoint.module.tensors.items():
+        # It may be a view.
+        strides = contiguous_strides(tensor.size)
+        block = Block(0, tensor.size, tensor.stride, tensor.offset, strides, 0)
+        source = Joined(name, (tensor.storage,), (block,), math.prod(tensor.size))
+        weights[name] = Weight(tensor.size, source)
+    lost = [name for name, weight in weights.items() if weight.source.dtype not in FORMATS]
+    for name in (*lost, *checkpoint.module.objects):
+        problem = f"{folder}: safetensors has no place for {name}"
         if strict:
             raise CheckpointError(f"{problem} (--no_strict leaves it out)")
         warnings.warn(problem, stacklevel=3)
-    return found
+    return {name: weight for name, weight in weights.items() if name not in lost}
 
 
-def header_of(found):
-    """(header, names in the order of the file). Wide elements come first, so that all are
-    aligned."""
-    order = sorted(found, key=lambda name: -width(found[name][1].dtype))
-    places = {"__metadata__": {"format": "pt"}}
+def in_file_order(weights):
+    """Wide elements come first, so that all are aligned."""
+    return dict(sorted(weights.items(), key=lambda item: -width(item[1].source.dtype)))
+
+
+def header_of(weights):
+    """What a file begins with that has these weights, in their order."""
+    entries = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in order:
-        shape, source = found[name]
+    for name, (shape, source) in weights.items():
         begin = end
-        end += math.prod(shape) * width(source.dtype)
-        places[name] = {
+        end += nbytes_of(source)
+        entries[name] = {
             "dtype": FORMATS[source.dtype],
             "shape": shape,
             "data_offsets": (begin, end),
         }
-    header = json.dumps(places, ensure_ascii=False).encode()
+    header = json.dumps(entries, ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
-    return struct.pack("<Q", len(header)) + header, order
+    return struct.pack("<Q", len(header)) + header
 
 
-def export(input_folder, path, workers=4, *, strict=True, progress=False):
-    """Write the weights of a checkpoint to a safetensors file. strict=False leaves out what such a
-    file cannot hold. Raises CheckpointError or OSError; no file of that name has then appeared.
-    Returns {"source", "output", "parameters", "bytes", "seconds"}."""
+def export(
+    input_folder: str, path: str, workers: int = 4, *, strict: bool = True, progress: bool = False
+) -> dict:
+    """Write the weights of a checkpoint to a safetensors file.
+
+    strict=False leaves out what such a file cannot hold.
+
+    Returns: {"source", "output", "parameters", "bytes", "seconds"}.
+
+    Raises: CheckpointError or OSError; no file of that name has then appeared.
+    """
     began = time.perf_counter()
     output = Path(os.path.realpath(path))
     source = find_tag(input_folder)
     reader = Reader()
     if output.suffix != ".safetensors" or output.is_dir():
         raise CheckpointError(f"{output} is not the name of a .safetensors file")
-    found = weights(source, workers, strict)
-    header, order = header_of(found)
-    with (
-        unfinished(output) as folder,
-        bar(sum(s.numel * width(s.dtype) for _, s in found.values()), progress) as shown,
-    ):
-        with about(folder), open(folder / output.name, "xb", buffering=1 << 20) as file:
-            file.write(header)
-            for name in order:
-                for chunk, _ in found[name][1].chunks(reader):
+    weights = in_file_order(weights_of(source, workers, strict))
+    nbytes = sum(nbytes_of(weight.source) for weight in weights.values())
+    with unfinished(output) as folder, bar(nbytes, progress) as show_more:
+        with naming(folder), open(folder / output.name, "xb", buffering=1 << 20) as file:
+            file.write(header_of(weights))
+            for weight in weights.values():
+                for chunk, _ in weight.source.chunks(reader):
                     file.write(chunk)
-                    shown(len(chunk))
-            nbytes = file.tell() - len(header)
+                    show_more(len(chunk))
         reader.check()
         sync(folder)
         (folder / output.name).rename(output)
         sync(output.parent)
-    done = {"source": source, "output": path, "parameters": len(found), "bytes": nbytes}
-    return done | {"seconds": time.perf_counter() - began}
+    seconds = time.perf_counter() - began
+    return {
+        "source": source,
+        "output": path,
+        "parameters": len(weights),
+        "bytes": nbytes,
+        "seconds": seconds,
+    }
 
 
 def main():

@@ -9,7 +9,7 @@ else their shapes do. Where the master weights are:
     FP16_Optimizer           fp32_groups_flat: those of a group, end to end
     FP16_UnfusedOptimizer    fp32_groups: a tensor for each parameter
 
-Needs nothing but Python 3.10.
+Needs only Python 3.10.
 """
 
 import itertools
@@ -17,25 +17,36 @@ import math
 import struct
 from collections import OrderedDict
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
-from universal.blocks import Joined
-from universal.byte_ranges import Reader, Slices, width
-from universal.description import Description, Parameter, Problem
-from universal.errors import CheckpointError, about
-from universal.module_states import described, module_of, place_of
+from universal.blocks import Block, Joined
+from universal.byte_ranges import OpenFile, Reader, width
+from universal.description import (
+    Described,
+    Description,
+    Files,
+    Layout,
+    OptimizerState,
+    Parameter,
+    Problem,
+    RawStates,
+)
+from universal.errors import CheckpointError, naming
+from universal.expect import expect
+from universal.module_states import WITHOUT_ZERO, degrees_of, identity, keep_untrained, module_state
 from universal.torch_file import (
     Tensor,
-    begin_of,
-    compact,
+    contiguous_strides,
+    extent_of,
+    known_class,
     load,
-    own_name,
-    scalar,
+    read_scalar,
     stub,
     tensor_of,
-    whole,
+    trim_storage,
 )
-from universal.zero import differences, lost_states
+from universal.zero import OPTIMIZER, differences, extra_keys, extra_states, is_flat, lost_states
 
 MODEL_STATES = "mp_rank_00_model_states.pt"
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
@@ -53,6 +64,7 @@ class Stepped(NamedTuple):
     flat: bool
 
 
+MASTERS = {"fp32_groups?": [[tensor_of]], "fp32_groups_flat?": [is_flat]}
 NOWHERE = Stepped(None, {}, False)
 NO_OPTIMIZER = {"state": {}, "param_groups": []}
 
@@ -62,12 +74,11 @@ def is_whole(folder: Path) -> bool:
     path = folder / MODEL_STATES
     if not path.exists() or (folder / "zero").is_dir() or any(folder.glob("*_optim_states.pt")):
         return False
-    with about(path):
-        return load(path).get("param_shapes") is None
+    return expect(load(path), dict, path).get("param_shapes") is None
 
 
-def describe_whole(folder: Path, names: list[list[str]] | None, opened: Any) -> Description:
-    """The Description of a checkpoint that was saved without ZeRO.
+def describe_whole(folder: Path, names: list[list[str]] | None, opened: OpenFile) -> Described:
+    """The Description of a checkpoint that was saved without ZeRO, and what was pickled.
 
     names: of the trained parameters, by group, in the order in which the optimizer got them; None
     if nobody knows. Without a place in the optimizer, parameters have their weights alone.
@@ -75,54 +86,50 @@ def describe_whole(folder: Path, names: list[list[str]] | None, opened: Any) -> 
     Raises: CheckpointError.
     """
     path = folder / MODEL_STATES
-    model = load(path)
-    with about(path):
-        optimizer = model["optimizer"] or NO_OPTIMIZER
-        base = optimizer.get("optimizer_state_dict", optimizer)
-        degrees = parallel_degrees(folder, model)
-        weights = weights_of(model) if degrees == (1, 1) else {}
+    model = expect(load(path), WITHOUT_ZERO | {"optimizer?": (NoneType, dict)}, path)
+    optimizer = model.get("optimizer") or NO_OPTIMIZER
+    base = expect(optimizer.get("optimizer_state_dict", optimizer), OPTIMIZER, path)
+    expect(optimizer, MASTERS, path)
+    mp_ranks = len(list(folder.glob("mp_rank_*_model_states.pt")))
+    tensor, pipeline = degrees_of(model, mp_ranks)
+    with naming(path):
+        weights = weights_of(model) if tensor * pipeline == 1 else {}
         groups = stepped_groups(optimizer, base) if weights else []
         if names is None:
             names = names_by_shape(weights, groups, opened)
-        parameters, uneven = place_all(weights, names, groups, opened)
-        model["optimizer"] = None
-        model["param_shapes"] = [
+        parameters, unsliced = place_all(weights, names, groups, opened)
+        shapes = [
             OrderedDict((name, parameters[name].shape) for name in of_group if name in parameters)
             for of_group in names
         ]
+        model = model | {"optimizer": None, "param_shapes": shapes}
         if model["module"] is not None:
-            model["module"], _ = module_of(model, None, parameters, 1)
-        settings = settings_of(optimizer, model) | {"base_optimizer_state": base}
-        problems = []
-        if lost := ", ".join(lost_states(uneven, parameters, settings)):
-            text = f"{path}: {lost} of the optimizer: a universal checkpoint has no place for what"
-            problems.append(Problem(True, f"{text} belongs to no single element"))
-        return described(
-            folder,
-            [model],
-            settings,
-            parameters,
-            [group | {"params": [i]} for i, group in enumerate(base["param_groups"])],
-            universal=False,
-            stage=0,
-            optimizer_class=class_of(optimizer),
-            bf16=any(weight.dtype == "bfloat16" for weight in weights.values()),
-            ranks=model["dp_world_size"],
-            tensor=degrees[0],
-            pipeline=degrees[1],
-            uneven=uneven,
-            problems=problems,
-            first=path,
-            left=[],
-        )
-
-
-def parallel_degrees(folder, model):
-    """(tensor, pipeline) parallel; a pipeline of one stage has its module in other files."""
-    degrees = model.get("checkpoint_parallel_dimensions") or {}
-    count = len(list(folder.glob("mp_rank_*_model_states.pt")))
-    pipeline = degrees.get("pp_degree") or (1 if model["module"] is not None else count)
-    return degrees.get("tp_degree") or count // pipeline, pipeline
+            model, _ = keep_untrained(model, parameters)
+        settings = settings_of(path, optimizer, model) | {"base_optimizer_state": base}
+    state = OptimizerState(
+        [group | {"params": [i]} for i, group in enumerate(base["param_groups"])],
+        extra_states(base),
+        extra_keys(base),
+        unsliced,
+    )
+    problems = []
+    if lost := ", ".join(lost_states(parameters, state)):
+        text = f"{path}: {lost} of the optimizer: a universal checkpoint has no place for what"
+        problems.append(Problem(True, f"{text} belongs to no single element"))
+    bf16 = any(weight.dtype == "bfloat16" for weight in weights.values())
+    description = Description(
+        folder=folder,
+        stage=0,
+        ranks=model["dp_world_size"],
+        layout=Layout(class_of(optimizer), 1, bf16, tensor, pipeline),
+        parameters=parameters,
+        flat_names=[list(of_group) for of_group in shapes],
+        module=module_state(model),
+        optimizer=state,
+        files=Files(path, []),
+        problems=problems,
+    )
+    return Described(description, RawStates([model], settings))
 
 
 def class_of(optimizer):
@@ -139,7 +146,7 @@ def weights_of(model):
     for name, value in (model["module"] or {}).items():
         tensor = tensor_of(value)
         if tensor and name not in buffers and not name.endswith("_extra_state"):
-            weights.setdefault(place_of(value), (name, tensor))
+            weights.setdefault(identity(value), (name, tensor))
     return dict(weights.values())
 
 
@@ -148,11 +155,15 @@ def stepped_groups(optimizer, base):
     masters = optimizer.get("fp32_groups") or optimizer.get("fp32_groups_flat")
     flat = "fp32_groups_flat" in optimizer
     groups = []
+    if masters and len(masters) != len(base["param_groups"]):
+        raise CheckpointError("the optimizer does not have master weights of each group")
     for i, group in enumerate(base["param_groups"]):
         numbers = group["params"]
         tensors = [None] * len(numbers)
         if masters:
             tensors = [masters[i]] if flat else masters[i]
+        if len(tensors) != len(numbers):
+            raise CheckpointError(f"group {i} does not have master weights of each parameter")
         groups.append(
             [
                 Stepped(tensor_of(tensor), base["state"].get(number, {}), flat)
@@ -166,21 +177,21 @@ def stepped_groups(optimizer, base):
 
 
 def place_all(weights, names, groups, opened):
-    """({name: Parameter}, {(group, key): why it is uneven}).
+    """({name: Parameter}, {(group, name): why a state has no place}).
 
     A group whose parameters are not as many as the names gives them no place.
     """
     parameters = {}
-    uneven = {}
+    unsliced = {}
     for i, (of_group, group) in enumerate(itertools.zip_longest(names, groups, fillvalue=[])):
         of_group = [name for name in of_group if name in weights]
         places = places_of([weights[name] for name in of_group], group)
         for name, (stepped, begin) in zip(of_group, places, strict=True):
-            parameters[name], unsliced = describe_one(weights[name], i, stepped, begin, opened)
-            uneven |= {(i, key): "is not cut like the weights" for key in unsliced}
+            parameters[name], keys = describe_one(weights[name], i, stepped, begin, opened)
+            unsliced |= {(i, key): "is not cut like the weights" for key in keys}
         scalars = [parameters[name].scalars for name in of_group]
-        uneven |= {(i, key): "differs between parameters" for key in differences(scalars)}
-    return parameters, uneven
+        unsliced |= {(i, key): "differs between parameters" for key in differences(scalars)}
+    return parameters, unsliced
 
 
 def places_of(weights, group):
@@ -204,7 +215,7 @@ def describe_one(weight, group, stepped, begin, opened):
         if tensor and tensor.size == masters.size and key != "step":
             tensors[key] = tensor
         elif tensor is None or math.prod(tensor.size) == 1:
-            scalars[key] = scalar(value, opened)
+            scalars[key] = read_scalar(value, opened)
         else:
             unsliced.add(key)
     numel = math.prod(weight.size)
@@ -215,13 +226,12 @@ def describe_one(weight, group, stepped, begin, opened):
 def source_of(key, tensor, begin, numel):
     """Where elements of a tensor are, in the order of its indices."""
     shape = tensor.size
-    in_order = whole(tensor.dtype, b"", shape).stride
+    in_order = contiguous_strides(shape)
     gaps = [a != b and n > 1 for a, b, n in zip(tensor.stride, in_order, shape, strict=True)]
     if any(gaps) and numel:
-        block = (0, shape, tensor.stride, 0, in_order, 0)
-        return Joined(key, (compact(tensor).storage,), (block,), numel)
-    record, first = begin_of(tensor, begin + numel)
-    return Slices(tensor.dtype, (record,), (first,), begin, math.prod(shape), 0, numel)
+        block = Block(0, shape, tensor.stride, 0, in_order, 0)
+        return Joined(key, (trim_storage(tensor).storage,), (block,), numel)
+    return extent_of(tensor, begin + numel).part(begin, numel)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -285,10 +295,9 @@ def is_rounded(weight, masters, begin, opened):
     numel = min(math.prod(weight.size), 64)
     reader = Reader(opened)
     halves = bytearray(numel * width(weight.dtype))
-    reader.read_into(memoryview(halves), *begin_of(weight, numel))
-    record, first = begin_of(masters, begin + numel)
+    reader.read_elements(memoryview(halves), extent_of(weight, numel))
     floats = bytearray(numel * 4)
-    reader.read_into(memoryview(floats), record, first + begin * 4)
+    reader.read_elements(memoryview(floats), extent_of(masters, begin + numel), begin)
     if weight.dtype == "float16":
         return halves == struct.pack(f"<{numel}e", *struct.unpack(f"<{numel}f", floats))
     words = struct.unpack(f"<{numel}I", floats)  # bfloat16: half of a float, rounded to even
@@ -300,14 +309,17 @@ def is_rounded(weight, masters, begin, opened):
 # the rest
 
 
-def settings_of(optimizer, model):
+def settings_of(path, optimizer, model):
     """What the optimizer keeps besides, as ZeRO's would save it."""
     settings = {
         key: optimizer[key] for key in ("dynamic_loss_scale", "clip_grad") if key in optimizer
     }
     if not optimizer.get("dynamic_loss_scale"):
         return settings
-    config = model["ds_config"].get("fp16", {}) if isinstance(model["ds_config"], dict) else {}
+    expect(optimizer, dict.fromkeys(SCALE, object), path)
+    config = model.get("ds_config")
+    config = config.get("fp16") if isinstance(config, dict) else None
+    config = config if isinstance(config, dict) else {}
     hysteresis = config.get("hysteresis", 2)
     scaler = {
         "dynamic": True,
@@ -316,8 +328,8 @@ def settings_of(optimizer, model):
         "cur_hysteresis": hysteresis,
         "consecutive_hysteresis": config.get("consecutive_hysteresis", False),
         "raise_error_at_min_scale": True,
-        "dtype": own_name("torch", "float16"),
+        "dtype": known_class("torch", "float16"),
     }
     scaler |= {key: optimizer[key] for key in SCALE}
-    name = own_name("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler")
+    name = known_class("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler")
     return settings | {"loss_scaler": stub(name, (), state=scaler), "overflow": False}

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""Which checkpoint in a folder is meant: the tags in it, and in which order to try them. Needs nothing
-but Python 3.10."""
+"""Which checkpoint in a folder is meant: the tags in it, and in which order to try them. Needs
+nothing but Python 3.10."""
 
 import os
 from pathlib import Path
 
 from universal.checkpoint import BETWEEN_SAVES, describe, find_shards
-from universal.errors import CheckpointError, about
+from universal.errors import CheckpointError
+from universal.expect import expect, is_natural
 from universal.stage_0 import MODEL_STATES
 from universal.torch_file import load
 
@@ -64,14 +65,22 @@ def list_tags(folder):
     return sorted(found)
 
 
-def first_models(folder):
-    """Rank 0's file of model states. If two saves left one each, that of the newest whole
-    checkpoint."""
-    both = (folder / MODEL_STATES, folder / f"zero_pp_rank_0_{MODEL_STATES}")
-    found = [path for path in both if path.exists()]
-    if len(found) == 2 and not (folder / "zero").is_dir() or len(find_shards(folder)) > 1:
-        return describe(folder).first
-    return found[0] if found else both[any(folder.glob("zero_pp_*_model_states.pt"))]
+def rank_0_model_states(folder: Path) -> Path:
+    """Rank 0's file; if two saves left one each, that of the newest whole checkpoint."""
+    plain = folder / MODEL_STATES
+    of_stage_3 = folder / f"zero_pp_rank_0_{MODEL_STATES}"
+    both = plain.exists() and of_stage_3.exists() and not (folder / "zero").is_dir()
+    if both or len(find_shards(folder)) > 1:
+        return describe(folder).checkpoint.files.model_states
+    if plain.exists() or of_stage_3.exists():
+        return plain if plain.exists() else of_stage_3
+    # Which of them is missing?
+    return of_stage_3 if any(folder.glob("zero_pp_*_model_states.pt")) else plain
+
+
+def step_of(path: Path) -> int:
+    """The step of a file of model states. Raises CheckpointError."""
+    return expect(load(path), {"global_steps": is_natural}, path)["global_steps"]
 
 
 def newest_first(folder, say, converted_only=False):
@@ -82,9 +91,8 @@ def newest_first(folder, say, converted_only=False):
         if converted_only and not (folder / name / "zero").is_dir():
             continue
         try:
-            path = first_models(folder / name)
-            with about(path):
-                steps[name] = int(load(path)["global_steps"])
+            path = rank_0_model_states(folder / name)
+            steps[name] = step_of(path)
             written[name] = path.stat().st_mtime
         except (CheckpointError, OSError) as error:
             say(f"{name} is passed over: {type(error).__name__}: {error}")

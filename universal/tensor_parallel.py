@@ -1,180 +1,254 @@
 # SPDX-License-Identifier: MIT
-"""How tensor-parallel ranks cut a parameter, and how it is joined again. Needs nothing but Python
-3.10."""
+"""How tensor-parallel ranks cut a parameter, by the checkpoint's universal_checkpoint_info.
+
+Its entries are DeepSpeed's (deepspeed/checkpoint/constants.py), most of them lists of regular
+expressions that match the names of parameters. Needs only Python 3.10.
+"""
 
 import math
 import re
+from pathlib import Path
+from typing import NamedTuple
 
-from universal.blocks import Joined, cut_along
-from universal.description import Problem
+from universal.blocks import AVERAGED, Block, Joined, blocks_along
+from universal.description import Parameter, Problem
 from universal.errors import CheckpointError
-from universal.torch_file import own_name, stub, whole
+from universal.expect import expect, is_natural, is_shape
+from universal.torch_file import contiguous_strides, known_class, stub
+
+REPLICATED = "tp_replicated_parameter_patterns"
+AVERAGE = "parameter_to_average_patterns"
+VOCABULARY = "vocabulary_parameter_patterns"
+ROWS = "parameter_with_row_parallelism_patterns"
+TWO_SUB_PARAMS = "parameter_with_2_sub_params_cat_dim_0"
+LISTS = (REPLICATED, AVERAGE, VOCABULARY, ROWS, TWO_SUB_PARAMS)
+SUB_PARAMS = "parameter_with_sub_params"
+TIED = "pipeline_replicated_parameter_patterns"
+UNKNOWN = "autotp_unsupported_parameter_patterns"
+
+
+def is_pattern(value):
+    try:
+        return isinstance(value, str) and bool(re.compile(value))
+    except re.error:
+        return False
+
+
+def are_patterns(value):
+    return isinstance(value, (list, tuple, dict)) and all(map(is_pattern, value))
+
+
+def is_rank(value):
+    return is_natural(value) or isinstance(value, str) and value.isdecimal()
+
+
+def is_place(value):
+    """Whether this is an offset, and strides."""
+    return isinstance(value, (list, tuple)) and len(value) == 2 and is_shape([value[0], *value[1]])
+
+
+INFO = dict.fromkeys([f"{key}?" for key in (*LISTS, TIED, UNKNOWN)], are_patterns) | {
+    f"{SUB_PARAMS}?": [
+        {"patterns": are_patterns, "shape": [(int, is_shape)], "partition_dim": is_natural}
+    ],
+    "sub_param_shard_widths?": {str: [is_shape]},
+    "universal_checkpoint_version?": (int, float),
+    "original_vocab_size?": is_natural,
+    "affine_map?": {"version?": is_natural, "params": dict},
+}
+AFFINE_PARAMS = {
+    is_pattern: {
+        "logical_shape": is_shape,
+        "ranks": {is_rank: {"pieces": [{"shape": is_shape, "source": is_place, "dest": is_place}]}},
+    }
+}
+
+
+class Whole(NamedTuple):
+    """How a parameter is joined.
+
+    blocks: where its elements are in the ranks' parts; None if it is the mean of the parts.
+    cut_info: what DeepSpeed's loader needs to cut it again.
+    """
+
+    shape: tuple
+    blocks: tuple | None
+    cut_info: dict
 
 
 class TensorParallel:
-    """How tensor-parallel ranks cut a parameter, by the checkpoint's universal_checkpoint_info.
+    """Joins the parameters of a checkpoint's tensor-parallel ranks.
 
-    Its entries are DeepSpeed's (deepspeed/checkpoint/constants.py), most of them lists of regular
-    expressions."""
+    problems: what may be wrong with the description. unused: its patterns that match nothing.
+    """
 
-    LISTS = (
-        "tp_replicated_parameter_patterns",
-        "parameter_to_average_patterns",
-        "vocabulary_parameter_patterns",
-        "parameter_with_row_parallelism_patterns",
-        "parameter_with_2_sub_params_cat_dim_0",
-    )
-
-    def __init__(self, info, degree, folder):
-        self.info = info or {}
+    def __init__(self, info: dict | None, degree: int, folder: Path):
+        if degree > 1 and not info:
+            raise CheckpointError(
+                f"{folder} has {degree} tensor-parallel ranks and no universal_checkpoint_info, "
+                "which says how they are cut: it must be in the client state when the checkpoint "
+                "is saved"
+            )
+        self.info = expect(info or {}, INFO, folder)
         self.degree = degree
         self.folder = folder
         self.unused = set()
         self.problems = []
-        if degree > 1 and not info:
-            raise CheckpointError(
-                f"{folder} has {degree} tensor-parallel ranks and no universal_checkpoint_info, which says how they "
-                "are cut: it must be in the client state when the checkpoint is saved"
-            )
-        self.affine = self.info.get("affine_map") or {"params": {}}
-        if self.affine.get("version", 1) > 1:
-            raise CheckpointError(
-                f"{folder}: affine map of version {self.affine['version']}, and only 1 is known"
-            )
-        rows = "parameter_with_row_parallelism_patterns"
-        subs = self.info.get("parameter_with_sub_params", [])
+        affine = self.info.get("affine_map", {"params": {}})
+        if affine.get("version", 1) > 1:
+            raise self.error(f"affine map of version {affine['version']}, and only 1 is known")
+        self.affine_params = expect(affine["params"], AFFINE_PARAMS, folder)
         if degree > 1:
-            self.unused = {pattern for key in self.LISTS for pattern in self.info.get(key, [])}
-            self.unused |= {pattern for sub in subs for pattern in sub["patterns"]}
-        elif info and not (self.info.get(rows) or self.affine["params"]):
-            text = f"{folder}: universal_checkpoint_info names no row-parallel weights ({rows}): if there are some, "
-            self.problems = [
-                Problem(False, text + "the result is wrong on more than one tensor-parallel rank")
-            ]
+            subs = self.info.get(SUB_PARAMS, [])
+            lists = [self.info.get(key, []) for key in LISTS] + [sub["patterns"] for sub in subs]
+            self.unused = set().union(*lists)
+        elif info and not (self.info.get(ROWS) or self.affine_params):
+            text = (
+                f"{folder}: universal_checkpoint_info names no row-parallel weights ({ROWS}): "
+                "if there are some, the result is wrong on more than one tensor-parallel rank"
+            )
+            self.problems.append(Problem(False, text))
+
+    def error(self, text):
+        return CheckpointError(f"{self.folder}: {text}")
 
     def match(self, patterns, name):
+        """The one of the patterns that matches a name, or None."""
         matched = [pattern for pattern in patterns if re.match(pattern, name)]
         self.unused -= set(matched)
         if len(matched) > 1:
-            raise CheckpointError(
-                f"{self.folder}: {name} matches more than one pattern: {', '.join(matched)}"
-            )
+            raise self.error(f"{name} matches more than one pattern: {', '.join(matched)}")
         return matched[0] if matched else None
 
-    def tied(self, name):
-        return self.match(self.info.get("pipeline_replicated_parameter_patterns", []), name)
+    def is_tied(self, name: str) -> bool:
+        """Whether several pipeline stages may have the parameter."""
+        return self.match(self.info.get(TIED, []), name) is not None
 
-    def how_cut(self, name, shapes):
-        """(shape of the whole, blocks or None for a mean, what the loader needs to cut it again)
-        for the parameter that has these shapes on its ranks. On one rank it is whole, but the file
-        must still say how more ranks would cut it."""
-        found = {key: self.match(self.info.get(key, []), name) for key in self.LISTS}
-        sub = next(
-            (
-                s
-                for s in self.info.get("parameter_with_sub_params", [])
-                if self.match(s["patterns"], name)
-            ),
-            None,
-        )
-        affine = self.match(self.affine["params"], name)
-        two = found["parameter_with_2_sub_params_cat_dim_0"]
-        if self.match(self.info.get("autotp_unsupported_parameter_patterns") or {}, name):
-            raise CheckpointError(f"{self.folder}: DeepSpeed did not record how {name} is cut")
+    def join(self, name: str, parts: list[Parameter]) -> Parameter:
+        """One Parameter from those of the tensor-parallel ranks. Raises CheckpointError."""
+        if self.degree == 1 and not self.info:
+            return parts[0]
+        whole = self.whole(name, [part.shape for part in parts])
+        numel = math.prod(whole.shape)
+        states = {}
+        for key in parts[0].states:
+            sources = tuple(part.states[key] for part in parts)
+            self.check_cover(name, whole, sources, numel)
+            if self.degree == 1 and not self.affine_params:
+                states[key] = sources[0].first(numel)
+            else:
+                states[key] = Joined(f"{key} of {name}", sources, whole.blocks, numel)
+        return parts[0]._replace(shape=whole.shape, states=states, cut_info=whole.cut_info)
+
+    def check_cover(self, name, whole, sources, numel):
+        """Raises CheckpointError if the sources lack elements that the whole is made of."""
+        dtypes = {source.dtype for source in sources}
+        covered = len(dtypes) == 1 and numel <= sum(source.numel for source in sources)
+        for block in whole.blocks or ():
+            covered = covered and block.part < len(sources) and block.fits(sources[block.part])
+        if not covered:
+            raise self.error(f"the shards of {name} do not cover its elements exactly once")
+        if whole.blocks is None and not dtypes <= AVERAGED:
+            raise self.error(f"{name} is of {dtypes.pop()}, of which there is no mean")
+
+    def whole(self, name, shapes):
+        """How the parameter that has these shapes on its ranks is joined.
+
+        On one rank it is whole, but the file must still say how more ranks would cut it.
+        """
+        matched = {key: self.match(self.info.get(key, []), name) for key in LISTS}
+        subs = self.info.get(SUB_PARAMS, [])
+        sub_params = next((sub for sub in subs if self.match(sub["patterns"], name)), None)
+        affine = self.match(self.affine_params, name)
+        if self.match(self.info.get(UNKNOWN, {}), name):
+            raise self.error(f"DeepSpeed did not record how {name} is cut")
         # For layers that no category describes (bigcode, codegen, shared QK) AutoTP saves a map of
         # every element. So look for the map first.
         if affine:
-            shape, blocks = self.affine_blocks(name, self.affine["params"][affine])
-            return shape, blocks, {}
+            return self.join_affine(name, self.affine_params[affine])
         # Every rank has the whole: compare them, and take one.
-        if found["tp_replicated_parameter_patterns"]:
-            stride = whole("", b"", shapes[0]).stride
-            return (
-                shapes[0],
-                tuple((rank, shapes[0], stride, 0, stride, 0) for rank in range(self.degree)),
-                {},
-            )
+        if matched[REPLICATED]:
+            strides = contiguous_strides(shapes[0])
+            blocks = [Block(i, shapes[0], strides, 0, strides, 0) for i in range(self.degree)]
+            return Whole(shapes[0], tuple(blocks), {})
         # Every rank has the whole, but computed its own, such as a LayerNorm that is not
         # synchronized: take the mean.
-        if found["parameter_to_average_patterns"]:
-            return shapes[0], None, {}
+        if matched[AVERAGE]:
+            return Whole(shapes[0], None, {})
         # Q, K and V in one matrix, or a gate and its value: each is cut by itself, so a rank has a
         # part of each.
-        if sub and not two:
-            return self.sub_parameters(name, shapes, sub)
-        # All else is cut along one dimension: row-parallel weights along the input, others along
-        # the first.
-        dim = 1 if found["parameter_with_row_parallelism_patterns"] and not two else 0
-        size = [sum(s[d] for s in shapes) if d == dim else n for d, n in enumerate(shapes[0])]
-        parts, how = (2, {"cat_dim": 0, "param_n_sub_params": 2}) if two else (1, {"cat_dim": dim})
-        blocks = cut_along(dim, size, parts * [[s[dim] // parts for s in shapes]]) if size else ()
-        # The vocabulary was padded to a multiple of the ranks.
-        if found["vocabulary_parameter_patterns"]:
-            return (
-                (self.info["original_vocab_size"], *size[1:]),
-                blocks,
-                how | {"vocab_tensor": True},
-            )
-        return tuple(size), blocks, how
+        if sub_params and not matched[TWO_SUB_PARAMS]:
+            return self.join_sub_params(name, shapes, sub_params)
+        return self.join_along(name, shapes, matched)
 
-    def affine_blocks(self, name, entry):
+    def join_along(self, name, shapes, matched):
+        """All else is cut along one dimension: row-parallel weights along the input, others along
+        the first."""
+        dim = 0
+        count = 1
+        cut_info = {"cat_dim": 0}
+        if matched[TWO_SUB_PARAMS]:
+            count = 2
+            cut_info["param_n_sub_params"] = 2
+        elif matched[ROWS]:
+            dim = cut_info["cat_dim"] = 1
+        shape = shapes[0]
+        blocks = ()
+        if shape:
+            widths = self.widths_along(name, dim, shapes)
+            shape = (*shape[:dim], sum(widths), *shape[dim + 1 :])
+            blocks = blocks_along(dim, shape, count * [[width // count for width in widths]])
+        # The vocabulary was padded to a multiple of the ranks.
+        if matched[VOCABULARY]:
+            shape = (self.info["original_vocab_size"], *shape[1:])
+            cut_info["vocab_tensor"] = True
+        return Whole(shape, blocks, cut_info)
+
+    def widths_along(self, name, dim, shapes):
+        """The sizes of the ranks' parts along a dimension."""
+        if any(dim >= len(shape) for shape in shapes):
+            raise self.error(f"{name} has the shape {shapes[0]}, and is cut along dimension {dim}")
+        return [shape[dim] for shape in shapes]
+
+    def join_affine(self, name, entry):
+        """By a map of every element."""
         blocks = []
         for rank, shard in entry["ranks"].items():
             for piece in shard["pieces"]:
                 if piece.get("scale", 1.0) != 1.0:
-                    raise CheckpointError(
-                        f"{self.folder}: {name} is stored scaled, its states cannot be converted"
-                    )
-                (there, full_stride) = piece["source"]
-                (here, stride) = piece["dest"]
-                blocks.append((int(rank), piece["shape"], stride, here, full_stride, there))
-        return tuple(entry["logical_shape"]), tuple(blocks)
+                    raise self.error(f"{name} is stored scaled, its states cannot be converted")
+                whole_offset, whole_stride = piece["source"]
+                offset, stride = piece["dest"]
+                place = (stride, offset, whole_stride, whole_offset)
+                blocks.append(Block(int(rank), piece["shape"], *place))
+        return Whole(tuple(entry["logical_shape"]), tuple(blocks), {})
 
-    def sub_parameters(self, name, shapes, sub):
-        dim = sub["partition_dim"]
-        spec = sub["shape"][sub["partition_dim"]]
-        total = sum(math.prod(shape) for shape in shapes)
-        if isinstance(spec, int):  # before version 0.4: a number of sub-parameters of equal size
-            spec = (sum(shape[dim] for shape in shapes) // spec,) * spec
-        widths = [[size // self.degree] * self.degree for size in spec]
+    def join_sub_params(self, name, shapes, sub_params):
+        """Of several sub-parameters along a dimension, each of which is cut by itself."""
+        dim = sub_params["partition_dim"]
+        declared = sub_params["shape"]
+        total = sum(map(math.prod, shapes))
+        width = sum(self.widths_along(name, dim, [*shapes, declared])[:-1])
+        sizes = declared[dim]
+        if isinstance(sizes, int):  # before version 0.4: a number of sub-parameters of equal size
+            sizes = (width // max(sizes, 1),) * min(sizes, width)
+        widths = [[size // self.degree] * self.degree for size in sizes]
         if self.info.get("universal_checkpoint_version", 0.0) >= 0.4:
-            widths = self.info["sub_param_shard_widths"][self.match(sub["patterns"], name)]
-        if [sum(width) for width in widths] != list(spec):
-            raise CheckpointError(
-                f"{self.folder}: the widths of {name}, {widths}, do not make up its sizes {spec}"
-            )
-        size = [sum(n) if isinstance(n, (tuple, list)) else n for n in sub["shape"]]
-        size[dim] = sum(spec)
-        if -1 in size:
-            size[size.index(-1)] = total // -math.prod(size)
-        if math.prod(size) != total:
-            raise CheckpointError(
-                f"{self.folder}: {name} has {total} elements, which do not make up {size}"
-            )
-        shape = tuple(spec if d == dim else n for d, n in enumerate(sub["shape"]))
-        state = {"patterns": sub["patterns"], "shape": shape, "partition_dim": dim}
-        described = stub(
-            own_name("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"), (), state=state
-        )
-        return tuple(size), cut_along(dim, size, widths), {"sub_param_shape": described}
-
-    def join(self, name, parts):
-        """One Parameter from those of the tensor-parallel ranks."""
-        if self.degree == 1 and not self.info:
-            return parts[0]
-        shape, blocks, how = self.how_cut(name, [part.shape for part in parts])
-        states = {}
-        numel = math.prod(shape)
-        for key in parts[0].states:
-            slices = tuple(part.states[key] for part in parts)
-            if len({part.dtype for part in slices}) > 1 or numel > sum(
-                part.numel for part in slices
-            ):
-                raise CheckpointError(
-                    f"{self.folder}: the shards of {name} do not cover its elements exactly once"
-                )
-            if self.degree == 1 and not self.affine["params"]:
-                states[key] = slices[0]._replace(numel=numel)
-            else:
-                states[key] = Joined(f"{key} of {name}", slices, blocks, numel)
-        return parts[0]._replace(shape=shape, states=states, how=how)
+            pattern = self.match(sub_params["patterns"], name)
+            widths = self.info.get("sub_param_shard_widths", {}).get(pattern, [])
+        if [sum(of_sub) for of_sub in widths] != list(sizes):
+            raise self.error(f"the widths of {name}, {widths}, do not make up its sizes {sizes}")
+        shape = [n if isinstance(n, int) else sum(n) for n in declared]
+        shape[dim] = sum(sizes)
+        if -1 in shape:
+            shape[shape.index(-1)] = total // max(-math.prod(shape), 1)
+        if math.prod(shape) != total:
+            raise self.error(f"{name} has {total} elements, which do not make up {shape}")
+        state = {
+            "patterns": sub_params["patterns"],
+            "shape": (*declared[:dim], sizes, *declared[dim + 1 :]),
+            "partition_dim": dim,
+        }
+        cls = known_class("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
+        cut_info = {"sub_param_shape": stub(cls, (), state=state)}
+        return Whole(tuple(shape), blocks_along(dim, shape, widths), cut_info)

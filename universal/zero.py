@@ -1,270 +1,448 @@
 # SPDX-License-Identifier: MIT
-"""How ZeRO cuts parameters and their states into the shards of data-parallel ranks, and how they
-are put together again. Needs nothing but Python 3.10."""
+"""How ZeRO cuts parameters and their states into the shards of data-parallel ranks, and back.
 
-import itertools
+Every rank holds flat tensors: one for a parameter group at ZeRO-1 and 2, for a sub-group at ZeRO-3.
+Where a parameter lies in them is a formula (Cut), and a shard that says something else is refused.
+Needs only Python 3.10.
+"""
+
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Any, NamedTuple
 
-from universal.byte_ranges import Slices
-from universal.description import Parameter
+from universal.byte_ranges import ByteRange, OpenFile, Reader, Record, width
+from universal.description import OptimizerState, Parameter
 from universal.errors import CheckpointError
-from universal.torch_file import Tensor, begin_of, number, pickled, scalar, tensor_of
+from universal.expect import expect, is_natural
+from universal.torch_file import (
+    Stub,
+    Tensor,
+    extent_of,
+    load,
+    number_in,
+    pickled,
+    read_scalar,
+    tensor_of,
+)
 
 # --------------------------------------------------------------------------------------------------
 # 1. one shard
 
 
-def is_stage_3(optimizer):
-    return "fp32_flat_groups" in optimizer
+def is_count(value):
+    return is_natural(value) and value > 0
 
 
-def class_of(optimizer):
-    """The name of the class of DeepSpeed's optimizer that saved a shard."""
-    if is_stage_3(optimizer):
-        return "DeepSpeedZeroOptimizer_Stage3"
-    return "DeepSpeedZeroOptimizer" if "zero_stage" in optimizer else "BF16_Optimizer"
+def is_flat(value):
+    tensor = tensor_of(value)
+    return tensor is not None and len(tensor.size) == 1
 
 
-def flat_groups(optimizer):
-    """The fp32 slices, in a shard of any stage."""
-    flats = optimizer[
-        "fp32_flat_groups" if is_stage_3(optimizer) else "single_partition_of_fp32_groups"
-    ]
-    return [tensor_of(flat) for flat in flats]
-
-
-def base_optimizer(optimizer):
-    """The state dict of PyTorch's optimizer, in a shard of any stage."""
-    base = optimizer["optimizer_state_dict" if is_stage_3(optimizer) else "base_optimizer_state"]
-    if isinstance(
-        base, list
-    ):  # elastic_checkpoint: only states, without padding and hyperparameters
-        step = (
-            {"step": optimizer["base_optimizer_state_step"]}
-            if "base_optimizer_state_step" in optimizer
-            else {}
-        )
-        base = {
-            "state": dict(enumerate(base)),
-            "param_groups": [step | {"params": [i]} for i in range(len(base))],
-        }
-    return base
-
-
-def beside_states(optimizer):
-    """Two dicts: what PyTorch's optimizer keeps besides the states of its parameters, and besides
-    its groups."""
-    base = base_optimizer(optimizer)
-    states = {key: value for key, value in base["state"].items() if not isinstance(key, int)}
-    return states, {
-        key: value for key, value in base.items() if key not in ("state", "param_groups")
-    }
-
-
-def settings_of(optimizer, opened):
-    """{(group or None, key): value}: hyperparameters and what is besides the states; normally the
-    same on all ranks."""
-    groups = enumerate(base_optimizer(optimizer)["param_groups"])
-    found = {
-        (i, key): value for i, group in groups for key, value in group.items() if key != "params"
-    }
-    found |= {
-        (None, key): value for beside in beside_states(optimizer) for key, value in beside.items()
-    }
-    return {key: scalar(value, opened) for key, value in found.items()}
-
-
-def slice_size(optimizer, group):
-    """How many elements of a group one rank's slice has at ZeRO-1/2, padding included."""
-    size = flat_groups(optimizer)[group].size[0]
-    return size + (
-        optimizer["group_paddings"][group] if "zero_stage" in optimizer else 0
-    )  # BF16_Optimizer saves it
-
-
-def places(optimizer, group, shapes, ranks):
-    """({name: (origin, share, base, numel) as in Slices}, elements of the group), from shapes
-    {name: shape}.
-
-    ZeRO-1/2: a group's parameters are laid end to end and cut into one slice per rank. The shard
-    has these numbers, too, but with round_robin_gradients they are wrong. ZeRO-3: every parameter
-    is cut by itself, ceil(numel / ranks) elements per rank."""
-    counts = optimizer["partition_count"]
-    found = {}
-    at = 0
-    if not isinstance(counts, int) and counts[group] != ranks:
-        raise ValueError(f"group {group} is cut for {counts[group]} ranks and not for {ranks}")
-    paddings = (optimizer.get("param_alignment_paddings") or {group: None})[group] or [0] * len(
-        shapes
+def are_states(value):
+    """Whether this is the state of PyTorch's optimizer, in which parameters have numbers."""
+    return isinstance(value, dict) and all(
+        isinstance(state, dict) for key, state in value.items() if isinstance(key, int)
     )
-    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        numel = math.prod(shape)
-        if is_stage_3(optimizer):
-            found[name] = 0, math.ceil(numel / ranks), at, numel
-            at += math.ceil(numel / ranks)
-        else:
-            found[name] = at, slice_size(optimizer, group), 0, numel
-            at += numel + padding
-    return found, at
 
 
-def check_slices(optimizer, group, rank, ranks, found, end, round_robin):
-    """Raise ValueError if this rank's slice is not cut like that. Returns how many elements it must
-    hold."""
-    if is_stage_3(optimizer):
-        if flat_groups(optimizer)[group].size[0] != end:
-            raise ValueError(f"group {group} is not cut for {ranks} ranks")
-        return end
-    size = slice_size(optimizer, group)
-    begin = rank * size
-    if end > ranks * size:
-        raise ValueError(f"group {group} has {end} elements, its slices have fewer")
-    wanted = {}
-    for name, (at, share, _, numel) in found.items():
-        first = max(at, begin)
-        last = min(at + numel, begin + size)
-        if share != size:
-            raise CheckpointError(f"group {group} has a slice of another size")
-        if first < last:
-            wanted[name] = {"start": first - begin, "numel": last - first}
-    said = {name: place.state for name, place in optimizer["param_slice_mappings"][group].items()}
-    if said != wanted and not round_robin:
-        name = next(name for name in (*wanted, *said) if said.get(name) != wanted.get(name))
-        raise ValueError(f"{name} is not where param_slice_mappings says")
-    return max(0, min(end - begin, size))
+OPTIMIZER = {"state": are_states, "param_groups": [{"params": [is_natural]}]}
+STAGE_3 = {
+    "partition_count": is_count,
+    "fp32_flat_groups": [is_flat],
+    "optimizer_state_dict": OPTIMIZER,
+}
+STAGE_1_OR_2 = {
+    "partition_count": ([is_count], is_count),
+    "single_partition_of_fp32_groups": [is_flat],
+    "base_optimizer_state": ([dict], OPTIMIZER),
+    "param_slice_mappings": [{str: Stub}],
+    "group_paddings": [is_natural],
+    "param_alignment_paddings?": (NoneType, [(NoneType, [is_natural])]),
+}
 
 
-class Flat(NamedTuple):
-    """What one shard holds of a group, or of a ZeRO-3 sub-group."""
+class Shard(NamedTuple):
+    """What one rank saved of the optimizer, in the same form at every stage.
 
-    states: dict  # {state: Tensor}
-    scalars: dict  # {key: Tensor with its bytes, or plain value}
-    odd: dict  # states that are not cut like the weights
-    needed: int  # elements that the others must hold
+    stage: 1 (for ZeRO-2, too) or 3. optimizer_class: of DeepSpeed's. content: as it was saved.
+    optimizer: the state dict of PyTorch's. Of each flat tensor: masters, in fp32; slice_sizes:
+    elements of a rank's slice, padding included; ranks: of how many.
+    """
+
+    path: Path
+    stage: int
+    optimizer_class: str
+    content: dict
+    optimizer: dict
+    masters: list[Tensor]
+    slice_sizes: list[int]
+    ranks: list[int]
 
 
-def flat_states(optimizer, group, needed, opened):
-    """Returns a Flat. A state with a value per element is as long as the fp32 slice, or longer by
-    the padding."""
-    flat = flat_groups(optimizer)[group]
-    size = flat.size[0]
-    longest = size if is_stage_3(optimizer) else slice_size(optimizer, group)
-    states = {"fp32": flat}
-    scalars = {}
-    odd = {}
-    for key, value in base_optimizer(optimizer)["state"].get(group, {}).items():
-        tensor = tensor_of(value)
-        if (
-            tensor is None
-            or math.prod(tensor.size) == 1
-            and (not tensor.size or key == "step" or size > 1)
-        ):
-            scalars[key] = scalar(value, opened)
-        elif (
-            key not in states
-            and key != "step"
-            and len(tensor.size) == 1
-            and size <= tensor.size[0] <= longest
-        ):
-            states[key] = tensor
-        else:
-            odd[key] = tensor
-    return Flat(states, scalars, odd, needed)
+def read_shard(path: Path) -> Shard:
+    """The shard in a file. Raises CheckpointError, if it is not what ZeRO saves."""
+    content = expect(load(path), {"optimizer_state_dict": dict}, path)["optimizer_state_dict"]
+    if "fp32_flat_groups" in content:
+        expect(content, STAGE_3, path)
+        kind = (3, "DeepSpeedZeroOptimizer_Stage3")
+        optimizer = content["optimizer_state_dict"]
+        flats = content["fp32_flat_groups"]
+        paddings = [0] * len(flats)
+    else:
+        expect(content, STAGE_1_OR_2, path)
+        kind = (1, "DeepSpeedZeroOptimizer")
+        optimizer = optimizer_of(content)
+        flats = content["single_partition_of_fp32_groups"]
+        paddings = content["group_paddings"]
+        if "zero_stage" not in content:
+            kind = (1, "BF16_Optimizer")
+            paddings = [0] * len(flats)  # it saves the padding with the slice
+    ranks = content["partition_count"]
+    ranks = [ranks] * len(flats) if isinstance(ranks, int) else ranks
+    mappings = content.get("param_slice_mappings", flats)
+    if not flats or len(flats) > min(len(paddings), len(ranks), len(mappings)):
+        raise CheckpointError(f"{path} does not say of each parameter group how it is cut")
+    masters = [tensor_of(flat) for flat in flats]
+    sizes = [flat.size[0] + n for flat, n in zip(masters, paddings, strict=False)]
+    return Shard(path, *kind, content, optimizer, masters, sizes, ranks)
+
+
+def optimizer_of(content):
+    """The state dict of PyTorch's optimizer, at ZeRO-1 and 2."""
+    optimizer = content["base_optimizer_state"]
+    if isinstance(optimizer, dict):
+        return optimizer
+    # elastic_checkpoint saves a list of states, without padding and hyperparameters.
+    settings = {}
+    if "base_optimizer_state_step" in content:
+        settings["step"] = content["base_optimizer_state_step"]
+    groups = [settings | {"params": [i]} for i in range(len(optimizer))]
+    return {"state": dict(enumerate(optimizer)), "param_groups": groups}
+
+
+def extra_states(optimizer):
+    """What PyTorch's optimizer keeps besides the states of its parameters."""
+    return {key: value for key, value in optimizer["state"].items() if not isinstance(key, int)}
+
+
+def extra_keys(optimizer):
+    """What PyTorch's optimizer keeps besides its states and its groups."""
+    return {key: value for key, value in optimizer.items() if key not in ("state", "param_groups")}
+
+
+def settings_of(shard: Shard, opened: OpenFile) -> dict:
+    """{(group or None, name): value}, normally the same on all ranks.
+
+    Hyperparameters, and what is besides the states and the groups.
+    """
+    settings = {
+        (i, key): value
+        for i, group in enumerate(shard.optimizer["param_groups"])
+        for key, value in group.items()
+        if key != "params"
+    }
+    extra = extra_states(shard.optimizer) | extra_keys(shard.optimizer)
+    settings |= {(None, key): value for key, value in extra.items()}
+    return {key: read_scalar(value, opened) for key, value in settings.items()}
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. the shards of all ranks
+# 2. where a parameter lies
 
 
-MISSING = object()
+class Cut(NamedTuple):
+    """Where a parameter lies in the flat tensors of its ranks: a formula, not a list of pieces.
+
+    ZeRO-1 and 2: the parameters of a group are laid end to end and cut into one slice per rank.
+        origin: where it begins in them. share: elements of a slice. start: 0.
+    ZeRO-3: every parameter is cut by itself.
+        origin: 0. share: ceil(numel / ranks). start: where it begins in every rank's flat tensor.
+    """
+
+    origin: int
+    share: int
+    start: int
+    numel: int
 
 
-def put_together(shards, ranks, groups, shapes, base):
-    """({name: Parameter}, {(group, key): why it is uneven}), from the shards of all ranks."""
+class Slices(NamedTuple):
+    """A source (byte_ranges.py): the elements of a parameter, in the records of its ranks.
+
+    byte_offsets: where the flat tensor begins in each record.
+    """
+
+    dtype: str
+    records: tuple[Record, ...]
+    byte_offsets: tuple[int, ...]
+    cut: Cut
+
+    @property
+    def numel(self) -> int:
+        return self.cut.numel
+
+    def first(self, numel: int) -> "Slices":
+        return self._replace(cut=self.cut._replace(numel=numel))
+
+    def ranges(self, start: int, numel: int) -> Iterator[ByteRange]:
+        size = width(self.dtype)
+        rank, position = divmod(self.cut.origin + start, self.cut.share or 1)
+        while numel:
+            count = min(self.cut.share - position, numel)
+            byte = self.byte_offsets[rank] + (self.cut.start + position) * size
+            yield ByteRange(self.records[rank], byte, count * size)
+            numel -= count
+            rank += 1
+            position = 0
+
+    def chunks(self, reader: Reader) -> Iterator[tuple[memoryview, int]]:
+        return reader.chunks(self)
+
+
+class FlatCut(NamedTuple):
+    """Where the parameters of a flat tensor lie, and how many elements there are of all of them."""
+
+    cuts: dict
+    numel: int
+
+
+def cut_flat(shard: Shard, number: int, shapes: dict, ranks: int) -> FlatCut:
+    """How a flat tensor is cut.
+
+    The shard says so, too (check_slice), but with round_robin_gradients it is wrong.
+
+    Raises: CheckpointError, if this is not what the shard is like.
+    """
+    if shard.ranks[number] != ranks:
+        raise CheckpointError(
+            f"group {number} is cut for {shard.ranks[number]} ranks and not for {ranks}"
+        )
+    paddings = [0] * len(shapes)
+    if of_groups := shard.content.get("param_alignment_paddings"):
+        paddings = dict(enumerate(of_groups)).get(number) or paddings
+    if len(paddings) != len(shapes):
+        raise CheckpointError(f"group {number} has another number of param_alignment_paddings")
+    cuts = {}
+    end = 0
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+        numel = math.prod(shape)
+        if shard.stage == 3:
+            share = -(-numel // ranks)
+            cuts[name] = Cut(0, share, end, numel)
+            end += share
+        else:
+            cuts[name] = Cut(end, shard.slice_sizes[number], 0, numel)
+            end += numel + padding
+    return FlatCut(cuts, end)
+
+
+def check_slice(
+    shard: Shard, number: int, rank: int, flat_cut: FlatCut, trust_mapping: bool
+) -> int:
+    """Check that this rank's slice of a flat tensor is cut like that.
+
+    Returns: how many elements it must hold. Raises: CheckpointError.
+    """
+    size = shard.slice_sizes[number]
+    ranks = shard.ranks[number]
+    if shard.stage == 3:
+        if size != flat_cut.numel:
+            raise CheckpointError(f"group {number} is not cut for {ranks} ranks")
+        return size
+    if flat_cut.numel > ranks * size:
+        raise CheckpointError(
+            f"group {number} has {flat_cut.numel} elements, its slices have fewer"
+        )
+    begin = rank * size
+    mapping = {}
+    for name, cut in flat_cut.cuts.items():
+        if cut.share != size:
+            raise CheckpointError(f"group {number} has a slice of another size")
+        start = max(cut.origin, begin)
+        end = min(cut.origin + cut.numel, begin + size)
+        if start < end:
+            mapping[name] = {"start": start - begin, "numel": end - start}
+    mappings = shard.content["param_slice_mappings"]
+    saved = {name: address.state for name, address in mappings[number].items()}
+    for name in (*mapping, *saved):
+        if trust_mapping and saved.get(name) != mapping.get(name):
+            raise CheckpointError(f"{name} is not where param_slice_mappings says")
+    return max(0, min(flat_cut.numel - begin, size))
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. the shards of all ranks
+
+
+class FlatStates(NamedTuple):
+    """What one shard holds of a flat tensor.
+
+    states: {name: Tensor}, fp32 first. scalars: {name: value, or Tensor with its bytes}. unsliced:
+    states that are not cut like the weights. numel: the elements that the others must hold.
+    """
+
+    states: dict
+    scalars: dict
+    unsliced: dict
+    numel: int
+
+    @property
+    def step(self) -> Any:
+        return number_in(self.scalars.get("step"))
+
+
+def read_flat(shard: Shard, number: int, numel: int, opened: OpenFile) -> FlatStates:
+    """The states of a flat tensor. One with a value for each element is as long as the fp32 slice,
+    or longer by the padding. Raises CheckpointError."""
+    masters = shard.masters[number]
+    size = masters.size[0]
+    states = {"fp32": masters}
+    scalars = {}
+    unsliced = {}
+    for key, value in shard.optimizer["state"].get(number, {}).items():
+        tensor = tensor_of(value)
+        if tensor is None or is_scalar(tensor, key, size):
+            scalars[key] = read_scalar(value, opened)
+        elif (
+            key not in ("fp32", "step")
+            and len(tensor.size) == 1
+            and size <= tensor.size[0] <= shard.slice_sizes[number]
+        ):
+            states[key] = tensor
+        else:
+            unsliced[key] = tensor
+    flat_states = FlatStates(states, scalars, unsliced, numel)
+    expect({"step": flat_states.step}, {"step": (NoneType, int, float)}, shard.path)
+    return flat_states
+
+
+def is_scalar(tensor, key, size):
+    """Whether a tensor is of one element for another reason than that its slice is so short."""
+    return math.prod(tensor.size) == 1 and (not tensor.size or key == "step" or size > 1)
+
+
+def join_shards(
+    shards: list[Path],
+    states: list[list[FlatStates]],
+    flat_cuts: list[FlatCut],
+    param_shapes: list[dict],
+    param_groups: list[dict],
+) -> tuple[dict, dict]:
+    """({name: Parameter}, {(flat tensor, name): why a state depends on the rank}).
+
+    shards, states: of every rank. Raises: CheckpointError, if the shards are not of one save.
+    """
     parameters = {}
-    uneven = {}
-    group_of = {flat: i for i, group in enumerate(base["param_groups"]) for flat in group["params"]}
-    for i, (names, _) in enumerate(groups):
-        held = [found[i] for found in ranks]
-        first = held[0]
-        odd = {key for mine in held for key in mine.odd}
-        for rank, mine in enumerate(held):
-            if mine.states.keys() - odd != first.states.keys() - odd:
-                raise CheckpointError(
-                    f"{shards[rank]} has other optimizer states than {shards[0].name}"
-                )
-            step, wanted = (number(flat.scalars.get("step")) for flat in (mine, first))
-            if step != wanted:
-                raise CheckpointError(
-                    f"{shards[rank]} is at optimizer step {step}, {shards[0].name} at {wanted}"
-                )
-        uneven |= {
-            (i, key): why for key, why in differences([mine.scalars for mine in held]).items()
+    rank_dependent = {}
+    group_of = {flat: i for i, group in enumerate(param_groups) for flat in group["params"]}
+    for number, flat_cut in enumerate(flat_cuts):
+        of_ranks = [flats[number] for flats in states]
+        unsliced = set().union(*(flat.unsliced for flat in of_ranks))
+        check_same_states(shards, of_ranks, unsliced)
+        sliced = {
+            key: slices_of(shards, key, number, of_ranks)
+            for key in of_ranks[0].states
+            if key == "fp32" or key not in unsliced
         }
-        flats = {}
-        for key in (key for key in first.states if key == "fp32" or key not in odd):
-            tensors = [mine.states[key] for mine in held]
-            for rank, tensor in enumerate(tensors):
-                if tensor.dtype != tensors[0].dtype:
-                    raise CheckpointError(
-                        f"{shards[rank]}: {key} of group {i} is not what it is in {shards[0].name}"
-                    )
-            begins = (begin_of(mine.states[key], mine.needed) for mine in held)
-            flats[key] = tensors[0].dtype, *zip(*begins, strict=True)
-        momentum = whole_momentum(held, names) if "momentum_buffer" in odd else {}
-        for key in sorted(odd - ({"momentum_buffer"} if momentum else set()), key=str):
-            uneven[i, key] = "is not cut like the weights"
-        for name, place in names.items():
-            states = {key: Slices(*flat, *place) for key, flat in flats.items()}
+        momentum = whole_momentum(of_ranks, flat_cut) if "momentum_buffer" in unsliced else {}
+        if momentum:
+            unsliced.remove("momentum_buffer")
+        for key, why in differences([flat.scalars for flat in of_ranks]).items():
+            rank_dependent[number, key] = why
+        for key in sorted(unsliced, key=str):
+            rank_dependent[number, key] = "is not cut like the weights"
+        for name, cut in flat_cut.cuts.items():
+            states_of_name = {key: slices._replace(cut=cut) for key, slices in sliced.items()}
             if momentum:
-                states["momentum_buffer"] = momentum[name]
-            shape = tuple(shapes[i][name])
+                states_of_name["momentum_buffer"] = momentum[name]
             parameters[name] = Parameter(
-                shape, i, group_of.get(i), states, first.scalars, {"cat_dim": 0}
+                shape=tuple(param_shapes[number][name]),
+                flat=number,
+                group=group_of.get(number),
+                states=states_of_name,
+                scalars=of_ranks[0].scalars,
+                cut_info={"cat_dim": 0},
             )
-    return parameters, uneven
+    return parameters, rank_dependent
 
 
-def differences(values):
-    """{key: which ranks} for each key whose value is not the same on all ranks."""
-    found = {}
-    for rank, mine in enumerate(values):
-        for key in {**values[0], **mine}:
-            a, b = (held.get(key, MISSING) for held in (values[0], mine))
-            if a != b and ({type(a), type(b)} & {Tensor, object} or pickled(a)[0] != pickled(b)[0]):
-                found[key] = f"differs between ranks 0 and {rank}"
-    return found
+def check_same_states(shards, of_ranks, unsliced):
+    """Raises CheckpointError if shards have states of other names, or of other steps."""
+    first = of_ranks[0]
+    for path, flat in zip(shards, of_ranks, strict=True):
+        if flat.states.keys() - unsliced != first.states.keys() - unsliced:
+            raise CheckpointError(f"{path} has other optimizer states than {shards[0].name}")
+        if flat.step != first.step:
+            raise CheckpointError(
+                f"{path} is at optimizer step {flat.step}, {shards[0].name} at {first.step}"
+            )
 
 
-def whole_momentum(held, names):
-    """{name: Slices} of Muon's momentum at ZeRO-1/2: a rank holds, end to end, the whole momentum
-    of each parameter of which it has a part. Empty if the ranks' tensors do not have that
-    length."""
-    found = {}
-    for rank, mine in enumerate(held):
-        parts = {}
-        for name, (origin, share, _, numel) in names.items():
-            if rank * share - numel < origin < (rank + 1) * share:
-                parts[name] = numel
-        tensor = (mine.states | mine.odd).get("momentum_buffer")
-        if tensor and tensor.size != (sum(parts.values()),):
+def slices_of(shards, key, number, of_ranks):
+    """The Slices of a state of a flat tensor as a whole."""
+    extents = []
+    for path, flat in zip(shards, of_ranks, strict=True):
+        extents.append(extent_of(flat.states[key], flat.numel))
+        if extents[-1].dtype != extents[0].dtype:
+            raise CheckpointError(
+                f"{path}: {key} of group {number} is not what it is in {shards[0].name}"
+            )
+    records = tuple(extent.record for extent in extents)
+    byte_offsets = tuple(extent.byte_offset for extent in extents)
+    return Slices(extents[0].dtype, records, byte_offsets, Cut(0, 0, 0, 0))
+
+
+def whole_momentum(of_ranks, flat_cut):
+    """{name: Extent} of Muon's momentum at ZeRO-1 and 2.
+
+    A rank holds, end to end, the whole momentum of each parameter of which it has a part. Empty if
+    the ranks' tensors do not have that length.
+    """
+    momentum = {}
+    for rank, flat in enumerate(of_ranks):
+        numels = {}
+        for name, cut in flat_cut.cuts.items():
+            if rank * cut.share - cut.numel < cut.origin < (rank + 1) * cut.share:
+                numels[name] = cut.numel
+        tensor = (flat.states | flat.unsliced).get("momentum_buffer")
+        if tensor is None:
+            continue
+        if tensor.size != (sum(numels.values()),):
             return {}
-        at = 0
-        for name, numel in parts.items() if tensor else ():
-            record, begin = begin_of(tensor, at + numel)
-            found.setdefault(name, Slices(tensor.dtype, (record,), (begin,), 0, numel, at, numel))
-            at += numel
-    return found if found.keys() == names.keys() else {}
+        start = 0
+        for name, numel in numels.items():
+            momentum.setdefault(name, extent_of(tensor).part(start, numel))
+            start += numel
+    return momentum if momentum.keys() == flat_cut.cuts.keys() else {}
 
 
-def lost_states(uneven, parameters, optimizer):
-    """The parts of the optimizer's state that are not per element."""
-    keys = {
-        key
-        for p in parameters.values()
-        for key, value in p.scalars.items()
-        if value is not None and key != "step"
-    }
-    keys |= {*itertools.chain(*beside_states(optimizer))}
-    return sorted({str(key) for key in keys} | {str(key) for _, key in uneven})
+def differences(values: list[dict]) -> dict:
+    """{key: which ranks} for each key whose value is not the same on all ranks."""
+    differing = {}
+    for rank, of_rank in enumerate(values):
+        for key in {**values[0], **of_rank}:
+            in_both = key in values[0] and key in of_rank
+            if not in_both or not is_same(values[0][key], of_rank[key]):
+                differing[key] = f"differs between ranks 0 and {rank}"
+    return differing
+
+
+def is_same(a, b):
+    """Whether two values are the same; objects are, if they are of the same content."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a == b
+    plain = (bool, int, float, str)
+    if isinstance(a, plain) and isinstance(b, plain) and a == b:
+        return True
+    return pickled(a).data == pickled(b).data
+
+
+def lost_states(parameters: dict, optimizer: OptimizerState) -> list[str]:
+    """The names of the optimizer's states that are not per element."""
+    names = {*optimizer.extra_states, *optimizer.extra_keys}
+    names |= {name for _, name in optimizer.rank_dependent}
+    for parameter in parameters.values():
+        scalars = parameter.scalars
+        names |= {key for key in scalars if scalars[key] is not None and key != "step"}
+    return sorted({str(name) for name in names})

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: MIT
+"""Describe a universal checkpoint: the output of our converter, or of DeepSpeed's.
+
+The latter leaves weights in `module`, and at ZeRO-3 also rank 0's part of frozen ones, its whole
+shard in optimizer_state.pt, and tensors without their shape. Needs only Python 3.10.
+"""
+
+import os
+from concurrent.futures import Executor
+from pathlib import Path
+
+from universal.byte_ranges import OpenFile
+from universal.description import (
+    Described,
+    Description,
+    Files,
+    OptimizerState,
+    Parameter,
+    RawStates,
+)
+from universal.errors import CheckpointError
+from universal.expect import expect
+from universal.module_states import module_state, read_model_states
+from universal.torch_file import extent_of, load, read_scalar, tensor_of, trim_storage
+from universal.zero import OPTIMIZER
+
+PARAM_GROUPS = {"param_groups": OPTIMIZER["param_groups"]}
+
+
+def file_name(name: str) -> str:
+    """The name of a parameter or a state as part of a path, in UTF-8 whatever the locale.
+
+    Raises: CheckpointError, if it is none, or points out of the folder.
+    """
+    plain = isinstance(name, str) and name == os.path.normpath(name) and "\0" not in name
+    if plain and name not in (".", "..") and not name.startswith(("../", "/")):
+        encoded = name.encode(errors="replace")  # half of a surrogate pair
+        if encoded.decode() == name:
+            return os.fsdecode(encoded)
+    raise CheckpointError(
+        f"{name!r} is the name of a parameter or a state, and cannot be that of a file"
+    )
+
+
+def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Described:
+    """The Description of a universal checkpoint, and what was pickled.
+
+    Raises: CheckpointError, if files are missing or damaged.
+    """
+    paths = sorted(folder.glob("mp_rank_*_model_states.pt"))
+    paths = paths or sorted(folder.glob("*_model_states.pt"))
+    if not paths:
+        raise CheckpointError(
+            f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed"
+        )
+    models = [read_model_states(path) for path in paths]
+    zero = folder / "zero"
+    optimizer = expect(load(zero / "optimizer_state.pt"), dict, zero / "optimizer_state.pt")
+    param_groups = read_param_groups(zero / "optimizer_state.pt", optimizer)
+    step = read_step(zero / "optimizer_state.pt", optimizer, opened)
+    group_of = {flat: i for i, group in enumerate(param_groups) for flat in group["params"]}
+
+    def read(name, flat):
+        return read_parameter(zero / file_name(name), flat, group_of.get(flat), step, opened)
+
+    flats = {
+        name: flat
+        for model in models
+        for flat, names in enumerate(model["param_shapes"])
+        for name in names
+    }
+    parameters = dict(zip(flats, pool.map(read, flats, flats.values()), strict=True))
+    models = [model | {"module": untrained_entries(model, parameters)} for model in models]
+    description = Description(
+        folder=folder,
+        stage=None,
+        ranks=None,
+        layout=None,
+        parameters=parameters,
+        flat_names=[list(names) for names in models[0]["param_shapes"]],
+        module=module_state(models[0]),
+        optimizer=OptimizerState(param_groups, {}, {}, {}),
+        files=Files(paths[0], []),
+        problems=[],
+    )
+    return Described(description, RawStates(models, optimizer))
+
+
+def read_param_groups(path, optimizer):
+    if not optimizer.get("param_groups"):
+        optimizer = expect(optimizer, {"optimizer_state_dict": dict}, path)["optimizer_state_dict"]
+    return expect(optimizer, PARAM_GROUPS, path)["param_groups"]
+
+
+def read_step(path, optimizer, opened):
+    """{"step": the step of all}, if it is in the shard that DeepSpeed's converter leaves."""
+    if "fp32_flat_groups" not in optimizer:
+        return {}
+    expect(optimizer, {"optimizer_state_dict": OPTIMIZER}, path)
+    state = optimizer["optimizer_state_dict"]["state"].get(0, {})
+    return {"step": read_scalar(state["step"], opened)} if "step" in state else {}
+
+
+def read_parameter(folder, flat, group, scalars, opened):
+    """The Parameter whose states are the files in a folder."""
+    tensors = {}
+    masters = folder / "fp32.pt"
+    for path in [masters, *sorted(set(folder.glob("*.pt")) - {masters})]:
+        content = load(path)
+        if path.stem == "step":
+            scalars = {"step": read_scalar(content, opened)}
+        else:
+            expect(content, (tensor_of, {"param": tensor_of}), path)
+            tensors[path.stem] = tensor_of(content["param"] if type(content) is dict else content)
+    return Parameter(
+        shape=tuple(tensors["fp32"].size),
+        flat=flat,
+        group=group,
+        states={key: extent_of(tensor) for key, tensor in tensors.items()},
+        scalars=scalars,
+        cut_info={},
+    )
+
+
+def untrained_entries(model, parameters):
+    """The entries of a module that are not trained, and not a part of a frozen parameter."""
+    shapes = model.get("frozen_param_shapes") or {}
+    shared = model.get("shared_params") or {}
+    entries = {}
+    for name, value in (model["module"] or {}).items():
+        tensor = tensor_of(value)
+        partial = name in shapes and (tensor is None or tensor.size != tuple(shapes[name]))
+        if name not in parameters and name not in shared and not partial:
+            entries[name] = trim_storage(tensor) if tensor else value
+    return entries
