@@ -8,20 +8,20 @@ Trainer's checkpoint-500.
 
 Input, written by engine.save_checkpoint() on N ranks (ZeRO-1/2, then ZeRO-3):
 
-    mp_rank_00_model_states.pt                         buffers, parameter shapes, schedule, client state
-    [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   rank R's slice of the flattened fp32 weights and moments
+    mp_rank_00_model_states.pt                    buffers, shapes, schedule, client state
+    [bf16_]zero_pp_rank_R_..._optim_states.pt     rank R's slice of all weights and moments
 
     zero_pp_rank_R_mp_rank_00_model_states.pt
-    [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   rank R's slice of every single parameter
+    [bf16_]zero_pp_rank_R_..._optim_states.pt     rank R's slice of every single parameter
 
 Output, the same for every stage, so it resumes on any number of ranks and at ZeRO 1, 2 and 3:
 
-    zero/<parameter>/fp32.pt, exp_avg.pt, ...          {"param": the whole tensor in its shape, "cat_dim": 0}
-    zero/<parameter>/step.pt                           the optimizer's step count
-    zero/optimizer_state.pt                            loss scale and parameter groups, no shard
-    mp_rank_00_model_states.pt                         as in the input; `module` keeps what no optimizer holds
-    zero_pp_rank_0_mp_rank_00_model_states.pt          the same file under the name that ZeRO-3 looks for
-    ../latest_universal                                the name of the output folder
+    zero/<parameter>/fp32.pt, exp_avg.pt, ...     {"param": the whole tensor, "cat_dim": 0}
+    zero/<parameter>/step.pt                      the optimizer's step count
+    zero/optimizer_state.pt                       loss scale and parameter groups, no shard
+    mp_rank_00_model_states.pt                    as in the input, without trained parameters
+    zero_pp_rank_0_mp_rank_00_model_states.pt     the same file by the name that ZeRO-3 looks for
+    ../latest_universal                           the name of the output folder
 
 The conversion has five steps, each a function in universal/:
 
@@ -29,7 +29,7 @@ The conversion has five steps, each a function in universal/:
     describe()          checkpoint.py   which bytes of which shards make up each parameter
     write_files()       converter.py    each byte range is read once and written once
     check_all()         byte_ranges.py  what was read is compared with the CRC-32 of every record
-    publish()           publish.py      once all is on the disk, names the folder, then writes latest_universal
+    publish()           publish.py      once all is on the disk, names the folder
 
 A .pt file is a zip archive of one pickle and one stored record per tensor (torch_file.py).
 Conversion only regroups byte ranges of those records, so it works without torch, needs nothing but

@@ -149,7 +149,7 @@ def run(version, folder, stage, jobs):
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(install(version))},
+        env=os.environ | {"PYTHONPATH": f"{install(version)}{os.pathsep}{ROOT}"},
         check=True,
         timeout=300 + 100 * len(jobs),
     )

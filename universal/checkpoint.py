@@ -35,7 +35,7 @@ from universal.module_states import (
 )
 from universal.stage_0 import describe_whole, is_whole
 from universal.tensor_parallel import TensorParallel
-from universal.torch_file import Tensor, load, number_in, pickled, tensor_of, trim_storage
+from universal.torch_file import Tensor, load, number_in, tensor_of, trim_storage
 from universal.zero import (
     Shard,
     check_slice,
@@ -391,26 +391,27 @@ def modules_of_layers(folder, parameters):
 
     A name begins with the number of the layer. Each tensor-parallel rank has files of its own.
     """
+    tied = {name.split(".", 2)[2] for name in parameters if name.startswith("tied_modules.")}
     modules = {}
     for path in sorted(folder.glob("layer_*-model_states.pt")):
         layer, *ranks = path.name.removeprefix("layer_").split("-")
         module = modules.setdefault(tuple(ranks), {})
         for key, value in expect(load(path), {str: object}, path).items():
             name = f"{int(layer)}.{key}"
-            if name not in parameters:
+            if name not in parameters and key not in tied:
                 tensor = tensor_of(value)
                 module[name] = trim_storage(tensor) if tensor else value
     return list(modules.values())
 
 
 def common_entries(modules):
-    """({name: tensor} of what is the same in all modules that have it, names of the others)."""
+    """({name: value} without tensors that are not the same in all modules, names of those)."""
     contents = {}
     entries = {}
     for module in modules:
         for name, value in module.items():
             contents.setdefault(name, set()).add(content_of(value))
-            entries[name] = value
+            entries.setdefault(name, value)
     different = sorted(name for name, values in contents.items() if len(values) > 1)
     for name in different:
         del entries[name]
@@ -418,8 +419,8 @@ def common_entries(modules):
 
 
 def content_of(value):
-    """What tells whether two entries of a module hold the same: tensors, by their checksums."""
-    return without_files(value) if isinstance(value, Tensor) else pickled(value).data
+    """What tells whether two tensors hold the same: their checksums. Others are not compared."""
+    return without_files(value) if isinstance(value, Tensor) else None
 
 
 def without_files(source):

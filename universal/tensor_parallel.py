@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """How tensor-parallel ranks cut a parameter, by the checkpoint's universal_checkpoint_info.
 
-Its entries are DeepSpeed's (deepspeed/checkpoint/constants.py), most of them lists of regular
+Its entries are DeepSpeed's (deepspeed.checkpoint.constants), most of them lists of regular
 expressions that match the names of parameters. Needs only Python 3.10.
 """
 

@@ -281,8 +281,11 @@ def test_agents(tmp_path, monkeypatch, launcher, where, events, last, batch):
     """Machines of 1 rank, each with an agent of torchrun, die and come. The loss is that of one
     rank to which nothing happens. The rendezvous elsewhere is that of docs/elastic.md."""
     monkeypatch.chdir(tmp_path)
-    train = "--n_embd 32 --seq_len 16 --n_layer 1 --train_micro_batch_size_per_gpu 2 --exact --checkpoint_interval 5"
-    train = f"{train} --train_batch_size {batch} --steps {last} --checkpoint_dir {tmp_path / 'c'}".split()
+    train = (
+        "--n_embd 32 --seq_len 16 --n_layer 1 --train_micro_batch_size_per_gpu 2 --exact".split()
+    )
+    train += f"--train_batch_size {batch} --checkpoint_interval 5 --steps {last}".split()
+    train += f"--checkpoint_dir {tmp_path / 'c'}".split()
     code = re.search(r"python -c '(.*)'", (ROOT / "docs" / "elastic.md").read_text())[1]
     holder = subprocess.Popen([sys.executable, "-c", code if where else "pass"])
     where = where | ({"endpoint": str(tmp_path / "meet")} if "file" in str(where) else {})

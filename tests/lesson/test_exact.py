@@ -157,8 +157,9 @@ from universal import exact
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 for stage, linear, dtype, words in cases:
     net = torch.nn.Linear(8, 8, bias=False)
-    config = {"train_batch_size": 1, "zero_optimization": {"stage": stage, "memory_efficient_linear": linear},
-              "bf16": {"enabled": dtype == "bf16"}, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    config = {"train_batch_size": 1, "bf16": {"enabled": dtype == "bf16"},
+              "zero_optimization": {"stage": stage, "memory_efficient_linear": linear},
+              "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
     engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
     try:
         exact.install(engine)

@@ -276,7 +276,8 @@ def record(*words):
             print(*words, file=file)
 
 
-dataset = torch.utils.data.TensorDataset(torch.randn(150, 8, generator=torch.Generator().manual_seed(1)))
+rows = torch.randn(150, 8, generator=torch.Generator().manual_seed(1))
+dataset = torch.utils.data.TensorDataset(rows)
 """
 
 

@@ -91,8 +91,9 @@ def test_argument(refusal, script, ranks, arguments, words):
     assert words in refusal(script, ranks, arguments)
 
 
-CHANGES = "n_layer 3,n_head 2,n_embd 32,seq_len 16,dropout 0.2,seed 0,dtype bf16,lr 0.1,warmup_steps 9,steps 300"
-CHANGES += ",train_batch_size 128,train_micro_batch_size_per_gpu 32,data other.txt"
+CHANGES = "n_layer 3,n_head 2,n_embd 32,seq_len 16,dropout 0.2,seed 0,dtype bf16,lr 0.1"
+CHANGES += ",warmup_steps 9,steps 300,train_batch_size 128"
+CHANGES += ",train_micro_batch_size_per_gpu 32,data other.txt"
 
 
 def described(*arguments):

@@ -158,8 +158,8 @@ def live(plan, folder, ledger_path):
 
 
 def play_life(above, folder, plan):
-    """(objects of the ledger, lines that the loader has printed). Raises AssertionError where the life
-    hangs, or ends by anything but the death that was planned."""
+    """(objects of the ledger, lines that the loader has printed). Raises AssertionError where the
+    life hangs, or ends by anything but the death that was planned."""
     ledger = Path(above, "ledger")
     ledger.write_text("")
     result = launch(above, plan.ranks, live, plan, str(folder), ledger, limit=300, grace=20)

@@ -422,7 +422,7 @@ def newest_in_memory(stage):
     train(engine, 0)
     engine.save_checkpoint("disk", tag="t")
     train(engine, 1)
-    mirrored({"step": 2})
+    mirrored.save({"step": 2})
     os.close(mirrored.lock)
     save_truth(snapshot(engine))
     if dist.get_rank() == 0:
