@@ -319,6 +319,8 @@ def describe_zero(folder, shards, pool, opened):
     if different:
         text = f"{folder}: {', '.join(different)} is in no optimizer, and not the same on all"
         problems.append(Problem(True, f"{text} tensor-parallel ranks"))
+    if first.model["module"] is None and not module:
+        module = None  # as DeepSpeed has it, where files of layers hold all
     models = [first.model | {"module": module}, *(rank.model for rank in ranks[1:])]
     used = {path.name for rank in ranks for path in rank.files}
     rank_dependent = {key: why for rank in ranks for key, why in rank.rank_dependent.items()}
