@@ -242,7 +242,3 @@ def same(a, b):
         return False
     a, b = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
     return torch.equal(a, b)
-
-
-# As they were called before.
-held, keep, cut, Odd, KINDS = snapshot, save_truth, split_groups, ExtraState, RARE_DTYPES
