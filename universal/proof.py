@@ -38,7 +38,7 @@ STEPS = 10
 # By how much a loss may differ from rounding alone, by the dtype of matrix products: as a share of
 # the loss, or of 1, if that is more.
 ROUNDING = {"float64": 1e-5, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
-NORM_ROUNDING = 100  # times as much of the gradient norm
+NORM_ROUNDING = 10  # times as much of the gradient norm
 LOSS = "the loss"
 GRAD_NORM = "the gradient norm"
 
@@ -50,13 +50,14 @@ GRAD_NORM = "the gradient norm"
 class Row(NamedTuple):
     """What is written down of a step. samples, loss, grad_norm: None where they were not seen.
 
-    dtype: of matrix products. samples: their digest. rates: of the parameter groups.
+    dtype: of matrix products. samples: the mean of their hashes, which no order of them, no cut
+    into micro-batches, and no rank that gets the same changes. rates: of the parameter groups.
     """
 
     step: int
     ranks: int
     dtype: str
-    samples: str | None
+    samples: float | None
     loss_scale: float
     loss: float | None
     grad_norm: float | None
@@ -134,10 +135,9 @@ def scrambled(numbers):
     return numbers ^ (numbers >> 29)
 
 
-def digest(samples, mask=None):
-    """The sum of a hash of every row of a tensor [B, ...]; an int64 on its device.
+def hashes(samples, mask=None):
+    """[B]: a number below 2**32 for each row of a tensor [B, ...]; zeros at its end change nothing.
 
-    No order of the rows, and no cut into micro-batches, changes it, nor do zeros at a row's end.
     mask: 0 for padding, which follows the micro-batch, if it has the shape of the samples [B, T].
     """
     rows = samples.detach().contiguous().reshape(len(samples), -1)
@@ -146,7 +146,7 @@ def digest(samples, mask=None):
     places = torch.arange(1, numbers.size(1) + 1, device=rows.device)
     if mask is not None and mask.shape == numbers.shape:
         places = mask.long().cumsum(1) * mask.bool()
-    return scrambled((numbers * scrambled(places)).sum(1)).sum()
+    return scrambled((numbers * scrambled(places)).sum(1)) & 0xFFFFFFFF
 
 
 def generator_states():
@@ -207,9 +207,9 @@ class Comparison:
         if now.step > min(self.rows):
             cause = f"step {now.step - 1} has updated the weights in another way"
         elif name == GRAD_NORM and LOSS in self.gaps:
-            cause = "the backward pass is another, as the loss is the same"
+            cause = "another backward pass: the loss is the same"
         elif not self.draws:
-            cause = "weights or buffers are others, as no random numbers were drawn"
+            cause = "other weights or buffers: no random numbers were drawn"
         elif before.ranks == now.ranks:
             cause = "it is the dropout"
         else:
@@ -251,11 +251,9 @@ class Proof:
         self.begin_step()
 
     def begin_step(self):
-        """Nothing has been seen of it. outputs: of the model, that may be losses."""
-        self.sums = torch.zeros(10, dtype=torch.float64, device=self.engine.device)
-        sums = self.sums[:6].unbind()
-        self.loss, self.losses, self.output, self.outputs, self.norm, self.inputs = sums
-        self.digits = self.sums[6:]  # of the samples' digest, 16 bits each
+        """Each number's sum is 0, and they are 0. output: of the model, which may be a loss."""
+        self.sums = torch.zeros(4, 2, dtype=torch.float64, device=self.engine.device)
+        self.loss, self.output, self.norm, self.samples = self.sums  # views
 
     def follow_save(self, folder, step):
         file = NextSteps(folder, step + 1, self.last_step)
@@ -272,30 +270,32 @@ class Proof:
 
     def see_inputs(self, arguments):
         self.settings["dtype"] = self.engine.matrix_dtype()
-        if self.engine.is_first_to_see_samples():
-            tensors = [pair for pair in tensors_in(arguments) if pair[1].dim()]
+        tensors = [pair for pair in tensors_in(arguments) if pair[1].dim()]
+        if tensors and self.engine.sees_samples():
             masks = [tensor for name, tensor in tensors if name == "attention_mask"]
-            shifts = torch.arange(0, 64, 16, device=self.engine.device)
-            self.digits += digest(tensors[0][1], *masks[:1]) >> shifts & 0xFFFF
-            self.inputs += 1
+            rows = hashes(tensors[0][1], *masks[:1])
+            self.samples[0] += rows.sum()
+            self.samples[1] += len(rows)
 
     def see_output(self, output):
         """A model may return its loss, of which backward() is called directly."""
         for _, tensor in list(tensors_in(output))[:1]:
             if tensor.numel() == 1 and tensor.requires_grad:
-                self.output += tensor.detach().squeeze()
-                self.outputs += 1
+                self.output[0] += tensor.detach().squeeze()
+                self.output[1] += 1
 
     def see_loss(self, loss, is_share):
         """is_share: the losses of a step add up to their mean, as their caller has divided them."""
-        self.loss += loss.detach()
-        self.losses.copy_(1 if is_share else self.losses + 1)
+        self.loss[0] += loss.detach()
+        self.loss[1] = 1 if is_share else self.loss[1] + 1
 
     def end_step(self, step):
         """Add up what all ranks have seen. Rank 0 has the row."""
         try:
             norm = self.engine.grad_norm()
-            self.norm += math.nan if norm is None else norm
+            if norm is not None:
+                self.norm[0] += norm
+                self.norm[1] += 1
         finally:
             dist.all_reduce(self.sums, group=self.engine.stepping_group())
         if dist.get_rank() == 0:
@@ -307,19 +307,14 @@ class Proof:
             self.files = [file for file in self.files if file.end > step]
 
     def row(self, step):
-        loss, losses, output, outputs, norm, inputs, *digits = self.sums.tolist()
-        samples = None
-        if inputs > 0 and self.engine.sees_whole_samples():
-            total = sum(int(digit) << 16 * i for i, digit in enumerate(digits))
-            samples = f"{total % 2**64:016x}"
-        if not losses:
-            loss, losses = output, outputs
+        means = [total / count if count else None for total, count in self.sums.tolist()]
+        loss, output, norm, samples = means
         return Row(
             step=step,
             ranks=dist.get_world_size(),
             samples=samples,
-            loss=loss / losses if losses else None,
-            grad_norm=None if math.isnan(norm) else norm / self.engine.stepping_ranks,
+            loss=output if loss is None else loss,
+            grad_norm=norm,
             **self.settings,
         )
 
@@ -393,10 +388,8 @@ def forward(method, engine, *inputs, **named):
     trains = engine.module.training and torch.is_grad_enabled()
     if not proof or not trains or torch.compiler.is_compiling():
         return method(engine, *inputs, **named)
-    try:
+    with contextlib.suppress(Exception):  # a sparse tensor has no hash, say
         proof.see_inputs([*inputs, named])
-    except Exception:  # there is no tensor, or it is sparse
-        proof.inputs.fill_(math.nan)
     generators = generator_states()
     output = method(engine, *inputs, **named)
     with harmless(engine):
