@@ -172,10 +172,10 @@ class Comparison:
         self.draws = False
         self.gaps = {}
 
-    def goes_on(self, now):
-        """Compare a step: say what differs by more than rounding, or at the end that nothing does.
+    def differs(self, now):
+        """Say which number of a step differs by more than rounding, or at the last that none does.
 
-        Returns: whether there are more steps to compare.
+        Returns: whether one does.
         """
         before = self.rows[now.step]
         trained = f"trained before on {before.ranks} ranks"
@@ -185,13 +185,15 @@ class Comparison:
                 kind, cause = self.explain(name, before, now)
                 numbers = f"{name} was {number_before:.7g}, and is {number:.7g}"
                 say(f"{kind}: step {now.step}, {trained}: {numbers}{cause}")
-                return False  # one warning, not ten
+                return True
         name = LOSS if LOSS in self.gaps else GRAD_NORM
         if now.step == max(self.rows) and name in self.gaps:
             gap = f"{self.gaps[name]:.1e}".replace("0.0e+00", "0")
             steps = f"steps {min(self.rows)} to {now.step}"
+            if len(self.rows) == 1:
+                steps = f"step {now.step}"
             say(f"{steps}, {trained}, now on {now.ranks}: {name} differs by at most {gap}")
-        return now.step < max(self.rows)
+        return False
 
     def explain(self, name, before, now):
         """What a difference points to. Returns: "WARNING" or "NOTE"; the words."""
@@ -300,8 +302,9 @@ class Proof:
             dist.all_reduce(self.sums, group=self.engine.stepping_group())
         if dist.get_rank() == 0:
             row = self.row(step)
-            if self.comparison and not self.comparison.goes_on(row):
-                self.comparison = None
+            if self.comparison and step in self.comparison.rows and self.comparison.differs(row):
+                self.comparison = None  # one warning, not ten
+                self.files = [file for file in self.files if file.begin <= step]  # not the loaded
             for file in self.files:
                 file.add(row)
             self.files = [file for file in self.files if file.end > step]

@@ -1,15 +1,14 @@
 """The engines of random_engines.py, saved after two steps and trained for ten more, then loaded and
-trained again: proof_random.py save SEED..., then proof_random.py load SEED... The file `said.0` of
-a seed gets the lines about steps that were trained before."""
+trained again: lines_of(seeds, folder)."""
 
 import contextlib
 import io
-import sys
+import re
 from pathlib import Path
 
 import torch.distributed as dist
 from helpers import run_all
-from random_engines import make_it, plan
+from random_engines import WIDTH, engine_of, plan
 from toy import begin, in_turn, train
 
 import universal
@@ -17,47 +16,48 @@ import universal
 SAVED = 2
 
 
-def steps(engine, numbers):
-    for step in numbers:
-        train(engine, step, width=5)
+def train_ten_steps(engine):
+    for step in range(SAVED, SAVED + 10):
+        train(engine, step, width=WIDTH)
 
 
-def save(job):
-    engine = make_it(job, 0, seed=1)
-    steps(engine, range(SAVED))
+def save(plan):
+    engine = engine_of(plan, plan.saved, seed=1)
+    for step in range(SAVED):
+        train(engine, step, width=WIDTH)
     engine.save_checkpoint(".", tag="t")
-    steps(engine, range(SAVED, SAVED + 10))
-    if dist.get_rank() == 0 and job["universal"]:
+    train_ten_steps(engine)
+    if plan.converted and dist.get_rank() == 0:
         with contextlib.suppress(universal.CheckpointError):  # some optimizers are not converted
             universal.convert("t", "t_universal")
 
 
-def load(job):
-    engine = make_it(job, 1, seed=2)
+def load(plan):
+    engine = engine_of(plan, plan.loaded, seed=2)
     converted = Path("t_universal").exists()
-    dist.barrier()
     engine.load_checkpoint(".", tag="t_universal" if converted else "t")
-    steps(engine, range(SAVED, SAVED + 10))
+    train_ten_steps(engine)
 
 
-def play(phase, seed):
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        {"save": save, "load": load}[phase](plan(int(seed)))
-    lines = [line for line in said.getvalue().splitlines() if "trained before" in line]
-    Path(f"said.{dist.get_rank()}").write_text("\n".join(lines))
+def play(phase, *seeds):
+    """What every rank does."""
 
+    def play_engine(seed):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            {"save": save, "load": load}[phase](plan(int(seed)))
+        lines = re.findall("^.*trained before.*$", output.getvalue(), re.M)
+        Path(f"lines.{dist.get_rank()}").write_text("\n".join(lines))
 
-def play_all(seeds, folder):
-    """{seed: what rank 0 says of the steps that are trained again}."""
-    for side, phase in enumerate(("save", "load")):
-        for ranks in (1, 2, 3, 4):
-            names = [str(seed) for seed in seeds if plan(seed)["ranks"][side] == ranks]
-            assert not run_all(folder, ranks, Path(__file__), phase, names=names)
-    return {seed: Path(folder, str(seed), "said.0").read_text() for seed in seeds}
-
-
-if __name__ == "__main__":
     begin()
     universal.install()
-    phase, *seeds = sys.argv[1:]
-    in_turn(seeds, lambda seed: play(phase, seed))
+    in_turn(seeds, play_engine)
+
+
+def lines_of(seeds, folder):
+    """{seed: what rank 0 says of the steps that are trained again}."""
+    plans = {str(seed): plan(seed) for seed in seeds}
+    for phase, side in (("save", "saved"), ("load", "loaded")):
+        for ranks in (1, 2, 3, 4):
+            names = [name for name in plans if getattr(plans[name], side).ranks == ranks]
+            assert not run_all(folder, ranks, play, phase, names=names)
+    return {int(name): Path(folder, name, "lines.0").read_text() for name in plans}
