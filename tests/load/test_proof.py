@@ -7,12 +7,14 @@ from pathlib import Path
 
 import lives
 import pytest
+import torch
 import torch.distributed as dist
 from proof_engines import FAULTS, KINDS, SAVED, play
 from proof_files import STORIES, play_stories
 from proof_random import lines_of
 
 from measure.ranks import run
+from universal.proof import hashes
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +103,25 @@ def test_story(story_lines, story):
     assert len(story_lines[story]) == len(says), story_lines[story]
     for line, words in zip(story_lines[story], says, strict=True):
         assert words in line
+
+
+def test_a_hash_sees_a_sample_and_not_its_place():
+    samples = torch.randint(1, 100, (6, 5), generator=torch.Generator().manual_seed(0))
+    whole = hashes(samples)
+    assert len(set(whole.tolist())) == 6
+    assert torch.equal(whole, torch.cat([hashes(part) for part in samples.split(2)]))
+    assert torch.equal(whole, hashes(torch.nn.functional.pad(samples, (0, 3))))
+    assert not (whole == hashes(samples.flip(1))).any()
+    for padding in ((3, 0), (0, 3)):
+        mask = torch.nn.functional.pad(torch.ones_like(samples), padding)
+        padded = torch.nn.functional.pad(samples, padding, value=7)
+        assert torch.equal(whole, hashes(padded, mask))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "float16", "bfloat16", "float64", "complex128"])
+def test_a_hash_takes_any_dtype(dtype):
+    samples = torch.eye(4).to(getattr(torch, dtype))
+    assert len(set(hashes(samples[:, None].expand(4, 2, 4)).tolist())) == 4
 
 
 @pytest.mark.slow
