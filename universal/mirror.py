@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from universal.checkpoint import describe
 from universal.errors import CheckpointError, about
+from universal.proof import after_save
 from universal.tags import first_models, named_by_latest
 from universal.torch_file import load
 
@@ -132,6 +133,7 @@ class Mirror:
         for path in files:
             path.rename(slot / path.name)
         exchange(slot, transfers, self.group)
+        after_save(self.engine, slot)
         self.remove_others(slot.name)
 
     def remove_others(self, kept: str) -> None:

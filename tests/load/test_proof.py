@@ -80,6 +80,7 @@ SAYS = {
     "another_rate_on_purpose": ["WARNING: step 3, trained before on 2 ranks: the learning rate"],
     "saved_again_under_its_name": ["step 6, trained before"],
     "elastic_save": ["steps 3 to 4, trained before"],
+    "mirrored": ["steps 3 to 4, trained before"],
     "full_disk": ["the next steps are not proved: OSError: [Errno 28] No space left on device"],
     "no_folder": ["the next steps are not proved: FileNotFoundError: [Errno 2]"],
     "converted": ["steps 3 to 5, trained before"],

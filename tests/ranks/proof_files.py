@@ -15,6 +15,7 @@ from toy import begin, in_turn
 
 import universal
 from universal import elastic, proof
+from universal.mirror import Mirror
 
 STORIES = {}
 KIND = Kind()
@@ -154,6 +155,19 @@ def elastic_save():
     train_more(engine, 2)
     assert steps_in("global_step2/next_steps.csv") == [3, 4]
     resume(2, tag="global_step2")
+
+
+@story
+def mirrored():
+    """The copy in memory has the file, too."""
+    engine = saved_engine()
+    with contextlib.redirect_stdout(io.StringIO()):
+        Path("memory").mkdir(exist_ok=True)
+        Mirror(engine, "memory").save({})
+    train_more(engine, 2)
+    (slot,) = Path("memory").glob("step*")
+    assert steps_in(slot / "next_steps.csv") == [3, 4]
+    resume(2, tag=str(slot))
 
 
 @story
