@@ -253,9 +253,13 @@ class Proof:
         self.begin_step()
 
     def begin_step(self):
-        """Each number's sum is 0, and they are 0. output: of the model, which may be a loss."""
-        self.sums = torch.zeros(4, 2, dtype=torch.float64, device=self.engine.device)
-        self.loss, self.output, self.norm, self.samples = self.sums  # views
+        """Nothing has been seen of it: sums are 0, of 0 numbers. output: that may be a loss."""
+        self.sums = torch.zeros(4, dtype=torch.float64, device=self.engine.device)
+        self.counts = dict.fromkeys(("loss", "output", "norm", "samples"), 0)
+
+    def add(self, kind, total, count=1):
+        self.sums[list(self.counts).index(kind)] += total
+        self.counts[kind] += count
 
     def follow_save(self, folder, step):
         file = NextSteps(folder, step + 1, self.last_step)
@@ -276,29 +280,27 @@ class Proof:
         if tensors and self.engine.sees_samples():
             masks = [tensor for name, tensor in tensors if name == "attention_mask"]
             rows = hashes(tensors[0][1], *masks[:1])
-            self.samples[0] += rows.sum()
-            self.samples[1] += len(rows)
+            self.add("samples", rows.sum(), len(rows))
 
     def see_output(self, output):
         """A model may return its loss, of which backward() is called directly."""
         for _, tensor in list(tensors_in(output))[:1]:
             if tensor.numel() == 1 and tensor.requires_grad:
-                self.output[0] += tensor.detach().squeeze()
-                self.output[1] += 1
+                self.add("output", tensor.detach().squeeze())
 
     def see_loss(self, loss, is_share):
         """is_share: the losses of a step add up to their mean, as their caller has divided them."""
-        self.loss[0] += loss.detach()
-        self.loss[1] = 1 if is_share else self.loss[1] + 1
+        self.add("loss", loss.detach(), 0 if is_share and self.counts["loss"] else 1)
 
     def end_step(self, step):
         """Add up what all ranks have seen. Rank 0 has the row."""
         try:
             norm = self.engine.grad_norm()
             if norm is not None:
-                self.norm[0] += norm
-                self.norm[1] += 1
+                self.add("norm", norm)
         finally:
+            counts = torch.tensor([*self.counts.values()]).to(self.sums)
+            self.sums = torch.stack([self.sums, counts], dim=1)
             dist.all_reduce(self.sums, group=self.engine.stepping_group())
         if dist.get_rank() == 0:
             row = self.row(step)
@@ -393,11 +395,11 @@ def forward(method, engine, *inputs, **named):
         return method(engine, *inputs, **named)
     with contextlib.suppress(Exception):  # a sparse tensor has no hash, say
         proof.see_inputs([*inputs, named])
-    generators = generator_states()
+    generators = generator_states() if proof.comparison else None
     output = method(engine, *inputs, **named)
     with harmless(engine):
         proof.see_output(output)
-        if proof.comparison:
+        if generators is not None:
             proof.comparison.draws |= not torch.equal(generators, generator_states())
     return output
 
