@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from universal.checkpoint import describe
 from universal.errors import CheckpointError
+from universal.proof import after_save
 from universal.tags import named_by_latest, rank_0_model_states, step_of
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ class Mirror:
         for path in files:
             path.rename(slot / path.name)
         exchange(slot, transfers, self.group)
+        after_save(self.engine, slot)
         self.remove_others(slot.name)
 
     def remove_others(self, kept: str) -> None:

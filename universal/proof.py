@@ -38,7 +38,7 @@ STEPS = 10
 # By how much a loss may differ from rounding alone, by the dtype of matrix products: as a share of
 # the loss, or of 1, if that is more.
 ROUNDING = {"float64": 1e-5, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
-NORM_ROUNDING = 100  # times as much of the gradient norm
+NORM_ROUNDING = 10  # times as much of the gradient norm
 LOSS = "the loss"
 GRAD_NORM = "the gradient norm"
 
@@ -50,13 +50,14 @@ GRAD_NORM = "the gradient norm"
 class Row(NamedTuple):
     """What is written down of a step. samples, loss, grad_norm: None where they were not seen.
 
-    dtype: of matrix products. samples: their digest. rates: of the parameter groups.
+    dtype: of matrix products. samples: the mean of their hashes, which no order of them, no cut
+    into micro-batches, and no rank that gets the same changes. rates: of the parameter groups.
     """
 
     step: int
     ranks: int
     dtype: str
-    samples: str | None
+    samples: float | None
     loss_scale: float
     loss: float | None
     grad_norm: float | None
@@ -134,10 +135,9 @@ def scrambled(numbers):
     return numbers ^ (numbers >> 29)
 
 
-def digest(samples, mask=None):
-    """The sum of a hash of every row of a tensor [B, ...]; an int64 on its device.
+def hashes(samples, mask=None):
+    """[B]: a number below 2**32 for each row of a tensor [B, ...]; zeros at its end change nothing.
 
-    No order of the rows, and no cut into micro-batches, changes it, nor do zeros at a row's end.
     mask: 0 for padding, which follows the micro-batch, if it has the shape of the samples [B, T].
     """
     rows = samples.detach().contiguous().reshape(len(samples), -1)
@@ -146,7 +146,7 @@ def digest(samples, mask=None):
     places = torch.arange(1, numbers.size(1) + 1, device=rows.device)
     if mask is not None and mask.shape == numbers.shape:
         places = mask.long().cumsum(1) * mask.bool()
-    return scrambled((numbers * scrambled(places)).sum(1)).sum()
+    return scrambled((numbers * scrambled(places)).sum(1)) & 0xFFFFFFFF
 
 
 def generator_states():
@@ -172,10 +172,10 @@ class Comparison:
         self.draws = False
         self.gaps = {}
 
-    def goes_on(self, now):
-        """Compare a step: say what differs by more than rounding, or at the end that nothing does.
+    def differs(self, now):
+        """Say which number of a step differs by more than rounding, or at the last that none does.
 
-        Returns: whether there are more steps to compare.
+        Returns: whether one does.
         """
         before = self.rows[now.step]
         trained = f"trained before on {before.ranks} ranks"
@@ -185,13 +185,15 @@ class Comparison:
                 kind, cause = self.explain(name, before, now)
                 numbers = f"{name} was {number_before:.7g}, and is {number:.7g}"
                 say(f"{kind}: step {now.step}, {trained}: {numbers}{cause}")
-                return False  # one warning, not ten
+                return True
         name = LOSS if LOSS in self.gaps else GRAD_NORM
         if now.step == max(self.rows) and name in self.gaps:
             gap = f"{self.gaps[name]:.1e}".replace("0.0e+00", "0")
             steps = f"steps {min(self.rows)} to {now.step}"
+            if len(self.rows) == 1:
+                steps = f"step {now.step}"
             say(f"{steps}, {trained}, now on {now.ranks}: {name} differs by at most {gap}")
-        return now.step < max(self.rows)
+        return False
 
     def explain(self, name, before, now):
         """What a difference points to. Returns: "WARNING" or "NOTE"; the words."""
@@ -207,9 +209,9 @@ class Comparison:
         if now.step > min(self.rows):
             cause = f"step {now.step - 1} has updated the weights in another way"
         elif name == GRAD_NORM and LOSS in self.gaps:
-            cause = "the backward pass is another, as the loss is the same"
+            cause = "another backward pass: the loss is the same"
         elif not self.draws:
-            cause = "weights or buffers are others, as no random numbers were drawn"
+            cause = "other weights or buffers: no random numbers were drawn"
         elif before.ranks == now.ranks:
             cause = "it is the dropout"
         else:
@@ -251,11 +253,13 @@ class Proof:
         self.begin_step()
 
     def begin_step(self):
-        """Nothing has been seen of it. outputs: of the model, that may be losses."""
-        self.sums = torch.zeros(10, dtype=torch.float64, device=self.engine.device)
-        sums = self.sums[:6].unbind()
-        self.loss, self.losses, self.output, self.outputs, self.norm, self.inputs = sums
-        self.digits = self.sums[6:]  # of the samples' digest, 16 bits each
+        """Nothing has been seen of it: sums are 0, of 0 numbers. output: that may be a loss."""
+        self.sums = torch.zeros(4, dtype=torch.float64, device=self.engine.device)
+        self.counts = dict.fromkeys(("loss", "output", "norm", "samples"), 0)
+
+    def add(self, kind, total, count=1):
+        self.sums[list(self.counts).index(kind)] += total
+        self.counts[kind] += count
 
     def follow_save(self, folder, step):
         file = NextSteps(folder, step + 1, self.last_step)
@@ -272,54 +276,50 @@ class Proof:
 
     def see_inputs(self, arguments):
         self.settings["dtype"] = self.engine.matrix_dtype()
-        if self.engine.is_first_to_see_samples():
-            tensors = [pair for pair in tensors_in(arguments) if pair[1].dim()]
+        tensors = [pair for pair in tensors_in(arguments) if pair[1].dim()]
+        if tensors and self.engine.sees_samples():
             masks = [tensor for name, tensor in tensors if name == "attention_mask"]
-            shifts = torch.arange(0, 64, 16, device=self.engine.device)
-            self.digits += digest(tensors[0][1], *masks[:1]) >> shifts & 0xFFFF
-            self.inputs += 1
+            rows = hashes(tensors[0][1], *masks[:1])
+            self.add("samples", rows.sum(), len(rows))
 
     def see_output(self, output):
         """A model may return its loss, of which backward() is called directly."""
         for _, tensor in list(tensors_in(output))[:1]:
             if tensor.numel() == 1 and tensor.requires_grad:
-                self.output += tensor.detach().squeeze()
-                self.outputs += 1
+                self.add("output", tensor.detach().squeeze())
 
     def see_loss(self, loss, is_share):
         """is_share: the losses of a step add up to their mean, as their caller has divided them."""
-        self.loss += loss.detach()
-        self.losses.copy_(1 if is_share else self.losses + 1)
+        self.add("loss", loss.detach(), 0 if is_share and self.counts["loss"] else 1)
 
     def end_step(self, step):
         """Add up what all ranks have seen. Rank 0 has the row."""
         try:
             norm = self.engine.grad_norm()
-            self.norm += math.nan if norm is None else norm
+            if norm is not None:
+                self.add("norm", norm)
         finally:
+            counts = torch.tensor([*self.counts.values()]).to(self.sums)
+            self.sums = torch.stack([self.sums, counts], dim=1)
             dist.all_reduce(self.sums, group=self.engine.stepping_group())
         if dist.get_rank() == 0:
             row = self.row(step)
-            if self.comparison and not self.comparison.goes_on(row):
-                self.comparison = None
+            if self.comparison and step in self.comparison.rows and self.comparison.differs(row):
+                self.comparison = None  # one warning, not ten
+                self.files = [file for file in self.files if file.begin <= step]  # not the loaded
             for file in self.files:
                 file.add(row)
             self.files = [file for file in self.files if file.end > step]
 
     def row(self, step):
-        loss, losses, output, outputs, norm, inputs, *digits = self.sums.tolist()
-        samples = None
-        if inputs > 0 and self.engine.sees_whole_samples():
-            total = sum(int(digit) << 16 * i for i, digit in enumerate(digits))
-            samples = f"{total % 2**64:016x}"
-        if not losses:
-            loss, losses = output, outputs
+        means = [total / count if count else None for total, count in self.sums.tolist()]
+        loss, output, norm, samples = means
         return Row(
             step=step,
             ranks=dist.get_world_size(),
             samples=samples,
-            loss=loss / losses if losses else None,
-            grad_norm=None if math.isnan(norm) else norm / self.engine.stepping_ranks,
+            loss=output if loss is None else loss,
+            grad_norm=norm,
             **self.settings,
         )
 
@@ -393,15 +393,13 @@ def forward(method, engine, *inputs, **named):
     trains = engine.module.training and torch.is_grad_enabled()
     if not proof or not trains or torch.compiler.is_compiling():
         return method(engine, *inputs, **named)
-    try:
+    with contextlib.suppress(Exception):  # a sparse tensor has no hash, say
         proof.see_inputs([*inputs, named])
-    except Exception:  # there is no tensor, or it is sparse
-        proof.inputs.fill_(math.nan)
-    generators = generator_states()
+    generators = generator_states() if proof.comparison else None
     output = method(engine, *inputs, **named)
     with harmless(engine):
         proof.see_output(output)
-        if proof.comparison:
+        if generators is not None:
             proof.comparison.draws |= not torch.equal(generators, generator_states())
     return output
 

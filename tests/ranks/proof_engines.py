@@ -1,24 +1,27 @@
-"""Engines that save, train ten steps more, and are trained again from that save, with a fault or
-without: proof_engines.py first MODEL..., then proof_engines.py again FAULT...
+"""Engines that save, train some steps more, and are trained again from that save, with a fault or
+without: play("first", KIND...), then play("again", FAULT...).
 
 FAULTS says what each fault changes after the load, and what the proof must say of it.
 """
 
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-import deepspeed
 import torch
 import torch.distributed as dist
+from helpers import fp16_is
 from torch import nn
 from toy import begin, in_turn, make
 
 import universal
-from universal import proof
 
 SAVED = 2  # the step of the save
 WIDTH = 6
+BATCH = 12
+
+
+# --------------------------------------------------------------------------------------------------
+# 1. a model, its samples, and the ways to train it
 
 
 class Model(nn.Module):
@@ -30,8 +33,14 @@ class Model(nn.Module):
         self.second = nn.Linear(8, 1)
         self.register_buffer("shift", torch.ones(1))
 
-    def forward(self, x):
-        hidden = self.first(x + self.frozen(x)).tanh()
+    def forward(self, samples, attention_mask=None):
+        if isinstance(samples, dict):
+            samples = samples["samples"]
+        samples = torch.as_tensor(samples, dtype=self.first.weight.dtype)
+        if attention_mask is not None:  # the mean of a sample is that of its own part
+            samples = samples * attention_mask / attention_mask.sum(1, keepdim=True)
+            samples = nn.functional.pad(samples, (0, WIDTH - samples.size(1)))
+        hidden = self.first(samples + self.frozen(samples)).tanh()
         return (self.second(self.dropout(hidden)) - self.shift).pow(2).mean()
 
 
@@ -40,78 +49,12 @@ def two_groups(parameters):
     return torch.optim.AdamW(groups, lr=0.01)
 
 
-class Kind(NamedTuple):
-    """Of an engine."""
-
-    stage: int = 1
-    dropout: float = 0.0
-    dtype: str = "fp32"
-
-
-KINDS = {
-    "plain": Kind(),
-    "stage3": Kind(stage=3),
-    "dropout": Kind(stage=2, dropout=0.5),
-    "bf16": Kind(stage=2, dtype="bf16"),
-}
-
-
-def engine_of(kind: Kind, seed: int) -> deepspeed.DeepSpeedEngine:
-    precision = {} if kind.dtype == "fp32" else {kind.dtype: {"enabled": True}}
-    return make(
-        kind.stage, lambda: Model(kind.dropout), two_groups, seed, batch=12, clip=1.0, **precision
-    )
-
-
 def micro_batches(engine, step):
-    """This rank's, of 12 samples that belong to the step."""
+    """This rank's, of the samples that belong to the step."""
     generator = torch.Generator().manual_seed(step)
-    samples = torch.randn(12, 1, WIDTH, generator=generator)
-    return samples.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def train(engine, steps, batches=micro_batches):
-    for step in steps:
-        for x in batches(engine, step):
-            loss = engine(x.to(next(engine.module.parameters()).dtype))
-            engine.backward(loss)
-            engine.step()
-
-
-# --------------------------------------------------------------------------------------------------
-# faults
-
-
-def states_of(engine):
-    return engine.optimizer.optimizer.state.values()
-
-
-def scale_states(key, factor):
-    def change(engine):
-        for state in states_of(engine):
-            state[key].mul_(factor)
-
-    return change
-
-
-def forget_steps(engine):
-    list(states_of(engine))[1]["step"].fill_(0)
-
-
-def other_rate(engine):
-    engine.optimizer.param_groups[1]["lr"] *= 1.5
-
-
-def other_decay(engine):
-    engine.optimizer.param_groups[0]["weight_decay"] = 0.0
-
-
-def other_frozen(engine):
-    engine.module.frozen.weight.data.mul_(1.001)
-
-
-def other_buffer(engine):
-    engine.module.shift += 1e-3
+    samples = torch.randn(BATCH, WIDTH, generator=generator)
+    share = samples.chunk(dist.get_world_size())[dist.get_rank()]
+    return share.split(engine.train_micro_batch_size_per_gpu())
 
 
 def other_samples(engine, step):
@@ -119,62 +62,227 @@ def other_samples(engine, step):
 
 
 def same_samples_on_each_rank(engine, step):
-    return torch.randn(12, 1, WIDTH, generator=torch.Generator().manual_seed(step)).chunk(
-        dist.get_world_size()
-    )[0]
+    generator = torch.Generator().manual_seed(step)
+    samples = torch.randn(BATCH, WIDTH, generator=generator)
+    return samples.split(engine.train_micro_batch_size_per_gpu())[
+        : engine.gradient_accumulation_steps()
+    ]
+
+
+def usual(engine, samples):
+    engine.backward(engine(samples))
+
+
+def share_of_loss(engine, samples):
+    """As accelerate and Trainer do."""
+    loss = engine(samples) / engine.gradient_accumulation_steps()
+    engine.backward(loss, scale_wrt_gas=False)
+
+
+def loss_backward(engine, samples):
+    engine(samples).backward()
+
+
+def two_losses(engine, samples):
+    """ZeRO would reduce the gradients of the first twice."""
+    loss = engine(samples)
+    with engine.no_sync():
+        engine.backward(loss, retain_graph=True)
+    engine.backward(loss * 0.5)
+
+
+def dictionary(engine, samples):
+    engine.backward(engine({"samples": samples}))
+
+
+def named(engine, samples):
+    engine.backward(engine(samples=samples))
+
+
+def no_tensor(engine, samples):
+    engine.backward(engine(samples.tolist()))
+
+
+def evaluated(engine, samples):
+    engine.eval()
+    engine(samples + 1)
+    engine.train()
+    with torch.no_grad():
+        engine(samples + 2)
+    engine.backward(engine(samples))
+
+
+def padded(engine, samples):
+    """To the longest of the micro-batch."""
+    lengths = 2 + (samples[:, 0] * 100).long() % (WIDTH - 2)
+    mask = torch.arange(lengths.max()) < lengths[:, None]
+    samples = samples[:, : lengths.max()].where(mask, torch.tensor(7.0))
+    engine.backward(engine(samples, attention_mask=mask.long()))
+
+
+def sparse(engine, samples):
+    engine.backward(engine(samples.to_sparse()))
+
+
+class Kind(NamedTuple):
+    """Of an engine, and of its training. steps: after the save. micro: samples of a micro-batch, at
+    first and again."""
+
+    train: Callable = usual
+    stage: int = 1
+    dropout: float = 0.0
+    dtype: str = "fp32"
+    steps: int = 3
+    micro: tuple[int, int] = (1, 1)
+
+
+KINDS = {
+    "plain": Kind(steps=12),
+    "stage3": Kind(stage=3),
+    "dropout": Kind(stage=2, dropout=0.5),
+    "bf16": Kind(stage=2, dtype="bf16"),
+    "fp16": Kind(stage=2, dtype="fp16"),
+    "share_of_loss": Kind(share_of_loss, stage=2),
+    "loss_backward": Kind(loss_backward),
+    "two_losses": Kind(two_losses),
+    "dictionary": Kind(dictionary),
+    "named": Kind(named),
+    "no_tensor": Kind(no_tensor),
+    "evaluated": Kind(evaluated),
+    "padded": Kind(padded, micro=(1, 3)),
+}
+
+
+def engine_of(kind, micro, seed):
+    precision = {} if kind.dtype == "fp32" else {kind.dtype: {"enabled": True}}
+    return make(
+        kind.stage,
+        lambda: Model(kind.dropout),
+        two_groups,
+        seed,
+        batch=BATCH,
+        micro=micro,
+        clip=1.0,
+        **precision,
+    )
+
+
+def train(engine, kind, steps, batches=micro_batches):
+    for step in steps:
+        for samples in batches(engine, step):
+            kind.train(engine, samples)
+            engine.step()
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. faults
+
+
+def states_of(engine):
+    return list(engine.optimizer.optimizer.state.values())
+
+
+def no_fault(engine):
+    pass
+
+
+def no_momentum(engine):
+    for state in states_of(engine):
+        state["exp_avg"].zero_()
+
+
+def doubled_variance(engine):
+    for state in states_of(engine):
+        state["exp_avg_sq"].mul_(2)
+
+
+def forgotten_steps(engine):
+    states_of(engine)[1]["step"].fill_(0)
+
+
+def other_rate(engine):
+    engine.optimizer.param_groups[1]["lr"] *= 1.5
+
+
+def no_decay(engine):
+    engine.optimizer.param_groups[0]["weight_decay"] = 0.0
+
+
+def other_scale(engine):
+    engine.optimizer.loss_scaler.cur_scale *= 2
+
+
+def other_weights(engine):
+    engine.module.second.weight.data.mul_(1.001)
+
+
+def other_frozen_weight(engine):
+    engine.module.frozen.weight.data.mul_(1.001)
+
+
+def other_buffer(engine):
+    engine.module.shift += 1e-3
 
 
 class Fault(NamedTuple):
     """change: to the engine, after the load. says: a part of the line."""
 
     says: str
-    change: Callable = lambda engine: None
+    change: Callable = no_fault
     batches: Callable = micro_batches
     kind: str = "plain"
 
 
-FIRST, NEXT = SAVED + 1, SAVED + 2
+FIRST = f"WARNING: step {SAVED + 1}, trained before on 4 ranks: the"
+SECOND = f"WARNING: step {SAVED + 2}, trained before on 4 ranks: the"
 FAULTS = {
-    "none": Fault(f"universal: steps {FIRST} to {SAVED + 10}, trained before on 4 ranks, now on"),
-    "bf16": Fault(f"universal: steps {FIRST} to {SAVED + 10}, trained before", kind="bf16"),
-    "stage3": Fault(f"universal: steps {FIRST} to {SAVED + 10}, trained before", kind="stage3"),
-    "exp_avg": Fault(f"WARNING: step {NEXT}", scale_states("exp_avg", 0)),
-    "exp_avg_sq": Fault(f"WARNING: step {NEXT}", scale_states("exp_avg_sq", 2)),
-    "step": Fault(f"WARNING: step {NEXT}", forget_steps),
-    "rate": Fault(
-        f"WARNING: step {FIRST}, trained before on 4 ranks: the learning rate", other_rate
-    ),
-    "decay": Fault(f"WARNING: step {NEXT}", other_decay),
-    "frozen": Fault(f"WARNING: step {FIRST}", other_frozen),
-    "buffer": Fault(f"WARNING: step {FIRST}", other_buffer),
-    "samples": Fault(f"WARNING: step {FIRST}", batches=other_samples),
-    "same_samples": Fault(f"WARNING: step {FIRST}", batches=same_samples_on_each_rank),
-    "dropout": Fault(f"NOTE: step {FIRST}", kind="dropout"),
+    "momentum": Fault(f"{SECOND} loss was", no_momentum),
+    "variance": Fault(f"{SECOND} loss was", doubled_variance),
+    "steps": Fault(f"{SECOND} loss was", forgotten_steps),
+    "decay": Fault(f"{SECOND} loss was", no_decay),
+    "rate": Fault(f"{FIRST} learning rate of group 1 was 0.01, and is 0.015", other_rate),
+    "scale": Fault(f"{FIRST} loss scale was", other_scale, kind="fp16"),
+    "weights": Fault(f"{FIRST} loss was", other_weights),
+    "frozen_weight": Fault(f"{FIRST} loss was", other_frozen_weight),
+    "buffer": Fault(f"{FIRST} loss was", other_buffer),
+    "samples": Fault("other samples than before", batches=other_samples),
+    "samples_of_rank_0": Fault("other samples than before", batches=same_samples_on_each_rank),
+    "unknown_samples": Fault("other samples, or", batches=other_samples, kind="no_tensor"),
+    "dropout_by_rank": Fault("the same samples, so dropout follows the rank", kind="dropout"),
+}
+FAULTS |= {
+    kind: Fault("the loss differs by at most", kind=kind) for kind in KINDS if kind != "dropout"
 }
 
 
+# --------------------------------------------------------------------------------------------------
+# 3. what every rank does
+
+
 def play_first(name):
-    engine = engine_of(KINDS[name], seed=1)
+    kind = KINDS[name]
+    engine = engine_of(kind, kind.micro[0], seed=1)
     torch.manual_seed(dist.get_rank())
-    train(engine, range(1, SAVED + 1))
+    train(engine, kind, range(1, SAVED + 1))
     engine.save_checkpoint(".", tag="t")
-    train(engine, range(SAVED + 1, SAVED + 13))
+    train(engine, kind, range(SAVED + 1, SAVED + 1 + kind.steps))
 
 
 def play_again(name):
     fault = FAULTS[name]
+    kind = KINDS[fault.kind]
     if dist.get_rank() == 0:
         print(f"== {name}", flush=True)
-    engine = engine_of(KINDS[fault.kind], seed=2)
+    engine = engine_of(kind, kind.micro[1], seed=2)
     engine.load_checkpoint(f"../{fault.kind}", tag="t")
     torch.manual_seed(dist.get_rank())
     fault.change(engine)
-    train(engine, range(SAVED + 1, SAVED + 13), fault.batches)
+    steps = 2 if name != fault.kind else kind.steps
+    train(engine, kind, range(SAVED + 1, SAVED + 1 + steps), fault.batches)
 
 
-if __name__ == "__main__":
+def play(phase, *names):
+    fp16_is(True)()
     begin()
     universal.install()
-    assert proof
-    phase, *names = sys.argv[1:]
     in_turn(names, {"first": play_first, "again": play_again}[phase])

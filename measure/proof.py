@@ -1,0 +1,84 @@
+"""What a proof costs: the steps of a GPT with it and without, in turns, on 2 ranks.
+
+    python -m measure.proof
+
+`own` is the time spent in the proof's functions by rank 0, in its thread alone, so that a busy
+machine does not count; `step` the same of a whole step without a proof.
+"""
+
+import statistics
+import tempfile
+import time
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import universal
+from measure.ranks import run
+from train import GPT
+from universal import proof
+
+SIZES = {"small": (2, 4, 128, 64), "medium": (4, 8, 256, 128)}  # layers, heads, width, tokens
+MICRO, ACCUMULATION, ROUNDS = 8, 2, 4
+WATCHED = ("see_inputs", "see_output", "see_loss", "end_step", "begin_step")
+
+
+def timed(function, times):
+    def run_timed(*arguments):
+        began = time.thread_time()
+        result = function(*arguments)
+        times.append(time.thread_time() - began)
+        return result
+
+    return run_timed
+
+
+def measure(name):
+    """What every rank does."""
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed()
+    universal.install()
+    layers, heads, width, tokens = SIZES[name]
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    }
+    model = GPT(layers, heads, width, tokens, 0.0)
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[
+        0
+    ]
+    own = []
+    for function in WATCHED:
+        setattr(proof.Proof, function, timed(getattr(proof.Proof, function), own))
+    steps = {False: [], True: []}
+    samples = torch.randint(0, 256, (MICRO, tokens + 1))
+    for part in range(2 * ROUNDS):
+        if part % 2:
+            engine.save_checkpoint("checkpoints", tag="t")
+        for _ in range(proof.STEPS):
+            began = time.thread_time()
+            for _ in range(ACCUMULATION):
+                engine.backward(engine(samples[:, :-1], samples[:, 1:], key=(0, 0, 0)))
+                engine.step()
+            steps[bool(part % 2)].append(time.thread_time() - began)
+    if dist.get_rank() == 0:
+        step = statistics.median(steps[False][1:])
+        with_proof = statistics.median(steps[True])
+        milliseconds = 1000 * sum(own) / (ROUNDS * proof.STEPS)
+        print(f"{name:<8}{1000 * step:>9.1f} ms{milliseconds:>9.2f} ms", end="")
+        print(f"{1 + milliseconds / 1000 / step:>9.4f}{with_proof / step:>9.4f}")
+
+
+def main():
+    print(f"{'model':<8}{'step':>12}{'own':>12}{'1 + own':>9}{'on/off':>9}")
+    for name in SIZES:
+        with tempfile.TemporaryDirectory() as folder:
+            print(run(folder, 2, measure, name).splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()

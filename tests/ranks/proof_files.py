@@ -1,0 +1,262 @@
+"""What becomes of next_steps.csv, and what a proof costs where something goes wrong: each function
+of STORIES runs on every rank, in a folder of its own, and prints."""
+
+import contextlib
+import errno
+import io
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from proof_engines import SAVED, Kind, engine_of, train
+from toy import begin, in_turn
+
+import universal
+from universal import elastic, proof
+from universal.mirror import Mirror
+
+STORIES = {}
+KIND = Kind()
+
+
+def story(function):
+    STORIES[function.__name__] = function
+    return function
+
+
+def new_engine(seed=1):
+    return engine_of(KIND, KIND.micro[0], seed)
+
+
+def saved_engine(steps=0):
+    """Trained for some steps after its save."""
+    engine = new_engine()
+    train(engine, KIND, range(1, SAVED + 1))
+    engine.save_checkpoint(".", tag="t")
+    train_more(engine, steps)
+    return engine
+
+
+def resume(steps, tag="t", **options):
+    engine = new_engine(seed=2)
+    engine.load_checkpoint(".", tag=tag, **options)
+    train_more(engine, steps)
+    return engine
+
+
+def train_more(engine, steps):
+    train(engine, KIND, range(engine.global_steps + 1, engine.global_steps + 1 + steps))
+
+
+def steps_in(path="t/next_steps.csv"):
+    dist.barrier()
+    return [int(line.split(",")[0]) for line in Path(path).read_text().splitlines()[1:]]
+
+
+def on_rank_0(work, *arguments):
+    dist.barrier()
+    if dist.get_rank() == 0:
+        work(*arguments)
+    dist.barrier()
+
+
+@story
+def resumed_twice():
+    """The second life compares three steps and writes the other seven; the third compares ten."""
+    saved_engine(3)
+    resume(12)
+    assert steps_in() == list(range(3, 13))
+    resume(12)
+    assert steps_in() == list(range(3, 13))
+
+
+@story
+def half_a_row():
+    saved_engine(3)
+    path = Path("t/next_steps.csv")
+    on_rank_0(lambda: path.write_text(path.read_text()[:-7]))
+    resume(12)
+    assert len(path.read_text().splitlines()) == 4  # nothing is written behind half a row
+
+
+@story
+def nothing_twice():
+    saved_engine()
+    resume(3)
+    assert steps_in() == [3, 4, 5]
+
+
+@story
+def another_rate_on_purpose():
+    """One warning; the file stays as it is, and the next save begins its own."""
+    saved_engine(3)
+    engine = new_engine(seed=2)
+    engine.load_checkpoint(".", tag="t")
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.02
+    train_more(engine, 3)
+    engine.save_checkpoint(".", tag="u")
+    train_more(engine, 2)
+    assert steps_in() == [3, 4, 5] and steps_in("u/next_steps.csv") == [6, 7]
+
+
+@story
+def saved_again_under_its_name():
+    engine = saved_engine(3)
+    engine.save_checkpoint(".", tag="t")
+    train_more(engine, 1)
+    assert steps_in() == [6]
+    resume(2)
+
+
+@story
+def saves_at_each_step():
+    engine = saved_engine()
+    for step in range(3, 6):
+        engine.save_checkpoint(".", tag=f"step{step}")
+        train_more(engine, 1)
+    assert steps_in("step3/next_steps.csv") == [3, 4, 5] and steps_in() == [3, 4, 5]
+
+
+@story
+def of_another_save():
+    """A file whose rows do not begin at the next step is not this checkpoint's."""
+    engine = saved_engine(2)
+    engine.save_checkpoint(".", tag="u")
+    train_more(engine, 1)
+    on_rank_0(shutil.copyfile, "t/next_steps.csv", "u/next_steps.csv")
+    resume(2, tag="u")
+    assert steps_in("u/next_steps.csv") == [3, 4, 5]
+
+
+@story
+def removed():
+    engine = saved_engine(1)
+    on_rank_0(shutil.rmtree, "t")
+    train_more(engine, 2)
+    assert not Path("t").exists()
+
+
+@story
+def renamed():
+    engine = saved_engine(1)
+    on_rank_0(os.rename, "t", "u")
+    train_more(engine, 2)
+    assert steps_in("u/next_steps.csv") == [3, 4, 5]
+
+
+@story
+def elastic_save():
+    engine = saved_engine()
+    with contextlib.redirect_stdout(io.StringIO()):
+        elastic.save(engine, ".", {})
+    train_more(engine, 2)
+    assert steps_in("global_step2/next_steps.csv") == [3, 4]
+    resume(2, tag="global_step2")
+
+
+@story
+def mirrored():
+    """The copy in memory has the file, too."""
+    engine = saved_engine()
+    with contextlib.redirect_stdout(io.StringIO()):
+        Path("memory").mkdir(exist_ok=True)
+        Mirror(engine, "memory").save({})
+    train_more(engine, 2)
+    (slot,) = Path("memory").glob("step*")
+    assert steps_in(slot / "next_steps.csv") == [3, 4]
+    resume(2, tag=str(slot))
+
+
+@story
+def full_disk():
+    """It costs the proof and one line, but no step."""
+    engine = saved_engine(1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "next_steps.csv")
+
+    write = proof.NextSteps.write
+    proof.NextSteps.write = full
+    train_more(engine, 3)
+    proof.NextSteps.write = write
+    assert engine.global_steps == SAVED + 4 and steps_in() == [3]
+
+
+@story
+def no_folder():
+    """As if an asynchronous writer had not yet made it."""
+    engine = new_engine()
+    train(engine, KIND, range(1, 2))
+    proof.after_save(engine, Path("nowhere"))
+    train_more(engine, 2)
+    assert engine.global_steps == 3
+
+
+@story
+def weights_alone():
+    saved_engine(2)
+    resume(2, load_optimizer_states=False)
+    resume(2, load_module_only=True)
+
+
+@story
+def converted():
+    """The universal checkpoint has the file, and may be converted again."""
+    saved_engine(3)
+    for _ in range(2):
+        on_rank_0(universal.convert, "t", "t_universal")
+    resume(3, tag="t_universal")
+    assert steps_in("t_universal/next_steps.csv") == [3, 4, 5]
+
+
+@story
+def deepspeeds_own_loader():
+    saved_engine(3)
+    with proof_of_deepspeed():
+        resume(3)
+        engine = new_engine(seed=2)
+        engine.load_checkpoint(".", tag="t")
+        engine.module.second.weight.data.mul_(1.01)
+        train_more(engine, 1)
+
+
+@contextlib.contextmanager
+def proof_of_deepspeed():
+    engine_class = universal.loader.deepspeed.DeepSpeedEngine
+    load = engine_class.load_checkpoint
+    engine_class.load_checkpoint = universal.loader.deepspeed_load
+    proof.install()
+    yield
+    engine_class.load_checkpoint = load
+
+
+@story
+def not_wanted():
+    universal.install(proof=False)
+    saved_engine(1)
+    universal.install()
+    assert not Path("t/next_steps.csv").exists()
+
+
+@story
+def diverged():
+    """A loss that is not a number any more is a difference."""
+    saved_engine(3)
+    engine = new_engine(seed=2)
+    engine.load_checkpoint(".", tag="t")
+    engine.module.second.weight.data.fill_(torch.nan)
+    train_more(engine, 2)
+
+
+def play_stories(*names):
+    begin()
+    universal.install()
+
+    def play_story(name):
+        on_rank_0(print, f"== {name}")
+        STORIES[name]()
+
+    in_turn(names, play_story)
