@@ -272,7 +272,7 @@ def describe_shards(folder, shards, pool, opened):
         model["module"], different = common_entries(modules)
         if different:
             text = f"{folder}: {', '.join(different)} is in no optimizer, and not the same on all"
-            problems.append(Problem(True, f"{text} tensor-parallel ranks"))
+            problems.insert(0, Problem(True, f"{text} tensor-parallel ranks"))
         return described(
             folder,
             [rank.model for rank in ranks],
