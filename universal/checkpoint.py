@@ -318,7 +318,7 @@ def describe_zero(folder, shards, pool, opened):
     module, different = common_entries(modules)
     if different:
         text = f"{folder}: {', '.join(different)} is in no optimizer, and not the same on all"
-        problems.append(Problem(True, f"{text} tensor-parallel ranks"))
+        problems.insert(0, Problem(True, f"{text} tensor-parallel ranks"))
     if first.model["module"] is None and not module:
         module = None  # as DeepSpeed has it, where files of layers hold all
     models = [first.model | {"module": module}, *(rank.model for rank in ranks[1:])]

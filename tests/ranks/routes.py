@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from case import PRINTED, case, load, printed, refused, saved, train_and_save
@@ -107,8 +108,8 @@ class Shaped(nn.Module):
         return x * self.weight.mean()
 
 
-def pipeline(stages, *layers, **options):
-    """An engine of these layers and of one that follows."""
+def pipeline(stages, *layers, zero=1, **options):
+    """An engine of these layers and of one that follows. zero: the stage of ZeRO."""
 
     def net():
         module = PipelineModule(
@@ -124,15 +125,15 @@ def pipeline(stages, *layers, **options):
 
     # A pipeline leaves its mpu there, and the next engine would take it.
     with overridden(groups, mpu=None):
-        return make(1, net, **options)
+        return make(zero, net, **options)
 
 
 def train_pipeline(engine):
     return engine.train_batch((torch.ones(1, 8), torch.ones(1, 8)) for _ in range(99))
 
 
-def save_pipeline(*layers):
-    engine = pipeline(2, *layers)
+def save_pipeline(*layers, **options):
+    engine = pipeline(2, *layers, **options)
     train_pipeline(engine)
     engine.save_checkpoint(".", tag="t")
     return engine
@@ -284,22 +285,97 @@ def an_optimizer_that_nobody_knows(stage):
         refused(unknown(engine), reason)
 
 
+@case(
+    lambda _: save_pipeline(LayerSpec(nn.Linear, 8, 8), zero=0),
+    stages=(0,),
+    quick_stages=(0,),
+    quick_ranks=(2,),
+)
+def another_optimizer_of_a_pipeline_without_zero(stage):
+    if dist.get_world_size() != 2:
+        return
+    engine = pipeline(2, LayerSpec(nn.Linear, 8, 8), zero=0, optimizer=momentum)
+    refused(engine, "of another optimizer: it has")
+    load(pipeline(2, LayerSpec(nn.Linear, 8, 8), zero=0))
+
+
+class Halves(nn.Module):
+    """Two tensor-parallel ranks cut `up` by its rows, and `down` by its columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8, bias=False)
+        self.down = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x)).pow(2).mean()
+
+
+class HalfFrozen(Halves):
+    def __init__(self):
+        super().__init__()
+        self.down.requires_grad_(False)
+
+
+def tensor_parallel(stage, degree, net, seed=1):
+    """An engine of so many tensor-parallel ranks, which has trained a step with AMSGrad."""
+    specs = [
+        {"patterns": [r".*up\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*down\.weight$"], "partition_type": "row"},
+    ]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "params": {"torch_adam": True, "amsgrad": True}},
+        "zero_optimization": {"stage": stage},
+    }
+    mpu = None
+    torch.manual_seed(seed)
+    module = net()
+    if degree > 1:
+        groups._init_tp_mesh_device(degree)
+        mpu = groups
+        cuts = {"use_default_specs": False, "layer_specs": specs}
+        config["tensor_parallel"] = {"autotp_size": degree, "partition_config": cuts}
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    engine = deepspeed.initialize(model=module, model_parameters=trained, config=config, mpu=mpu)[0]
+    engine.backward(engine(torch.ones(1, 8)))
+    engine.step()
+    return engine
+
+
+def save_for_tensor_parallel_ranks(stage):
+    tensor_parallel(stage, 1, Halves).save_checkpoint(".", tag="whole")
+    tensor_parallel(stage, 2, HalfFrozen).save_checkpoint(".", tag="cut")
+
+
+@case(save_for_tensor_parallel_ranks, stages=(3,), quick_ranks=(2,))
+def what_tensor_parallel_ranks_lose(stage):
+    """A frozen weight is in no optimizer, so nobody says how it is cut. At ZeRO-3 DeepSpeed's
+    universal loader knows Adam's two moments: what the engine has of others is of before."""
+    if dist.get_world_size() != 2:
+        return
+    reason = "down.weight is in no optimizer, and not the same on all tensor-parallel ranks"
+    refused(tensor_parallel(stage, 1, HalfFrozen, seed=5), reason, tag="cut")
+    reason = "universal loader does not restore {'max_exp_avg_sq'} of the optimizer"
+    refused(tensor_parallel(stage, 2, Halves, seed=5), reason, tag="whole")
+
+
 def save_for_every_route(stage):
     train_and_save(stage, "even")
+    if stage == 0:
+        return
     train_and_save(stage, "uneven", optimizer=LikeAdam)
     save_pipeline(LayerSpec(nn.Linear, 8, 8))
 
 
-@case(save_for_every_route, stages=(1,), quick_ranks=(2,))
+@case(save_for_every_route, stages=(0, 1), quick_stages=(0, 1), quick_ranks=(2,))
 def another_batch_on_every_route(stage):
     if dist.get_world_size() != 2:
         return
-    for tag, steps, engine in (
-        ("even", 6, make(stage, batch=24)),
-        ("uneven", 6, make(stage, batch=24, optimizer=LikeAdam)),
-        ("t", 12, pipeline(2, LayerSpec(nn.Linear, 8, 8), batch=24)),
-        ("t", 6, pipeline(1, LayerSpec(nn.Linear, 8, 8), batch=24)),
-    ):
+    loads = [("even", 6, make(stage, batch=24))]
+    if stage:
+        loads += other_loads(stage)
+    for tag, steps, engine in loads:
         PRINTED.truncate(0)
         load(engine, tag)
         warning = (
@@ -307,6 +383,14 @@ def another_batch_on_every_route(stage):
         )
         count = PRINTED.getvalue().count(warning)
         assert count == (dist.get_rank() == 0), (tag, PRINTED.getvalue())
+
+
+def other_loads(stage):
+    return [
+        ("uneven", 6, make(stage, batch=24, optimizer=LikeAdam)),
+        ("t", 12, pipeline(2, LayerSpec(nn.Linear, 8, 8), batch=24)),
+        ("t", 6, pipeline(1, LayerSpec(nn.Linear, 8, 8), batch=24)),
+    ]
 
 
 # --------------------------------------------------------------------------------------------------
