@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from universal.engine import clip_by, has_efficient_linear
+from universal.hooks import clip_by, has_efficient_linear
 
 
 def install(engine: deepspeed.DeepSpeedEngine) -> None:

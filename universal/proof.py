@@ -32,7 +32,8 @@ import torch.distributed as dist
 
 from universal.collective import say
 from universal.description import NEXT_STEPS
-from universal.engine import Engine, wrap_methods
+from universal.engine import Engine
+from universal.hooks import wrap_methods
 
 STEPS = 10
 # By how much a loss may differ from rounding alone, by the dtype of matrix products: as a share of

@@ -47,7 +47,7 @@ def test_a_wrong_map_is_seen():
     (line,) = re.findall(r"^      reader\.py.*\n", MAP, re.M)
     without = MAP.replace(line, "")
     assert wrong(without) == [("universal.reader", "is not in the map")]
-    assert ("universal.reader", "universal.engine") in wrong(without + line)
+    assert ("universal.reader", "universal.flat") in wrong(without + line)
 
 
 def test_every_promise_has_its_test():

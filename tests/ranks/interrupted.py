@@ -13,8 +13,9 @@ from toy import make, read_truth, save_truth, snapshot, train
 
 import universal
 from universal import mirror, reshard
-from universal.engine import Engine, overridden
+from universal.engine import Engine
 from universal.errors import RankFailed
+from universal.hooks import overridden
 
 
 def save_beside_damage(stage):

@@ -31,7 +31,7 @@ from toy import (
 )
 
 import universal
-from universal.engine import overridden
+from universal.hooks import overridden
 
 
 class Shaped(Net):

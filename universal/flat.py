@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: MIT
+"""What engine and checkpoint have in common: a rank's part of the optimizer, in flat tensors.
+
+Needs torch.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+# What DeepSpeed's optimizer keeps besides tensors and hyperparameters, and saves.
+SETTINGS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+
+
+class Piece(NamedTuple):
+    """The part of a parameter that lies in this rank's partition.
+
+    start: its first element in the parameter. offset: its first element in the flat tensor.
+    """
+
+    name: str
+    start: int
+    offset: int
+    numel: int
+
+    def within(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.offset : self.offset + self.numel]
+
+
+class FlatTensor(NamedTuple):
+    """This rank's partition of the master weights of a parameter group; at ZeRO-3, of a sub-group.
+
+    names: of all parameters of the group, whichever rank they lie on.
+    """
+
+    tensor: torch.Tensor
+    param_group: int
+    names: list[str]
+    pieces: list[Piece]
+
+
+class Shard(NamedTuple):
+    """What a rank saves of its optimizer. masters, states: of each flat tensor.
+
+    param_groups: hyperparameters; "params" are numbers of flat tensors. extra_states, extra_keys:
+    what PyTorch's optimizer keeps besides. settings: those of SETTINGS that are to be loaded.
+    """
+
+    masters: list[torch.Tensor]
+    states: list[dict[str, Any]]
+    param_groups: list[dict]
+    extra_states: dict
+    extra_keys: dict
+    settings: dict
+
+
+def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a parameter or buffer; in a parameter's place ZeRO-3 leaves an empty tensor."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def is_per_element(value: Any, flat: FlatTensor) -> bool:
+    """Whether a state of a flat tensor has a number for each of its elements."""
+    return torch.is_tensor(value) and value.dim() > 0 and value.numel() == flat.tensor.numel()

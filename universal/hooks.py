@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: MIT
+"""DeepSpeed's own functions, replaced or watched: what engine.py, proof.py and exact.py put there.
+
+Needs torch and DeepSpeed.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from universal.errors import CheckpointError
+
+# The operations of DeepSpeed's communication in which ranks wait for each other.
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_base",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "inference_all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+)
+# The methods that proof.py watches, under its names; a pipeline's engine calls them, too.
+WATCHED = {
+    "save": "save_checkpoint",
+    "load": "load_checkpoint",
+    "forward": "forward",
+    "backward": "backward",
+    "step": "_take_model_step",  # at the last micro-batch
+}
+deepspeed_load = deepspeed.DeepSpeedEngine.load_checkpoint  # before anybody replaces it
+
+
+@contextlib.contextmanager
+def overridden(target: Any, **attributes: Any) -> Iterator[None]:
+    """An object has these attributes in this block, and afterwards those that it had."""
+    absent = object()
+    before = {name: vars(target).get(name, absent) for name in attributes}
+    for name, value in attributes.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            delattr(target, name)
+            if value is not absent:
+                setattr(target, name, value)
+
+
+@contextlib.contextmanager
+def collectives_after(meet: Callable[[Sequence[int]], None]) -> Iterator[None]:
+    """In this block, meet(ranks) is called ahead of each of DeepSpeed's collective operations."""
+    backend = deepspeed.comm.comm.cdb
+
+    def met_before(operation):
+        def run(*args, **options):
+            values = (*args, *options.values())
+            groups = [value for value in values if isinstance(value, dist.ProcessGroup)]
+            meet(dist.get_process_group_ranks(groups[0] if groups else None))
+            return operation(*args, **options)
+
+        return run
+
+    names = [name for name in COLLECTIVES if hasattr(backend, name)]
+    with overridden(backend, **{name: met_before(getattr(backend, name)) for name in names}):
+        yield
+
+
+def replace_load_checkpoint(replacement: Callable, owner: str) -> None:
+    """Make every call of engine.load_checkpoint() one of the replacement.
+
+    owner: the file that replaces it. Raises CheckpointError if another file has done so.
+    """
+    other = getattr(deepspeed.DeepSpeedEngine, "universal", owner)
+    if other != owner:
+        raise CheckpointError(f"two copies of universal: {other} is installed, {owner} cannot be")
+    deepspeed.DeepSpeedEngine.universal = owner
+    deepspeed.DeepSpeedEngine.load_checkpoint = replacement
+
+
+def wrap_methods(**wrappers: Callable) -> None:
+    """Make every call of one of WATCHED one of wrapper(method, engine, ...), but not twice."""
+    for name, wrapper in wrappers.items():
+        method = getattr(deepspeed.DeepSpeedEngine, WATCHED[name])
+        if not hasattr(method, "is_watched"):
+            setattr(deepspeed.DeepSpeedEngine, WATCHED[name], wrapped(method, wrapper))
+
+
+def wrapped(method, wrapper):
+    @functools.wraps(method)
+    def watched(engine, *args, **options):
+        return wrapper(method, engine, *args, **options)
+
+    watched.is_watched = True
+    return watched
+
+
+def has_efficient_linear(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether linear layers compute their matrix products in DeepSpeed's own way at ZeRO-3."""
+    return engine._config.zero_config.memory_efficient_linear
+
+
+def clip_by(engine: deepspeed.DeepSpeedEngine, norm: torch.Tensor) -> None:
+    """Make ZeRO clip by what this tensor holds at each step, in place of the norm it computes."""
+    clip = engine.optimizer.unscale_and_clip_grads
+    engine.optimizer.unscale_and_clip_grads = lambda gradients, _: clip(gradients, norm)
+    engine.get_global_grad_norm = lambda: float(norm)
