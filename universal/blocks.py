@@ -80,20 +80,13 @@ class Joined(NamedTuple):
     def not_covered(self):
         return CheckpointError(f"the shards of {self.name} do not cover its elements exactly once")
 
-    def read(self, reader, part, start, numel):
-        data = bytearray(numel * width(self.dtype))
-        reader.read_elements(memoryview(data), self.parts[part], start)
-        return data
-
     def mean(self, reader):
         """The mean, in the same order and precision as PyTorch's."""
         code = CODES[self.dtype]
         count = len(self.parts)
         for start in range(0, self.numel, PER_READ):
             numel = min(PER_READ, self.numel - start)
-            parts = (
-                array(code, bytes(self.read(reader, part, start, numel))) for part in range(count)
-            )
+            parts = [array(code, bytes(reader.read(part, start, numel))) for part in self.parts]
             total = functools.reduce(
                 lambda sums, part: array(code, map(operator.add, sums, part)), parts
             )
@@ -105,7 +98,7 @@ class Joined(NamedTuple):
         last_data = b""
         joined = bytearray()
         for run in heapq.merge(*map(runs, self.blocks)):
-            data = self.read(reader, run.part, run.offset, run.numel)
+            data = reader.read(self.parts[run.part], run.offset, run.numel)
             if run.whole_offset == end:
                 joined += data
                 last_data = data

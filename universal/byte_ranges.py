@@ -156,6 +156,12 @@ class Reader:
             done += part.nbytes
         return crc
 
+    def read(self, source: Any, start: int, numel: int) -> bytearray:
+        """Elements of a source, from `start` on."""
+        data = bytearray(numel * width(source.dtype))
+        self.read_elements(memoryview(data), source, start)
+        return data
+
     def chunks(self, source: Any) -> Iterator[tuple[memoryview, int]]:
         """Yields (bytes of a source, their CRC-32). Use a chunk before you ask for the next."""
         size = width(source.dtype)

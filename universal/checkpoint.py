@@ -19,19 +19,18 @@ from universal.description import (
     Description,
     Files,
     Layout,
-    OptimizerState,
     Problem,
     RawStates,
 )
 from universal.errors import CheckpointError, naming
 from universal.expect import expect
 from universal.module_states import (
+    config_of,
     degrees_of,
     keep_untrained,
     module_state,
     read_fragments,
     read_model_states,
-    uses_round_robin,
 )
 from universal.stage_0 import describe_whole, is_whole
 from universal.tensor_parallel import TensorParallel
@@ -41,10 +40,9 @@ from universal.zero import (
     check_slice,
     cut_flat,
     differences,
-    extra_keys,
-    extra_states,
     join_shards,
-    lost_states,
+    optimizer_state,
+    problem_of_loss,
     read_flat,
     read_shard,
     settings_of,
@@ -188,12 +186,8 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
         fragments = list(pool.map(read, model_paths))
     parameters, rank_dependent = describe_shards(shard, shards, model, pool, opened)
     problems = other_steps(model_paths[0], shards, model, parameters, shard.stage)
-    if lost := lost_states(parameters, optimizer_state(shard, rank_dependent)):
-        text = (
-            f"{shards[0]}: {', '.join(lost)} of the optimizer: a universal checkpoint has no place "
-            "for what belongs to no single element"
-        )
-        problems.append(Problem(True, text))
+    state = optimizer_state(shard.optimizer, rank_dependent)
+    problems += problem_of_loss(shards[0], parameters, state)
     if model["module"] is not None:
         with naming(model_paths[0]):
             model, not_saved = keep_untrained(model, parameters, fragments)
@@ -232,7 +226,8 @@ def describe_shards(first, paths, model, pool, opened):
     first: rank 0's shard. paths: of the shards of all ranks.
     """
     shapes = model["param_shapes"]
-    trust_mapping = not uses_round_robin(model)
+    zero_config = config_of(model, "zero_optimization")
+    trust_mapping = not zero_config.get("round_robin_gradients")
     check_group_count(first, shapes)
     with naming(paths[0]):
         flat_cuts = [cut_flat(first, i, names, len(paths)) for i, names in enumerate(shapes)]
@@ -260,15 +255,6 @@ def check_group_count(shard, shapes):
         raise CheckpointError(
             f"{shard.path} has another number of parameter groups than the model states"
         )
-
-
-def optimizer_state(shard, rank_dependent):
-    return OptimizerState(
-        shard.optimizer["param_groups"],
-        extra_states(shard.optimizer),
-        extra_keys(shard.optimizer),
-        rank_dependent,
-    )
 
 
 def other_steps(path, shards, model, parameters, stage):
@@ -339,7 +325,7 @@ def describe_zero(folder, shards, pool, opened):
         parameters=parameters,
         flat_names=[list(names) for names in first.model["param_shapes"]],
         module=module_state(models[0]),
-        optimizer=optimizer_state(first.shard, rank_dependent),
+        optimizer=optimizer_state(first.shard.optimizer, rank_dependent),
         files=Files(
             model_states=first.files[0],
             left_over=sorted({path.name for path in folder.glob("*mp_rank_*_states.pt")} - used),

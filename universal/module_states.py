@@ -74,10 +74,12 @@ def degrees_of(model: dict, mp_ranks: int) -> tuple[int, int]:
     return degrees.get("tp_degree") or max(1, mp_ranks // pipeline), pipeline
 
 
-def uses_round_robin(model: dict) -> bool:
-    config = model.get("ds_config")  # in older versions a file's path
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
+def config_of(model: dict, *keys: str) -> dict:
+    """DeepSpeed's config, or a part of it; {} if it is not known, such as a file's path."""
+    config = model.get("ds_config")
+    for key in keys:
+        config = config.get(key) if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else {}
 
 
 def keep_untrained(

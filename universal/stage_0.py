@@ -21,20 +21,25 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from universal.blocks import Block, Joined
-from universal.byte_ranges import OpenFile, Reader, width
+from universal.byte_ranges import OpenFile, Reader
 from universal.description import (
     Described,
     Description,
     Files,
     Layout,
-    OptimizerState,
     Parameter,
-    Problem,
     RawStates,
 )
 from universal.errors import CheckpointError, naming
 from universal.expect import expect
-from universal.module_states import WITHOUT_ZERO, degrees_of, identity, keep_untrained, module_state
+from universal.module_states import (
+    WITHOUT_ZERO,
+    config_of,
+    degrees_of,
+    identity,
+    keep_untrained,
+    module_state,
+)
 from universal.torch_file import (
     Tensor,
     contiguous_strides,
@@ -46,7 +51,7 @@ from universal.torch_file import (
     tensor_of,
     trim_storage,
 )
-from universal.zero import OPTIMIZER, differences, extra_keys, extra_states, is_flat, lost_states
+from universal.zero import OPTIMIZER, differences, is_flat, optimizer_state, problem_of_loss
 
 MODEL_STATES = "mp_rank_00_model_states.pt"
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
@@ -56,12 +61,13 @@ class Stepped(NamedTuple):
     """A tensor that PyTorch's optimizer steps, and the state that it keeps for it.
 
     masters: None where these are weights of the module. flat: whether they are those of a whole
-    group, end to end.
+    group, end to end. begin: the element where a parameter begins in them.
     """
 
     masters: Tensor | None
     state: dict[str, Any]
     flat: bool
+    begin: int = 0
 
 
 MASTERS = {"fp32_groups?": [[tensor_of]], "fp32_groups_flat?": [is_flat]}
@@ -97,25 +103,17 @@ def describe_whole(folder: Path, names: list[list[str]] | None, opened: OpenFile
         groups = stepped_groups(optimizer, base) if weights else []
         if names is None:
             names = names_by_shape(weights, groups, opened)
+        names = [[name for name in of_group if name in weights] for of_group in names]
         parameters, unsliced = place_all(weights, names, groups, opened)
         shapes = [
-            OrderedDict((name, parameters[name].shape) for name in of_group if name in parameters)
-            for of_group in names
+            OrderedDict((name, weights[name].size) for name in of_group) for of_group in names
         ]
         model = model | {"optimizer": None, "param_shapes": shapes}
         if model["module"] is not None:
             model, _ = keep_untrained(model, parameters)
         settings = settings_of(path, optimizer, model) | {"base_optimizer_state": base}
-    state = OptimizerState(
-        [group | {"params": [i]} for i, group in enumerate(base["param_groups"])],
-        extra_states(base),
-        extra_keys(base),
-        unsliced,
-    )
-    problems = []
-    if lost := ", ".join(lost_states(parameters, state)):
-        text = f"{path}: {lost} of the optimizer: a universal checkpoint has no place for what"
-        problems.append(Problem(True, f"{text} belongs to no single element"))
+    param_groups = [group | {"params": [i]} for i, group in enumerate(base["param_groups"])]
+    state = optimizer_state(base | {"param_groups": param_groups}, unsliced)
     bf16 = any(weight.dtype == "bfloat16" for weight in weights.values())
     description = Description(
         folder=folder,
@@ -123,11 +121,11 @@ def describe_whole(folder: Path, names: list[list[str]] | None, opened: OpenFile
         ranks=model["dp_world_size"],
         layout=Layout(class_of(optimizer), 1, bf16, tensor, pipeline),
         parameters=parameters,
-        flat_names=[list(of_group) for of_group in shapes],
+        flat_names=names,
         module=module_state(model),
         optimizer=state,
         files=Files(path, []),
-        problems=problems,
+        problems=problem_of_loss(path, parameters, state),
     )
     return Described(description, RawStates([model], settings))
 
@@ -158,17 +156,14 @@ def stepped_groups(optimizer, base):
     if masters and len(masters) != len(base["param_groups"]):
         raise CheckpointError("the optimizer does not have master weights of each group")
     for i, group in enumerate(base["param_groups"]):
-        numbers = group["params"]
-        tensors = [None] * len(numbers)
+        tensors = [None] * len(group["params"])
         if masters:
             tensors = [masters[i]] if flat else masters[i]
-        if len(tensors) != len(numbers):
+        if len(tensors) != len(group["params"]):
             raise CheckpointError(f"group {i} does not have master weights of each parameter")
+        states = [base["state"].get(number, {}) for number in group["params"]]
         groups.append(
-            [
-                Stepped(tensor_of(tensor), base["state"].get(number, {}), flat)
-                for tensor, number in zip(tensors, numbers, strict=True)
-            ]
+            [Stepped(*pair, flat) for pair in zip(map(tensor_of, tensors), states, strict=True)]
         )
     # DeepSpeed gives each trained parameter a gradient, if only of zeros: the others are frozen.
     if not masters and any(stepped.state for group in groups for stepped in group):
@@ -184,10 +179,9 @@ def place_all(weights, names, groups, opened):
     parameters = {}
     unsliced = {}
     for i, (of_group, group) in enumerate(itertools.zip_longest(names, groups, fillvalue=[])):
-        of_group = [name for name in of_group if name in weights]
         places = places_of([weights[name] for name in of_group], group)
-        for name, (stepped, begin) in zip(of_group, places, strict=True):
-            parameters[name], keys = describe_one(weights[name], i, stepped, begin, opened)
+        for name, stepped in zip(of_group, places, strict=True):
+            parameters[name], keys = describe_one(weights[name], i, stepped, opened)
             unsliced |= {(i, key): "is not cut like the weights" for key in keys}
         scalars = [parameters[name].scalars for name in of_group]
         unsliced |= {(i, key): "differs between parameters" for key in differences(scalars)}
@@ -195,31 +189,30 @@ def place_all(weights, names, groups, opened):
 
 
 def places_of(weights, group):
-    """[(Stepped, the element in it where a weight begins)]; (nothing, 0) if they do not fill it."""
-    numels = [math.prod(weight.size) for weight in weights]
+    """[Stepped], where the weights are; NOWHERE if they do not fill the group."""
     if len(weights) == len(group):
-        return [(stepped, 0) for stepped in group]
-    if group and group[0].flat and sum(numels) == math.prod(group[0].masters.size):
-        return [(group[0], sum(numels[:k])) for k in range(len(numels))]
-    return [(NOWHERE, 0)] * len(weights)
+        return group
+    ends = [*itertools.accumulate(math.prod(weight.size) for weight in weights)]
+    if group and group[0].flat and ends[-1:] == [math.prod(group[0].masters.size)]:
+        return [group[0]._replace(begin=begin) for begin in (0, *ends[:-1])]
+    return [NOWHERE] * len(weights)
 
 
-def describe_one(weight, group, stepped, begin, opened):
+def describe_one(weight, group, stepped, opened):
     """(the Parameter at a place, the names of its states that have another shape)."""
     masters = stepped.masters or weight
-    tensors = {"fp32": masters}
+    numel = math.prod(weight.size)
+    states = {"fp32": source_of("fp32", masters, stepped.begin, numel)}
     scalars = {}
     unsliced = set()
     for key, value in stepped.state.items():
         tensor = tensor_of(value)
         if tensor and tensor.size == masters.size and key != "step":
-            tensors[key] = tensor
+            states[key] = source_of(key, tensor, stepped.begin, numel)
         elif tensor is None or math.prod(tensor.size) == 1:
             scalars[key] = read_scalar(value, opened)
         else:
             unsliced.add(key)
-    numel = math.prod(weight.size)
-    states = {key: source_of(key, tensor, begin, numel) for key, tensor in tensors.items()}
     return Parameter(weight.size, group, group, states, scalars, {"cat_dim": 0}), unsliced
 
 
@@ -245,25 +238,23 @@ def names_by_shape(weights, groups, opened):
     none, which are frozen, have other shapes. Raises CheckpointError if they do not.
     """
     names = [[] for _ in groups]
-    frozen = []
-    choices = []
+    frozen = set()
+    unclear = not groups
     for name, weight in weights.items():
         fitting = []
         for of_group, group in zip(names, groups, strict=True):
             if is_next([weights[before] for before in of_group], weight, group, opened):
                 fitting.append(of_group)
-        choices.append(len(fitting))
+        unclear |= len(fitting) > 1
         for of_group in fitting:
             of_group.append(name)
-        frozen += [] if fitting else [weight.size]
-    taken = [[weights[name] for name in of_group] for of_group in names]
-    places = [places_of(*pair) for pair in zip(taken, groups, strict=True)]
-    if (
-        not groups
-        or max(choices) > 1
-        or any((NOWHERE, 0) in of_group for of_group in places)
-        or any(weight.size in frozen for of_group in taken for weight in of_group)
-    ):
+        if not fitting:
+            frozen.add(weight.size)
+    for of_group, group in zip(names, groups, strict=True):
+        chosen = [weights[name] for name in of_group]
+        unclear |= NOWHERE in places_of(chosen, group)
+        unclear |= any(weight.size in frozen for weight in chosen)
+    if unclear:
         raise CheckpointError(
             "it does not say which parameters are in which group of the optimizer, and their "
             "shapes do not tell: load it without converting it"
@@ -273,31 +264,27 @@ def names_by_shape(weights, groups, opened):
 
 def is_next(before, weight, group, opened):
     """Whether a weight may be what the optimizer's group has after those before."""
-    if not group or len(before) == len(group) and not group[0].flat:
-        return False
     begin = 0
-    if group[0].flat:
+    if group and group[0].flat:
         (stepped,) = group
         begin = sum(math.prod(other.size) for other in before)
-        if begin + math.prod(weight.size) > math.prod(stepped.masters.size):
-            return False
-    else:
+        fits = begin + math.prod(weight.size) <= math.prod(stepped.masters.size)
+    elif len(before) < len(group):
         stepped = group[len(before)]
         tensors = [tensor_of(value) for value in (stepped.masters, *stepped.state.values())]
         shapes = {tensor.size for tensor in tensors if tensor}
-        if shapes and weight.size not in shapes:
-            return False
-    return stepped.masters is None or is_rounded(weight, stepped.masters, begin, opened)
+        fits = not shapes or weight.size in shapes
+    else:
+        return False
+    return fits and (stepped.masters is None or is_rounded(weight, stepped.masters, begin, opened))
 
 
 def is_rounded(weight, masters, begin, opened):
     """Whether a weight is what its masters are in its precision, as far as its first elements."""
     numel = min(math.prod(weight.size), 64)
     reader = Reader(opened)
-    halves = bytearray(numel * width(weight.dtype))
-    reader.read_elements(memoryview(halves), extent_of(weight, numel))
-    floats = bytearray(numel * 4)
-    reader.read_elements(memoryview(floats), extent_of(masters, begin + numel), begin)
+    halves = reader.read(extent_of(weight, numel), 0, numel)
+    floats = reader.read(extent_of(masters, begin + numel), begin, numel)
     if weight.dtype == "float16":
         return halves == struct.pack(f"<{numel}e", *struct.unpack(f"<{numel}f", floats))
     words = struct.unpack(f"<{numel}I", floats)  # bfloat16: half of a float, rounded to even
@@ -317,9 +304,7 @@ def settings_of(path, optimizer, model):
     if not optimizer.get("dynamic_loss_scale"):
         return settings
     expect(optimizer, dict.fromkeys(SCALE, object), path)
-    config = model.get("ds_config")
-    config = config.get("fp16") if isinstance(config, dict) else None
-    config = config if isinstance(config, dict) else {}
+    config = config_of(model, "fp16")
     hysteresis = config.get("hysteresis", 2)
     scaler = {
         "dynamic": True,

@@ -325,8 +325,7 @@ def read_scalar(value: Any, opened: OpenFile | None = None) -> Any:
     if tensor is None or math.prod(tensor.size) != 1:
         return value
     reader = Reader(opened)
-    data = bytearray(width(tensor.dtype))
-    reader.read_elements(memoryview(data), extent_of(tensor))
+    data = reader.read(extent_of(tensor), 0, 1)
     reader.check()
     return contiguous(tensor.dtype, bytes(data), tensor.size)
 

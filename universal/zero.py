@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from universal.byte_ranges import ByteRange, OpenFile, Reader, Record, width
-from universal.description import OptimizerState, Parameter
+from universal.description import OptimizerState, Parameter, Problem
 from universal.errors import CheckpointError
 from universal.expect import expect, is_natural
 from universal.torch_file import (
@@ -130,6 +130,12 @@ def extra_states(optimizer):
 def extra_keys(optimizer):
     """What PyTorch's optimizer keeps besides its states and its groups."""
     return {key: value for key, value in optimizer.items() if key not in ("state", "param_groups")}
+
+
+def optimizer_state(optimizer: dict, rank_dependent: dict) -> OptimizerState:
+    """What the state dict of PyTorch's optimizer holds besides the states of parameters."""
+    extra = extra_states(optimizer), extra_keys(optimizer)
+    return OptimizerState(optimizer["param_groups"], *extra, rank_dependent)
 
 
 def settings_of(shard: Shard, opened: OpenFile) -> dict:
@@ -446,3 +452,13 @@ def lost_states(parameters: dict, optimizer: OptimizerState) -> list[str]:
         scalars = parameter.scalars
         names |= {key for key in scalars if scalars[key] is not None and key != "step"}
     return sorted({str(name) for name in names})
+
+
+def problem_of_loss(path: Path, parameters: dict, optimizer: OptimizerState) -> list[Problem]:
+    """[the Problem that states have no place in a universal checkpoint], or []."""
+    names = ", ".join(lost_states(parameters, optimizer))
+    text = (
+        f"{path}: {names} of the optimizer: a universal checkpoint has no place for what belongs "
+        "to no single element"
+    )
+    return [Problem(True, text)] if names else []
