@@ -1,5 +1,5 @@
 # make help      this list
-# make demo      Tests 1 to 3: train, resume on fewer ranks, accumulate, convert; pictures and numbers in out/; 5 minutes
+# make demo      Tests 1 to 3: train, resume on fewer ranks, accumulate, convert; pictures and numbers in out/; 6 minutes
 # make elastic   machines that die and come back while a job trains; 30 minutes
 # make hosts     three hosts whose cable is pulled, in network namespaces of this machine; 10 minutes
 # make exact     the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of checkpoints; 20 to 30 minutes
@@ -9,6 +9,7 @@
 # make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; 20 minutes
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; 9 minutes
 # make deepspeed-suite  DeepSpeed's own checkpoint tests through install(); they are in DEEPSPEED, a clone: ./DeepSpeed
+# make proof    what the comparison of the next steps costs a step; a minute
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 4 minutes
 # make gpu       on NVIDIA cards: precisions, from GPUs to CPU ranks and back, the same bits; some minutes
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
@@ -29,6 +30,14 @@ EXAMPLES = $(wildcard examples/train_*.py)
 PACKAGE = $(wildcard universal/*.py)
 OUT     = out
 
+# Four ranks want four GPUs. Where there are fewer, these train on the CPU.
+GPUS := $(shell nvidia-smi -L 2> /dev/null | grep -c ^GPU)
+ifneq ($(filter 1 2 3,$(GPUS)),)
+demo elastic exact 3d resume: export CUDA_VISIBLE_DEVICES =
+demo elastic exact 3d resume: export DS_ACCELERATOR = cpu
+$(if $(filter demo elastic exact 3d resume,$(MAKECMDGOALS)),$(info $(GPUS) GPU(s) for 4 ranks: training on the CPU))
+endif
+
 # $(call run,command,name): show the command; what it prints goes to logs/name.txt
 define run
 @echo "$(1)"
@@ -42,7 +51,7 @@ $(PY) plot.py $(1) --output $@ --tolerance $(2) > $(basename $@).txt
 @cat $(basename $@).txt
 endef
 
-.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions deepspeed-suite lesson gpu \
+.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions deepspeed-suite proof lesson gpu \
 	assets test test-all lint clean
 .DELETE_ON_ERROR:
 
@@ -50,7 +59,8 @@ help:
 	@sed -n 's/^# make/make/p' $(firstword $(MAKEFILE_LIST))
 
 demo: $(OUT)/resume.png $(OUT)/stock.txt $(OUT)/resume_no_uc.png \
-	$(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/grad_accu_ds.png $(OUT)/resume_uc.png $(OUT)/traps.txt
+	$(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/grad_accu_ds.png $(OUT)/resume_uc.png $(OUT)/stock_3.txt \
+	$(OUT)/traps.txt
 
 # Without an NVIDIA driver torch's CPU build will do: 200 megabytes in place of gigabytes.
 .venv/installed: requirements.txt
@@ -106,7 +116,8 @@ $(OUT)/stock.txt: logs/default.csv
 	@mkdir -p $(OUT)
 	@echo "$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name stock --stock"
 	@$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name stock --stock > logs/stock.txt 2>&1; test $$? -ne 0
-	@grep -o -m 1 "[A-Za-z]*Exception: The checkpoint.*" logs/stock.txt | tee $@
+	@grep -o -m 1 "[A-Za-z]*Exception: The checkpoint.*" logs/stock.txt > $@
+	@cat $@
 
 logs/resume_no_uc.csv: logs/default.csv
 	$(call run,$(RANKS) 4 $(RESUME) --checkpoint_tag global_step100 --run_name resume_no_uc,resume_no_uc)
@@ -157,6 +168,19 @@ logs/resume_uc_4gpu.csv: $(CKPT)/latest_universal
 
 logs/resume_uc.csv: $(CKPT)/latest_universal
 	$(call run,$(RANKS) 2 $(RESUME) --run_name resume_uc,resume_uc)
+
+# DeepSpeed's own loader loses state at ZeRO-3, and the next steps show it
+ZERO_3 = train.py --zero_stage 3 --steps 20 --checkpoint_dir ckpt_zero_3
+STOCK_3 = $(RANKS) 2 $(ZERO_3) --run_name stock_3 --resume --checkpoint_tag global_step10_universal --universal_checkpoint --stock
+logs/zero_3.csv: .venv/installed train.py $(PACKAGE)
+	$(call run,$(RANKS) 4 $(ZERO_3) --checkpoint_interval 10 --run_name zero_3,zero_3)
+
+$(OUT)/stock_3.txt: logs/zero_3.csv
+	@mkdir -p $(OUT)
+	$(PY) ds_to_universal.py --input_folder ckpt_zero_3/global_step10
+	$(call run,$(STOCK_3),stock_3)
+	@grep -o "universal: WARNING: step.*" logs/stock_3.txt > $@
+	@cat $@
 
 $(OUT)/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc.csv plot.py
 	$(call plot,logs/default.csv logs/resume_uc_4gpu.csv logs/resume_uc.csv,1e-5)
@@ -226,6 +250,12 @@ versions: .venv/installed
 DEEPSPEED ?= DeepSpeed
 deepspeed-suite: .venv/installed-dev
 	$(PY) -m measure.deepspeed_suite $(DEEPSPEED) $(SUITE)
+
+# What a proof costs
+proof: .venv/installed
+	@mkdir -p $(OUT)
+	$(PY) -m measure.proof > $(OUT)/proof.txt
+	@cat $(OUT)/proof.txt
 
 lesson: .venv/installed-dev
 	$(PY) -m measure.lesson

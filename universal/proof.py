@@ -33,7 +33,7 @@ import torch.distributed as dist
 from universal.collective import say
 from universal.description import NEXT_STEPS
 from universal.engine import Engine
-from universal.hooks import wrap_methods
+from universal.hooks import deepspeed_load, wrap_methods
 
 STEPS = 10
 # By how much a loss may differ from rounding alone, by the dtype of matrix products: as a share of
@@ -179,7 +179,7 @@ class Comparison:
         Returns: whether one does.
         """
         before = self.rows[now.step]
-        trained = f"trained before on {before.ranks} ranks"
+        trained = f"trained before on {counted(before.ranks)}"
         for name, number_before, number, tolerance in pairs_of(before, now):
             self.gaps[name] = max(abs(number - number_before), self.gaps.get(name, 0))
             if not math.isclose(number_before, number, rel_tol=0, abs_tol=tolerance):
@@ -220,6 +220,10 @@ class Comparison:
             cause = "dropout follows the rank"
         samples = "the same samples, so" if known else "other samples, or"
         return kind, f": {samples} {cause} ({restored})"
+
+
+def counted(ranks):
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def pairs_of(before, now):
@@ -339,7 +343,8 @@ def watch(wanted: bool = True) -> None:
 def install() -> None:
     """Prove what DeepSpeed's own loader loads, without load_checkpoint()'s."""
     watch()
-    wrap_methods(load=load)
+    if deepspeed.DeepSpeedEngine.load_checkpoint is deepspeed_load:
+        wrap_methods(load=load)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ SOURCES = {  # section: (files of a package, or of this repository)
         ("lightning", "pytorch/strategies/deepspeed.py"),
     ],
     "This repository": [(None, name) for name in OURS],
+    "A resume that is not the same": [(None, "universal/proof.py")],
 }
 # Whose sources are not in Python.
 OTHERS = ("torch's", "Python's", "the linker's", "gloo's", "c10d's", "the C++ runtime's")
