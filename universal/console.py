@@ -59,6 +59,17 @@ def in_one_line(program, rank=0):
     os._exit(code)
 
 
+def figures(source, output, parameters, nbytes, began):
+    """What a command returns, and report() prints. began: by time.perf_counter()."""
+    return {
+        "source": source,
+        "output": output,
+        "parameters": parameters,
+        "bytes": nbytes,
+        "seconds": time.perf_counter() - began,
+    }
+
+
 def report(done):
     print(
         f"{done['source']} -> {done['output']}: {done['parameters']} parameters, "

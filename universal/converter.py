@@ -20,7 +20,7 @@ from typing import NamedTuple
 from universal.byte_ranges import Extent, Reader, check_all, keep_open, nbytes_of
 from universal.checkpoint import describe, left_over
 from universal.collective import AllGather, all_or_none, alone, merge_spans
-from universal.console import bar
+from universal.console import bar, figures
 from universal.converted import file_name
 from universal.description import NEXT_STEPS, Description, RawStates
 from universal.errors import CheckpointError, naming
@@ -77,7 +77,8 @@ def convert(
         with all_or_none(gather):
             if rank == 0:
                 finish(folder, source, output, files if check else {})
-    return figures(source, output_folder, checkpoint, files, began)
+    nbytes = sum(map(size_of, files.values()))
+    return figures(source, output_folder, len(checkpoint.parameters), nbytes, began)
 
 
 def complain(checkpoint, strict):
@@ -168,16 +169,6 @@ def size_of(file):
     return sum(map(nbytes_of, file.sources))
 
 
-def figures(source, output_folder, checkpoint, files, began):
-    return {
-        "source": source,
-        "output": output_folder,
-        "parameters": len(checkpoint.parameters),
-        "bytes": sum(map(size_of, files.values())),
-        "seconds": time.perf_counter() - began,
-    }
-
-
 # --------------------------------------------------------------------------------------------------
 # 2. what the result consists of
 
@@ -185,7 +176,7 @@ def figures(source, output_folder, checkpoint, files, began):
 def files_of(checkpoint: Description, raw: RawStates, bare: bool = False) -> dict[str, Pickled]:
     """The files below the output folder, by path. bare: tensors without a dict around them."""
     files = {}
-    steps = {}
+    pickled_step = functools.cache(pickled)  # most parameters share one step
     with naming(checkpoint.folder / "*_optim_states.pt"):
         for name, parameter in checkpoint.parameters.items():
             folder = f"zero/{file_name(name)}"
@@ -198,9 +189,7 @@ def files_of(checkpoint: Description, raw: RawStates, bare: bool = False) -> dic
                 files[f"{folder}/{file_name(key)}.pt"] = Pickled(data, [source])
             step = parameter.scalars.get("step")
             if step is not None:
-                if id(step) not in steps:  # most parameters share one step
-                    steps[id(step)] = pickled(step)
-                files[f"{folder}/step.pt"] = steps[id(step)]
+                files[f"{folder}/step.pt"] = pickled_step(step)
         files["zero/optimizer_state.pt"] = pickled(shared_state(checkpoint, raw))
         for mp_rank, model in enumerate(raw.models):
             files[f"mp_rank_{mp_rank:02d}_model_states.pt"] = pickled(model)

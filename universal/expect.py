@@ -17,6 +17,7 @@ Needs only Python 3.10.
 """
 
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from universal.errors import CheckpointError
@@ -40,9 +41,9 @@ def is_shape(value: Any) -> bool:
 def misfits(value, pattern, name):
     """Yields, in words, what of a value does not fit. name: of the value, "" for the whole."""
     if isinstance(pattern, tuple):
-        misfits_of_choices = [next(misfits(value, choice, name), None) for choice in pattern]
-        if None not in misfits_of_choices:
-            yield misfits_of_choices[-1]
+        misfits_of_choices = [[*misfits(value, choice, name)] for choice in pattern]
+        if all(misfits_of_choices):
+            yield from misfits_of_choices[-1]
     elif isinstance(pattern, list) and isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
             yield from misfits(item, pattern[0], f"{name}[{i}]")
@@ -58,7 +59,9 @@ def misfits_of_key(value, key, pattern, name):
         yield from misfits([*value], [key], f"the keys of {name}")
         for each, item in value.items():
             yield from misfits(item, pattern, f"{name}[{each!r}]")
-    elif (required := key.removesuffix("?")) in value:
+        return
+    required = key.removesuffix("?")
+    if required in value:
         yield from misfits(value[required], pattern, f"{name}.{required}".lstrip("."))
     elif key == required:
         yield f"{name or 'it'} has no {key}"
@@ -71,6 +74,7 @@ def fits(value, pattern):
 
 
 def shown(value):
-    if value is None or isinstance(value, (bool, float, str, bytes)) or is_natural(value):
+    printable = (NoneType, bool, float, str, bytes)
+    if isinstance(value, printable) or is_natural(value):
         return repr(value)[:60]
     return f"a {type(value).__name__}"

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from universal.blocks import Block, Joined
 from universal.byte_ranges import Reader, nbytes_of, width
 from universal.checkpoint import describe, left_over
-from universal.console import bar, in_one_line, report
+from universal.console import bar, figures, in_one_line, report
 from universal.errors import CheckpointError, naming
 from universal.publish import sync, unfinished
 from universal.tags import find_tag
@@ -139,14 +139,7 @@ def export(
         sync(folder)
         (folder / output.name).rename(output)
         sync(output.parent)
-    seconds = time.perf_counter() - began
-    return {
-        "source": source,
-        "output": path,
-        "parameters": len(weights),
-        "bytes": nbytes,
-        "seconds": seconds,
-    }
+    return figures(source, path, len(weights), nbytes, began)
 
 
 def main():

@@ -4,6 +4,7 @@ nothing but Python 3.10."""
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from universal.checkpoint import BETWEEN_SAVES, describe, find_shards
 from universal.errors import CheckpointError
@@ -12,16 +13,28 @@ from universal.stage_0 import MODEL_STATES
 from universal.torch_file import load
 
 
+class Tag(NamedTuple):
+    """A checkpoint in a folder. step, written: of its model states, and when they were written.
+
+    is_saved: by DeepSpeed, and not converted, which may be long after.
+    """
+
+    name: str
+    step: int
+    written: float
+    is_saved: bool
+
+
 def find_tag(folder):
     """The folder with a checkpoint's files: this one, or the one in it that `latest` names, or the
     only one in it."""
     folder = Path(folder)
-    if any(folder.glob("*_optim_states.pt")) or (folder / MODEL_STATES).exists():
+    marks = ("*_optim_states.pt", MODEL_STATES)
+    if any(path for mark in marks for path in folder.glob(mark)):
         return folder
     if (folder / "latest").is_file():
         return folder / named_by_latest(folder)
-    tags = {path.parent for path in folder.glob("*/*_optim_states.pt")}
-    tags |= {path.parent for path in folder.glob(f"*/{MODEL_STATES}")}
+    tags = {path.parent for mark in marks for path in folder.glob(f"*/{mark}")}
     tags = {tag for tag in tags if not (tag / "zero").is_dir()}
     if len(tags) > 1:
         names = ", ".join(sorted(tag.name for tag in tags))
@@ -57,23 +70,24 @@ def named_by_latest(folder, converted_only=False):
 def list_tags(folder):
     """The names of the checkpoints in a folder, whole or not. A tag like epoch1/step5 is a folder
     in a folder; such tags are found if they are next to the one that `latest` names."""
-    found = set()
+    tags = set()
     for place in {folder, (folder / named_by_latest(folder)).parent}:
         for path in place.glob("[!.]*/*mp_rank_00_model_states.pt"):
             if not path.parent.name.endswith((".unfinished", ".replaced")):
-                found.add(os.path.relpath(path.parent, folder))
-    return sorted(found)
+                tags.add(os.path.relpath(path.parent, folder))
+    return sorted(tags)
 
 
 def rank_0_model_states(folder: Path) -> Path:
     """Rank 0's file; if two saves left one each, that of the newest whole checkpoint."""
     plain = folder / MODEL_STATES
     of_stage_3 = folder / f"zero_pp_rank_0_{MODEL_STATES}"
-    both = plain.exists() and of_stage_3.exists() and not (folder / "zero").is_dir()
+    present = [path for path in (plain, of_stage_3) if path.exists()]
+    both = len(present) == 2 and not (folder / "zero").is_dir()
     if both or len(find_shards(folder)) > 1:
         return describe(folder).checkpoint.files.model_states
-    if plain.exists() or of_stage_3.exists():
-        return plain if plain.exists() else of_stage_3
+    if present:
+        return present[0]
     # Which of them is missing?
     return of_stage_3 if any(folder.glob("zero_pp_*_model_states.pt")) else plain
 
@@ -86,45 +100,42 @@ def step_of(path: Path) -> int:
 def newest_first(folder, say, converted_only=False):
     """The tags in a folder, in the order in which to try to resume from them: first the one that
     `latest` names, unless there is a later one. say(text) reports what is skipped."""
-    named, steps, written = named_by_latest(folder, converted_only), {}, {}
+    tags = []
     for name in list_tags(folder):
-        if converted_only and not (folder / name / "zero").is_dir():
+        is_saved = not (folder / name / "zero").is_dir()
+        if is_saved and converted_only:
             continue
         try:
             path = rank_0_model_states(folder / name)
-            steps[name] = step_of(path)
-            written[name] = path.stat().st_mtime
+            tags.append(Tag(name, step_of(path), path.stat().st_mtime, is_saved))
         except (CheckpointError, OSError) as error:
             say(f"{name} is passed over: {type(error).__name__}: {error}")
-    # A tag of fewer steps that was saved later means that the run went back. Converted tags are
-    # always late.
-    saved = {name: not (folder / name / "zero").is_dir() for name in steps}
+    # A tag of fewer steps that was saved later means that the run went back.
     given_up = {
-        a: b
-        for a in steps
-        for b in steps
-        if saved[b] and steps[b] < steps[a] and written[b] > written[a] + BETWEEN_SAVES
+        tag: later
+        for tag in tags
+        for later in tags
+        if later.is_saved and later.step < tag.step and later.written > tag.written + BETWEEN_SAVES
     }
-    order = sorted(
-        steps, key=lambda name: (name not in given_up, steps[name], saved[name]), reverse=True
-    )
+    last = max(tags, key=lambda tag: tag.step, default=None)
+    tags.sort(key=lambda tag: (tag not in given_up, tag.step, tag.is_saved), reverse=True)
+    name = named_by_latest(folder, converted_only)
     # A job killed before it wrote `latest` leaves a newer tag. Others are from an earlier run, or
     # `latest` was edited.
-    if named in steps:
+    for named in [tag for tag in tags if tag.name == name]:
         since = latest_file(folder, converted_only).stat().st_mtime
-        later = [name for name in order if steps[name] > steps[named] and written[name] > since]
+        later = [tag for tag in tags if tag.step > named.step and tag.written > since]
         if later:
             say(
-                f"`latest` names {named}, and {later[0]} was written after it: the later one is "
-                "taken, if it is whole"
+                f"`latest` names {name}, and {later[0].name} was written after it: the later one "
+                "is taken, if it is whole"
             )
-        return list(dict.fromkeys([*later, named, *order]))
-    if named:
-        say(f"`latest` names {named}, which holds no checkpoint")
-    last = max(steps, key=steps.get, default=None)
+        return [tag.name for tag in dict.fromkeys([*later, named, *tags])]
+    if name:
+        say(f"`latest` names {name}, which holds no checkpoint")
     if last in given_up:
         say(
-            f"{given_up[last]} was written after {last}, so that run went back; if they were "
-            "copied, and have the times of the copy, tell which tag to load"
+            f"{given_up[last].name} was written after {last.name}, so that run went back; if they "
+            "were copied, and have the times of the copy, tell which tag to load"
         )
-    return order
+    return [tag.name for tag in tags]
