@@ -51,6 +51,8 @@ from universal.zero import (
 # Seconds; the largest gap between the times of successive files of one save, or of its copy.
 BETWEEN_SAVES = 10
 
+BF16_SECTIONS = ("bf16", "bfloat16")  # of DeepSpeed's config; the second is the older name
+
 
 class Save(NamedTuple):
     """One of the checkpoints in a folder, and when it was written."""
@@ -100,8 +102,10 @@ def describe(
 def newest(saves):
     """Of checkpoints that were saved under the same name in different dtypes.
 
-    Copies have no usable times; the doubt is about the step.
+    Copies have no usable times; the doubt is about the step. The config in the model states tells
+    of which dtype the last save was, as far as known.
     """
+    saves = [save for save in saves if is_of_its_config(save)] or saves
     since = max(save.written for save in saves) - BETWEEN_SAVES
     recent = [save for save in saves if save.written > since]
 
@@ -110,6 +114,14 @@ def newest(saves):
         return not checkpoint.problems, raw.models[0]["global_steps"], save.written
 
     return max(recent, key=rank).described
+
+
+def is_of_its_config(save):
+    """Whether the shards are of the dtype that the model states' config names."""
+    checkpoint, raw = save.described
+    model = raw.models[0]
+    bf16 = any(config_of(model, section).get("enabled") for section in BF16_SECTIONS)
+    return bf16 == checkpoint.layout.bf16 or not config_of(model)
 
 
 def find_shards(folder: Path) -> dict:
@@ -227,7 +239,9 @@ def describe_shards(first, paths, model, pool, opened):
     """
     shapes = model["param_shapes"]
     zero_config = config_of(model, "zero_optimization")
-    trust_mapping = not zero_config.get("round_robin_gradients")
+    # Wrong with round_robin_gradients, of which a file's path says nothing.
+    trust_mapping = isinstance(model.get("ds_config"), dict)
+    trust_mapping = trust_mapping and not zero_config.get("round_robin_gradients")
     check_group_count(first, shapes)
     with naming(paths[0]):
         flat_cuts = [cut_flat(first, i, names, len(paths)) for i, names in enumerate(shapes)]
@@ -413,5 +427,5 @@ def content_of(value):
 
 def without_files(source):
     if isinstance(source, Record):
-        return source.crc, source.nbytes
+        return source if source.crc is None else (source.crc, source.nbytes)
     return tuple(map(without_files, source)) if isinstance(source, tuple) else source

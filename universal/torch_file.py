@@ -18,7 +18,7 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -35,6 +35,7 @@ from universal.byte_ranges import (
 )
 from universal.errors import CheckpointError, naming, parsing
 from universal.expect import is_natural, is_shape
+from universal.unzipped import is_unzipped, load_unzipped
 
 # --------------------------------------------------------------------------------------------------
 # 1. what is in a pickle
@@ -239,7 +240,10 @@ def load(path: str | Path) -> Any:
     Raises: CheckpointError, naming the file; OSError.
     """
     path = Path(path)
-    with parsing(path), open_file(path) as file, zipfile.ZipFile(file) as archive:
+    with parsing(path), open_file(path) as file:
+        if is_unzipped(file):
+            return load_unzipped(path, unpickle)
+        archive = archive_of(file)
         records = {}
         for info in archive.infolist():
             prefix, _, name = info.filename.partition("/")
@@ -250,8 +254,19 @@ def load(path: str | Path) -> Any:
         if "byteorder" in records and archive.read(f"{prefix}/byteorder") != b"little":
             raise CheckpointError("it was written on a big-endian machine")
         data = archive.read(f"{prefix}/data.pkl")  # zipfile compares it with its checksum
-        check_memo(data)
-        return Unpickler(data, records).load()
+        return unpickle(data, lambda key, _: records[f"data/{key}"])
+
+
+def archive_of(file: BinaryIO) -> zipfile.ZipFile:
+    """The archive in a file.
+
+    After torch.serialization.set_crc32_options(False) none of its checksums is one.
+    """
+    archive = zipfile.ZipFile(file)
+    if not any(info.CRC for info in archive.infolist()):
+        for info in archive.infolist():
+            info.CRC = None
+    return archive
 
 
 def record_of(path, file, info, name):
@@ -274,12 +289,18 @@ def check_memo(data):
             )
 
 
+def unpickle(data: bytes, record_of_key: Callable[[str, int], Record]) -> Any:
+    """What a pickle holds. record_of_key: returns the Record of a storage's key and size."""
+    check_memo(data)
+    return Unpickler(data, record_of_key).load()
+
+
 class Unpickler(pickle.Unpickler):
     """Reads a pickle, and calls only what is in this file."""
 
-    def __init__(self, data, records):
+    def __init__(self, data, record_of_key):
         super().__init__(io.BytesIO(data))
-        self.records = records
+        self.record_of_key = record_of_key
         self.classes = {}
 
     def find_class(self, module, name):
@@ -302,10 +323,11 @@ class Unpickler(pickle.Unpickler):
         return Stub.__new__(cls, parent, name)
 
     def persistent_load(self, pid):
-        _, storage, key, _, numel = pid
+        _, storage, key, _, numel, *_ = pid
         kind = storage.__name__.removesuffix("Storage")
-        record = self.records[f"data/{key}"]
-        if record.nbytes != numel * width(DTYPES[kind]):
+        nbytes = numel * width(DTYPES[kind])
+        record = self.record_of_key(key, nbytes)
+        if record.nbytes != nbytes:
             raise CheckpointError(
                 f"record {key} has {record.nbytes} bytes, which is not {numel} elements"
             )
@@ -313,9 +335,9 @@ class Unpickler(pickle.Unpickler):
 
 
 def verify(path: Path) -> None:
-    """Read a file, and check every record's checksum. Raises CheckpointError."""
-    with parsing(path), zipfile.ZipFile(path) as archive:
-        if name := archive.testzip():
+    """Read a file, and check every record's checksum, if it has any. Raises CheckpointError."""
+    with parsing(path), open_file(path) as file:
+        if not is_unzipped(file) and (name := archive_of(file).testzip()):
             raise CheckpointError(f"{path} is damaged: {name} does not match its checksum")
 
 
@@ -493,7 +515,9 @@ class Pickler:
         if isinstance(value, Size):
             return stub(known_class("torch", "Size"), (tuple(value),), True)
         if isinstance(value, OrderedDict):
-            return stub(known_class("collections", "OrderedDict"), (), True, entries=value)
+            attributes = vars(value) or None  # such as _metadata, of a state_dict()
+            name = known_class("collections", "OrderedDict")
+            return stub(name, (), True, state=attributes, entries=value)
         if isinstance(value, Tensor):
             return self.stub_of_tensor(value)
         return None

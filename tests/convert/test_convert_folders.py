@@ -115,7 +115,8 @@ def saved(tmp_path):
     def make(name, ranks, stage, dtype="bf16_", step=100):
         folder = tmp_path / name
         lay_out(folder, SHAPES, ranks, stage)
-        edit(folder, "*_model_*", lambda model: model.update(global_steps=step))
+        config = {"bf16": {"enabled": dtype == "bf16_"}}
+        edit(folder, "*_model_*", lambda model: model.update(global_steps=step, ds_config=config))
         edit(
             folder,
             "*_optim_*",

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from case import (
@@ -412,6 +413,112 @@ def folders_of_another_size(stage):
     with contextlib.chdir(f"disk{min(1, dist.get_rank())}"):
         load(engine)
     check_restored(engine)
+
+
+def save_client_state(stage):
+    """What copies of a model keep, and whoever else gives attributes to an OrderedDict."""
+    average = nn.BatchNorm1d(3).state_dict()
+    average.note = [average]
+    engine = make(stage)
+    train(engine, 0)
+    engine.save_checkpoint(".", tag="t", client_state={"average": average})
+
+
+@case(save_client_state, quick_stages=(1,))
+def attributes_of_a_client_state(stage):
+    if dist.get_rank() == 0:
+        universal.convert("t", "u")
+    dist.barrier()
+    for tag in ("t", "u"):
+        average = load(make(stage), tag)["average"]
+        assert average._metadata == nn.BatchNorm1d(3).state_dict()._metadata
+        assert average.note[0] is average
+
+
+WITHOUT_ZIP = {"checkpoint": {"checkpoint_serialization": False}}
+
+
+@case(saved(**WITHOUT_ZIP), quick_stages=(1,))
+def files_of_before_torch_1_6(stage):
+    restored(stage)
+
+
+def save_without_checksums(stage):
+    torch.serialization.set_crc32_options(False)
+    train_and_save(stage)
+    torch.serialization.set_crc32_options(True)
+
+
+@case(save_without_checksums, quick_stages=(1,))
+def files_without_checksums(stage):
+    restored(stage)
+    if dist.get_rank() == 0:
+        universal.convert("t", "u", check=True)
+    dist.barrier()
+    restored(stage, "u")
+
+
+@case(saved(zero_optimization=True), stages=(1,))
+def zero_optimization_true(stage):
+    """As DeepSpeed has it from long ago: it means ZeRO-1."""
+    restored(stage)
+
+
+ROUND_ROBIN = {"zero": {"round_robin_gradients": True}}
+
+
+def save_with_path_of_config(stage):
+    """As versions did that got a path. Nothing then tells that the numbers of the slices are wrong,
+    as round_robin_gradients makes them."""
+    engine = make(stage, **ROUND_ROBIN)
+    train(engine, 0)
+    engine.config = "ds_config.json"
+    engine.save_checkpoint(".", tag="t", client_state={"step": 1})
+    save_truth([train(engine, step) for step in (1, 2)])
+
+
+@case(save_with_path_of_config, stages=(1, 2), quick_stages=(2,), quick_ranks=(2,))
+def path_of_a_config(stage):
+    engine = make(stage, seed=5, **ROUND_ROBIN)
+    load(engine)
+    assert [train(engine, step) for step in (1, 2)] == pytest.approx(read_truth(), rel=1e-6)
+
+
+def save_beside_another_file(stage):
+    """Without ZeRO, where DeepSpeed's loader reads files whose checksums, if any, we compare."""
+    engine = make(stage, **WITHOUT_ZIP)
+    train(engine, 0)
+    engine.save_checkpoint(".", tag="t")
+    if dist.get_rank() == 0:
+        Path("t", "mine.pt").write_text("nothing of torch")
+    dist.barrier()
+
+
+@case(save_beside_another_file, stages=(0,), quick_stages=(0,))
+def files_of_somebody_else(stage):
+    load(make(stage))
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def save_in_two_dtypes(stage):
+    """Under one name, at the same step; then copied without the files' times, in the order of their
+    names, so that the older shards are the later ones."""
+    train_and_save(stage, "saved")
+    train_and_save(stage, "saved", seed=9, **BF16)
+    if dist.get_rank() == 0:
+        Path("t").mkdir()
+        for i, path in enumerate(sorted(Path("saved").iterdir())):
+            shutil.copyfile(path, Path("t", path.name))
+            os.utime(Path("t", path.name), (i / 10, i / 10))
+    dist.barrier()
+
+
+@case(save_in_two_dtypes)
+def shards_of_two_dtypes(stage):
+    """The model states tell of which dtype the last save was."""
+    restored(stage, **BF16)
 
 
 def newest_in_memory(stage):
