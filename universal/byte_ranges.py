@@ -2,9 +2,10 @@
 """Read ranges of bytes in files, each once, and check them against checksums.
 
 A Record is a stored run of bytes with the CRC-32 that was saved with it. A source says where the
-elements of a tensor are: it has dtype and numel, ranges(start, numel) yields the ByteRanges of some
-of them, and chunks(reader) reads them all. Extent is the simplest. A Reader reads, and remembers
-the CRC-32 of what it has read; check() compares that with the records' own. Needs only Python 3.10.
+elements of a tensor are: it has dtype and numel, and ranges(start, numel) yields the ByteRanges of
+some of them; or else chunks(reader) reads them all. Extent is the simplest. A Reader reads, and
+remembers the CRC-32 of what it has read; check() compares that with the records' own. Needs only
+Python 3.10.
 """
 
 import functools
@@ -55,9 +56,6 @@ class Record(NamedTuple):
     def ranges(self, start: int, numel: int) -> Iterator["ByteRange"]:
         yield ByteRange(self, start, numel)
 
-    def chunks(self, reader: "Reader") -> Iterator[tuple[memoryview, int]]:
-        return reader.chunks(self)
-
 
 class ByteRange(NamedTuple):
     """Bytes of a record, from `start` on."""
@@ -85,9 +83,6 @@ class Extent(NamedTuple):
     def ranges(self, start: int, numel: int) -> Iterator[ByteRange]:
         part = self.part(start, numel)
         yield ByteRange(self.record, part.byte_offset, nbytes_of(part))
-
-    def chunks(self, reader: "Reader") -> Iterator[tuple[memoryview, int]]:
-        return reader.chunks(self)
 
 
 def nbytes_of(content: Any) -> int:
@@ -167,6 +162,9 @@ class Reader:
 
     def chunks(self, source: Any) -> Iterator[tuple[memoryview, int]]:
         """Yields (bytes of a source, their CRC-32). Use a chunk before you ask for the next."""
+        if hasattr(source, "chunks"):
+            yield from source.chunks(self)
+            return
         size = width(source.dtype)
         per_chunk = CHUNK // size
         buffer = memoryview(bytearray(min(CHUNK, source.numel * size)))

@@ -312,15 +312,7 @@ def describe_zero(folder, shards, pool, opened):
     others = range(1, tensor * pipeline)
     ranks = [first, *(describe_ranks(folder, i, shards[i], pool, opened) for i in others)]
     parameters, problems = join_ranks(folder, ranks, tensor)
-    modules = [rank.model["module"] for rank in ranks]
-    if first.model["module"] is None:
-        modules = modules_of_layers(folder, parameters)
-    module, different = common_entries(modules)
-    if different:
-        text = f"{folder}: {', '.join(different)} is in no optimizer, and not the same on all"
-        problems.insert(0, Problem(True, f"{text} tensor-parallel ranks"))
-    if first.model["module"] is None and not module:
-        module = None  # as DeepSpeed has it, where files of layers hold all
+    module, differing = join_modules(folder, ranks, parameters)
     models = [first.model | {"module": module}, *(rank.model for rank in ranks[1:])]
     used = {path.name for rank in ranks for path in rank.files}
     rank_dependent = {key: why for rank in ranks for key, why in rank.rank_dependent.items()}
@@ -344,10 +336,9 @@ def describe_zero(folder, shards, pool, opened):
             model_states=first.files[0],
             left_over=sorted({path.name for path in folder.glob("*mp_rank_*_states.pt")} - used),
         ),
-        problems=[problem for rank in ranks for problem in rank.problems] + problems,
+        problems=[*(problem for rank in ranks for problem in rank.problems), *differing, *problems],
     )
-    raw = RawStates(models, first.shard.content)
-    return Described(description, raw)
+    return Described(description, RawStates(models, first.shard.content))
 
 
 def join_ranks(folder, ranks, tensor):
@@ -388,6 +379,24 @@ def join_ranks(folder, ranks, tensor):
     return joined, joiner.problems
 
 
+def join_modules(folder, ranks, parameters):
+    """(the module of all ModelParallelRanks, [a Problem, if they do not agree]).
+
+    The module is None, as DeepSpeed has it, where files of layers hold all.
+    """
+    modules = [rank.model["module"] for rank in ranks]
+    nothing = {}
+    if modules[0] is None:
+        modules = modules_of_layers(folder, parameters)
+        nothing = None
+    module, different = common_entries(modules)
+    text = (
+        f"{folder}: {', '.join(different)} is in no optimizer, and not the same on all "
+        "tensor-parallel ranks"
+    )
+    return module or nothing, [Problem(True, text)] if different else []
+
+
 def modules_of_layers(folder, parameters):
     """[{name: tensor}]: what a pipeline's files of its layers hold besides trained parameters.
 
@@ -408,16 +417,15 @@ def modules_of_layers(folder, parameters):
 
 def common_entries(modules):
     """({name: value} without tensors that are not the same in all modules, names of those)."""
-    contents = {}
     entries = {}
+    different = set()
     for module in modules:
         for name, value in module.items():
-            contents.setdefault(name, set()).add(content_of(value))
-            entries.setdefault(name, value)
-    different = sorted(name for name, values in contents.items() if len(values) > 1)
+            if content_of(entries.setdefault(name, value)) != content_of(value):
+                different.add(name)
     for name in different:
         del entries[name]
-    return entries, different
+    return entries, sorted(different)
 
 
 def content_of(value):

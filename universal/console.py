@@ -59,13 +59,13 @@ def in_one_line(program, rank=0):
     os._exit(code)
 
 
-def figures(source, output, parameters, nbytes, began):
-    """What a command returns, and report() prints. began: by time.perf_counter()."""
+def totals(source, output, parameters, sizes, began):
+    """What a command returns, and report() prints. sizes: in bytes. began: by perf_counter()."""
     return {
         "source": source,
         "output": output,
-        "parameters": parameters,
-        "bytes": nbytes,
+        "parameters": len(parameters),
+        "bytes": sum(sizes),
         "seconds": time.perf_counter() - began,
     }
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from universal.byte_ranges import Extent, Reader, check_all, keep_open, nbytes_of
 from universal.checkpoint import describe, left_over
 from universal.collective import AllGather, all_or_none, alone, merge_spans
-from universal.console import bar, figures
+from universal.console import bar, totals
 from universal.converted import file_name
 from universal.description import NEXT_STEPS, Description, RawStates
 from universal.errors import CheckpointError, naming
@@ -77,8 +77,7 @@ def convert(
         with all_or_none(gather):
             if rank == 0:
                 finish(folder, source, output, files if check else {})
-    nbytes = sum(map(size_of, files.values()))
-    return figures(source, output_folder, len(checkpoint.parameters), nbytes, began)
+    return totals(source, output_folder, checkpoint.parameters, map(size_of, files.values()), began)
 
 
 def complain(checkpoint, strict):

@@ -131,15 +131,8 @@ def join_frozen(name, shape, fragments):
         raise CheckpointError(
             f"{numel - share * len(fragments)} elements of the frozen {name} are missing"
         )
-    extents = [extent_of(fragment) for fragment in fragments]
-    dtype = fragments[0].dtype
-    slices = Slices(
-        dtype,
-        tuple(extent.record for extent in extents),
-        tuple(extent.byte_offset for extent in extents),
-        Cut(0, share, 0, numel),
-    )
-    return contiguous(dtype, slices, shape)
+    extents = tuple(extent_of(fragment) for fragment in fragments)
+    return contiguous(fragments[0].dtype, Slices(extents, Cut(0, share, 0, numel)), shape)
 
 
 def second_names(module, names, buffer_names):

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from universal.blocks import Block, Joined
 from universal.byte_ranges import Reader, nbytes_of, width
 from universal.checkpoint import describe, left_over
-from universal.console import bar, figures, in_one_line, report
+from universal.console import bar, in_one_line, report, totals
 from universal.errors import CheckpointError, naming
 from universal.publish import sync, unfinished
 from universal.tags import find_tag
@@ -127,19 +127,19 @@ def export(
     if output.suffix != ".safetensors" or output.is_dir():
         raise CheckpointError(f"{output} is not the name of a .safetensors file")
     weights = in_file_order(weights_of(source, workers, strict))
-    nbytes = sum(nbytes_of(weight.source) for weight in weights.values())
-    with unfinished(output) as folder, bar(nbytes, progress) as show_more:
+    sizes = [nbytes_of(weight.source) for weight in weights.values()]
+    with unfinished(output) as folder, bar(sum(sizes), progress) as show_more:
         with naming(folder), open(folder / output.name, "xb", buffering=1 << 20) as file:
             file.write(header_of(weights))
             for weight in weights.values():
-                for chunk, _ in weight.source.chunks(reader):
+                for chunk, _ in reader.chunks(weight.source):
                     file.write(chunk)
                     show_more(len(chunk))
         reader.check()
         sync(folder)
         (folder / output.name).rename(output)
         sync(output.parent)
-    return figures(source, path, len(weights), nbytes, began)
+    return totals(source, path, weights, sizes, began)
 
 
 def main():

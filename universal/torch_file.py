@@ -436,7 +436,7 @@ def write_archive(file: BinaryIO, stem: str, content: Pickled, reader: Reader) -
 def chunks_of(source, reader):
     if isinstance(source, bytes):
         return [(source, zlib.crc32(source))]
-    return source.chunks(reader)
+    return reader.chunks(source)
 
 
 class Storage(NamedTuple):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
 
-from universal.byte_ranges import ByteRange, OpenFile, Reader, Record, width
+from universal.byte_ranges import ByteRange, Extent, OpenFile
 from universal.description import OptimizerState, Parameter, Problem
 from universal.errors import CheckpointError
 from universal.expect import expect, is_natural
@@ -174,15 +174,14 @@ class Cut(NamedTuple):
 
 
 class Slices(NamedTuple):
-    """A source (byte_ranges.py): the elements of a parameter, in the records of its ranks.
+    """A source (byte_ranges.py): the elements of a parameter, in the flat tensors of its ranks."""
 
-    byte_offsets: where the flat tensor begins in each record.
-    """
-
-    dtype: str
-    records: tuple[Record, ...]
-    byte_offsets: tuple[int, ...]
+    extents: tuple[Extent, ...]
     cut: Cut
+
+    @property
+    def dtype(self) -> str:
+        return self.extents[0].dtype
 
     @property
     def numel(self) -> int:
@@ -192,18 +191,13 @@ class Slices(NamedTuple):
         return self._replace(cut=self.cut._replace(numel=numel))
 
     def ranges(self, start: int, numel: int) -> Iterator[ByteRange]:
-        size = width(self.dtype)
         rank, position = divmod(self.cut.origin + start, self.cut.share or 1)
         while numel:
             count = min(self.cut.share - position, numel)
-            byte = self.byte_offsets[rank] + (self.cut.start + position) * size
-            yield ByteRange(self.records[rank], byte, count * size)
+            yield from self.extents[rank].ranges(self.cut.start + position, count)
             numel -= count
             rank += 1
             position = 0
-
-    def chunks(self, reader: Reader) -> Iterator[tuple[memoryview, int]]:
-        return reader.chunks(self)
 
 
 class FlatCut(NamedTuple):
@@ -394,9 +388,7 @@ def slices_of(shards, key, number, of_ranks):
             raise CheckpointError(
                 f"{path}: {key} of group {number} is not what it is in {shards[0].name}"
             )
-    records = tuple(extent.record for extent in extents)
-    byte_offsets = tuple(extent.byte_offset for extent in extents)
-    return Slices(extents[0].dtype, records, byte_offsets, Cut(0, 0, 0, 0))
+    return Slices(tuple(extents), Cut(0, 0, 0, 0))
 
 
 def whole_momentum(of_ranks, flat_cut):
