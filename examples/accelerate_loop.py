@@ -98,9 +98,7 @@ if folders := sorted(
 ):
     accelerator.load_state(folders[-1])
     done = int(folders[-1].name.split("_")[1])
-    scheduler.scheduler.last_epoch = (
-        done * RANKS
-    )  # (2) its saved count is for the old number of ranks
+    scheduler.scheduler.last_epoch = done * RANKS  # (2) its saved count is for the old ranks
     accelerator.step = 0  # (3) it counts micro-batches; new ranks start at 0, so all do
 
 run_name = args.run_name or f"accelerate_{RANKS}_ranks"

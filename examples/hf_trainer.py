@@ -69,19 +69,22 @@ if not torch.cuda.is_available():
 warnings.simplefilter("ignore", FutureWarning)  # torch warns about DeepSpeed's calls, on every rank
 
 
-class SeedAndLog(TrainerCallback):
-    """Seeds dropout by (step, micro-batch), not by rank: Trainer gives micro-batch m to rank m %
-    ranks."""
+class SeedDropout(TrainerCallback):
+    """Seeds dropout by (step, micro-batch), not by rank. Trainer gives micro-batch m of a step to
+    rank m % ranks. It can be copied as it is; needs `from transformers import TrainerCallback,
+    set_seed`."""
 
-    def on_step_begin(self, _, state, control, **kwargs):
-        self.micro_batch, self.step = RANK, state.global_step
-        set_seed(self.step * BATCH + self.micro_batch)
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.micro_batch = args.process_index
+        set_seed(state.global_step * 100_000 + self.micro_batch)
 
-    def on_substep_end(self, _, state, control, **kwargs):
-        self.micro_batch += RANKS
-        set_seed(self.step * BATCH + self.micro_batch)
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.micro_batch += args.world_size
+        set_seed(state.global_step * 100_000 + self.micro_batch)
 
-    def on_log(self, _, state, control, logs, **kwargs):
+
+class Log(TrainerCallback):
+    def on_log(self, args, state, control, logs, **kwargs):
         if state.is_world_process_zero and "loss" in logs:
             log.writerow([state.global_step, logs["loss"], logs["learning_rate"]])
 
@@ -148,7 +151,7 @@ trainer = Trainer(
     arguments,
     train_dataset=data[BATCH:],
     eval_dataset=data[:BATCH],
-    callbacks=[SeedAndLog()],
+    callbacks=[SeedDropout(), Log()],
 )
 
 run_name = args.run_name or f"trainer_{RANKS}_ranks"
