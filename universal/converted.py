@@ -54,14 +54,15 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
             f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed"
         )
     models = [read_model_states(path) for path in paths]
-    zero = folder / "zero"
-    optimizer = expect(load(zero / "optimizer_state.pt"), dict, zero / "optimizer_state.pt")
-    param_groups = read_param_groups(zero / "optimizer_state.pt", optimizer)
-    step = read_step(zero / "optimizer_state.pt", optimizer, opened)
+    path = folder / "zero" / "optimizer_state.pt"
+    optimizer = expect(load(path), dict, path)
+    param_groups = read_param_groups(path, optimizer)
+    step = read_step(path, optimizer, opened)
     group_of = {flat: i for i, group in enumerate(param_groups) for flat in group["params"]}
 
     def read(name, flat):
-        return read_parameter(zero / file_name(name), flat, group_of.get(flat), step, opened)
+        states = path.parent / file_name(name)
+        return read_parameter(states, flat, group_of.get(flat), step, opened)
 
     flats = {
         name: flat

@@ -235,18 +235,16 @@ def exchange(folder: Path, transfers: list[Transfer], group: dist.ProcessGroup) 
     rank = dist.get_rank()
     begun = []
     for transfer in transfers:
-        if transfer.source == transfer.target or rank not in (transfer.source, transfer.target):
+        name, (_, size), source, target = transfer
+        if source == target or rank not in (source, target):
             continue
-        size = transfer.state.size
-        path = folder / transfer.name
-        if rank == transfer.target:
-            path = folder / f"{transfer.name}.{size}.part"
+        path = folder / (name if rank == source else f"{name}.{size}.part")
         path.parent.mkdir(exist_ok=True)
         data = torch.from_file(str(path), True, size, dtype=torch.uint8, device="cpu")
-        if rank == transfer.source:
-            work = dist.isend(data, transfer.target, group=group)
+        if rank == source:
+            work = dist.isend(data, target, group=group)
         else:
-            work = dist.irecv(data, transfer.source, group=group)
+            work = dist.irecv(data, source, group=group)
         begun.append((work, path, transfer))
     for work, path, transfer in begun:
         work.wait()

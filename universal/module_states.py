@@ -94,7 +94,8 @@ def keep_untrained(
     Raises: CheckpointError, if parts of a frozen parameter are missing.
     """
     module = model["module"]
-    shapes = (model.get("frozen_param_shapes") or {}) if fragments else {}
+    frozen = model.get("frozen_param_shapes") or {}
+    shapes = frozen if fragments else {}
     kept = {
         name: join_frozen(name, shape, [of_rank[name] for of_rank in fragments])
         for name, shape in shapes.items()
@@ -115,8 +116,7 @@ def keep_untrained(
             kept[name] = trim_storage(tensor) if tensor else module[name]
     # A module may save its buffers and parameters under other names.
     unsaved_buffers = set(model["buffer_names"]) - module.keys()
-    known = {*model["buffer_names"], *(model.get("frozen_param_shapes") or {})}
-    if len(unsaved_buffers) > len(kept.keys() - known):
+    if len(unsaved_buffers) > len(kept.keys() - {*model["buffer_names"], *frozen}):
         raise CheckpointError(f"it lacks the buffer {min(unsaved_buffers)}")
     renamed = {*names, *shapes} - module.keys()
     model = model | {"module": kept, "frozen_param_fragments": None}

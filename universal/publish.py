@@ -37,15 +37,12 @@ def check_output(source, output):
             f"{pointer} is the name of the file that points to the output, and not of a folder"
         )
     if output.exists():
-        others = (
-            [path.name for path in output.iterdir() if not entry.fullmatch(path.name)]
-            if output.is_dir()
-            else []
-        )
+        names = os.listdir(output) if output.is_dir() else []
+        others = [name for name in names if not entry.fullmatch(name)]
         if others or not (output / "zero" / "optimizer_state.pt").is_file():
-            held = f": it holds {min(others)}" if others else ""
+            content = f": it holds {min(others)}" if others else ""
             raise CheckpointError(
-                f"{output} exists and is not a universal checkpoint{held}: it is left as it is"
+                f"{output} exists and is not a universal checkpoint{content}: it is left as it is"
             )
 
 
@@ -61,9 +58,7 @@ def locked(folder, made):
             raise CheckpointError(
                 f"another conversion to the same folder is running: it writes to {folder}"
             ) from None
-        except (
-            OSError
-        ) as error:  # a file system without locks: the folder itself serves as the lock
+        except OSError as error:  # a file system without locks: the folder itself is the lock
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise
             if not made:
@@ -90,20 +85,21 @@ def unfinished(output):
         made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=not made)
         stack.enter_context(locked(folder, made))
-        mine = os.stat(folder)
+        made_folder = os.stat(folder)
         if old.exists() and not output.exists():
             old.rename(output)
         shutil.rmtree(old, ignore_errors=True)
         if old.exists():  # if another user's, it stays, and must not be in the way
             old.rename(beside(output, f"replaced.{time.time_ns()}"))
         for left in folder.iterdir():
-            shutil.rmtree(
-                left, ignore_errors=True
-            ) if left.is_dir() and not left.is_symlink() else left.unlink()
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink()
         try:
             yield folder
         finally:
-            if folder.exists() and os.path.samestat(mine, os.stat(folder)):
+            if folder.exists() and os.path.samestat(made_folder, os.stat(folder)):
                 shutil.rmtree(folder, ignore_errors=True)
                 beside(output, "pointer").unlink(missing_ok=True)
 

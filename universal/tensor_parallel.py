@@ -143,10 +143,12 @@ class TensorParallel:
     def check_cover(self, name, whole, sources, numel):
         """Raises CheckpointError if the sources lack elements that the whole is made of."""
         dtypes = {source.dtype for source in sources}
-        covered = len(dtypes) == 1 and numel <= sum(source.numel for source in sources)
-        for block in whole.blocks or ():
-            covered = covered and block.part < len(sources) and block.fits(sources[block.part])
-        if not covered:
+        fitting = [
+            block.part < len(sources) and block.fits(sources[block.part])
+            for block in whole.blocks or ()
+        ]
+        covered = numel <= sum(source.numel for source in sources) and all(fitting)
+        if len(dtypes) > 1 or not covered:
             raise self.error(f"the shards of {name} do not cover its elements exactly once")
         if whole.blocks is None and not dtypes <= AVERAGED:
             raise self.error(f"{name} is of {dtypes.pop()}, of which there is no mean")

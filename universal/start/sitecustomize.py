@@ -46,7 +46,7 @@ class AfterImport:
             return None
         finders = sys.meta_path[sys.meta_path.index(self) + 1 :]
         specs = (finder.find_spec(name, path, target) for finder in finders)
-        spec = next((spec for spec in specs if spec), None)
+        spec = next(filter(None, specs), None)
         if spec:
             execute = spec.loader.exec_module
 
