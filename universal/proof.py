@@ -38,7 +38,7 @@ from universal.hooks import deepspeed_load, wrap_methods
 STEPS = 10
 # By how much a loss may differ from rounding alone, by the dtype of matrix products: as a share of
 # the loss, or of 1, if that is more.
-ROUNDING = {"float64": 1e-5, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+ROUNDING = {"float64": 1e-5, "float32": 1e-5, "tfloat32": 2e-3, "float16": 2e-3, "bfloat16": 1e-2}
 NORM_ROUNDING = 10  # times as much of the gradient norm
 LOSS = "the loss"
 GRAD_NORM = "the gradient norm"
