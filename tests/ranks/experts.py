@@ -1,0 +1,290 @@
+"""Lives of models with experts, natively parallel ones of deepspeed.moe: play("save", ...) trains
+and saves, play("load", ...) loads into an engine of another seed, compares all that it holds with
+what was saved, and trains on."""
+
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+from toy import begin, in_turn
+
+import universal
+
+BATCH = 24  # rows of a step
+TOKENS = 5  # of a row
+WIDTH = 8
+SAVED = 3  # the step after which a life saves
+STEPS = 6
+
+
+class Life(NamedTuple):
+    """How an engine is made. net: arguments of Net."""
+
+    stage: int = 2
+    ep_size: int | tuple = 2
+    net: dict = {}
+    zero: dict = {}
+    data_first: bool = False
+    dtype: str = "fp32"
+    accumulate: str | None = None
+    frozen: str | None = None
+    max_group_size: int | None = None
+    optimizer: str = "adam"
+    clip: float = 0.0
+    micro: int = 2
+    load: dict = {}  # options of load_checkpoint()
+
+
+class Expert(nn.Module):
+    def __init__(self, buffer, extra_state):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 11)
+        self.down = nn.Linear(11, WIDTH, bias=False)
+        self.register_buffer("scale", torch.ones(3) if buffer else None)
+        if extra_state:
+            self.get_extra_state = lambda: "a word"
+
+    def forward(self, x):
+        y = self.down(torch.tanh(self.up(x)))
+        return y if self.scale is None else y * self.scale.mean()
+
+
+class Net(nn.Module):
+    """experts: the number of each layer's experts."""
+
+    def __init__(self, ep_size, experts=(4, 4), buffer=False, extra_state=False, **options):
+        super().__init__()
+        self.inputs = nn.Linear(WIDTH, WIDTH)
+        self.outputs = nn.Linear(WIDTH, WIDTH)
+        self.moe = nn.ModuleList()
+        sizes = ep_size if isinstance(ep_size, tuple) else [ep_size] * len(experts)
+        options = {"k": 1, "drop_tokens": False, "use_rts": False} | options
+        for count, size in zip(experts, sizes, strict=True):
+            layer = MoE(
+                WIDTH,
+                Expert(buffer, extra_state),
+                num_experts=count,
+                ep_size=size,
+                capacity_factor=1.0,
+                min_capacity=0,
+                top2_2nd_expert_sampling=False,
+                **options,
+            )
+            self.moe.append(layer)
+
+    def forward(self, x, targets):
+        x = self.inputs(x)
+        balance = 0.0
+        for layer in self.moe:
+            y, layer_balance, _ = layer(x)
+            x = x + y
+            balance = balance + layer_balance
+        return (self.outputs(x) - targets).float().pow(2).mean() + 0.01 * balance
+
+
+def global_name(model, name, data_first):
+    """The name of a tensor on one rank with all experts. Written without a look at universal's."""
+    words = name.split(".")
+    if "deepspeed_experts" in words:
+        at = words.index("deepspeed_experts") + 1
+        layer = model.get_submodule(".".join(words[: words.index("deepspeed_moe")]))
+        rank = dist.get_rank()
+        place = rank % layer.ep_size
+        if data_first:
+            place = rank // (dist.get_world_size() // layer.ep_size)
+        words[at] = str(place * layer.num_local_experts + int(words[at]))
+    return ".".join(words)
+
+
+def initialize(model, seed, data_first):
+    """Every tensor by its global name, so that no expert is like another."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        name = global_name(model, name, data_first)
+        key = sum(ord(letter) * 31**i for i, letter in enumerate(name)) % 2**31
+        generator = torch.Generator().manual_seed(key + seed)
+        scale = 0.6 if tensor.dim() > 1 else 0.1
+        tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * scale)
+
+
+def param_groups(model, max_group_size):
+    """Matrices decay, vectors do not; DeepSpeed splits off the experts."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() == 1]
+    both = [
+        {"params": matrices, "name": "matrices", "weight_decay": 0.1, "lr": 1e-2},
+        {"params": vectors, "name": "vectors", "weight_decay": 0.0, "lr": 5e-3},
+    ]
+    options = {"max_group_size": max_group_size} if max_group_size else {}
+    split = split_params_into_different_moe_groups_for_optimizer(both, **options)
+    return [group for group in split if group["params"]]
+
+
+OPTIMIZERS = {
+    "adam": lambda parameters: torch.optim.AdamW(parameters, betas=(0.9, 0.95)),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+}
+
+
+def make_engine(life, seed):
+    for name in ("EXPERT_PARALLEL", "EXPERT_DATA_PARALLEL"):  # those of another life
+        getattr(groups, f"_{name}_GROUP").clear()
+        getattr(groups, f"_{name}_GROUP_RANKS").clear()
+    model = Net(life.ep_size, **life.net)
+    config = {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": life.micro,
+        "gradient_clipping": life.clip,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": life.stage} | life.zero,
+        "use_data_before_expert_parallelism": life.data_first,
+        "bf16": {"enabled": life.dtype == "bf16"},
+        "data_types": {"grad_accum_dtype": life.accumulate},
+    }
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (life.frozen and life.frozen in name))
+    initialize(model, seed, life.data_first)
+    optimizer = OPTIMIZERS[life.optimizer](param_groups(model, life.max_group_size))
+
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
+    )
+    return engine
+
+
+def is_slice(value):
+    return torch.is_tensor(value) and value.dim() > 0
+
+
+def snapshot(engine, life):
+    """All that the ranks hold, by global names. What several ranks hold must be equal on all.
+
+    Without masters and states for round_robin_gradients: DeepSpeed looks for them in wrong places.
+    """
+    data_first = life.data_first
+    with_states = not life.zero.get("round_robin_gradients")
+    optimizer = engine.optimizer
+    optimizer._hp_optimizer_states_linked = (
+        False  # DeepSpeed links states once, and not after a load
+    )
+    optimizer._lazy_init_hp_params_optimizer_state()
+    states = list(optimizer.optimizer.state.values())
+    keys = sorted({key for state in states for key, value in state.items() if is_slice(value)})
+    tensors = {}
+    for name, buffer in engine.module.named_buffers():
+        tensors[global_name(engine.module, name, data_first)] = buffer.clone()
+    for name, parameter in engine.module.named_parameters():
+        name = global_name(engine.module, name, data_first)
+        tensors[name] = parameter.detach().clone()
+        if parameter.requires_grad and with_states:
+            tensors[f"{name} fp32"] = safe_get_full_fp32_param(parameter).clone()
+            for key in keys:
+                tensors[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).clone()
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, tensors)
+    everything = {}
+    for tensors in of_ranks:
+        for key, tensor in tensors.items():
+            assert torch.equal(everything.setdefault(key, tensor), tensor), (
+                f"copies of {key} differ"
+            )
+    everything["steps"] = {
+        key: float(value)
+        for state in states
+        for key, value in state.items()
+        if value is not None and not is_slice(value)
+    }
+    kinds = {
+        tuple(sorted((key, group[key]) for key in ("lr", "weight_decay", "initial_lr")))
+        for group in optimizer.param_groups
+    }
+    everything["hyperparameters"] = sorted(kinds)
+    everything["counters"] = [engine.global_steps, engine.skipped_steps, engine.global_samples]
+    return everything
+
+
+def is_equal(a, b):
+    if not torch.is_tensor(a):
+        return a == b
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def train(engine, steps):
+    """The losses of these steps, over all ranks."""
+    count = engine.gradient_accumulation_steps()
+    micro = engine.train_micro_batch_size_per_gpu()
+    dtype = next(engine.module.parameters()).dtype
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 + step)
+        rows = torch.randn(BATCH, TOKENS, 2 * WIDTH, generator=generator).to(dtype).split(micro)
+        total = torch.zeros((), dtype=torch.float64)
+        for m in range(dist.get_rank() * count, (dist.get_rank() + 1) * count):
+            loss = engine(*rows[m].split(WIDTH, dim=-1))
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().double()
+        dist.all_reduce(total)
+        losses.append(total.item() / len(rows))
+    return losses
+
+
+def save(life, tag="t"):
+    """Train, save, and train on. truth.pt gets the state, losses.json the losses that follow."""
+    engine = make_engine(life, seed=1)
+    train(engine, range(SAVED))
+    engine.save_checkpoint(".", tag=tag, client_state={"word": "hello"})
+    truth = snapshot(engine, life)
+    losses = train(engine, range(SAVED, STEPS))
+    if dist.get_rank() == 0:
+        torch.save(truth, "truth.pt")
+        Path("losses.json").write_text(json.dumps(losses))
+    engine.destroy()
+
+
+def load(life, tag="t", save_as=None):
+    """Returns what load_checkpoint() refused with; or the names that differ, and the loss's gap."""
+    engine = make_engine(life, seed=77)
+    try:
+        _, client_state = universal.load_checkpoint(engine, ".", tag, timeout=60, **life.load)
+    except universal.CheckpointError as error:
+        return {"refused": str(error)}
+    assert client_state["word"] == "hello"
+    if save_as:
+        engine.save_checkpoint(".", tag=save_as, client_state={"word": "hello"})
+    truth = torch.load("truth.pt")
+    state = snapshot(engine, life)
+    differences = sorted(truth.keys() ^ state.keys())
+    differences += [key for key in truth if key in state and not is_equal(truth[key], state[key])]
+    losses = train(engine, range(SAVED, STEPS))
+    wanted = json.loads(Path("losses.json").read_text())
+    gap = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
+    engine.destroy()
+    return {"differences": differences, "gap": gap}
+
+
+def play(act, lives):
+    """On each rank. lives: {name: (folder, Life, ...)}. An outcome goes to NAME.RANK.json."""
+    begin()
+    top = os.getcwd()
+
+    def one(name):
+        folder, life, *arguments = lives[name]
+        os.makedirs(Path(top, folder), exist_ok=True)
+        os.chdir(Path(top, folder))
+        outcome = act(life, *arguments)
+        Path(top, f"{name}.{dist.get_rank()}.json").write_text(json.dumps(outcome))
+
+    in_turn(lives, one)
