@@ -24,6 +24,7 @@ from universal.description import (
 )
 from universal.errors import CheckpointError, naming
 from universal.expect import expect
+from universal.experts import read_experts, teams_of
 from universal.module_states import (
     config_of,
     degrees_of,
@@ -180,27 +181,27 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
     shard = read_shard(paths[min(paths)])
     ranks = max(shard.ranks)
     check_present(folder, paths, ranks)
-    shards = [paths[rank] for rank in range(ranks)]
     model_paths = model_states_of(folder, mp_rank, shard)
     model = read_model_states(model_paths[0])
+    experts = read_experts(folder, model)
+    if experts.files:  # they may be all that is trained, and are cut for fewer ranks
+        ranks = model["dp_world_size"]
+        check_present(folder, paths, ranks)
+    shards = [paths[rank] for rank in range(ranks)]
     if model["dp_world_size"] != ranks:
         raise CheckpointError(
             f"{model_paths[0]} is of {model['dp_world_size']} ranks, {shards[0].name} of {ranks}"
-        )
-    if model.get("ds_autoep_layers") or any(folder.glob("layer_*_expert_*")):
-        raise CheckpointError(
-            f"{folder} has experts, which are not converted: "
-            "DeepSpeed's own converter does AutoEP's"
         )
     fragments = None  # at ZeRO-1 and 2 frozen parameters are whole
     if shard.stage == 3:
         read = functools.partial(read_fragments, first_path=model_paths[0], first=model)
         fragments = list(pool.map(read, model_paths))
-    parameters, rank_dependent = describe_shards(shard, shards, model, pool, opened)
+    parameters, rank_dependent = describe_shards(shard, shards, model, experts, pool, opened)
     problems = other_steps(model_paths[0], shards, model, parameters, shard.stage)
     state = optimizer_state(shard.optimizer, rank_dependent)
     problems += problem_of_loss(shards[0], parameters, state)
     if model["module"] is not None:
+        model = model | {"module": model["module"] | experts.state}
         with naming(model_paths[0]):
             model, not_saved = keep_untrained(model, parameters, fragments)
         # The other tensor-parallel ranks have the same names, but only rank 0's shared_params says
@@ -211,7 +212,7 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
                 "and DeepSpeed saved nothing of it"
             )
             problems.append(Problem(True, text))
-    files = [*model_paths, *shards]
+    files = [*model_paths, *experts.files, *shards]
     return ModelParallelRank(model, shard, parameters, rank_dependent, problems, files)
 
 
@@ -232,7 +233,7 @@ def model_states_of(folder, mp_rank, shard):
     return [folder / f"zero_pp_rank_{rank}_{name}" for rank in range(max(shard.ranks))]
 
 
-def describe_shards(first, paths, model, pool, opened):
+def describe_shards(first, paths, model, experts, pool, opened):
     """({name: Parameter}, {(flat tensor, name): why a state depends on the rank}).
 
     first: rank 0's shard. paths: of the shards of all ranks.
@@ -244,7 +245,11 @@ def describe_shards(first, paths, model, pool, opened):
     trust_mapping = trust_mapping and not zero_config.get("round_robin_gradients")
     check_group_count(first, shapes)
     with naming(paths[0]):
-        flat_cuts = [cut_flat(first, i, names, len(paths)) for i, names in enumerate(shapes)]
+        flat_cuts = [
+            cut_flat(first, i, names, team)
+            for i, names in enumerate(shapes)
+            for team in teams_of(names, first.ranks[i], len(paths), model, experts.counts)
+        ]
 
     def read(rank):
         """The FlatStates of a rank, and its settings."""
@@ -252,9 +257,10 @@ def describe_shards(first, paths, model, pool, opened):
         check_group_count(shard, shapes)
         states = []
         with naming(paths[rank]):
-            for number, flat_cut in enumerate(flat_cuts):
-                numel = check_slice(shard, number, rank, flat_cut, trust_mapping)
-                states.append(read_flat(shard, number, numel, opened))
+            for flat_cut in flat_cuts:
+                if rank in flat_cut.team.ranks:
+                    numel = check_slice(shard, rank, flat_cut, trust_mapping)
+                    states.append(read_flat(shard, flat_cut.number, numel, opened))
             return states, settings_of(shard, opened)
 
     states, settings = zip(*pool.map(read, range(len(paths))), strict=True)

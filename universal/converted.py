@@ -20,6 +20,7 @@ from universal.description import (
 )
 from universal.errors import CheckpointError
 from universal.expect import expect
+from universal.experts import expert_name
 from universal.module_states import module_state, read_model_states
 from universal.torch_file import extent_of, load, read_scalar, tensor_of, trim_storage
 from universal.zero import OPTIMIZER
@@ -54,6 +55,14 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
             f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed"
         )
     models = [read_model_states(path) for path in paths]
+    flats = {
+        name: flat
+        for model in models
+        for flat, names in enumerate(model["param_shapes"])
+        for name in names
+    }
+    if any(map(expert_name, flats)):
+        raise CheckpointError(f"{folder} is a universal checkpoint of experts, which is not read")
     path = folder / "zero" / "optimizer_state.pt"
     optimizer = expect(load(path), dict, path)
     param_groups = read_param_groups(path, optimizer)
@@ -64,12 +73,6 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
         states = path.parent / file_name(name)
         return read_parameter(states, flat, group_of.get(flat), step, opened)
 
-    flats = {
-        name: flat
-        for model in models
-        for flat, names in enumerate(model["param_shapes"])
-        for name in names
-    }
     parameters = dict(zip(flats, pool.map(read, flats, flats.values()), strict=True))
     models = [model | {"module": untrained_entries(model, parameters)} for model in models]
     description = Description(

@@ -24,6 +24,7 @@ from universal.console import bar, totals
 from universal.converted import file_name
 from universal.description import NEXT_STEPS, Description, RawStates
 from universal.errors import CheckpointError, naming
+from universal.experts import expert_name
 from universal.publish import beside, check_output, publish, sync, unfinished
 from universal.tags import find_tag
 from universal.torch_file import Pickled, contiguous, pickled, verify, write_pt
@@ -84,6 +85,11 @@ def complain(checkpoint, strict):
     """Refuse, or name in a warning, what the conversion would lose; warn of what is only odd."""
     if checkpoint.is_universal:
         raise CheckpointError(f"{checkpoint.folder} is a universal checkpoint already")
+    if any(map(expert_name, (*checkpoint.parameters, *checkpoint.module.tensors))):
+        raise CheckpointError(
+            f"{checkpoint.folder} has experts, which are not converted: load_checkpoint() needs no "
+            "conversion"
+        )
     for text in left_over(checkpoint):
         warnings.warn(text, stacklevel=3)
     for problem in checkpoint.problems:

@@ -4,34 +4,168 @@
 DeepSpeed numbers the experts of every rank from 0, so a name alone does not tell which expert it is
 of. Here an expert's parameter has the name that it would have on one rank with all experts; then a
 checkpoint of any expert-parallel size, and an engine of any other, speak of the same parameters.
-Needs nothing but Python 3.10.
+Needs Python 3.10, and what an engine's experts are told from also DeepSpeed.
 """
 
 import re
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-EXPERT = re.compile(
-    r"(?P<experts>(.*\.)?deepspeed_moe\.experts\.deepspeed_experts)\.(?P<number>\d+)\.(?P<rest>.*)",
-    re.DOTALL,
-)
+from universal.errors import CheckpointError
+from universal.expect import expect
+from universal.torch_file import load, tensor_of
+
+LIST = "deepspeed_moe.experts.deepspeed_experts"  # of a layer's experts, within deepspeed's MoE
+EXPERT = re.compile(rf"(?P<layer>.*\.|){re.escape(LIST)}\.(?P<number>\d+)\.(?P<rest>.*)", re.DOTALL)
 
 
 class ExpertName(NamedTuple):
     """The parts of the name of an expert's parameter or buffer.
 
-    experts: of the list of experts. number: of this one. rest: within the expert.
+    layer: the MoE's, with a dot. number: of the expert. rest: within the expert.
     """
 
-    experts: str
+    layer: str
     number: int
     rest: str
 
     def moved(self, by: int) -> str:
         """The name, if the rank's experts are counted from `by`."""
-        return f"{self.experts}.{self.number + by}.{self.rest}"
+        return f"{self.layer}{LIST}.{self.number + by}.{self.rest}"
 
 
 def expert_name(name: str) -> ExpertName | None:
     """The parts of a name, or None if it is not of an expert."""
     match = EXPERT.fullmatch(name)
-    return match and ExpertName(match["experts"], int(match["number"]), match["rest"])
+    return match and ExpertName(match["layer"], int(match["number"]), match["rest"])
+
+
+# --------------------------------------------------------------------------------------------------
+# 1. in a checkpoint
+
+
+class Team(NamedTuple):
+    """Ranks that share out a flat tensor: all of them, or those that have the same experts.
+
+    ranks: in the order of their slices. first_experts: {layer: the number of their first expert}.
+    """
+
+    ranks: range
+    first_experts: dict[str, int] = {}
+
+    def global_name(self, name: str) -> str:
+        expert = expert_name(name)
+        return expert.moved(by=self.first_experts[expert.layer]) if expert else name
+
+
+class Experts(NamedTuple):
+    """The experts of a checkpoint.
+
+    counts: {layer: how many on all ranks}. state: {name: value} of their files. files: the paths.
+    """
+
+    counts: dict[str, int]
+    state: dict[str, Any]
+    files: list[Path]
+
+
+def read_experts(folder: Path, model: dict) -> Experts:
+    """What the files of experts hold. model: the model states.
+
+    Raises: CheckpointError, also for experts that are not loaded: AutoEP's, and those of tensor- or
+        pipeline-parallel ranks.
+    """
+    counts = model.get("num_experts") or []
+    present = any(folder.glob("layer_*_expert_*"))
+    if model.get("ds_autoep_layers") or present and not counts:
+        raise CheckpointError(
+            f"{folder} has experts of AutoEP, which are not loaded on other ranks, nor converted: "
+            "DeepSpeed's own converter does AutoEP's"
+        )
+    if counts and (model["module"] is None or model.get("mp_world_size", 1) > 1):
+        raise CheckpointError(
+            f"{folder} has experts, and tensor or pipeline parallelism: it loads on its own ranks "
+            "only, by DeepSpeed's own load_checkpoint()"
+        )
+    experts = Experts({}, {}, [])
+    for layer, count in enumerate(counts):
+        for number in range(count):
+            path = folder / f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
+            if not path.exists():
+                raise CheckpointError(f"{path} is missing")
+            content = expect(load(path), {str: object}, path)
+            for name, value in content.items():
+                expert = expert_name(name)
+                if expert is None or expert.number != number:
+                    raise CheckpointError(f"{path} has {name}, which is not of expert {number}")
+                if tensor_of(value) is None or name.endswith("_extra_state"):
+                    raise CheckpointError(f"{path} has the extra state {name}, which is not loaded")
+                experts.counts[expert.layer] = count
+            experts.state.update(content)
+            experts.files.append(path)
+    return experts
+
+
+def teams_of(names: Any, ranks_of_group: int, ranks: int, model: dict, counts: dict) -> list[Team]:
+    """The Teams, for each of which a group's parameters are cut, by their expert-parallel rank.
+
+    names: of the parameters, as on rank 0. ranks_of_group: for how many ranks they are cut. counts:
+        as in Experts. Source: DeepSpeed's groups._create_expert_and_data_parallel().
+
+    Raises: CheckpointError.
+    """
+    experts = [expert_name(name) for name in names]
+    if not any(experts):
+        return [Team(range(ranks))]
+    size = ranks // ranks_of_group
+    layers = {expert and expert.layer for expert in experts}
+    shared = not layers - counts.keys() and not any(counts[layer] % size for layer in layers)
+    if size * ranks_of_group != ranks or not shared:
+        raise CheckpointError(
+            f"its experts are not shared out to {ranks_of_group} of {ranks} ranks"
+        )
+    config = model.get("ds_config")
+    teams = [range(i, ranks, size) for i in range(size)]
+    if isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
+        teams = [range(i, i + ranks_of_group) for i in range(0, ranks, ranks_of_group)]
+    return [
+        Team(team, {layer: counts[layer] // size * i for layer in layers})
+        for i, team in enumerate(teams)
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. in an engine
+
+
+def global_name(module: Any, name: str) -> str:
+    """The name on one rank with all experts; the same for what is in no expert."""
+    from deepspeed.utils import groups
+
+    expert = expert_name(name)
+    if not expert:
+        return name
+    layer = module.get_submodule(expert.layer.removesuffix("."))
+    rank = groups._get_expert_parallel_rank(layer.expert_group_name)
+    return expert.moved(by=rank * layer.num_local_experts)
+
+
+def rank_among(parameters: list, rank: int) -> int:
+    """This rank's place among those that cut these parameters, all of one group.
+
+    rank: its place among all.
+    """
+    from deepspeed.moe.utils import is_moe_param
+    from deepspeed.utils import groups
+
+    if parameters and is_moe_param(parameters[0]):
+        return groups._get_expert_data_parallel_rank(parameters[0].group_name)
+    return rank
+
+
+def are_known_experts(parameters: dict) -> bool:
+    """Whether all parameters that not every rank has are in experts of deepspeed.moe.layer.MoE."""
+    from deepspeed.moe.utils import is_moe_param
+
+    parallel = (name for name, parameter in parameters.items() if is_moe_param(parameter))
+    return all(map(expert_name, parallel))

@@ -32,6 +32,8 @@ WITHOUT_ZERO = {
     "dp_world_size": is_natural,
     "global_steps": is_natural,
     "skipped_steps": is_natural,
+    "mp_world_size?": is_natural,
+    "num_experts?": (NoneType, [is_natural]),
     "checkpoint_parallel_dimensions?": (NoneType, {"pp_degree?": DEGREE, "tp_degree?": DEGREE}),
     "universal_checkpoint_info?": (NoneType, dict),
 }

@@ -16,6 +16,7 @@ from universal.byte_ranges import ByteRange, Extent, OpenFile
 from universal.description import OptimizerState, Parameter, Problem
 from universal.errors import CheckpointError
 from universal.expect import expect, is_natural
+from universal.experts import Team
 from universal.torch_file import (
     Stub,
     Tensor,
@@ -201,19 +202,26 @@ class Slices(NamedTuple):
 
 
 class FlatCut(NamedTuple):
-    """Where the parameters of a flat tensor lie, and how many elements there are of all of them."""
+    """Where the parameters of a flat tensor lie in its slices.
 
+    number: of the flat tensor. team: the ranks that have its slices. cuts: by the names in the
+    shards. numel: of all parameters.
+    """
+
+    number: int
+    team: Team
     cuts: dict
     numel: int
 
 
-def cut_flat(shard: Shard, number: int, shapes: dict, ranks: int) -> FlatCut:
+def cut_flat(shard: Shard, number: int, shapes: dict, team: Team) -> FlatCut:
     """How a flat tensor is cut.
 
     The shard says so, too (check_slice), but with round_robin_gradients it is wrong.
 
     Raises: CheckpointError, if this is not what the shard is like.
     """
+    ranks = len(team.ranks)
     if shard.ranks[number] != ranks:
         raise CheckpointError(
             f"group {number} is cut for {shard.ranks[number]} ranks and not for {ranks}"
@@ -234,16 +242,15 @@ def cut_flat(shard: Shard, number: int, shapes: dict, ranks: int) -> FlatCut:
         else:
             cuts[name] = Cut(end, shard.slice_sizes[number], 0, numel)
             end += numel + padding
-    return FlatCut(cuts, end)
+    return FlatCut(number, team, cuts, end)
 
 
-def check_slice(
-    shard: Shard, number: int, rank: int, flat_cut: FlatCut, trust_mapping: bool
-) -> int:
+def check_slice(shard: Shard, rank: int, flat_cut: FlatCut, trust_mapping: bool) -> int:
     """Check that this rank's slice of a flat tensor is cut like that.
 
     Returns: how many elements it must hold. Raises: CheckpointError.
     """
+    number = flat_cut.number
     size = shard.slice_sizes[number]
     ranks = shard.ranks[number]
     if shard.stage == 3:
@@ -254,7 +261,7 @@ def check_slice(
         raise CheckpointError(
             f"group {number} has {flat_cut.numel} elements, its slices have fewer"
         )
-    begin = rank * size
+    begin = flat_cut.team.ranks.index(rank) * size
     mapping = {}
     for name, cut in flat_cut.cuts.items():
         if cut.share != size:
@@ -336,27 +343,28 @@ def join_shards(
     parameters = {}
     rank_dependent = {}
     group_of = {flat: i for i, group in enumerate(param_groups) for flat in group["params"]}
-    for number, flat_cut in enumerate(flat_cuts):
-        of_ranks = [flats[number] for flats in states]
-        unsliced = set().union(*(flat.unsliced for flat in of_ranks))
-        check_same_states(shards, of_ranks, unsliced)
+    for number, team, cuts, _ in flat_cuts:
+        of_all = [flats[number] for flats in states]
+        of_ranks = [of_all[rank] for rank in team.ranks]
+        unsliced = set().union(*(flat.unsliced for flat in of_all))
+        check_same_states(shards, of_all, unsliced)
         sliced = {
-            key: slices_of(shards, key, number, of_ranks)
+            key: slices_of([shards[rank] for rank in team.ranks], key, number, of_ranks)
             for key in of_ranks[0].states
             if key == "fp32" or key not in unsliced
         }
-        momentum = whole_momentum(of_ranks, flat_cut) if "momentum_buffer" in unsliced else {}
+        momentum = whole_momentum(of_ranks, cuts) if "momentum_buffer" in unsliced else {}
         if momentum:
             unsliced.remove("momentum_buffer")
-        for key, why in differences([flat.scalars for flat in of_ranks]).items():
+        for key, why in differences([flat.scalars for flat in of_all]).items():
             rank_dependent[number, key] = why
         for key in sorted(unsliced, key=str):
             rank_dependent[number, key] = "is not cut like the weights"
-        for name, cut in flat_cut.cuts.items():
+        for name, cut in cuts.items():
             states_of_name = {key: slices._replace(cut=cut) for key, slices in sliced.items()}
             if momentum:
                 states_of_name["momentum_buffer"] = momentum[name]
-            parameters[name] = Parameter(
+            parameters[team.global_name(name)] = Parameter(
                 shape=tuple(param_shapes[number][name]),
                 flat=number,
                 group=group_of.get(number),
@@ -391,7 +399,7 @@ def slices_of(shards, key, number, of_ranks):
     return Slices(tuple(extents), Cut(0, 0, 0, 0))
 
 
-def whole_momentum(of_ranks, flat_cut):
+def whole_momentum(of_ranks, cuts):
     """{name: Extent} of Muon's momentum at ZeRO-1 and 2.
 
     A rank holds, end to end, the whole momentum of each parameter of which it has a part. Empty if
@@ -400,7 +408,7 @@ def whole_momentum(of_ranks, flat_cut):
     momentum = {}
     for rank, flat in enumerate(of_ranks):
         numels = {}
-        for name, cut in flat_cut.cuts.items():
+        for name, cut in cuts.items():
             if rank * cut.share - cut.numel < cut.origin < (rank + 1) * cut.share:
                 numels[name] = cut.numel
         tensor = (flat.states | flat.unsliced).get("momentum_buffer")
@@ -412,7 +420,7 @@ def whole_momentum(of_ranks, flat_cut):
         for name, numel in numels.items():
             momentum.setdefault(name, extent_of(tensor).part(start, numel))
             start += numel
-    return momentum if momentum.keys() == flat_cut.cuts.keys() else {}
+    return momentum if momentum.keys() == cuts.keys() else {}
 
 
 def differences(values: list[dict]) -> dict:
