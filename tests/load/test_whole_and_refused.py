@@ -61,6 +61,7 @@ def test_optimizers_of_torch(saved):
     for kind in TORCHS:
         engine = object.__new__(Engine)
         engine.optimizer = engine.torch_optimizer = optimizer_of(kind)[0]
+        engine.group_numbers = dict
         with contextlib.suppress(universal.CheckpointError):
             reshard.compare_optimizer(engine, checkpoint, model, content)
             takers.add(kind.__name__)
