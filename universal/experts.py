@@ -119,8 +119,8 @@ def teams_of(names: Any, ranks_of_group: int, ranks: int, model: dict, counts: d
         return [Team(range(ranks))]
     size = ranks // ranks_of_group
     layers = {expert and expert.layer for expert in experts}
-    shared = not layers - counts.keys() and not any(counts[layer] % size for layer in layers)
-    if size * ranks_of_group != ranks or not shared:
+    uneven = size * ranks_of_group != ranks or layers - counts.keys()
+    if uneven or any(counts[layer] % size for layer in layers):
         raise CheckpointError(
             f"its experts are not shared out to {ranks_of_group} of {ranks} ranks"
         )
