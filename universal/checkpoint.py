@@ -33,7 +33,7 @@ from universal.module_states import (
     read_fragments,
     read_model_states,
 )
-from universal.stage_0 import describe_whole, is_whole
+from universal.stage_0 import describe_whole, read_whole
 from universal.tensor_parallel import TensorParallel
 from universal.torch_file import Tensor, load, number_in, tensor_of, trim_storage
 from universal.zero import (
@@ -81,8 +81,9 @@ def describe(
     opened = opened or keep_open()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist")
-    if is_whole(folder):
-        return describe_whole(folder, names, opened)
+    whole = read_whole(folder)
+    if whole is not None:
+        return describe_whole(folder, whole, names, opened)
     saves = []
     problems = []
     with ThreadPoolExecutor(workers) as pool:

@@ -75,29 +75,30 @@ NOWHERE = Stepped(None, {}, False)
 NO_OPTIMIZER = {"state": {}, "param_groups": []}
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether the checkpoint in this folder was saved without ZeRO."""
+def read_whole(folder: Path) -> dict | None:
+    """The model states of a checkpoint that was saved without ZeRO; None if it was not."""
     path = folder / MODEL_STATES
     if not path.exists() or (folder / "zero").is_dir() or any(folder.glob("*_optim_states.pt")):
-        return False
-    return expect(load(path), dict, path).get("param_shapes") is None
+        return None
+    model = expect(load(path), dict, path)
+    return model if model.get("param_shapes") is None else None
 
 
-def describe_whole(folder: Path, names: list[list[str]] | None, opened: OpenFile) -> Described:
+def describe_whole(
+    folder: Path, model: dict, names: list[list[str]] | None, opened: OpenFile
+) -> Described:
     """The Description of a checkpoint that was saved without ZeRO, and what was pickled.
 
-    names: of the trained parameters, by group, in the order in which the optimizer got them; None
-    if nobody knows. Without a place in the optimizer, parameters have their weights alone.
-
-    Raises: CheckpointError.
+    model: as of read_whole(). names: of the trained parameters, by group, in the order in which the
+    optimizer got them; None if nobody knows. Without a place in the optimizer, parameters have
+    their weights alone. Raises: CheckpointError.
     """
     path = folder / MODEL_STATES
-    model = expect(load(path), WITHOUT_ZERO | {"optimizer?": (NoneType, dict)}, path)
+    expect(model, WITHOUT_ZERO | {"optimizer?": (NoneType, dict)}, path)
     optimizer = model.get("optimizer") or NO_OPTIMIZER
     base = expect(optimizer.get("optimizer_state_dict", optimizer), OPTIMIZER, path)
     expect(optimizer, MASTERS, path)
-    mp_ranks = len(list(folder.glob("mp_rank_*_model_states.pt")))
-    tensor, pipeline = degrees_of(model, mp_ranks)
+    tensor, pipeline = degrees_of(model, len([*folder.glob("mp_rank_*_model_states.pt")]))
     with naming(path):
         weights = weights_of(model) if tensor * pipeline == 1 else {}
         groups = stepped_groups(optimizer, base) if weights else []
