@@ -15,12 +15,14 @@ from typing import NamedTuple
 from universal.byte_ranges import OpenFile, Record, keep_open
 from universal.converted import describe_universal
 from universal.description import (
+    UNSAVED,
     Described,
     Description,
     Files,
     Layout,
     Problem,
     RawStates,
+    kind_with_unsaved,
 )
 from universal.errors import CheckpointError, naming
 from universal.expect import expect
@@ -284,6 +286,8 @@ def other_steps(path, shards, model, parameters, stage):
     For example after a start from weights alone. At ZeRO-3 only the files' times tell that from a
     save that was killed between model states and shards.
     """
+    if kind_with_unsaved(config_of(model, "zero_optimization")):
+        return []  # its optimizers step at other times
     step = model["global_steps"] - model["skipped_steps"]
     steps = {number_in(parameter.scalars.get("step")) for parameter in parameters.values()}
     steps -= {None, step}
@@ -321,10 +325,13 @@ def describe_zero(folder, shards, pool, opened):
     parameters, problems = join_ranks(folder, ranks, tensor)
     module, differing = join_modules(folder, ranks, parameters)
     models = [first.model | {"module": module}, *(rank.model for rank in ranks[1:])]
+    kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
+    if kind:
+        problems.append(Problem(True, f"{folder}: no file holds {UNSAVED[kind]}"))
     used = {path.name for rank in ranks for path in rank.files}
     rank_dependent = {key: why for rank in ranks for key, why in rank.rank_dependent.items()}
     layout = Layout(
-        optimizer_class=first.shard.optimizer_class,
+        optimizer_class=kind or first.shard.optimizer_class,
         ranks=first.model["dp_world_size"],
         bf16=shards[0][0].name.startswith("bf16_"),
         tensor=tensor,

@@ -6,6 +6,20 @@ from typing import NamedTuple
 
 NEXT_STEPS = "next_steps.csv"  # proof.py writes and reads it, beside the shards
 
+UNSAVED = {  # what DeepSpeed saves in no file
+    "ZenFlow": "the gradients that ZenFlow defers, nor all of its moments",
+    "SuperOffload": "the optimizer's states, which SuperOffload keeps in another process",
+}
+
+
+def kind_with_unsaved(zero_config: dict) -> str | None:
+    """Which of UNSAVED the options of zero_optimization ask for."""
+    if zero_config.get("zenflow") is not None:
+        return "ZenFlow"
+    offload = zero_config.get("offload_optimizer")
+    has_super = isinstance(offload, dict) and offload.get("super_offload")
+    return "SuperOffload" if has_super else None
+
 
 class Parameter(NamedTuple):
     """A trained parameter.
@@ -32,8 +46,8 @@ class Layout(NamedTuple):
     """How ranks cut a checkpoint. DeepSpeed's own loader restores it on this layout alone.
 
     optimizer_class: the class of DeepSpeed's optimizer, which is another one for ZeRO-1 and 2, for
-    ZeRO-3, and for two kinds of bf16; "" if there is PyTorch's own alone. ranks: 1 without ZeRO,
-    where all hold the same. tensor, pipeline: the degrees.
+    ZeRO-3, and for two kinds of bf16; "" if there is PyTorch's own alone; or one of UNSAVED. ranks:
+    1 without ZeRO, where all hold the same. tensor, pipeline: the degrees.
     """
 
     optimizer_class: str
@@ -41,6 +55,11 @@ class Layout(NamedTuple):
     bf16: bool
     tensor: int
     pipeline: int
+
+    @property
+    def unsaved(self) -> str | None:
+        """What is in no file of such a checkpoint."""
+        return UNSAVED.get(self.optimizer_class)
 
 
 class ModuleState(NamedTuple):

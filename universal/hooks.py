@@ -111,6 +111,12 @@ def wrapped(method, wrapper):
     return watched
 
 
+def zero_options(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
+    """The config's zero_optimization, as it was written; {} if it has none, or only says true."""
+    options = engine._config._param_dict.get("zero_optimization")
+    return options if isinstance(options, dict) else {}
+
+
 def has_efficient_linear(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Whether linear layers compute their matrix products in DeepSpeed's own way at ZeRO-3."""
     return engine._config.zero_config.memory_efficient_linear

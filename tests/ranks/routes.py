@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from case import PRINTED, case, load, printed, refused, saved, train_and_save
@@ -17,6 +18,7 @@ from optimizers import momentum
 from torch import nn
 from toy import Net, differences, make, read_truth, save_truth, split_groups, train
 
+import universal
 from universal.hooks import overridden
 
 # --------------------------------------------------------------------------------------------------
@@ -68,6 +70,56 @@ def muon_on_bf16_optimizer(stage):
 def muon_with_its_momentum_in_memory(stage):
     """ZeRO-3 looks for it in a buffer of its own, which DeepSpeed's loader leaves at zero."""
     check_next_losses(stage, IN_MEMORY, 1e-6)
+
+
+# --------------------------------------------------------------------------------------------------
+# Engines of whose state DeepSpeed saves a part
+
+
+PARTLY_SAVED = {
+    "ZenFlow": {"zenflow": {}},
+    "SuperOffload": {"offload_optimizer": {"device": "cpu", "super_offload": True}},
+}
+
+
+def as_if(engine, kind):
+    """An engine whose config says that it is of this kind. Both want a GPU, or minutes of building
+    C++."""
+    config = engine._config._param_dict
+    engine.config = config | {"zero_optimization": config["zero_optimization"] | PARTLY_SAVED[kind]}
+    engine._config._param_dict = engine.config
+    return engine
+
+
+def save_partly(stage):
+    """ZenFlow's weights are ahead of its masters, which step at other times; SuperOffload's states
+    are in another process."""
+    for kind in PARTLY_SAVED:
+        engine = as_if(make(stage), kind)
+        train(engine, 0)
+        states = engine.optimizer.optimizer.state
+        if kind == "SuperOffload":
+            states.clear()
+        elif stage < 3:
+            engine.module.a.weight.data += 1
+            for state in states.values():
+                state["step"] += 1
+        engine.save_checkpoint(".", tag=kind)
+
+
+@case(save_partly, stages=(2, 3), quick_stages=(2, 3), quick_ranks=(2, 3))
+def states_that_no_file_holds(stage):
+    for kind in PARTLY_SAVED:
+        reason = "no file holds the "
+        refused(make(stage), reason, kind, "own ranks only", tag=kind)
+        if dist.get_world_size() == 3:
+            refused(as_if(make(stage), kind), reason, kind, "own ranks only", tag=kind)
+        else:
+            load(as_if(make(stage), kind), kind)
+            assert printed(f"WARNING: {reason}") and printed(kind)
+        if dist.get_rank() == 0:
+            with pytest.raises(universal.CheckpointError, match=f"{reason}.*{kind}"):
+                universal.convert(kind, "u")
 
 
 # --------------------------------------------------------------------------------------------------
