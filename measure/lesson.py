@@ -3,6 +3,7 @@ it prints with the outputs that are in it.
 
     python -m measure.lesson            # exit code 1 where a number is another one
     python -m measure.lesson --write    # and put the new outputs into the notebook
+    python -m measure.lesson --without_answers class.ipynb  # run nothing: a copy for the class
 
 Words and whole numbers must be equal. Of a number like 2.4e-07, a difference of two losses: zero
 stays zero, what is below 1e-05 is rounding and stays below it, anything else stays within a factor
@@ -26,6 +27,7 @@ NUMBER = re.compile(r"\d+\.\d+(?:e[+-]\d+)?")
 # Times are of the machine, not of the lesson.
 TIMES = re.compile(r"^\(\d+ s\)\n| in [\d.]+ s, [\d.]+ GB/s", re.M)
 ROUNDING = 1e-5
+ANSWER = re.compile(r"<details>.*?</details>", re.S)
 
 
 def printed(cell):
@@ -98,6 +100,16 @@ def write(notebook):
     nbformat.write(notebook, NOTEBOOK)
 
 
+def without_answers(notebook):
+    """The notebook, without its folded answers and its outputs."""
+    for cell in notebook.cells:
+        cell.source = ANSWER.sub("", cell.source).strip()
+        if cell.cell_type == "code":
+            cell.outputs = []
+    notebook.cells = [cell for cell in notebook.cells if cell.source]
+    return notebook
+
+
 def differences(old, new):
     """Of the cells that are compared: one text for each line that differs."""
     for before, now in zip(old.cells, new.cells, strict=True):
@@ -113,8 +125,12 @@ def main():
     parser.add_argument(
         "--write", action="store_true", help="put the new outputs into the notebook"
     )
+    parser.add_argument("--without_answers", metavar="FILE", help="write a copy for the class")
     args = parser.parse_args()
     old = nbformat.read(NOTEBOOK, 4)
+    if args.without_answers:
+        nbformat.write(without_answers(old), args.without_answers)
+        return 0
     new = run()
     for part, seconds in seconds_of_parts(new).items():
         print(f"{seconds:5.0f} s  {part}")

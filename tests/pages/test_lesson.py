@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import nbformat
 import pytest
 from helpers import ROOT
 
+from measure.lesson import without_answers
 from measure.ranks import launch
 
 NOTEBOOK = json.loads((ROOT / "docs" / "lesson.ipynb").read_text())
@@ -109,6 +111,14 @@ def test_2_and_3_ranks_go_on_and_a_lost_moment_shows_at_the_second_step(lesson):
         assert gap[SAVED + 1] == 0 and 0 < max(gap.values()) < 1e-5
     gap = lesson.names["gaps_lost"]
     assert gap[SAVED + 1] == 0 and gap[SAVED + 2] > 1e-5
+    assert f"WARNING: step {SAVED + 2}, trained before on 4 ranks" in lesson.printed["lost"]
+
+
+def test_the_version_for_the_class_has_no_answers():
+    notebook = without_answers(nbformat.read(ROOT / "docs" / "lesson.ipynb", 4))
+    page = "".join(cell.source for cell in notebook.cells)
+    assert "details" not in page and len(re.findall(r"\*\*Exercise \d", page)) == len(EXERCISES)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
 
 
 # -----------------------------------------------------------------------------
