@@ -167,5 +167,6 @@ def blocks_along(
     return tuple(blocks)
 
 
-def resized(shape, dim, size):
+def resized(shape: Sequence, dim: int, size: Any) -> tuple:
+    """The shape with another size in one dimension."""
     return (*shape[:dim], size, *shape[dim + 1 :])

@@ -44,6 +44,7 @@ from universal.torch_file import (
     Tensor,
     contiguous_strides,
     extent_of,
+    has_gaps,
     known_class,
     load,
     read_scalar,
@@ -219,11 +220,9 @@ def describe_one(weight, group, stepped, opened):
 
 def source_of(key, tensor, begin, numel):
     """Where elements of a tensor are, in the order of its indices."""
-    shape = tensor.size
-    in_order = contiguous_strides(shape)
-    gaps = [a != b and n > 1 for a, b, n in zip(tensor.stride, in_order, shape, strict=True)]
-    if any(gaps) and numel:
-        block = Block(0, shape, tensor.stride, 0, in_order, 0)
+    if has_gaps(tensor) and numel:
+        strides = contiguous_strides(tensor.size)
+        block = Block(0, tensor.size, tensor.stride, 0, strides, 0)
         return Joined(key, (trim_storage(tensor).storage,), (block,), numel)
     return extent_of(tensor, begin + numel).part(begin, numel)
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from universal.blocks import AVERAGED, Block, Joined, blocks_along
+from universal.blocks import AVERAGED, Block, Joined, blocks_along, resized
 from universal.description import Parameter, Problem
 from universal.errors import CheckpointError
 from universal.expect import expect, is_natural, is_shape
@@ -198,7 +198,7 @@ class TensorParallel:
         blocks = ()
         if shape:
             widths = self.widths_along(name, dim, shapes)
-            shape = (*shape[:dim], sum(widths), *shape[dim + 1 :])
+            shape = resized(shape, dim, sum(widths))
             blocks = blocks_along(dim, shape, count * [[width // count for width in widths]])
         # The vocabulary was padded to a multiple of the ranks.
         if matched[VOCABULARY]:
@@ -248,7 +248,7 @@ class TensorParallel:
             raise self.error(f"{name} has {total} elements, which do not make up {shape}")
         state = {
             "patterns": sub_params["patterns"],
-            "shape": (*declared[:dim], sizes, *declared[dim + 1 :]),
+            "shape": resized(declared, dim, sizes),
             "partition_dim": dim,
         }
         cls = known_class("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")

@@ -84,28 +84,27 @@ class Size(tuple):
     __slots__ = ()
 
 
-def typed_tensor(storage, offset, size, stride, requires_grad, hooks, metadata=None):
+def typed_tensor(storage, *view):
     """torch._utils._rebuild_tensor_v2."""
-    dtype = DTYPES[storage.kind]
-    return plain(Tensor(storage, offset, size, stride, requires_grad, dtype), hooks, metadata)
+    return built_tensor(DTYPES[storage.kind], storage, *view)
 
 
-def untyped_tensor(storage, offset, size, stride, requires_grad, hooks, dtype, metadata=None):
+def untyped_tensor(storage, offset, size, stride, requires_grad, hooks, dtype, *metadata):
     """torch._utils._rebuild_tensor_v3, for the dtypes that have no storage class."""
-    dtype = dtype.__name__
-    return plain(Tensor(storage, offset, size, stride, requires_grad, dtype), hooks, metadata)
+    view = (offset, size, stride, requires_grad, hooks)
+    return built_tensor(dtype.__name__, storage, *view, *metadata)
 
 
-def plain(tensor, hooks, metadata):
-    """The tensor, if it is one; None if it is more than its elements, such as a conjugated view."""
+def built_tensor(dtype, storage, offset, size, stride, requires_grad, hooks, metadata=None):
+    """The Tensor; None if it is more than its elements, such as a conjugated view."""
     if hooks or metadata:
         return None
-    view = (tensor.size, tensor.stride)
-    if not (is_natural(tensor.offset) and all(map(is_shape, view)) and len({*map(len, view)}) == 1):
+    shapes = is_shape(size) and is_shape(stride) and len(size) == len(stride)
+    if not (shapes and is_natural(offset)):
         raise CheckpointError("a tensor has an impossible shape")
-    if not isinstance(tensor.storage, Record):
+    if not isinstance(storage, Record):
         raise CheckpointError("a tensor has no storage")
-    return tensor
+    return Tensor(storage, offset, size, stride, requires_grad, dtype)
 
 
 BUILT = {
@@ -198,6 +197,12 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
+def has_gaps(tensor: Tensor) -> bool:
+    """Whether its elements do not follow each other in the order of their indices."""
+    strides = zip(tensor.size, tensor.stride, contiguous_strides(tensor.size), strict=True)
+    return all(tensor.size) and any(n > 1 and stride != wanted for n, stride, wanted in strides)
+
+
 def contiguous(dtype: str, storage: Any, shape: Sequence[int]) -> Tensor:
     """A tensor without gaps, at the beginning of its storage."""
     return Tensor(storage, 0, tuple(shape), contiguous_strides(shape), False, dtype)
@@ -214,8 +219,7 @@ def extent_of(tensor: Tensor, numel: int | None = None) -> Extent:
     numel = total if numel is None else numel
     if numel > total or (tensor.offset + total) * size > record.nbytes:
         raise CheckpointError(f"{record.path} holds fewer elements than its description says")
-    strides = zip(tensor.size, tensor.stride, contiguous_strides(tensor.size), strict=True)
-    if total and any(n != 1 and stride != wanted for n, stride, wanted in strides):
+    if has_gaps(tensor):
         raise CheckpointError(
             f"{record.path} has gaps between the elements of a tensor that must have none"
         )
@@ -488,14 +492,10 @@ class Pickler:
             self.remember(key)
         elif kind is Named:
             yield from self.write_name(value)
-        elif kind is list:
-            self.data += b"]"
+        elif kind in (list, dict):
+            self.data += b"]" if kind is list else b"}"
             self.remember(key)
             yield from self.write_items(value)
-        elif kind is dict:
-            self.data += b"}"
-            self.remember(key)
-            yield from self.write_entries(value)
         elif kind is tuple:
             yield from self.write_tuple(value, key)
         elif kind in (Record, Storage):
@@ -536,16 +536,15 @@ class Pickler:
         return stub(known_class("torch._utils", function), arguments, True)
 
     def write_items(self, items):
+        """Of a list, or of a dict, with its keys."""
         if items:
+            end = b"e"
+            if isinstance(items, dict):
+                items = itertools.chain.from_iterable(items.items())
+                end = b"u"
             self.data += b"("
             yield from items
-            self.data += b"e"
-
-    def write_entries(self, entries):
-        if entries:
-            self.data += b"("
-            yield from itertools.chain.from_iterable(entries.items())
-            self.data += b"u"
+            self.data += end
 
     def write_tuple(self, value, key):
         self.data += b"("
@@ -575,7 +574,7 @@ class Pickler:
         self.data += b"tR" if value.called else b"t\x81"
         self.remember(key)
         yield from self.write_items(value.items)
-        yield from self.write_entries(value.entries)
+        yield from self.write_items(value.entries)
         if value.state is not None:
             yield value.state
             self.data += b"b"
