@@ -20,7 +20,7 @@ from train import GPT
 from universal import proof
 
 SIZES = {"small": (2, 4, 128, 64), "medium": (4, 8, 256, 128)}  # layers, heads, width, tokens
-MICRO, ACCUMULATION, ROUNDS = 8, 2, 4
+MICRO, ACCUMULATION, ROUNDS = 8, 2, 2
 WATCHED = ("see_inputs", "see_output", "see_loss", "end_step", "begin_step")
 
 
