@@ -36,6 +36,8 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "scatter",
 )
+# Those of two ranks, and which argument is the other one.
+PEERS = {"send": "dst", "recv": "src"}
 # The methods that proof.py watches, under its names; a pipeline's engine calls them, too.
 WATCHED = {
     "save": "save_checkpoint",
@@ -68,17 +70,20 @@ def collectives_after(meet: Callable[[Sequence[int]], None]) -> Iterator[None]:
     """In this block, meet(ranks) is called ahead of each of DeepSpeed's collective operations."""
     backend = deepspeed.comm.comm.cdb
 
-    def met_before(operation):
+    def met_before(name, operation):
         def run(*args, **options):
             values = (*args, *options.values())
             groups = [value for value in values if isinstance(value, dist.ProcessGroup)]
-            meet(dist.get_process_group_ranks(groups[0] if groups else None))
+            ranks = dist.get_process_group_ranks(groups[0] if groups else None)
+            if name in PEERS:
+                ranks = sorted({dist.get_rank(), options[PEERS[name]]})
+            meet(ranks)
             return operation(*args, **options)
 
         return run
 
-    names = [name for name in COLLECTIVES if hasattr(backend, name)]
-    with overridden(backend, **{name: met_before(getattr(backend, name)) for name in names}):
+    names = [name for name in (*COLLECTIVES, *PEERS) if hasattr(backend, name)]
+    with overridden(backend, **{name: met_before(name, getattr(backend, name)) for name in names}):
         yield
 
 
