@@ -24,6 +24,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MixtralConfig,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -47,6 +48,9 @@ parser.add_argument(
     "--freeze", action="store_true", help="train the upper half of the layers alone"
 )
 parser.add_argument("--gradient_checkpointing", action="store_true")
+parser.add_argument(
+    "--mixtral", action="store_true", help="train a mixture of 4 experts in place of the Llama"
+)
 parser.add_argument("--output_dir", default="ckpt_trainer")
 parser.add_argument("--run_name", help="default: trainer_<N>_ranks")
 args = parser.parse_args()
@@ -125,9 +129,11 @@ set_seed(0)
 shape = dict(
     vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
 )
-model = AutoModelForCausalLM.from_config(
-    LlamaConfig(**shape, attention_dropout=0.1, use_cache=False)
-)
+config = LlamaConfig(**shape, attention_dropout=0.1, use_cache=False)
+if args.mixtral:  # without expert parallelism: every rank has all experts
+    shape |= dict(num_key_value_heads=4, num_local_experts=4)
+    config = MixtralConfig(**shape, attention_dropout=0.1, use_cache=False)
+model = AutoModelForCausalLM.from_config(config)
 if args.lora:
     from peft import LoraConfig, get_peft_model
 

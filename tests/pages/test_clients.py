@@ -135,6 +135,7 @@ CASES = [LORA, ("hf_trainer.py", "Trainer, half frozen", "fp32", 3, "--freeze")]
 CASES += [
     ("hf_trainer.py", "Trainer, gradient checkpointing", "fp32", 3, "--gradient_checkpointing")
 ]
+CASES += [("hf_trainer.py", "Trainer, Mixtral", "fp32", stage, "--mixtral") for stage in (2, 3)]
 for script, client in zip(PACKAGES, ("Trainer", "accelerate", "Lightning"), strict=True):
     CASES += [(script, client, dtype, stage) for dtype in ("fp32", "bf16") for stage in (1, 2, 3)]
 ALL = [(case, ranks) for case in CASES for ranks in RANKS]
