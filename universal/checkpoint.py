@@ -314,12 +314,7 @@ def describe_zero(folder, shards, pool, opened):
     lowest = min(shards)
     first = describe_ranks(folder, lowest, shards[lowest], pool, opened)
     tensor, pipeline = degrees_of(first.model, len(shards))
-    absent = (mp_rank for mp_rank in range(tensor * pipeline) if mp_rank not in shards)
-    if missing := list(itertools.islice(absent, 100)):
-        names = ", ".join(f"mp_rank_{mp_rank:02d}" for mp_rank in missing)
-        raise CheckpointError(
-            f"{folder} has {tensor} tensor x {pipeline} pipeline ranks, and lacks {names}"
-        )
+    check_complete(folder, shards, tensor, pipeline)
     others = range(1, tensor * pipeline)
     ranks = [first, *(describe_ranks(folder, i, shards[i], pool, opened) for i in others)]
     parameters, problems = join_ranks(folder, ranks, tensor)
@@ -353,6 +348,16 @@ def describe_zero(folder, shards, pool, opened):
         problems=[*(problem for rank in ranks for problem in rank.problems), *differing, *problems],
     )
     return Described(description, RawStates(models, first.shard.content))
+
+
+def check_complete(folder, shards, tensor, pipeline):
+    """Raises CheckpointError, if model-parallel ranks have no shards."""
+    absent = (mp_rank for mp_rank in range(tensor * pipeline) if mp_rank not in shards)
+    if missing := list(itertools.islice(absent, 100)):
+        names = ", ".join(f"mp_rank_{mp_rank:02d}" for mp_rank in missing)
+        raise CheckpointError(
+            f"{folder} has {tensor} tensor x {pipeline} pipeline ranks, and lacks {names}"
+        )
 
 
 def join_ranks(folder, ranks, tensor):
