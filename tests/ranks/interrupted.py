@@ -7,9 +7,10 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from case import case, check_restored, load, printed, refused, restored, train_and_save
+from case import case, check_restored, load, printed, refused, restored, saved, train_and_save
+from helpers import flip, records
 from optimizers import momentum
-from toy import make, read_truth, save_truth, snapshot, train
+from toy import differences, make, read_truth, save_truth, snapshot, train
 
 import universal
 from universal import mirror, reshard
@@ -122,6 +123,31 @@ def two_saves_in_one(stage):
     nobody could tell."""
     engine = make(stage, seed=5, optimizer=momentum)
     refused(engine, "model states and shards are of different steps")
+
+
+@case(saved(steps=0))
+def before_the_first_step(stage):
+    """There are no moments yet."""
+    restored(stage)
+
+
+def save_and_flip_models(stage):
+    train_and_save(stage)
+    if dist.get_rank() == 0:
+        for path in Path("t").glob("*model_states.pt"):
+            for record in records(path):
+                flip(path, record)
+
+
+@case(save_and_flip_models)
+def damage_is_seen_before_the_engine_changes(stage):
+    """That of a frozen weight, too, which is read last. Masters are filled in their place: the next
+    load makes them anew."""
+    engine = make(stage, seed=5)
+    before = snapshot(engine)
+    refused(engine, "model_states.pt is damaged")
+    changed = differences(before, snapshot(engine))
+    assert all(name.endswith(" fp32") for name in changed)
 
 
 def save_as_on_a_gpu(stage):

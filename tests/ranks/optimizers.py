@@ -7,7 +7,16 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from case import case, check_weights_restored, load, refused, restored, saved, train_and_save
+from case import (
+    case,
+    check_restored,
+    check_weights_restored,
+    load,
+    refused,
+    restored,
+    saved,
+    train_and_save,
+)
 from toy import differences, make, snapshot, states_of, train
 
 import universal
@@ -179,3 +188,21 @@ def elastic_checkpoint(stage):
     for elastic in (True, False):
         engine = restored(stage, scheduler=falling, zero={"elastic_checkpoint": elastic})
         assert {group["lr"] for group in engine.optimizer.param_groups} == {0.01 * (1 / 3)}
+
+
+@case(saved(optimizer=torch.optim.Adagrad))
+def loaded_twice(stage):
+    """DeepSpeed makes Adagrad anew with every load."""
+    engine = restored(stage, optimizer=torch.optim.Adagrad)
+    train(engine, 2)
+    load(engine)
+    check_restored(engine)
+
+
+ELASTIC = {"zero": {"elastic_checkpoint": True}, "optimizer": torch.optim.Adagrad}
+
+
+@case(saved(scheduler=falling, **ELASTIC), stages=(1, 2))
+def elastic_checkpoint_of_adagrad(stage):
+    """The scheduler sets the rates of an optimizer that DeepSpeed has replaced: none is taken."""
+    restored(stage, scheduler=falling, **ELASTIC)

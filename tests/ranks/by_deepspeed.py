@@ -1,0 +1,108 @@
+"""Checkpoints that DeepSpeed's own loaders read for us: the ordinary one, where states belong to a
+rank, and the universal one, where a pipeline or a converter has cut the layers otherwise."""
+
+import functools
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from case import case, load, printed, refused, saved, train_and_save
+from helpers import convert_with_deepspeed, flip, records
+from models import pipeline
+from optimizers import OfItsRank, SliceNorm
+from toy import differences, make, read_truth, save_truth, snapshot, train
+
+import universal
+
+of_slices = functools.partial(make, optimizer=SliceNorm)
+
+
+def save_and_go_on(stage):
+    """Beside the shards is one of a rank that there is no more, and it is damaged."""
+    engine = train_and_save(stage, optimizer=SliceNorm)
+    (path,) = Path("t").glob("*zero_pp_rank_1_mp*optim_states.pt")
+    if dist.get_rank() == 0:
+        shutil.copy(path, str(path).replace("rank_1", "rank_2"))
+        flip(Path(str(path).replace("rank_1", "rank_2")))
+    save_truth([train(engine, step) for step in (2, 3)], "losses.pt")
+
+
+@case(save_and_go_on, quick_ranks=(2,))
+def half_a_step_of_slices(stage):
+    """Its gradients are not added to those of the next step."""
+    engine = of_slices(stage, seed=5)
+    if dist.get_world_size() == 3:
+        refused(engine, "on its own ranks only")
+        return
+    train(engine, 7)
+    train(engine, 8, micro_batches=1)
+    load(engine)
+    assert printed("the gradients of half a step are discarded", "left over from before")
+    assert [train(engine, step) for step in (2, 3)] == read_truth("losses.pt")
+
+
+def save_and_flip(stage):
+    train_and_save(stage, optimizer=SliceNorm)
+    if dist.get_rank() == 0:
+        for path in Path("t").glob("*zero_pp_rank_1_mp*optim_states.pt"):
+            flip(path, records(path)[-2])  # its moments
+
+
+@case(save_and_flip, quick_ranks=(2,))
+def a_bit_of_slices(stage):
+    """DeepSpeed looks at no checksum."""
+    if dist.get_world_size() == 2:
+        refused(of_slices(stage), "optim_states.pt is damaged")
+
+
+def in_reverse(parameters):
+    return OfItsRank(parameters[::-1])
+
+
+@case(saved(optimizer=OfItsRank), quick_ranks=(2,))
+def parameters_in_another_order(stage):
+    """Their shards have the same sizes."""
+    refused(make(stage, optimizer=in_reverse), "differs between ranks 0 and 1", "own ranks only")
+
+
+def save_over_a_conversion(stage):
+    engine = pipeline(2, layers=3)
+    for step in (1, 2):
+        engine.train_batch((torch.ones(1, 8), torch.ones(1, 8)) for _ in range(99))
+        engine.save_checkpoint(".", tag="t")
+        if step == 1 and dist.get_rank() == 0:
+            universal.convert("t", "t_universal")
+        dist.barrier()
+
+
+@case(save_over_a_conversion, stages=(1,))
+def a_conversion_of_an_older_save(stage):
+    engine = pipeline(1, layers=3)
+    load(engine)
+    assert engine.global_steps == 2
+
+
+def save_and_convert(stage, convert=universal.convert):
+    engine = train_and_save(stage)
+    if dist.get_rank() == 0:
+        convert("t", "u")
+    dist.barrier()
+    train(engine, 2)
+    engine.save_checkpoint(".", tag="later")
+
+
+@case(save_and_convert)
+def converted_ones_alone(stage):
+    """The config says load_universal, and no tag is given."""
+    engine = make(stage, seed=5, checkpoint={"load_universal": True})
+    assert universal.load_checkpoint(engine, ".")[0] == "u"
+
+
+@case(functools.partial(save_and_convert, convert=convert_with_deepspeed))
+def of_deepspeeds_converter(stage):
+    """At ZeRO-3 it writes numbers of elements in place of shapes, and no frozen weights."""
+    engine = make(4 - stage, seed=5)
+    load(engine, "u", load_module_strict=False)
+    lost = {*differences(read_truth(), snapshot(engine))}
+    assert lost <= {"frozen.weight", "frozen.bias", "calls", "groups"}, lost
