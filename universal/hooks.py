@@ -36,8 +36,6 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "scatter",
 )
-# Those of two ranks, and which argument is the other one.
-PEERS = {"send": "dst", "recv": "src"}
 # The methods that proof.py watches, under its names; a pipeline's engine calls them, too.
 WATCHED = {
     "save": "save_checkpoint",
@@ -70,21 +68,28 @@ def collectives_after(meet: Callable[[Sequence[int]], None]) -> Iterator[None]:
     """In this block, meet(ranks) is called ahead of each of DeepSpeed's collective operations."""
     backend = deepspeed.comm.comm.cdb
 
-    def met_before(name, operation):
+    def met_before(operation):
         def run(*args, **options):
             values = (*args, *options.values())
             groups = [value for value in values if isinstance(value, dist.ProcessGroup)]
-            ranks = dist.get_process_group_ranks(groups[0] if groups else None)
-            if name in PEERS:
-                ranks = sorted({dist.get_rank(), options[PEERS[name]]})
-            meet(ranks)
+            meet(dist.get_process_group_ranks(groups[0] if groups else None))
             return operation(*args, **options)
 
         return run
 
-    names = [name for name in (*COLLECTIVES, *PEERS) if hasattr(backend, name)]
-    with overridden(backend, **{name: met_before(name, getattr(backend, name)) for name in names}):
+    names = [name for name in COLLECTIVES if hasattr(backend, name)]
+    with overridden(backend, **{name: met_before(getattr(backend, name)) for name in names}):
         yield
+
+
+def loading_at_once(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractContextManager:
+    """In this block, ranks do not load one after the other, as pipeline_loading_checkpoint wants.
+
+    One would wait for another that has failed; and the last one of a machine sends to a rank that
+    receives nothing.
+    """
+    zero = engine._config.zero_config.model_copy(update={"pipeline_loading_checkpoint": False})
+    return overridden(engine._config, zero_config=zero)
 
 
 def replace_load_checkpoint(replacement: Callable, owner: str) -> None:

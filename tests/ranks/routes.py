@@ -480,7 +480,7 @@ def one_rank_fails_in_deepspeed(stage):
     """The others wait for it in a collective operation of DeepSpeed's, and end with it."""
     engines = {"t": pipeline(1, LayerSpec(nn.Linear, 8, 8))}  # by its universal loader
     if dist.get_world_size() == 2:
-        # A rank waits until the one before it has loaded.
+        # A rank would wait until the one before it has loaded.
         in_turn = {"pipeline_loading_checkpoint": True}
         engines["uneven"] = make(stage, optimizer=LikeAdam, zero=in_turn)
     for tag, engine in engines.items():
