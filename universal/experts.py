@@ -7,12 +7,14 @@ checkpoint of any expert-parallel size, and an engine of any other, speak of the
 Needs Python 3.10, and what an engine's experts are told from also DeepSpeed.
 """
 
+import itertools
 import re
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 from universal.errors import CheckpointError
-from universal.expect import expect
+from universal.expect import expect, is_natural
 from universal.torch_file import load, tensor_of
 
 LIST = "deepspeed_moe.experts.deepspeed_experts"  # of a layer's experts, within deepspeed's MoE
@@ -161,6 +163,28 @@ def rank_among(parameters: list, rank: int) -> int:
     if parameters and is_moe_param(parameters[0]):
         return groups._get_expert_data_parallel_rank(parameters[0].group_name)
     return rank
+
+
+AUTOEP = {"ds_autoep_layers?": (NoneType, [{"module_path": str, "ep_size?": is_natural}])}
+
+
+def check_autoep(module: Any, folder: Path) -> None:
+    """Check that AutoEP has as many expert-parallel ranks as when this checkpoint was saved.
+
+    DeepSpeed does not, and at ZeRO-1 and 2 loads other experts' weights. Raises: CheckpointError.
+    """
+    name = "mp_rank_00_model_states.pt"
+    files = [path for path in (folder / name, folder / f"zero_pp_rank_0_{name}") if path.is_file()]
+    layers = [expect(load(path), AUTOEP, path).get("ds_autoep_layers") or [] for path in files]
+    modules = dict(module.named_modules())
+    for layer in itertools.chain(*layers):
+        size = getattr(modules.get(layer["module_path"]), "ep_size", None)
+        saved_size = layer.get("ep_size", size)
+        if size and size != saved_size:
+            raise CheckpointError(
+                f"{folder} has experts of AutoEP for autoep_size {saved_size}, here {size}: "
+                "DeepSpeed would mix them up"
+            )
 
 
 def are_known_experts(parameters: dict) -> bool:

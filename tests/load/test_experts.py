@@ -261,3 +261,18 @@ def tensors_of(content, path=""):
         return
     for key, value in content:
         yield from tensors_of(value, f"{path}.{key}")
+
+
+@pytest.mark.slow
+def test_autoep_of_another_size(tmp_path):
+    """DeepSpeed loads it, and mixes up the experts in silence: install() refuses it."""
+    pytest.importorskip("transformers", reason="only `make clients` installs it")
+    import autoep
+
+    run(tmp_path, 4, autoep.save, 2)
+    for size in (2, 4):
+        run(tmp_path, 4, autoep.load, size)
+    for rank in range(4):
+        assert json.loads((tmp_path / f"2.{rank}.json").read_text()) == "loaded"
+        said = json.loads((tmp_path / f"4.{rank}.json").read_text())
+        assert "for autoep_size 2, here 4: DeepSpeed would mix" in said
