@@ -127,6 +127,11 @@ def zero_options(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
     return options if isinstance(options, dict) else {}
 
 
+def lacks_norm(optimizer: Any) -> bool:
+    """Whether a DeepSpeed optimizer computes no norm of the gradients, so that it cannot clip."""
+    return not getattr(optimizer, "compute_grad_norm", True)
+
+
 def has_efficient_linear(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Whether linear layers compute their matrix products in DeepSpeed's own way at ZeRO-3."""
     return engine._config.zero_config.memory_efficient_linear

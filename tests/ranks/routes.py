@@ -453,6 +453,13 @@ def other_loads(stage):
 # all ranks, or none
 
 
+@case(saved(clip=1.0), stages=(1,), quick_stages=(1,))
+def clipping_without_a_norm(stage):
+    engine = make(stage, seed=5, zero={"compute_grad_norm": False})
+    refused(engine, "saved with gradient clipping", "compute_grad_norm=false")
+    load(engine, load_optimizer_states=False)
+
+
 def save_on_the_disk_of_rank_1(stage):
     train_and_save(stage)
     Path(f"disk{dist.get_rank()}").mkdir()
