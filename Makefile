@@ -9,6 +9,7 @@
 # make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; 20 minutes
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; 9 minutes
 # make deepspeed-suite  DeepSpeed's own checkpoint tests through install(); they are in DEEPSPEED, a clone: ./DeepSpeed
+# make engines   every kind of engine that DeepSpeed builds on a CPU: saved, loaded on the same ranks and others; 15 minutes
 # make proof    what the comparison of the next steps costs a step; a minute
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 4 minutes
 # make gpu       on NVIDIA cards: precisions, from GPUs to CPU ranks and back, the same bits; some minutes
@@ -51,8 +52,8 @@ $(PY) plot.py $(1) --output $@ --tolerance $(2) > $(basename $@).txt
 @cat $(basename $@).txt
 endef
 
-.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions deepspeed-suite proof lesson gpu \
-	assets test test-all lint clean
+.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions deepspeed-suite engines proof lesson \
+	gpu assets test test-all lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -250,6 +251,10 @@ versions: .venv/installed
 DEEPSPEED ?= DeepSpeed
 deepspeed-suite: .venv/installed-dev
 	$(PY) -m measure.deepspeed_suite $(DEEPSPEED) $(SUITE)
+
+# Every kind of engine. Builds DeepSpeed's Adam, once
+engines: .venv/installed
+	$(PY) -m measure.engines --output $(OUT)/engines.txt
 
 # What a proof costs
 proof: .venv/installed

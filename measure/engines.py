@@ -1,0 +1,418 @@
+"""Every kind of engine that DeepSpeed can build on a CPU, saved and loaded: `make engines`.
+
+    python -m measure.engines --output out/engines.txt [words of a row's name...]
+
+2 ranks train for 3 steps, save, and go on for 4. Another engine loads that: DeepSpeed alone on 2
+ranks, and through universal.install() on 2, 1 and 3. A number is the largest difference of the next
+4 losses to those of the run that went on; a letter is an error, or a warning beside a number. Needs
+g++ for DeepSpeed's own Adam.
+
+One launch does all rows, one after the other; a row that fails ends it, and the others get another.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import string
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.ops.op_builder import CPUAdamBuilder
+from deepspeed.pipe import PipelineModule
+from deepspeed.utils import groups
+from torch import nn
+
+import universal.loader
+from measure.ranks import ROOT, deepspeed, last_error, launch, run
+from universal.hooks import overridden
+
+WORK = ROOT / "runs" / "engines"
+BATCH = 12
+SAVED = 3  # steps before the save
+STEPS = 7
+LIMIT = 300  # seconds, of a launch
+BUILD = 1800  # of DeepSpeed's Adam in C++, once
+SILENCE = 40  # seconds that a rank waits for another
+
+
+class Column(NamedTuple):
+    ranks: int
+    through_install: bool
+
+
+COLUMNS = {
+    "DeepSpeed alone": Column(2, False),
+    "2 ranks": Column(2, True),
+    "1 rank": Column(1, True),
+    "3 ranks": Column(3, True),
+}
+
+
+class Net(nn.Module):
+    """Matrices, vectors and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.norm = nn.LayerNorm(32)
+        self.second = nn.Linear(32, 16, bias=False)
+        self.third = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.rand(()))
+
+    def forward(self, x):
+        hidden = self.norm(self.first(x)).relu()
+        return (self.second(hidden) + self.third(x) * self.scale).float().pow(2).mean()
+
+
+class Experts(Net):
+    def __init__(self):
+        super().__init__()
+        self.experts = MoE(16, nn.Linear(16, 16), num_experts=2, min_capacity=0)
+
+    def forward(self, x):
+        return super().forward(x + self.experts(x[None])[0][0])
+
+
+class MixedDtypes(Net):
+    def __init__(self):
+        super().__init__()
+        self.second = self.second.bfloat16()
+
+    def forward(self, x):
+        hidden = self.norm(self.first(x)).relu().to(self.second.weight.dtype)
+        return (self.second(hidden).float() + self.third(x) * self.scale).pow(2).mean()
+
+
+def pipeline():
+    layers = [nn.Linear(16, 16, bias=False) for _ in range(3)]
+    loss = lambda out, _: out.float().pow(2).mean()  # noqa: E731
+    return PipelineModule(layers, num_stages=dist.get_world_size(), loss_fn=loss)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+class Kind(NamedTuple):
+    """An engine. more, zero: of DeepSpeed's config, and of its zero_optimization. optimizer: makes
+    one, or is what the config says of it. before(model), after(engine): what else is done to it.
+    zero_init: whether the model is made in zero.Init."""
+
+    stage: int
+    more: dict[str, Any] = {}
+    zero: dict[str, Any] = {}
+    net: Callable = Net
+    optimizer: Any = adamw
+    before: Callable = nn.Module.train
+    after: Callable = str
+    scheduler: Callable | None = None
+    save: dict[str, Any] = {}
+    zero_init: bool = False
+
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+CPU = {"device": "cpu"}
+ADAMW = {"type": "AdamW", "params": {"lr": 0.01}}
+MUON = {"type": "Muon", "params": {"lr": 0.01, "torch_adam": True}}
+WHOLE = {"reduce_scatter": False}  # as Muon wants it
+ONE_CYCLE = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 4}
+ZENFLOW = {"topk_ratio": 0.25, "select_interval": 4, "update_interval": 4, "overlap_step": False}
+ZENFLOW |= {"select_strategy": "step", "full_warm_up_rounds": 0}
+ZENFLOW = {"zenflow": ZENFLOW, "offload_optimizer": CPU, "overlap_comm": True}
+
+
+def lambda_lr(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def whole_modules(model):
+    deepspeed.utils.set_z3_leaf_modules(model, [nn.LayerNorm])
+
+
+def compiled(engine):
+    engine.compile(backend="eager")
+
+
+def written_by(kind, **more):
+    return {"checkpoint": {"writer": {"type": kind, **more}}}
+
+
+def kinds(ranks):
+    """{name of a row: Kind}"""
+    rows = {}
+    for stage in range(4):
+        rows |= {
+            f"ZeRO-{stage}": Kind(stage),
+            f"ZeRO-{stage}, bf16": Kind(stage, BF16),
+            f"ZeRO-{stage}, fp16": Kind(stage, FP16),
+            f"ZeRO-{stage}, torch_autocast": Kind(stage, AUTOCAST),
+            f"ZeRO-{stage}, Muon": Kind(stage, zero=WHOLE, optimizer=MUON),
+        }
+    for stage in (1, 2, 3):
+        offload = Kind(stage, zero={"offload_optimizer": CPU})
+        zenflow = Kind(stage, BF16, ZENFLOW, optimizer=ADAMW)
+        rows |= {
+            f"ZeRO-{stage}, masters and states in bf16": Kind(stage, {"bf16": MASTERS}),
+            f"ZeRO-{stage}, offload_optimizer": offload,
+            f"ZeRO-{stage}, offload_optimizer, DeepSpeed's Adam": offload._replace(optimizer=ADAMW),
+            f"ZeRO-{stage}, ZenFlow": zenflow,
+        }
+    return rows | {
+        "ZeRO-1, bf16 summed in fp32": Kind(1, BF16 | SUMS),
+        "ZeRO-1, bf16 summed in fp32, Muon": Kind(1, BF16 | SUMS, WHOLE, optimizer=MUON),
+        "ZeRO-1, immediate_grad_update": Kind(
+            1, {"bf16": {"enabled": True, "immediate_grad_update": True}} | SUMS
+        ),
+        "ZeRO-3, Muon, its momentum in memory": Kind(
+            3, zero=WHOLE | {"save_muon_momentum_buffer_in_memory": True}, optimizer=MUON
+        ),
+        "ZeRO-3, zero.Init": Kind(3, zero_init=True),
+        "ZeRO-3, hpZ": Kind(3, zero={"zero_hpz_partition_size": ranks}),
+        "ZeRO-3, sub_group_size": Kind(3, zero={"sub_group_size": 100}),
+        "ZeRO-3, leaf modules": Kind(3, before=whole_modules),
+        "ZeRO-3, offload_param": Kind(3, zero={"offload_optimizer": CPU, "offload_param": CPU}),
+        "ZeRO-3, offload_optimizer.ratio": Kind(
+            3, zero={"offload_optimizer": CPU | {"ratio": 0.5}}, optimizer=ADAMW
+        ),
+        "ZeRO-3, SuperOffload": Kind(
+            3, BF16, {"offload_optimizer": CPU | {"super_offload": True}}, optimizer=ADAMW
+        ),
+        "ZeRO-3, MiCS": Kind(3, zero={"mics_shard_size": 1}),
+        "ZeRO-3, quantized weights": Kind(3, BF16, {"zero_quantized_weights": True}),
+        "ZeRO-2, round_robin_gradients": Kind(2, zero={"round_robin_gradients": True}),
+        "ZeRO-2, elastic_checkpoint": Kind(2, zero={"elastic_checkpoint": True}),
+        "ZeRO-2, engine.compile()": Kind(2, after=compiled),
+        "ZeRO-1, float64": Kind(1, before=nn.Module.double),
+        "ZeRO-1, modules of two dtypes": Kind(1, net=MixedDtypes),
+        "ZeRO-3, modules of two dtypes": Kind(3, net=MixedDtypes),
+        "ZeRO-1, LambdaLR": Kind(1, scheduler=lambda_lr),
+        "ZeRO-1, OneCycle": Kind(1, {"scheduler": {"type": "OneCycle", "params": ONE_CYCLE}}),
+        "ZeRO-2, SGD with momentum": Kind(2, optimizer=momentum),
+        "ZeRO-2, Adagrad": Kind(2, optimizer=torch.optim.Adagrad),
+        "ZeRO-3, python writer": Kind(3, written_by("python")),
+        "ZeRO-3, fast writer": Kind(3, written_by("fast")),
+        "ZeRO-3, decoupled writer": Kind(3, written_by("python", decoupled=True)),
+        "ZeRO-1, python writer": Kind(1, written_by("python")),
+        "ZeRO-2, checkpoint_serialization false": Kind(
+            2, {"checkpoint": {"checkpoint_serialization": False}}
+        ),
+        "ZeRO-1, pipeline": Kind(1, net=pipeline),
+        "ZeRO-0, pipeline": Kind(0, net=pipeline),
+        "ZeRO-0, progressive layer drop": Kind(0, {"progressive_layer_drop": {"enabled": True}}),
+        "ZeRO-0, sparse gradients": Kind(0, {"sparse_gradients": True}),
+        "ZeRO-2, experts": Kind(2, net=Experts),
+    }
+
+
+def build(kind, seed):
+    """The engine of a kind."""
+    torch.manual_seed(seed)
+    config = {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": kind.stage} | kind.zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    config |= kind.more
+    if isinstance(kind.optimizer, dict):
+        config["optimizer"] = kind.optimizer
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=kind.zero_init):
+        model = kind.net()
+    kind.before(model)
+    for parameter in model.parameters():
+        parameter.use_muon = parameter.dim() == 2
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if isinstance(model, Experts):
+        trained = {"params": trained, "name": "all"}
+        trained = split_params_into_different_moe_groups_for_optimizer(trained)
+    optimizer = kind.optimizer(trained) if callable(kind.optimizer) else None
+    parts = {"model": model, "optimizer": optimizer, "model_parameters": trained}
+    engine, *_ = deepspeed.initialize(**parts, config=config, lr_scheduler=kind.scheduler)
+    kind.after(engine)
+    return engine
+
+
+def train(engine, steps):
+    """The losses of these steps. The samples belong to the step, whatever the ranks."""
+    share = engine.gradient_accumulation_steps()
+    first = engine.seq_dp_world_size and dist.get_rank(engine.seq_data_parallel_group) * share
+    losses = []
+    for step in steps:
+        x = torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(step))
+        rows = [row[None].to(dtype_of(engine)) for row in x[first : first + share]]
+        if isinstance(engine.module, PipelineModule):
+            losses.append(engine.train_batch((row, row) for row in rows).item())
+            continue
+        total = torch.zeros((), dtype=torch.float64)
+        for row in rows:
+            loss = engine(row)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach()
+        dist.all_reduce(total)
+        losses.append(total.item() / BATCH)
+    return losses
+
+
+def dtype_of(engine):
+    return next(parameter.dtype for parameter in engine.module.parameters())
+
+
+def build_extension():
+    """In a rank of its own, before all else: it takes minutes, once."""
+    CPUAdamBuilder().load(verbose=False)
+
+
+def begin():
+    """Once in a rank."""
+    os.environ |= {"CROSS_RANK": "0", "CROSS_SIZE": "1"}  # DeepSpeed's writers ask for them
+    logging.getLogger("DeepSpeed").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore")
+    get_accelerator().is_fp16_supported = lambda: True
+    torch.compiler.set_stance("force_eager")  # Muon's arithmetic would be compiled for minutes
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(timeout=timedelta(seconds=SILENCE))
+
+
+def play(column, *names):
+    """In a rank: the rows with these names. Without a column, they train and save."""
+    begin()
+    if column and COLUMNS[column].through_install:
+        universal.install()
+    for name in names:
+        printed = io.StringIO()
+        folder = WORK / re.sub(r"[^\w.-]+", "_", name)
+        folder.mkdir(exist_ok=True)
+        with (
+            contextlib.chdir(folder),
+            contextlib.redirect_stdout(printed),
+            overridden(groups, mpu=None),  # a pipeline's would be the next engine's, too
+        ):
+            losses = losses_of(kinds(dist.get_world_size())[name], column)
+        warned = re.findall(r"universal: (WARNING: no.*)", printed.getvalue())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with open(WORK / "outcomes", "a") as file:
+                print(json.dumps([losses, warned]), file=file)
+
+
+def losses_of(kind, column):
+    """Of the steps after the save; of an engine that has saved, or one that has loaded."""
+    engine = build(kind, seed=2 if column else 1)
+    if column:
+        path, _ = engine.load_checkpoint(".", tag="t")
+        assert path, "nothing was loaded"
+    else:
+        train(engine, range(SAVED))
+        engine.save_checkpoint(".", tag="t", **kind.save)
+    losses = train(engine, range(SAVED, STEPS))
+    engine.destroy()
+    return losses
+
+
+def outcomes(ranks, column, names):
+    """{name of a row: ([loss], [warning]), or the error}"""
+    ended = {}
+    left = list(names)
+    while left:
+        (WORK / "outcomes").write_text("")
+        result = launch(WORK, ranks, play, column, *left, limit=LIMIT, grace=10)
+        for line in (WORK / "outcomes").read_text().splitlines():
+            ended[left.pop(0)] = json.loads(line)
+        if left:
+            error = brief(last_error(result.err))
+            ended[left.pop(0)] = error
+            print(column or "save", [*ended][-1], error, sep=": ", flush=True)
+    return ended
+
+
+def brief(error):
+    """Without paths, colours and the names of modules."""
+    error = re.sub(r"\x1b\[\d*m|^(\[rank\d+\]: )?([a-z_]\w*\.)*|/\S*/", "", error)
+    return error[:200].strip()
+
+
+def measure(names):
+    """{name of a row: {column: [difference, or error, and warnings]}}"""
+    shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True)
+    saved = outcomes(2, None, names)
+    rows = {name: {} for name in names}
+    for column, (ranks, _) in COLUMNS.items():
+        loaded = outcomes(ranks, column, [name for name in names if len(saved[name]) == 2])
+        for name, cells in rows.items():
+            cells[column] = cell(saved[name], loaded.get(name))
+    return rows
+
+
+def cell(saved, loaded):
+    for outcome in (saved, loaded):
+        if isinstance(outcome, str):
+            return [outcome]
+    (wanted, _), (losses, warned) = saved, loaded
+    gap = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
+    return [f"{gap:.1e}", *warned]
+
+
+def table(rows):
+    """One line a row: numbers, and the letters of errors and warnings, which follow."""
+    letters = {}
+    width = max(map(len, rows))
+    lines = ["  ".join(["engine".ljust(width), *COLUMNS])]
+    for name, cells in rows.items():
+        line = [name.ljust(width)]
+        for column, texts in cells.items():
+            short = [text if is_number(text) else letter(text, letters) for text in texts]
+            line.append(" ".join(short).rjust(len(column)))
+        lines.append("  ".join(line))
+    return "\n".join([*lines, "", *(f"{mark}: {text}" for text, mark in letters.items())])
+
+
+def is_number(text):
+    return re.fullmatch(r"\d\.\de.\d+|nan", text)
+
+
+def letter(text, letters):
+    return letters.setdefault(text, string.ascii_letters[len(letters)])
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=Path("out/engines.txt"))
+    parser.add_argument("words", nargs="*")
+    args = parser.parse_args()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    run(ROOT, 1, build_extension, limit=BUILD)
+    names = [name for name in kinds(2) if all(word in name for word in args.words)]
+    text = table(measure(names))
+    args.output.write_text(f"{text}\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
