@@ -18,6 +18,7 @@ torchrun restarts all processes whenever a machine leaves or joins; the same com
 continues from the disk. Needs Python 3.10 and torch 2.6 or newer.
 """
 
+import atexit
 import contextlib
 import datetime
 import os
@@ -122,7 +123,20 @@ def exit_together(finished: bool) -> NoReturn:
         answers = [LEFT.format(ranks + i) for i in range(standing_by)]
         store.wait(answers, datetime.timedelta(seconds=60))
     dist.destroy_process_group()
-    sys.exit(0 if finished else STOPPED)
+    code = 0 if finished else STOPPED
+    atexit.register(end_process, code)
+    sys.exit(code)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process after the functions of atexit, but not the interpreter in it. A thread of
+    gloo that still has to release a tensor would wait for the interpreter, which ends such threads,
+    and C++ then aborts: "terminate called without an active exception", exit code -6."""
+    atexit.unregister(end_process)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 # --------------------------------------------------------------------------------------------------
