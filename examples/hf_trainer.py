@@ -74,17 +74,20 @@ warnings.simplefilter("ignore", FutureWarning)  # torch warns about DeepSpeed's 
 
 
 class SeedDropout(TrainerCallback):
-    """Seeds dropout by (step, micro-batch), not by rank. Trainer gives micro-batch m of a step to
-    rank m % ranks. It can be copied as it is; needs `from transformers import TrainerCallback,
-    set_seed`."""
+    """Seeds what the model draws (dropout; not what a collator draws) by step and micro-batch, not
+    by rank: Trainer gives micro-batch m of a step to rank m % ranks. It can be copied as it is,
+    with `from transformers import TrainerCallback, set_seed`."""
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.micro_batch = args.process_index
-        set_seed(state.global_step * 100_000 + self.micro_batch)
+        self.seed(args, state)
 
     def on_substep_end(self, args, state, control, **kwargs):
         self.micro_batch += args.world_size
-        set_seed(state.global_step * 100_000 + self.micro_batch)
+        self.seed(args, state)
+
+    def seed(self, args, state):
+        set_seed((args.seed + state.global_step * 100_000 + self.micro_batch) % 2**32)
 
 
 class Log(TrainerCallback):

@@ -124,7 +124,7 @@ class HostsJob(Job):
         assert checkpoints, "no checkpoint was seen"
         for folder in checkpoints:
             assert contents(folder) == self.seen[folder], f"{folder} was finished, and written into"
-            checkpoint.describe(folder)  # raises where it is not whole
+            checkpoint.describe(folder)  # raises where it is not complete
         last = self.step()
         train_alone(TRAIN, "hosts_alone", last)
         worst = differences(self, "hosts_alone")

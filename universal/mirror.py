@@ -158,7 +158,7 @@ class Mirror:
             return self.folder
         if counts and self.rank == 0:
             print(
-                "mirror.py: no newer step is whole in memory: "
+                "mirror.py: no newer step is complete in memory: "
                 f"back to the disk, {disk}, at step {saved}",
                 flush=True,
             )
@@ -217,7 +217,7 @@ def gather(folder: str | os.PathLike) -> Path:
 def remove_left_over(checkpoints: set[Path]) -> None:
     """Remove what earlier saves under their names have left in those that are whole."""
     for checkpoint in checkpoints:
-        with contextlib.suppress(CheckpointError):  # it is not whole
+        with contextlib.suppress(CheckpointError):  # it is not complete
             for name in describe(checkpoint).checkpoint.files.left_over:
                 (checkpoint / name).unlink(missing_ok=True)
 

@@ -128,7 +128,7 @@ def newest_first(folder, say, converted_only=False):
         if later:
             say(
                 f"`latest` names {name}, and {later[0].name} was written after it: the later one "
-                "is taken, if it is whole"
+                "is taken, if it is complete"
             )
         return [tag.name for tag in dict.fromkeys([*later, named, *tags])]
     if name:

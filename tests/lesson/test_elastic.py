@@ -186,7 +186,7 @@ def test_nothing_whole_is_not_a_start(work, uninterrupted):
     for file in (work / "torn").glob("global_step*/*optim_states.pt"):
         file.write_bytes(file.read_bytes()[:-100])
     result = train(work, 2, "torn")
-    assert result.code != 0 and "holds no checkpoint that is whole" in result.errors
+    assert result.code != 0 and "holds no checkpoint that is complete" in result.errors
 
 
 def test_keep(tmp_path):

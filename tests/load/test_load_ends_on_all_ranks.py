@@ -133,7 +133,7 @@ def test_a_damaged_shard_is_passed_over(saved, tmp_path):
     flip(next(folder.glob("later/*zero_pp_rank_1_*optim_states.pt")))
     run(folder, 2, resume)
     said = (folder / "said.0").read_text()
-    assert "later is not whole, and is passed over: " in said and "is damaged" in said
+    assert "later is not complete, and is passed over: " in said and "is damaged" in said
     assert said.endswith("step 2\n")
 
 

@@ -242,14 +242,14 @@ TAGS = [
     Damage(
         "folder_absent",
         load_with(tag=None, load_dir="nowhere"),
-        refused("nowhere holds no checkpoint that is whole"),
+        refused("nowhere holds no checkpoint that is complete"),
     ),
     Damage("folder_none", load_with(tag=None, load_dir=None), refused()),
 ]
 
 BEHIND = (1, 2, 1)  # the newest was saved, and its ranks were killed before `latest` was written
 GONE = "`latest` names nope, which holds no checkpoint"
-PASSED_OVER = loads(says="later is not whole, and is passed over")
+PASSED_OVER = loads(says="later is not complete, and is passed over")
 IN_ORDER = (1, 2, 3)
 UNTAGGED = [
     Damage("latest_absent", untagged(latest=None), loads("later")),

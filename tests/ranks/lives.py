@@ -169,7 +169,7 @@ def convert(folder, draw):
 
 
 def edit_latest(folder, draw):
-    """By hand, to another checkpoint that is whole."""
+    """By hand, to another checkpoint that is complete."""
     tags = [tag for tag in folder.attempts if folder.whole(tag) is not None]
     if others := [tag for tag in tags if tag != folder.newest()]:
         tag = draw.choice(others)
