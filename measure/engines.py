@@ -129,6 +129,7 @@ AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 CPU = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": "nvme"}  # any folder
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01}}
 MUON = {"type": "Muon", "params": {"lr": 0.01, "torch_adam": True}}
 WHOLE = {"reduce_scatter": False}  # as Muon wants it
@@ -195,6 +196,8 @@ def kinds(ranks):
         "ZeRO-3, offload_optimizer.ratio": Kind(
             3, zero={"offload_optimizer": CPU | {"ratio": 0.5}}, optimizer=ADAMW
         ),
+        "ZeRO-3, offload_optimizer to NVMe": Kind(3, zero={"offload_optimizer": NVME}),
+        "ZeRO-3, offload_param to NVMe": Kind(3, zero={"offload_param": NVME}),
         "ZeRO-3, SuperOffload": Kind(
             3, BF16, {"offload_optimizer": CPU | {"super_offload": True}}, optimizer=ADAMW
         ),

@@ -125,8 +125,12 @@ def teams_of(names: Any, ranks_of_group: int, ranks: int, model: dict, counts: d
             f"its experts are not shared out to {ranks_of_group} of {ranks} ranks"
         )
     config = model.get("ds_config")
+    if not isinstance(config, dict) and 1 < size < ranks:
+        raise CheckpointError(
+            f"its config is {config!r}: which ranks had the same experts is not known"
+        )
     teams = [range(i, ranks, size) for i in range(size)]
-    if isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
+    if 1 < size < ranks and config.get("use_data_before_expert_parallelism"):
         teams = [range(i, i + ranks_of_group) for i in range(0, ranks, ranks_of_group)]
     return [
         Team(team, {layer: counts[layer] // size * i for layer in layers})

@@ -161,6 +161,11 @@ REFUSALS = [
     Refusal("expert_missing", EXPERT_FILE, lambda folder: (folder / EXPERT_FILE).unlink()),
     Refusal("expert_damaged", f"{EXPERT_FILE} is damaged", tear_buffer),
     Refusal("shard_damaged", f"{SHARD} is damaged", lambda folder: flip(folder / SHARD)),
+    Refusal(
+        "config_is_a_path",
+        "its config is 'zero.json': which ranks had the same experts is not known",
+        lambda folder: edit_models(folder, ds_config="zero.json"),
+    ),
     Refusal("extra_state", "extra state moe.1.deepspeed_moe", add_extra_state),
     Refusal("more_experts", "not in the checkpoint", changes=with_experts(8, 4)),
     Refusal("fewer_experts", "and not here", changes=with_experts(2, 4)),
