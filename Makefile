@@ -1,5 +1,5 @@
 # make help      this list
-# make demo      Tests 1 to 3: train, resume on fewer ranks, accumulate, convert; pictures and numbers in out/; 6 minutes
+# make demo      Tests 1 to 3: train, resume on fewer ranks, accumulate, convert; pictures and numbers in out/; 7 minutes
 # make elastic   machines that die and come back while a job trains; 30 minutes
 # make hosts     three hosts whose cable is pulled, in network namespaces of this machine; 10 minutes
 # make exact     the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of checkpoints; 20 to 30 minutes
@@ -14,7 +14,7 @@
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 4 minutes
 # make gpu       on NVIDIA cards: precisions, from GPUs to CPU ranks and back, the same bits; some minutes
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
-# make test      the quick tests, in an environment of their own making; 4 minutes
+# make test      the quick tests, in an environment of their own making; 7 minutes
 # make test-all  these and the long ones: every change of ranks and stage, random lives, clients, versions; 45 minutes
 # make lint      ruff
 # make clean     remove what these, and the commands on the pages, have made, but not .venv
