@@ -30,7 +30,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from deepspeed.ops.op_builder import CPUAdamBuilder
+from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, PinMemoryBuilder
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups
 from torch import nn
@@ -44,7 +44,7 @@ BATCH = 12
 SAVED = 3  # steps before the save
 STEPS = 7
 LIMIT = 300  # seconds, of a launch
-BUILD = 1800  # of DeepSpeed's Adam in C++, once
+BUILD = 1800  # of DeepSpeed's extensions in C++, once
 SILENCE = 40  # seconds that a rank waits for another
 
 
@@ -196,8 +196,9 @@ def kinds(ranks):
         "ZeRO-3, offload_optimizer.ratio": Kind(
             3, zero={"offload_optimizer": CPU | {"ratio": 0.5}}, optimizer=ADAMW
         ),
-        "ZeRO-3, offload_optimizer to NVMe": Kind(3, zero={"offload_optimizer": NVME}),
         "ZeRO-3, offload_param to NVMe": Kind(3, zero={"offload_param": NVME}),
+        # The last of the two, because it leaves something in the process that the other cannot use.
+        "ZeRO-3, offload_optimizer to NVMe": Kind(3, zero={"offload_optimizer": NVME}),
         "ZeRO-3, SuperOffload": Kind(
             3, BF16, {"offload_optimizer": CPU | {"super_offload": True}}, optimizer=ADAMW
         ),
@@ -213,6 +214,9 @@ def kinds(ranks):
         "ZeRO-1, OneCycle": Kind(1, {"scheduler": {"type": "OneCycle", "params": ONE_CYCLE}}),
         "ZeRO-2, SGD with momentum": Kind(2, optimizer=momentum),
         "ZeRO-2, Adagrad": Kind(2, optimizer=torch.optim.Adagrad),
+        "ZeRO-0, OneBitAdam": Kind(0, optimizer={"type": "OneBitAdam", "params": {"lr": 0.01}}),
+        "ZeRO-0, Lamb": Kind(0, optimizer={"type": "Lamb", "params": {"lr": 0.01}}),
+        "ZeRO-0, hybrid engine": Kind(0, {"hybrid_engine": {"enabled": True}}),
         "ZeRO-3, python writer": Kind(3, written_by("python")),
         "ZeRO-3, fast writer": Kind(3, written_by("fast")),
         "ZeRO-3, decoupled writer": Kind(3, written_by("python", decoupled=True)),
@@ -222,6 +226,7 @@ def kinds(ranks):
         ),
         "ZeRO-1, pipeline": Kind(1, net=pipeline),
         "ZeRO-0, pipeline": Kind(0, net=pipeline),
+        "ZeRO-0, pipeline, bf16": Kind(0, BF16, net=pipeline),
         "ZeRO-0, progressive layer drop": Kind(0, {"progressive_layer_drop": {"enabled": True}}),
         "ZeRO-0, sparse gradients": Kind(0, {"sparse_gradients": True}),
         "ZeRO-2, experts": Kind(2, net=Experts),
@@ -284,9 +289,11 @@ def dtype_of(engine):
     return next(parameter.dtype for parameter in engine.module.parameters())
 
 
-def build_extension():
+def build_extensions():
     """In a rank of its own, before all else: it takes minutes, once."""
-    CPUAdamBuilder().load(verbose=False)
+    for builder in (CPUAdamBuilder(), PinMemoryBuilder(), AsyncIOBuilder()):
+        if builder.is_compatible():  # NVMe wants libaio
+            builder.load(verbose=False)
 
 
 def begin():
@@ -354,7 +361,8 @@ def outcomes(ranks, column, names):
 
 def brief(error):
     """Without paths, colours and the names of modules."""
-    error = re.sub(r"\x1b\[\d*m|^(\[rank\d+\]: )?([a-z_]\w*\.)*|/\S*/", "", error)
+    paths = r"( See)? https?://\S+|/\S*/"
+    error = re.sub(rf"\x1b\[\d*m|^(\[rank\d+\]: )?([a-z_]\w*\.)*|{paths}", "", error)
     return error[:200].strip()
 
 
@@ -410,7 +418,7 @@ def main():
     parser.add_argument("words", nargs="*")
     args = parser.parse_args()
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    run(ROOT, 1, build_extension, limit=BUILD)
+    run(ROOT, 1, build_extensions, limit=BUILD)
     names = [name for name in kinds(2) if all(word in name for word in args.words)]
     text = table(measure(names))
     args.output.write_text(f"{text}\n")

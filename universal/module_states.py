@@ -49,7 +49,13 @@ SAME_ON_ALL_RANKS = (
 
 def read_model_states(path: Path) -> dict:
     """The content of the file. Raises CheckpointError, if it is not what DeepSpeed saves."""
-    return expect(load(path), MODEL_STATES, path)
+    model = expect(load(path), {"param_shapes": object}, path)
+    if model["param_shapes"] is None:
+        raise CheckpointError(
+            f"{path} is of BF16_Optimizer without ZeRO, which saves no shapes of parameters, and "
+            "loads no such checkpoint itself: train at stage 1"
+        )
+    return expect(model, MODEL_STATES, path)
 
 
 def read_fragments(path: Path, first_path: Path, first: dict) -> dict[str, Tensor]:

@@ -101,6 +101,11 @@ def describe_whole(
     expect(optimizer, MASTERS, path)
     tensor, pipeline = degrees_of(model, len([*folder.glob("mp_rank_*_model_states.pt")]))
     with naming(path):
+        if names is None and tensor * pipeline > 1:
+            raise CheckpointError(
+                "a pipeline or tensor-parallel ranks saved it without ZeRO, which nobody converts: "
+                "it loads on its own layout only"
+            )
         weights = weights_of(model) if tensor * pipeline == 1 else {}
         groups = stepped_groups(optimizer, base) if weights else []
         if names is None:

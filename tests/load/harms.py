@@ -124,12 +124,18 @@ def flip_in_directory(path):
     path.write_bytes(with_bit_flipped(path.read_bytes(), path.stat().st_size - 60, 3))
 
 
-def flip_in_conversion(state):
+def of_conversion(state, harm=flip):
     def change(folder):
         universal.convert(folder / "t", folder / "u")
-        flip(folder / "u" / "zero" / "a.weight" / f"{state}.pt")
+        harm(folder / "u" / "zero" / "a.weight" / f"{state}.pt")
 
     return load_with(change, tag="u")
+
+
+def save_half(path):
+    """A file that is right by itself."""
+    states = torch.load(path)
+    save(states | {"param": states["param"].flatten()[:8].clone()})(path)
 
 
 # Files of other ranks, of another step, of another time.

@@ -15,7 +15,7 @@ from toy import begin, make
 
 import universal
 from measure.ranks import launch, run
-from universal import loader, reader, reshard
+from universal import loader, reader, reshard, zero
 from universal.errors import RankSilent
 
 SCRIPT = "tests/ranks/damage.py"
@@ -97,6 +97,8 @@ def resume():
         (reader, "pack_model_states", "0"),  # rank 0 alone describes
         (reader, "pack_optimizer", "0"),
         (reader, "check_same_step", "0"),
+        (zero, "differences", "0"),
+        (loader, "newest_first", "0"),
         (loader, "choose_route", "1"),
         (loader, "check", "1"),
         (reshard, "read_states", "1"),

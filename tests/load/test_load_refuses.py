@@ -33,7 +33,6 @@ from harms import (
     edited,
     flip_all,
     flip_bit,
-    flip_in_conversion,
     flip_in_directory,
     folder_called,
     from_later,
@@ -48,9 +47,11 @@ from harms import (
     no_optimizer,
     no_second_moment,
     no_states,
+    of_conversion,
     remove,
     rename,
     save,
+    save_half,
     save_in_old_format,
     shard_of_rank_2,
     swap,
@@ -214,13 +215,18 @@ BITS = [
     Damage("bit_of_a_directory", each(SHARD_1, flip_in_directory), either(NOT_NEEDED)),
     Damage(
         "bit_of_a_converted_fp32",
-        flip_in_conversion("fp32"),
+        of_conversion("fp32"),
         refused("a.weight/fp32.pt is damaged"),
     ),
     Damage(
         "bit_of_a_converted_exp_avg_sq",
-        flip_in_conversion("exp_avg_sq"),
+        of_conversion("exp_avg_sq"),
         refused("a.weight/exp_avg_sq.pt is damaged"),
+    ),
+    Damage(
+        "half_of_a_converted_exp_avg",
+        of_conversion("exp_avg", save_half),
+        refused("not all of the state exp_avg of a.weight was saved"),
     ),
 ]
 
