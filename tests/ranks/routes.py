@@ -337,18 +337,25 @@ def an_optimizer_that_nobody_knows(stage):
         refused(unknown(engine), reason)
 
 
-@case(
-    lambda _: save_pipeline(LayerSpec(nn.Linear, 8, 8), zero=0),
-    stages=(0,),
-    quick_stages=(0,),
-    quick_ranks=(2,),
-)
-def another_optimizer_of_a_pipeline_without_zero(stage):
+def save_pipelines_without_zero(stage):
+    pipeline(2, LayerSpec(nn.Linear, 8, 8), zero=0, bf16=BF16).save_checkpoint(".", tag="bf16")
+    save_pipeline(LayerSpec(nn.Linear, 8, 8), zero=0)
+
+
+BF16 = {"enabled": True}
+
+
+@case(save_pipelines_without_zero, stages=(0,), quick_stages=(0,), quick_ranks=(2,))
+def pipelines_without_zero(stage):
+    """Converted by nobody; in bf16, DeepSpeed itself reads nothing of what it saves."""
     if dist.get_world_size() != 2:
         return
     engine = pipeline(2, LayerSpec(nn.Linear, 8, 8), zero=0, optimizer=momentum)
     refused(engine, "of another optimizer: it has")
     load(pipeline(2, LayerSpec(nn.Linear, 8, 8), zero=0))
+    refused(pipeline(1, LayerSpec(nn.Linear, 8, 8), zero=0), "it loads on its own layout only")
+    engine = pipeline(2, LayerSpec(nn.Linear, 8, 8), zero=0, bf16=BF16)
+    refused(engine, "of BF16_Optimizer without ZeRO, which saves no shapes", tag="bf16")
 
 
 class Halves(nn.Module):
