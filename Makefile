@@ -9,9 +9,9 @@
 # make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; 20 minutes
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; 9 minutes
 # make deepspeed-suite  DeepSpeed's own checkpoint tests through install(); they are in DEEPSPEED, a clone: ./DeepSpeed
-# make engines   every kind of engine that DeepSpeed builds on a CPU: saved, loaded on the same ranks and others; 15 minutes
+# make engines   every kind of engine that DeepSpeed builds on a CPU: saved, loaded on the same ranks and others; 5 minutes
 # make proof    what the comparison of the next steps costs a step; a minute
-# make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 4 minutes
+# make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 2 minutes
 # make gpu       on NVIDIA cards: precisions, from GPUs to CPU ranks and back, the same bits; some minutes
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
 # make test      the quick tests, in an environment of their own making; 7 minutes

@@ -122,13 +122,16 @@ def draw(runs, path):
     one."""
     figure = Figure(figsize=(5.6, 4), layout="constrained")
     axis = figure.subplots()
-    for height, (name, events) in zip((0.8, 0.4), runs.items(), strict=False):
+    for shift, (name, events) in zip((-0.2, 0.2), runs.items(), strict=False):
         counts = [event.again for event in events]
-        axis.barh(range(len(events)), counts, height, label=f"{name}: {sum(counts)}")
+        heights = [i + shift for i in range(len(events))]
+        bars = axis.barh(heights, counts, 0.4, label=f"{name}: {sum(counts)}")
+        axis.bar_label(bars, padding=2, fontsize=7)
     labels = [
         f"{event.what}, {event.ranks_before} to {event.ranks_after} ranks" for event in events
     ]
     axis.set_yticks(range(len(events)), labels)
+    axis.margins(x=0.08)
     axis.set(xlabel="steps done again", title=f"{len(events)} events in {STEPS} steps")
     axis.invert_yaxis()
     axis.legend(loc="lower right")

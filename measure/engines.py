@@ -32,12 +32,10 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, PinMemoryBuilder
 from deepspeed.pipe import PipelineModule
-from deepspeed.utils import groups
 from torch import nn
 
 import universal.loader
 from measure.ranks import ROOT, deepspeed, last_error, launch, run
-from universal.hooks import overridden
 
 WORK = ROOT / "runs" / "engines"
 BATCH = 12
@@ -197,7 +195,6 @@ def kinds(ranks):
             3, zero={"offload_optimizer": CPU | {"ratio": 0.5}}, optimizer=ADAMW
         ),
         "ZeRO-3, offload_param to NVMe": Kind(3, zero={"offload_param": NVME}),
-        # The last of the two, because it leaves something in the process that the other cannot use.
         "ZeRO-3, offload_optimizer to NVMe": Kind(3, zero={"offload_optimizer": NVME}),
         "ZeRO-3, SuperOffload": Kind(
             3, BF16, {"offload_optimizer": CPU | {"super_offload": True}}, optimizer=ADAMW
@@ -307,26 +304,20 @@ def begin():
     deepspeed.init_distributed(timeout=timedelta(seconds=SILENCE))
 
 
-def play(column, *names):
-    """In a rank: the rows with these names. Without a column, they train and save."""
+def play(column, name):
+    """In a rank: a row. Without a column, it trains and saves."""
     begin()
     if column and COLUMNS[column].through_install:
         universal.install()
-    for name in names:
-        printed = io.StringIO()
-        folder = WORK / re.sub(r"[^\w.-]+", "_", name)
-        folder.mkdir(exist_ok=True)
-        with (
-            contextlib.chdir(folder),
-            contextlib.redirect_stdout(printed),
-            overridden(groups, mpu=None),  # a pipeline's would be the next engine's, too
-        ):
-            losses = losses_of(kinds(dist.get_world_size())[name], column)
-        warned = re.findall(r"universal: (WARNING: no.*)", printed.getvalue())
-        dist.barrier()
-        if dist.get_rank() == 0:
-            with open(WORK / "outcomes", "a") as file:
-                print(json.dumps([losses, warned]), file=file)
+    printed = io.StringIO()
+    folder = WORK / re.sub(r"[^\w.-]+", "_", name)
+    folder.mkdir(exist_ok=True)
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        losses = losses_of(kinds(dist.get_world_size())[name], column)
+    warned = re.findall(r"universal: (WARNING: no.*)", printed.getvalue())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (WORK / "outcome").write_text(json.dumps([losses, warned]))
 
 
 def losses_of(kind, column):
@@ -343,20 +334,16 @@ def losses_of(kind, column):
     return losses
 
 
-def outcomes(ranks, column, names):
-    """{name of a row: ([loss], [warning]), or the error}"""
-    ended = {}
-    left = list(names)
-    while left:
-        (WORK / "outcomes").write_text("")
-        result = launch(WORK, ranks, play, column, *left, limit=LIMIT, grace=10)
-        for line in (WORK / "outcomes").read_text().splitlines():
-            ended[left.pop(0)] = json.loads(line)
-        if left:
-            error = brief(last_error(result.err))
-            ended[left.pop(0)] = error
-            print(column or "save", [*ended][-1], error, sep=": ", flush=True)
-    return ended
+def outcome(ranks, column, name):
+    """([loss], [warning]) of a row, or the error. Each has processes of its own, because engines
+    leave something behind that others stumble over."""
+    (WORK / "outcome").unlink(missing_ok=True)
+    result = launch(WORK, ranks, play, column, name, limit=LIMIT, grace=10)
+    if (WORK / "outcome").exists():
+        return json.loads((WORK / "outcome").read_text())
+    error = brief(last_error(result.err))
+    print(column or "save", name, error, sep=": ", flush=True)
+    return error
 
 
 def brief(error):
@@ -370,19 +357,19 @@ def measure(names):
     """{name of a row: {column: [difference, or error, and warnings]}}"""
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
-    saved = outcomes(2, None, names)
-    rows = {name: {} for name in names}
-    for column, (ranks, _) in COLUMNS.items():
-        loaded = outcomes(ranks, column, [name for name in names if len(saved[name]) == 2])
-        for name, cells in rows.items():
-            cells[column] = cell(saved[name], loaded.get(name))
+    rows = {}
+    for name in names:
+        saved = outcome(2, None, name)
+        rows[name] = dict.fromkeys(COLUMNS, [saved])
+        if isinstance(saved, list):
+            for column, (ranks, _) in COLUMNS.items():
+                rows[name][column] = cell(saved, outcome(ranks, column, name))
     return rows
 
 
 def cell(saved, loaded):
-    for outcome in (saved, loaded):
-        if isinstance(outcome, str):
-            return [outcome]
+    if isinstance(loaded, str):
+        return [loaded]
     (wanted, _), (losses, warned) = saved, loaded
     gap = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
     return [f"{gap:.1e}", *warned]
