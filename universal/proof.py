@@ -212,7 +212,7 @@ class Comparison:
         elif name == GRAD_NORM and LOSS in self.gaps:
             cause = "another backward pass: the loss is the same"
         elif not self.draws:
-            cause = "other weights or buffers: no random numbers were drawn"
+            cause = "other weights, buffers or micro-batches: no random numbers were drawn"
         elif before.ranks == now.ranks:
             cause = "it is the dropout"
         else:

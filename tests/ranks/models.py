@@ -205,7 +205,7 @@ def another_batch(stage):
         assert "WARNING" not in PRINTED.getvalue()
         return
     was = "WARNING: the global batch was 12, and is"
-    assert printed(f"{was} 18 now: gradient_accumulation_steps 4 keeps it")
+    assert printed(f"{was} 18 now: train_batch_size 12 (gradient_accumulation_steps 4) keeps it")
     load(make(stage, batch=15, micro=5))
     assert printed(f"{was} 15 now: other ranks or micro-batches keep it")
 
