@@ -441,9 +441,8 @@ def another_batch_on_every_route(stage):
     for tag, steps, engine in loads:
         PRINTED.truncate(0)
         load(engine, tag)
-        warning = (
-            f"the global batch was 12, and is 24 now: gradient_accumulation_steps {steps} keeps"
-        )
+        cure = f"train_batch_size 12 (gradient_accumulation_steps {steps}) keeps it"
+        warning = f"the global batch was 12, and is 24 now: {cure}"
         count = PRINTED.getvalue().count(warning)
         assert count == (dist.get_rank() == 0), (tag, PRINTED.getvalue())
 
