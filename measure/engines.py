@@ -15,6 +15,7 @@ import contextlib
 import io
 import json
 import logging
+import multiprocessing
 import os
 import re
 import shutil
@@ -304,6 +305,17 @@ def begin():
     deepspeed.init_distributed(timeout=timedelta(seconds=SILENCE))
 
 
+@contextlib.contextmanager
+def without_children():
+    """The processes that this block has started end with it; a decoupled writer's would live on."""
+    try:
+        yield
+    finally:
+        for child in multiprocessing.active_children():
+            child.terminate()
+            child.join()
+
+
 def play(column, name):
     """In a rank: a row. Without a column, it trains and saves."""
     begin()
@@ -312,7 +324,7 @@ def play(column, name):
     printed = io.StringIO()
     folder = WORK / re.sub(r"[^\w.-]+", "_", name)
     folder.mkdir(exist_ok=True)
-    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed), without_children():
         losses = losses_of(kinds(dist.get_world_size())[name], column)
     warned = re.findall(r"universal: (WARNING: no.*)", printed.getvalue())
     dist.barrier()

@@ -101,11 +101,6 @@ def describe_whole(
     expect(optimizer, MASTERS, path)
     tensor, pipeline = degrees_of(model, len([*folder.glob("mp_rank_*_model_states.pt")]))
     with naming(path):
-        if names is None and tensor * pipeline > 1:
-            raise CheckpointError(
-                "a pipeline or tensor-parallel ranks saved it without ZeRO, which nobody converts: "
-                "it loads on its own layout only"
-            )
         weights = weights_of(model) if tensor * pipeline == 1 else {}
         groups = stepped_groups(optimizer, base) if weights else []
         if names is None:
@@ -242,6 +237,11 @@ def names_by_shape(weights, groups, opened):
     They do if each weight fits in one group at most, as its next tensor, and if those that fit in
     none, which are frozen, have other shapes. Raises CheckpointError if they do not.
     """
+    if not weights:
+        raise CheckpointError(
+            "a pipeline or tensor-parallel ranks saved it without ZeRO, which nobody converts: "
+            "it loads on its own layout only"
+        )
     names = [[] for _ in groups]
     frozen = set()
     unclear = not groups

@@ -52,15 +52,14 @@ def save_and_go_on(stage, **options):
 
 
 def go_back(stage, tolerance, **options):
-    """When all weights are NaN, and from the middle of an accumulation."""
+    """To a checkpoint, when all weights are NaN, and from the middle of an accumulation."""
     engine = make(stage, seed=5, **options)
     for group in engine.optimizer.param_groups:
         group["lr"] = float("nan")
     train(engine, 7)
     train(engine, 8, micro_batches=1)
-    engine(
-        torch.ones(1, 8, dtype=next(engine.module.parameters()).dtype)
-    )  # at ZeRO-3 it may leave weights whole
+    dtype = next(engine.module.parameters()).dtype
+    engine(torch.ones(1, 8, dtype=dtype))  # at ZeRO-3 it may leave weights whole
     load(engine)
     assert printed("the gradients of half a step are discarded")
     for step, saved_loss in zip((2, 3), read_truth("losses.pt"), strict=True):

@@ -337,12 +337,12 @@ def an_optimizer_that_nobody_knows(stage):
         refused(unknown(engine), reason)
 
 
+BF16 = {"enabled": True}
+
+
 def save_pipelines_without_zero(stage):
     pipeline(2, LayerSpec(nn.Linear, 8, 8), zero=0, bf16=BF16).save_checkpoint(".", tag="bf16")
     save_pipeline(LayerSpec(nn.Linear, 8, 8), zero=0)
-
-
-BF16 = {"enabled": True}
 
 
 @case(save_pipelines_without_zero, stages=(0,), quick_stages=(0,), quick_ranks=(2,))
