@@ -25,9 +25,7 @@ from torch import nn
 
 import universal
 
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
+parser = argparse.ArgumentParser()
 parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=3)
 parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
 parser.add_argument("--output_dir", default="ckpt_accelerate")
@@ -36,7 +34,11 @@ args = parser.parse_args()
 
 universal.install()  # accelerator.load_state() reshards from now on
 
-RANK, RANKS, BATCH, MICRO, STEPS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 24, 2, 20
+RANK = int(os.environ["RANK"])
+RANKS = int(os.environ["WORLD_SIZE"])
+BATCH = 24
+MICRO = 2
+STEPS = 20
 accumulation, rest = divmod(BATCH, MICRO * RANKS)  # (1) keep the global batch
 if rest:
     sys.exit(
@@ -44,13 +46,11 @@ if rest:
     )
 if not torch.cuda.is_available():
     torch.set_num_threads(1)  # the number of threads affects the last bits of a sum
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-        False  # it compiles for a minute, and leaks memory
-    )
+    # It compiles for a minute, and leaks memory.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
-    PartialState(
-        cpu=True
-    ).distributed_type = DistributedType.DEEPSPEED  # on CPU, accelerate silently uses DDP
+    # On a CPU, accelerate silently uses DDP.
+    PartialState(cpu=True).distributed_type = DistributedType.DEEPSPEED
 warnings.simplefilter("ignore", FutureWarning)
 
 config = {
@@ -63,18 +63,15 @@ config = {
 }
 plugin = DeepSpeedPlugin(hf_ds_config=config)
 accelerator = Accelerator(deepspeed_plugin=plugin)
-assert (
-    accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.num_processes == RANKS
-)
+assert accelerator.distributed_type == DistributedType.DEEPSPEED
+assert accelerator.num_processes == RANKS
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-matrices, rest = (
-    [p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False)
-)
-optimizer = torch.optim.AdamW(
-    [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], 3e-3
-)
+matrices = [p for p in model.parameters() if p.dim() > 1]
+vectors = [p for p in model.parameters() if p.dim() <= 1]
+groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+optimizer = torch.optim.AdamW(groups, 3e-3)
 # The prepared scheduler takes RANKS steps per optimizer step, so its length is counted in those.
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 - count / (STEPS * RANKS))
 model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
@@ -84,35 +81,27 @@ def micro_batch(step, number):
     """Sequences that count in steps of 1 to 5; they depend on (step, micro-batch), not on the
     rank."""
     generator = torch.Generator().manual_seed(step * BATCH + number)
-    start, stride = (
-        torch.randint(0, 64, (MICRO, 1), generator=generator),
-        torch.randint(1, 6, (MICRO, 1), generator=generator),
-    )
+    start = torch.randint(0, 64, (MICRO, 1), generator=generator)
+    stride = torch.randint(1, 6, (MICRO, 1), generator=generator)
     tokens = (start + stride * torch.arange(33)) % 64
     return tokens.to(accelerator.device)
 
 
-done = 0
-if folders := sorted(
-    Path(args.output_dir).glob("step_*"), key=lambda path: int(path.name.split("_")[1])
-):
-    accelerator.load_state(folders[-1])
-    done = int(folders[-1].name.split("_")[1])
+done = max((int(path.name[5:]) for path in Path(args.output_dir).glob("step_*")), default=0)
+if done:
+    accelerator.load_state(Path(args.output_dir, f"step_{done}"))
     scheduler.scheduler.last_epoch = done * RANKS  # (2) its saved count is for the old ranks
     accelerator.step = 0  # (3) it counts micro-batches; new ranks start at 0, so all do
 
 run_name = args.run_name or f"accelerate_{RANKS}_ranks"
 os.makedirs("logs", exist_ok=True)
-with open(
-    f"logs/{run_name}.csv" if RANK == 0 else os.devnull, "w", newline="", buffering=1
-) as file:
+path = f"logs/{run_name}.csv" if RANK == 0 else os.devnull
+with open(path, "w", newline="", buffering=1) as file:
     log = csv.writer(file)
     log.writerow(["step", "loss", "lr"])
     for step in range(done + 1, STEPS + 1):
-        total, lr = (
-            torch.zeros((), dtype=torch.float64, device=accelerator.device),
-            scheduler.get_last_lr()[0],
-        )
+        total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        lr = scheduler.get_last_lr()[0]
         for number in range(RANK, BATCH // MICRO, RANKS):
             with accelerator.accumulate(model):
                 tokens = micro_batch(step, number)

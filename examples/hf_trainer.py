@@ -34,31 +34,25 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import universal
 
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
+parser = argparse.ArgumentParser()
 parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=3)
 parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-parser.add_argument(
-    "--lora",
-    action="store_true",
-    help="train adapters alone; the base model is frozen and not saved",
-)
-parser.add_argument(
-    "--freeze", action="store_true", help="train the upper half of the layers alone"
-)
+parser.add_argument("--lora", action="store_true", help="adapters; the rest is frozen, not saved")
+parser.add_argument("--freeze", action="store_true", help="train the upper half of the layers")
 parser.add_argument("--gradient_checkpointing", action="store_true")
-parser.add_argument(
-    "--mixtral", action="store_true", help="train a mixture of 4 experts in place of the Llama"
-)
+parser.add_argument("--mixtral", action="store_true", help="4 experts in place of the Llama")
 parser.add_argument("--output_dir", default="ckpt_trainer")
 parser.add_argument("--run_name", help="default: trainer_<N>_ranks")
 args = parser.parse_args()
 
 universal.install()  # Trainer's engine.load_checkpoint() reshards from now on
 
+RANK = int(os.environ["RANK"])
+RANKS = int(os.environ["WORLD_SIZE"])
+BATCH = 24
+MICRO = 2
+STEPS = 20
 # The global batch stays the same, so fewer ranks take more accumulation steps each.
-RANK, RANKS, BATCH, MICRO, STEPS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 24, 2, 20
 accumulation, rest = divmod(BATCH, MICRO * RANKS)
 if rest:
     sys.exit(
@@ -66,9 +60,8 @@ if rest:
     )
 if not torch.cuda.is_available():
     torch.set_num_threads(1)  # the number of threads affects the last bits of a sum
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-        False  # it compiles for a minute, and leaks memory
-    )
+    # It compiles for a minute, and leaks memory.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()  # without it, ZeRO-3 on a CPU takes each rank for the only one
 warnings.simplefilter("ignore", FutureWarning)  # torch warns about DeepSpeed's calls, on every rank
 
@@ -140,9 +133,8 @@ model = AutoModelForCausalLM.from_config(config)
 if args.lora:
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(
-        model, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
-    )
+    lora = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+    model = get_peft_model(model, lora)
 if args.freeze:
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[0].requires_grad_(False)
@@ -150,10 +142,8 @@ if args.freeze:
 # Sequences that count in steps of 1 to 5. Exactly 15 global batches: how Trainer distributes a
 # remainder depends on the number of ranks.
 generator = torch.Generator().manual_seed(0)
-starts, strides = (
-    torch.randint(0, 64, (16 * BATCH, 1), generator=generator),
-    torch.arange(16 * BATCH)[:, None] % 5 + 1,
-)
+starts = torch.randint(0, 64, (16 * BATCH, 1), generator=generator)
+strides = torch.arange(16 * BATCH)[:, None] % 5 + 1
 data = [{"input_ids": row, "labels": row} for row in (starts + strides * torch.arange(32)) % 64]
 trainer = Trainer(
     model,
@@ -166,9 +156,8 @@ trainer = Trainer(
 run_name = args.run_name or f"trainer_{RANKS}_ranks"
 for folder in ("logs", args.output_dir):
     os.makedirs(folder, exist_ok=True)
-with open(
-    f"logs/{run_name}.csv" if RANK == 0 else os.devnull, "w", newline="", buffering=1
-) as file:
+path = f"logs/{run_name}.csv" if RANK == 0 else os.devnull
+with open(path, "w", newline="", buffering=1) as file:
     log = csv.writer(file)
     log.writerow(["step", "loss", "lr"])
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))

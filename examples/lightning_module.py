@@ -26,9 +26,7 @@ from torch import nn
 
 import universal
 
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
+parser = argparse.ArgumentParser()
 parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=3)
 parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
 parser.add_argument("--output_dir", default="ckpt_lightning")
@@ -37,7 +35,11 @@ args = parser.parse_args()
 
 universal.install()  # trainer.fit(ckpt_path=...) reshards from now on
 
-RANK, RANKS, BATCH, MICRO, STEPS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 24, 2, 20
+RANK = int(os.environ["RANK"])
+RANKS = int(os.environ["WORLD_SIZE"])
+BATCH = 24
+MICRO = 2
+STEPS = 20
 GPU = torch.cuda.is_available()
 accumulation, rest = divmod(BATCH, MICRO * RANKS)  # (1) keep the global batch
 if rest:
@@ -47,9 +49,8 @@ if rest:
     )
 if not GPU:
     torch.set_num_threads(1)  # the number of threads affects the last bits of a sum
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-        False  # it compiles for a minute, and leaks memory
-    )
+    # It compiles for a minute, and leaks memory.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 warnings.simplefilter("ignore")
 
 
@@ -63,10 +64,12 @@ class Module(lightning.LightningModule):
         self.losses = []
 
     def configure_optimizers(self):
-        matrices, rest = (
-            [p for p in self.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False)
-        )
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        matrices = [p for p in self.parameters() if p.dim() > 1]
+        vectors = [p for p in self.parameters() if p.dim() <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         optimizer = torch.optim.AdamW(groups, 3e-3)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
@@ -95,9 +98,8 @@ class Module(lightning.LightningModule):
 
     def on_train_batch_end(self, *_):
         if len(self.losses) == accumulation:
-            loss = self.trainer.strategy.reduce(
-                torch.stack(self.losses).mean(), reduce_op="mean"
-            ).item()
+            loss = torch.stack(self.losses).mean()
+            loss = self.trainer.strategy.reduce(loss, reduce_op="mean").item()
             log.writerow([self.trainer.global_step, loss, self.lr_schedulers().get_last_lr()[0]])
             self.losses.clear()
 
@@ -110,9 +112,8 @@ class Module(lightning.LightningModule):
         for counts in checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"].values():
             if isinstance(counts, dict):
                 steps = counts["ready"] // checkpoint["accumulation"]
-                for key in (
-                    counts
-                ):  # "completed" is one behind: Lightning saves before it counts the batch
+                # "completed" is one behind: Lightning saves before it counts the batch.
+                for key in counts:
                     counts[key] += steps * (accumulation - checkpoint["accumulation"])
 
 
@@ -148,14 +149,12 @@ trainer = lightning.Trainer(
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-saved = sorted(
-    Path(args.output_dir).glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1])
-)
+saved = [int(path.stem[5:]) for path in Path(args.output_dir).glob("step=*.ckpt")]
+newest = f"{args.output_dir}/step={max(saved)}.ckpt" if saved else None
 run_name = args.run_name or f"lightning_{RANKS}_ranks"
 os.makedirs("logs", exist_ok=True)
-with open(
-    f"logs/{run_name}.csv" if RANK == 0 else os.devnull, "w", newline="", buffering=1
-) as file:
+path = f"logs/{run_name}.csv" if RANK == 0 else os.devnull
+with open(path, "w", newline="", buffering=1) as file:
     log = csv.writer(file)
     log.writerow(["step", "loss", "lr"])
-    trainer.fit(Module(), ckpt_path=saved[-1] if saved else None)
+    trainer.fit(Module(), ckpt_path=newest)

@@ -40,37 +40,35 @@ def pattern(name):
 def complete(info, args, names):
     """Add to `info` what is missing for the parameters `names`. Returns one line for each
     addition."""
-    added, heads = [], args["num_attention_heads"]
+    heads = args["num_attention_heads"]
     if args.get("num_key_value_heads", heads) != heads:
         sys.exit(
             "megatron_info.py: grouped-query attention: how Q, K and V of this checkpoint are cut "
             "is not known"
         )
-    tp, hidden = args["tensor_model_parallel_size"], args["kv_channels"] * heads
+    degree = args["tensor_model_parallel_size"]
+    hidden = args["kv_channels"] * heads
+    added = []
     subs = info.setdefault("parameter_with_sub_params", [])
     widths = info.setdefault("sub_param_shard_widths", {})
     rows = info.setdefault("parameter_with_row_parallelism_patterns", [])
     for name in names:
-        matched = any(
-            re.match(p, name) for p in (*rows, *(p for sub in subs for p in sub["patterns"]))
-        )
+        patterns = [*rows, *(each for sub in subs for each in sub["patterns"])]
+        matched = any(re.match(each, name) for each in patterns)
         if "self_attention.query_key_value." in name and not matched:
-            shape = (
-                ((hidden,) * 3, args["hidden_size"])
-                if name.endswith("weight")
-                else ((hidden,) * 3,)
-            )
+            shape = ((hidden,) * 3,)
+            if name.endswith("weight"):
+                shape += (args["hidden_size"],)
             subs.append({"patterns": [pattern(name)], "shape": shape, "partition_dim": 0})
-            widths[pattern(name)] = [[hidden // tp] * tp] * 3
+            widths[pattern(name)] = [[hidden // degree] * degree] * 3
             added.append(f"{pattern(name)}: Q, K and V, each cut by itself")
         if name.endswith(ROW) and not matched:
             rows.append(pattern(name))
             added.append(f"{pattern(name)}: cut along its rows")
     if info["original_vocab_size"] != info["padded_vocab_size"]:
-        added.append(
-            f"original_vocab_size: {info['padded_vocab_size']}, was {info['original_vocab_size']}"
-        )
-        info["original_vocab_size"] = info["padded_vocab_size"]
+        size = info["padded_vocab_size"]
+        added.append(f"original_vocab_size: {size}, was {info['original_vocab_size']}")
+        info["original_vocab_size"] = size
     return added
 
 
@@ -89,10 +87,9 @@ def main(folder):
     added = complete(states[first]["universal_checkpoint_info"], states[first]["args"].state, names)
     if added:
         with tempfile.TemporaryDirectory(dir=folder) as beside:
-            torch_file.write_pt(
-                Path(beside, first.name), torch_file.pickled(states[first]), torch_file.Reader()
-            )
-            os.replace(Path(beside, first.name), first)
+            path = Path(beside, first.name)
+            torch_file.write_pt(path, torch_file.pickled(states[first]), torch_file.Reader())
+            os.replace(path, first)
     print("\n".join(dict.fromkeys(added)) or "nothing is missing")
 
 

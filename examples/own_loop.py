@@ -18,19 +18,19 @@ def micro_batch(dataset, size, m, count, step, seed):
     through the data set once, in its own order, and drops the samples at its end that do not fill a
     whole step."""
     epoch, step = divmod(step - 1, len(dataset) // (size * count))
-    order = torch.randperm(
-        len(dataset), generator=torch.Generator().manual_seed(hash((seed, epoch)))
-    )
-    first = (step * count + m) * size
-    return torch.utils.data.default_collate(
-        [dataset[i] for i in order[first : first + size].tolist()]
-    )
+    generator = torch.Generator().manual_seed(hash((seed, epoch)))
+    order = torch.randperm(len(dataset), generator=generator)
+    begin = (step * count + m) * size
+    samples = [dataset[i] for i in order[begin : begin + size].tolist()]
+    return torch.utils.data.default_collate(samples)
 
 
 def train_step(engine, dataset, step, seed=0):
     """One optimizer step, counted from 1. Returns the mean loss of this rank's micro-batches."""
-    accumulation, total = engine.gradient_accumulation_steps(), 0.0
-    size, count = engine.train_micro_batch_size_per_gpu(), accumulation * engine.world_size
+    accumulation = engine.gradient_accumulation_steps()
+    size = engine.train_micro_batch_size_per_gpu()
+    count = accumulation * engine.world_size
+    total = 0.0
     for m in range(engine.global_rank * accumulation, (engine.global_rank + 1) * accumulation):
         torch.manual_seed(hash((seed, step, m)))  # for dropout, and whatever else the model draws
         inputs = micro_batch(dataset, size, m, count, step, seed)
