@@ -81,8 +81,8 @@ demo: $(OUT)/resume.png $(OUT)/stock.txt $(OUT)/resume_no_uc.png \
 	touch $@
 
 # Three processes on two cores, because some tests wait. A module's tests stay together, because they share what its
-# fixtures have trained.
-TEST = $(PY) -m pytest -q -n 3 --dist loadfile
+# fixtures have trained. Modules begin in the order of testpaths, the long ones first, not those with the most tests.
+TEST = $(PY) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test: .venv/installed-dev
 	$(TEST)

@@ -72,8 +72,11 @@ def draw(path):
     gaps = [plot.differences(*pair, "loss") for pair in logs.values()]
     runs = {BASELINE: logs["without --exact"][0]} | {how: log for how, (_, log) in logs.items()}
     figure = plot.draw({what: run._replace(val_loss={}) for what, run in runs.items()}, gaps)
-    apart = "{:.0e} apart, with --exact {:.0e}".format(*(max(gap.values()) for gap in gaps))
-    figure.axes[0].set_title(f"4, 2, 8 and 1 ranks in turn: {apart}")
+    plain, exact = (max(gap.values()) for gap in gaps)
+    with_exact = f"{exact:.0e} apart" if exact else "identical"
+    figure.axes[0].set_title(
+        f"4, 2, 8 and 1 ranks in turn: {plain:.0e} apart, {with_exact} with --exact"
+    )
     for axis in figure.axes:
         for life in RUNS[IN_TURN][:-1]:
             axis.axvline(life.last + 0.5, color="0.4", ls="--", lw=1)
