@@ -142,10 +142,10 @@ def save_half(path):
 
 
 def swap(folder):
-    first, second = SHARDS.paths(folder)
-    first.rename(folder / "first")
-    second.rename(first)
-    (folder / "first").rename(second)
+    shard_0, shard_1 = SHARDS.paths(folder)
+    shard_0.rename(folder / "shard_0")
+    shard_1.rename(shard_0)
+    (folder / "shard_0").rename(shard_1)
 
 
 def save_in_old_format(path):
@@ -240,9 +240,10 @@ def no_second_moment(shard):
 
 
 def class_of_nobody(folder):
-    gone = sys.modules["gone_module"] = types.ModuleType("gone_module")
-    gone.Gone = type("Gone", (), {"__module__": "gone_module"})
-    client_state(gone.Gone())(folder)
+    module = types.ModuleType("gone_module")
+    module.Gone = type("Gone", (), {"__module__": "gone_module"})
+    sys.modules["gone_module"] = module
+    client_state(module.Gone())(folder)
     del sys.modules["gone_module"]
 
 

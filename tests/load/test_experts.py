@@ -34,6 +34,8 @@ LIVES = {
     "momentum": Life(optimizer="sgd"),
     "sizes": Life(ep_size=(2, 1)),
     "counts": Life(ep_size=4, net={"experts": (8, 4)}),
+    # Its files of experts hold what no shard does.
+    "in_files": Life(net={"buffer": True}, frozen="up.weight", data_first=True),
 }
 
 
@@ -46,24 +48,25 @@ class Resume(NamedTuple):
     changes: dict = {}
 
 
-OTHER_RANKS = ((2, 2), (2, 1), (1, 1), (4, 4), (4, 2), (3, 1))
+# These enter every branch that any of them enters.
 QUICK = [
-    Resume("stage_1", 2, 1),
-    Resume("stage_2", 4, 4),
-    Resume("stage_2", 4, 2),
-    Resume("stage_2", 2, 2),
+    # At another stage, what the files of experts alone hold, too; and half of it on another rank.
+    Resume("in_files", 2, 2, {"stage": 1}),
+    # The very layout: the losses that follow are the same to the bit.
+    Resume("split_groups", 4, 2),
+    # Fewer experts on a rank, in fewer parameter groups than were saved.
     Resume("split_groups", 4, 4),
-    Resume("buffers", 2, 2),
-    Resume("frozen", 2, 1),
 ]
-SLOW = [Resume(life, *ranks) for life in ("stage_1", "stage_2") for ranks in OTHER_RANKS]
+LAYOUTS = ((2, 2), (2, 1), (1, 1), (4, 4), (4, 2), (3, 1))
+SLOW = [Resume(life, *layout) for life in ("stage_1", "stage_2") for layout in LAYOUTS]
 SLOW += [
-    Resume(life, *ranks)
+    Resume(life, *layout)
     for life in LIVES
-    for ranks in ((2, 2), (1, 1), (4, 4))
-    if life not in ("stage_1", "stage_2", "sizes")
+    for layout in ((2, 2), (1, 1), (4, 4))
+    if life not in ("stage_1", "stage_2", "sizes", "in_files")
 ]
 SLOW += [
+    Resume("frozen", 2, 1),
     Resume("sizes", 2, (2, 1)),
     Resume("sizes", 4, (4, 2)),
     Resume("data_first", 2, 2, {"data_first": False}),
@@ -82,38 +85,50 @@ def marked(resume):
     return pytest.param(resume, id=name_of(resume), marks=marks)
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory, request):
-    """{name: outcome} of all the resumes that are wanted: each number of ranks is one launch."""
-    prefix = f"{request.node.nodeid}::test_resume["
-    wanted = [
-        item.callspec.params["resume"]
+def chosen(parameter, request):
+    """Its values in the tests of this module that are to run."""
+    return [
+        item.callspec.params[parameter]
         for item in request.session.items
-        if item.nodeid.startswith(prefix)
+        if item.path == request.path and parameter in item.fixturenames
     ]
-    folder = tmp_path_factory.mktemp("experts")
-    saves = {resume.life: (resume.life, LIVES[resume.life]) for resume in wanted}
-    run(folder, 4, experts.play, experts.save, saves)
-    found = {}
-    for ranks in {resume.ranks for resume in wanted}:
-        loads = {
-            name_of(resume): (
-                resume.life,
-                LIVES[resume.life]._replace(ep_size=resume.ep_size, **resume.changes),
-            )
-            for resume in wanted
-            if resume.ranks == ranks
-        }
-        run(folder, ranks, experts.play, experts.load, loads, limit=900)
-        for name in loads:
-            found[name] = json.loads((folder / f"{name}.0.json").read_text())
-    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, request):
+    """The folder with "in_files", and with all lives that are to be resumed."""
+    folder = tmp_path_factory.mktemp("saved")
+    names = ["in_files", *(resume.life for resume in chosen("resume", request))]
+    run(folder, 4, experts.play, experts.save, {name: (name, LIVES[name]) for name in names})
+    return folder
+
+
+def load_all(folder, ranks, lives):
+    """{name: the outcome on each rank}, in one launch. lives: as experts.play() takes them."""
+    run(folder, ranks, experts.play, experts.load, lives, limit=1200)
+    return {
+        name: [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(ranks)]
+        for name in lives
+    }
+
+
+@pytest.fixture(scope="module")
+def resumed(saved, request):
+    """load_all() of the resumes that are to run. Each number of ranks is one launch."""
+    lives_on = {}
+    for resume in chosen("resume", request):
+        life = LIVES[resume.life]._replace(ep_size=resume.ep_size, **resume.changes)
+        lives_on.setdefault(resume.ranks, {})[name_of(resume)] = (resume.life, life)
+    outcomes = {}
+    for ranks, lives in lives_on.items():
+        outcomes |= load_all(saved, ranks, lives)
+    return outcomes
 
 
 @pytest.mark.parametrize("resume", [marked(resume) for resume in RESUMES])
-def test_resume(outcomes, resume):
+def test_resume(resumed, resume):
     """Every state of every expert is equal to the bit, and the loss continues."""
-    outcome = outcomes[name_of(resume)]
+    outcome = resumed[name_of(resume)][0]
     life = LIVES[resume.life]
     assert "refused" not in outcome, outcome
     assert outcome["differences"] == []
@@ -140,8 +155,6 @@ def add_extra_state(folder):
     edit(folder, EXPERT_FILE, lambda content: content.update({OF_EXPERT: torch.zeros(1)}))
 
 
-# Its files of experts hold what no shard does.
-LIFE = Life(net={"buffer": True}, frozen="up.weight")
 SHARD = "zero_pp_rank_3_mp_rank_00_optim_states.pt"
 EXPERT_FILE = "layer_1_expert_3_mp_rank_00_model_states.pt"
 OF_EXPERT = "moe.1.deepspeed_moe.experts.deepspeed_experts.3._extra_state"
@@ -178,45 +191,28 @@ REFUSALS = [
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    run(folder, 4, experts.play, experts.save, {"life": ("life", LIFE)})
-    return folder
-
-
-@pytest.fixture(scope="module")
 def refused(saved, request):
-    """{name: what each rank said} of the refusals that are wanted, in one launch."""
-    prefix = f"{request.node.nodeid}::test_refusal["
-    wanted = [
-        item.callspec.params["refusal"]
-        for item in request.session.items
-        if item.nodeid.startswith(prefix)
-    ]
+    """load_all() of the refusals that are to run."""
     lives = {}
-    for refusal in wanted:
-        shutil.copytree(saved / "life", saved / refusal.name)
+    for refusal in chosen("refusal", request):
+        shutil.copytree(saved / "in_files", saved / refusal.name)
         refusal.spoil(saved / refusal.name / "t")
-        lives[refusal.name] = (refusal.name, LIFE._replace(**refusal.changes))
-    run(saved, 2, experts.play, experts.load, lives)
-    return {
-        name: [json.loads((saved / f"{name}.{rank}.json").read_text()) for rank in range(2)]
-        for name in lives
-    }
+        lives[refusal.name] = (refusal.name, LIVES["in_files"]._replace(**refusal.changes))
+    return load_all(saved, 2, lives)
 
 
 @pytest.mark.parametrize("refusal", [pytest.param(row, id=row.name) for row in REFUSALS])
 def test_refusal(refused, refusal):
     """In one line, on all ranks."""
-    first, second = refused[refusal.name]
-    assert first == second
-    assert refusal.words in first["refused"] and "\n" not in first["refused"], first
+    outcome, of_rank_1 = refused[refusal.name]
+    assert outcome == of_rank_1
+    assert refusal.words in outcome["refused"] and "\n" not in outcome["refused"], outcome
 
 
 def test_no_conversion(saved):
     """DeepSpeed's loader reads even a right universal checkpoint of experts wrongly."""
     with pytest.raises(universal.CheckpointError, match="has experts, which are not converted"):
-        universal.convert(saved / "life" / "t", saved / "life" / "u")
+        universal.convert(saved / "in_files" / "t", saved / "in_files" / "u")
 
 
 @pytest.mark.slow
@@ -224,14 +220,13 @@ def test_every_flipped_byte_is_noticed(saved):
     """Of every tensor of every shard, and of those in the files of experts that no shard has, such
     as buffers. The others there are not read."""
     lives = {}
-    for path in sorted((saved / "life" / "t").glob("*.pt")):
+    for path in sorted((saved / "in_files" / "t").glob("*.pt")):
         for number, record in enumerate(records(path)):
             name = f"{path.stem}.{number}"
-            shutil.copytree(saved / "life", saved / name)
+            shutil.copytree(saved / "in_files", saved / name)
             flip(saved / name / "t" / path.name, record)
-            lives[name] = (name, LIFE)
-    run(saved, 2, experts.play, experts.load, lives, limit=1200)
-    outcomes = {name: json.loads((saved / f"{name}.0.json").read_text()) for name in lives}
+            lives[name] = (name, LIVES["in_files"])
+    outcomes = {name: of_ranks[0] for name, of_ranks in load_all(saved, 2, lives).items()}
     unnoticed = {name for name, outcome in outcomes.items() if "refused" not in outcome}
     assert [name for name in unnoticed if outcomes[name]["differences"]] == []
     assert [name for name in unnoticed if "optim_states" in name] == []
@@ -244,9 +239,10 @@ def test_a_chain_of_lives_changes_nothing(saved):
     chain = [(2, 1, 1), (4, 4, 2), (1, 1, 1), (4, 2, 2)]
     for number, (ranks, ep_size, stage) in enumerate(chain):
         tags = [f"t{number}" if number else "t", f"t{number + 1}"]
-        life = LIFE._replace(ep_size=ep_size, stage=stage)
-        run(saved, ranks, experts.play, experts.load, {"chain": ("life", life, *tags)})
-    begin, end = saved / "life" / "t", saved / "life" / f"t{len(chain)}"
+        life = LIVES["in_files"]._replace(ep_size=ep_size, stage=stage)
+        run(saved, ranks, experts.play, experts.load, {"chain": ("in_files", life, *tags)})
+    begin = saved / "in_files" / "t"
+    end = saved / "in_files" / f"t{len(chain)}"
     names = sorted(path.name for path in begin.glob("*.pt"))
     assert names == sorted(path.name for path in end.glob("*.pt"))
     for name in names:
@@ -279,5 +275,5 @@ def test_autoep_of_another_size(tmp_path):
         run(tmp_path, 4, autoep.load, size)
     for rank in range(4):
         assert json.loads((tmp_path / f"2.{rank}.json").read_text()) == "loaded"
-        said = json.loads((tmp_path / f"4.{rank}.json").read_text())
-        assert "for autoep_size 2, here 4: DeepSpeed would mix" in said
+        refusal = json.loads((tmp_path / f"4.{rank}.json").read_text())
+        assert "for autoep_size 2, here 4: DeepSpeed would mix" in refusal

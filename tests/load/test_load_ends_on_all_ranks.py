@@ -29,9 +29,9 @@ def saved(tmp_path_factory):
     return folder
 
 
-def told(folder, *ranks):
-    """What all these ranks say when they refuse it."""
-    lines = [json.loads((folder / f"told.{rank}.json").read_text())["error"] for rank in ranks]
+def refusals(folder, *ranks):
+    """What each of these ranks says."""
+    lines = [json.loads((folder / f"outcome.{rank}.json").read_text())["error"] for rank in ranks]
     assert "\n" not in "".join(lines)
     return lines
 
@@ -48,8 +48,8 @@ def test_machines_without_a_shared_folder(saved):
             loader.sizes_of = look
 
     run(saved, 2, SCRIPT, 1, "load", ".", patch=patch)
-    first, second = told(saved, 0, 1)
-    assert first == second and "must be shared, or mirror.gather() before" in first
+    refusal, other_refusal = refusals(saved, 0, 1)
+    assert refusal == other_refusal and "must be shared, or mirror.gather() before" in refusal
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
@@ -59,7 +59,9 @@ def test_a_rank_that_vanishes(saved, by):
     (saved / "options.json").write_text(json.dumps({"timeout": 3}))
 
     def patch():
-        rank, fill, load = os.environ["RANK"], reader.Reader.fill, universal.load_checkpoint
+        rank = os.environ["RANK"]
+        fill = reader.Reader.fill
+        load = universal.load_checkpoint
 
         def vanish(*args):
             if rank == "1":
@@ -70,16 +72,18 @@ def test_a_rank_that_vanishes(saved, by):
             try:
                 return load(*args, **options)
             except RankSilent as error:
-                Path(f"told.{rank}.json").write_text(json.dumps({"error": str(error)}))
+                Path(f"outcome.{rank}.json").write_text(json.dumps({"error": str(error)}))
                 os._exit(1)
 
-        reader.Reader.fill, universal.load_checkpoint = vanish, leave
+        reader.Reader.fill = vanish
+        universal.load_checkpoint = leave
 
     began = time.monotonic()
     launch(saved, 3, SCRIPT, 1, "load", ".", patch=patch, limit=20, grace=3)
-    first, last = told(saved, 0, 2)
+    of_rank_0, of_rank_2 = refusals(saved, 0, 2)
     assert time.monotonic() - began < 25
-    assert "a rank does not answer" in last and "Rank 1 failed" in first, (first, last)
+    assert "a rank does not answer" in of_rank_2, of_rank_2
+    assert "Rank 1 failed" in of_rank_0, of_rank_0
 
 
 def resume():
@@ -94,7 +98,8 @@ def resume():
 @pytest.mark.parametrize(
     "module, function, rank",
     [
-        (reader, "pack_model_states", "0"),  # rank 0 alone describes
+        # Rank 0 alone describes.
+        (reader, "pack_model_states", "0"),
         (reader, "pack_optimizer", "0"),
         (reader, "check_same_step", "0"),
         (zero, "differences", "0"),
@@ -119,13 +124,10 @@ def test_our_own_bug_is_no_damage(saved, module, function, rank):
 
     result = launch(saved, 2, resume, patch=patch, grace=10)
     assert set(result.codes.values()) == {1}, result
-    assert (
-        result.errors.count("\nKeyError: 'planted'") == 1
-        and 'return {}["planted"]' in result.errors
-    )
-    assert (
-        result.errors.count("RankFailed: KeyError: 'planted'") == 2
-    )  # the other rank says the same
+    assert result.errors.count("\nKeyError: 'planted'") == 1
+    assert 'return {}["planted"]' in result.errors
+    # The other rank says the same.
+    assert result.errors.count("RankFailed: KeyError: 'planted'") == 2
     assert "passed over" not in (saved / "said.0").read_text()
 
 
@@ -143,14 +145,10 @@ def test_what_it_needs(monkeypatch):
     """A DeepSpeed that is too old, and a second copy of the package, are each one line before
     anything is read."""
     monkeypatch.setattr(loader.deepspeed, "__version__", "0.15.4+cpu")
-    with pytest.raises(
-        universal.CheckpointError, match=r"needs DeepSpeed 0\.16\.4 or newer, and finds 0\.15\.4"
-    ):
+    too_old = r"needs DeepSpeed 0\.16\.4 or newer, and finds 0\.15\.4"
+    with pytest.raises(universal.CheckpointError, match=too_old):
         universal.load_checkpoint(None, "nowhere")
-    monkeypatch.setattr(
-        loader.deepspeed.DeepSpeedEngine, "universal", "/elsewhere/loader.py", raising=False
-    )
-    with pytest.raises(
-        universal.CheckpointError, match="two copies of universal: /elsewhere/loader.py is"
-    ):
+    copy = "/elsewhere/loader.py"
+    monkeypatch.setattr(loader.deepspeed.DeepSpeedEngine, "universal", copy, raising=False)
+    with pytest.raises(universal.CheckpointError, match=f"two copies of universal: {copy} is"):
         universal.install()

@@ -138,6 +138,7 @@ NOT_ZERO = "model_states.pt does not hold what a ZeRO checkpoint does"
 NO_SUCH_FILE = "whole, but DeepSpeed writes no such file, and it has no checksums"
 MAY_BELONG = "it may belong to the checkpoint, as the shards of experts do, or not"
 NOBODY_MAKES = "zero/ is what tells a universal checkpoint, and nobody makes an empty one"
+TRAINERS = "t/trainer_state.json t/rng_state_0.pth t/scheduler.pt t/model.safetensors t/.t.pt.swp"
 STEPS = "of different steps"
 OPTIMIZER_OF_STEP = unknowable("the optimizer of step")
 WHOLE_FILES = [
@@ -177,17 +178,7 @@ WHOLE_FILES = [
         refused("step"),
     ),
     # No damage.
-    Damage(
-        "files_of_a_trainer",
-        write(
-            "t/trainer_state.json",
-            "t/rng_state_0.pth",
-            "t/scheduler.pt",
-            "t/model.safetensors",
-            "t/.t.pt.swp",
-        ),
-        loads(),
-    ),
+    Damage("files_of_a_trainer", write(*TRAINERS.split()), loads()),
     Damage("tag_is_a_link", link, loads()),
     Damage("shard_of_more_ranks", shard_of_rank_2, loads(says="left over from before")),
 ]
@@ -203,7 +194,9 @@ BITS = [
     Damage("bit_of_the_step", each(SHARD_0, flip_bit(number=0, at=0)), SHARD_0_DAMAGED),
     Damage("bit_of_a_pickle", each(SHARD_1, flip_bit("data.pkl")), SHARD_1_DAMAGED),
     Damage(
-        "bit_of_a_models_pickle", each(FIRST_MODEL, flip_bit("data.pkl", at=0.3)), MODEL_DAMAGED
+        "bit_of_a_models_pickle",
+        each(FIRST_MODEL, flip_bit("data.pkl", at=0.3)),
+        MODEL_DAMAGED,
     ),
     Damage(
         "bit_of_the_last_models_pickle",
@@ -324,7 +317,9 @@ UNTAGGED = [
     Damage("neighbour_a_folder", neighbour(Path.mkdir), loads("later")),
     Damage("neighbour_without_steps", neighbour(save({"global_steps": None})), loads("later")),
     Damage(
-        "neighbour_with_steps_in_words", neighbour(save({"global_steps": "nine"})), loads("later")
+        "neighbour_with_steps_in_words",
+        neighbour(save({"global_steps": "nine"})),
+        loads("later"),
     ),
     Damage(
         "neighbour_old",
@@ -344,21 +339,19 @@ def without(where, keys, outcome, at_3=None):
     ]
 
 
-OTHER_STATES = "rank_1_mp_rank_00_optim_states.pt has other optimizer states"
+OTHER_STATES = refused("rank_1_mp_rank_00_optim_states.pt has other optimizer states")
+UINT32 = torch.tensor([1, 2], dtype=torch.uint32)
 FLOAT8 = torch.ones(3).to(torch.float8_e4m3fn)
 ALWAYS = either("DeepSpeed always writes it; what it says can be had without, if one cares to")
-REFUSED, LOADS = refused(), loads()
+REFUSED = refused()
+LOADS = loads()
 CONTENTS = [
     Damage("optimizer_none", edited(SHARD_0, no_optimizer), refused(SHARD_0.suffix)),
     Damage("optimizer_none_on_rank_1", edited(SHARD_1, no_optimizer), refused(SHARD_1.suffix)),
-    Damage(
-        "second_moment_missing_on_rank_1", edited(SHARD_1, no_second_moment), refused(OTHER_STATES)
-    ),
+    Damage("second_moment_missing_on_rank_1", edited(SHARD_1, no_second_moment), OTHER_STATES),
     Damage("moments_missing", edited(SHARDS, no_states), refused("there is no optimizer state of")),
     Damage("class_that_nobody_has", class_of_nobody, refused("gone_module")),
-    Damage(
-        "client_state_with_uint32", client_state(torch.tensor([1, 2], dtype=torch.uint32)), LOADS
-    ),
+    Damage("client_state_with_uint32", client_state(UINT32), LOADS),
     Damage("client_state_with_float8", client_state(FLOAT8), LOADS),
     Damage("client_state_with_a_sparse_tensor", client_state(torch.eye(3).to_sparse()), LOADS),
     *without("models", "param_shapes global_steps skipped_steps module", REFUSED),
@@ -413,7 +406,8 @@ def loaded(tmp_path_factory, chosen):
 
     @functools.cache
     def load_all(stage, ranks):
-        folder, names = tmp_path_factory.mktemp(f"zero{stage}_on_{ranks}"), chosen[stage][ranks]
+        folder = tmp_path_factory.mktemp(f"zero{stage}_on_{ranks}")
+        names = chosen[stage][ranks]
         for path in saved(stage).glob("truth_*.pt"):
             shutil.copy(path, folder)
         for name in names:
@@ -426,14 +420,15 @@ def loaded(tmp_path_factory, chosen):
 
 @pytest.mark.parametrize("name, stage, ranks", list(rows()))
 def test_damage(loaded, name, stage, ranks):
-    failed, folder = loaded(stage, ranks)
-    assert name not in failed, failed[name]
-    told = [json.loads((folder / name / f"told.{rank}.json").read_text()) for rank in range(ranks)]
-    said = (folder / name / "said.0").read_text()
+    errors_of, top = loaded(stage, ranks)
+    assert name not in errors_of, errors_of[name]
+    folder = top / name
+    outcomes = [json.loads((folder / f"outcome.{r}.json").read_text()) for r in range(ranks)]
+    said = (folder / "said.0").read_text()
     verdict, says, tag = DAMAGES[name].expected(stage)
-    errors = {of_rank["error"] for of_rank in told}
+    errors = {outcome["error"] for outcome in outcomes}
     assert len(errors) == 1, "not the same on all ranks"
-    assert max(of_rank["seconds"] for of_rank in told) < 10
+    assert max(outcome["seconds"] for outcome in outcomes) < 10
     (error,) = errors
     if error:
         assert verdict in ("refused", "either")
@@ -441,5 +436,5 @@ def test_damage(loaded, name, stage, ranks):
         return
     assert verdict != "refused"
     assert says in said
-    is_right = all(of_rank["tag"] == tag and not of_rank["differences"] for of_rank in told)
-    assert is_right == (verdict != "unknowable"), told
+    is_right = all(outcome["tag"] == tag and not outcome["differences"] for outcome in outcomes)
+    assert is_right == (verdict != "unknowable"), outcomes

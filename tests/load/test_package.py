@@ -23,10 +23,23 @@ def python(*words, folder, path=""):
     return subprocess.run([sys.executable, *map(str, words)], **options)
 
 
+def check_where(done, place):
+    """What WHERE has printed: the package is the one in this folder, and is installed."""
+    words = [str(place / "universal" / "__init__.py"), "True", "True"]
+    assert done.stdout.split()[-3:] == words, done.stderr
+
+
+def check_refused(done, reason):
+    """In one line, and with exit code 2."""
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert reason in done.stderr
+
+
 def test_pip_installs_it_and_touches_nothing_else(tmp_path):
     """From a copy of what git tracks. torch and DeepSpeed are there already, and will do. The
     commands are there."""
-    source, place = tmp_path / "source", tmp_path / "site"
+    source = tmp_path / "source"
+    place = tmp_path / "site"
     source.mkdir()
     for name in ("universal", "ds_to_universal.py", "pyproject.toml", "README.md", "LICENSE"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
@@ -35,18 +48,13 @@ def test_pip_installs_it_and_touches_nothing_else(tmp_path):
     assert python("-m", "pip", "install", *flags, source, folder=tmp_path).returncode == 0
     (distribution,) = metadata.distributions(path=[str(place)])
     for requirement in map(Requirement, distribution.requires):
-        assert requirement.specifier.contains(
-            metadata.version(requirement.name), prereleases=True
-        ), requirement
-    done = python(
-        "-c", f"import universal; universal.install(){WHERE}", folder=tmp_path, path=place
-    )
-    assert done.stdout.split()[-3:] == [str(place / "universal" / "__init__.py"), "True", "True"], (
-        done.stderr
-    )
-    assert (place / "universal" / "py.typed").exists() and (
-        place / "universal" / "start" / "sitecustomize.py"
-    ).exists()
+        version = metadata.version(requirement.name)
+        assert requirement.specifier.contains(version, prereleases=True), requirement
+    code = f"import universal; universal.install(){WHERE}"
+    done = python("-c", code, folder=tmp_path, path=place)
+    check_where(done, place)
+    assert (place / "universal" / "py.typed").exists()
+    assert (place / "universal" / "start" / "sitecustomize.py").exists()
     for command in ("ds_to_universal", "ds_to_safetensors"):
         done = python(place / "bin" / command, "--help", folder=tmp_path, path=place)
         assert done.returncode == 0 and "checkpoints/global_step100" in done.stdout
@@ -58,37 +66,28 @@ def test_a_copy_beside_a_script(tmp_path):
     shutil.copytree(ROOT / "universal", tmp_path / "universal")
     (tmp_path / "script.py").write_text(WHERE)
     outer = "import subprocess, sys; subprocess.run([sys.executable, 'script.py'], check=True)"
-    done = python("-m", "universal", sys.executable, "-c", outer, folder=tmp_path)
-    assert done.stdout.split()[-3:] == [
-        str(tmp_path / "universal" / "__init__.py"),
-        "True",
-        "True",
-    ], done.stderr
-    assert (
-        python("-m", "universal", "false", folder=tmp_path).returncode == 1
-    )  # the command's own code
+    check_where(python("-m", "universal", sys.executable, "-c", outer, folder=tmp_path), tmp_path)
+    # The command's own exit code.
+    assert python("-m", "universal", "false", folder=tmp_path).returncode == 1
 
 
 def test_what_needs_neither_torch_nor_deepspeed(tmp_path):
     modules = "sys, universal, ds_to_universal, universal.safetensors, universal.__main__"
     code = f"import {modules}; universal.convert; "
-    done = python(
-        "-c", code + "print({'torch', 'deepspeed'} & {*sys.modules})", folder=tmp_path, path=ROOT
-    )
+    code += "print({'torch', 'deepspeed'} & {*sys.modules})"
+    done = python("-c", code, folder=tmp_path, path=ROOT)
     assert done.stdout == "set()\n", done.stderr
 
 
 def test_errors_of_the_command(tmp_path):
     """One line, and 2: no command, one that is not found, an interpreter without DeepSpeed."""
-    for flags, command, told in (
+    for flags, command, reason in (
         ((), (), "no command was given"),
         ((), ["nowhere.py"], "nowhere.py: No such file or directory"),
         (["-S"], ["true"], f"{sys.executable} has no deepspeed"),
     ):
         done = python(*flags, "-m", "universal", *command, folder=tmp_path, path=ROOT)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and told in done.stderr, (
-            done.stderr
-        )
+        check_refused(done, reason)
 
 
 def test_a_path_that_pythonpath_cannot_hold(tmp_path):
@@ -96,5 +95,4 @@ def test_a_path_that_pythonpath_cannot_hold(tmp_path):
     folder = tmp_path / "9:30"
     shutil.copytree(ROOT / "universal", folder / "universal")
     done = python("-m", "universal", "true", folder=folder)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert f"{folder}/universal/start cannot be on PYTHONPATH, which has : between" in done.stderr
+    check_refused(done, f"{folder}/universal/start cannot be on PYTHONPATH, which has : between")

@@ -44,8 +44,11 @@ def optimizer_of(kind):
     return optimizer, parameter
 
 
-TORCHS = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
-TORCHS = [kind for kind in TORCHS if kind.__name__ not in ("Optimizer", "LBFGS", "SparseAdam")]
+TORCHS = [
+    kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and name not in ("Optimizer", "LBFGS", "SparseAdam")
+]
 
 
 @pytest.mark.parametrize("saved", TORCHS)

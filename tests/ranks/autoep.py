@@ -16,18 +16,17 @@ import universal
 def make_engine(size):
     # It fails with some versions of transformers, and only router logits need it.
     AutoEP._retarget_transformers_output_recorders = lambda *_: None
-    model = MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=64,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            attn_implementation="eager",
-        )
+    shape = MixtralConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        attn_implementation="eager",
     )
+    model = MixtralForCausalLM(shape)
     config = {
         "train_batch_size": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},

@@ -23,8 +23,9 @@ def save_and_go_on(stage):
     engine = train_and_save(stage, optimizer=SliceNorm)
     (path,) = Path("t").glob("*zero_pp_rank_1_mp*optim_states.pt")
     if dist.get_rank() == 0:
-        shutil.copy(path, str(path).replace("rank_1", "rank_2"))
-        flip(Path(str(path).replace("rank_1", "rank_2")))
+        left_over = path.with_name(path.name.replace("rank_1", "rank_2"))
+        shutil.copy(path, left_over)
+        flip(left_over)
     save_truth([train(engine, step) for step in (2, 3)], "losses.pt")
 
 

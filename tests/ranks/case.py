@@ -45,10 +45,7 @@ def train_and_save(stage, tag="t", steps=2, exclude_frozen_parameters=False, **o
         train(engine, step)
     client_state = {"step": steps, "rank": dist.get_rank()}
     engine.save_checkpoint(
-        ".",
-        tag=tag,
-        client_state=client_state,
-        exclude_frozen_parameters=exclude_frozen_parameters,
+        ".", tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters
     )
     save_truth(snapshot(engine))
     return engine
@@ -148,5 +145,6 @@ def check_weights_restored(engine):
 
 def check_same_state(module, path="truth.pt"):
     """The module's state_dict() is what save_truth(), or this rank, has put there."""
-    truth, state = torch.load(path), module.state_dict()
+    truth = torch.load(path)
+    state = module.state_dict()
     assert truth.keys() == state.keys() and not differences(truth, state)

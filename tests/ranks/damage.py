@@ -2,7 +2,7 @@
 truth_<step>.pt beside them.
 
 `damage.py STAGE load FOLDER...` loads what is in these folders, one after the other, into one
-engine. In each every rank writes told.<rank>.json: the error, or what it has loaded and how that
+engine. In each every rank writes outcome.<rank>.json: the error, or what it has loaded and how that
 differs from the truth; and said.<rank>: what it has printed."""
 
 import contextlib
@@ -29,28 +29,29 @@ def load(engine, top):
     options = {"load_dir": ".", "tag": "t", "timeout": 30}
     if Path("options.json").exists():
         options |= json.loads(Path("options.json").read_text())
-    told = {"error": None}
+    outcome = {"error": None}
     begun = time.monotonic()
     try:
         path, client_state = universal.load_checkpoint(engine, **options)
     except universal.CheckpointError as error:
-        told["error"] = str(error)
-    told["seconds"] = time.monotonic() - begun
-    if not told["error"]:
+        outcome["error"] = str(error)
+    outcome["seconds"] = time.monotonic() - begun
+    if not outcome["error"]:
         truth = read_truth(top / f"truth_{client_state['step']}.pt")
-        told |= {"tag": path, "differences": differences(truth, snapshot(engine))}
-    return told
+        outcome |= {"tag": path, "differences": differences(truth, snapshot(engine))}
+    return outcome
 
 
 if __name__ == "__main__":
     begin()
     stage, phase, *folders = sys.argv[1:]
-    engine, top = make(int(stage)), Path.cwd()
+    engine = make(int(stage))
+    top = Path.cwd()
 
     def play(folder):
         with open(f"said.{dist.get_rank()}", "w") as said, contextlib.redirect_stdout(said):
-            told = load(engine, top)
-        Path(f"told.{dist.get_rank()}.json").write_text(json.dumps(told))
+            outcome = load(engine, top)
+        Path(f"outcome.{dist.get_rank()}.json").write_text(json.dumps(outcome))
 
     if phase == "save":
         save(engine)

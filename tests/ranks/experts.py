@@ -119,12 +119,12 @@ def param_groups(model, max_group_size):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.dim() > 1]
     vectors = [parameter for parameter in trained if parameter.dim() == 1]
-    both = [
+    kinds = [
         {"params": matrices, "name": "matrices", "weight_decay": 0.1, "lr": 1e-2},
         {"params": vectors, "name": "vectors", "weight_decay": 0.0, "lr": 5e-3},
     ]
     options = {"max_group_size": max_group_size} if max_group_size else {}
-    split = split_params_into_different_moe_groups_for_optimizer(both, **options)
+    split = split_params_into_different_moe_groups_for_optimizer(kinds, **options)
     return [group for group in split if group["params"]]
 
 
@@ -176,9 +176,8 @@ def snapshot(engine, life):
     data_first = life.data_first
     with_states = not life.zero.get("round_robin_gradients")
     optimizer = engine.optimizer
-    optimizer._hp_optimizer_states_linked = (
-        False  # DeepSpeed links states once, and not after a load
-    )
+    # DeepSpeed links states once, and not after a load.
+    optimizer._hp_optimizer_states_linked = False
     optimizer._lazy_init_hp_params_optimizer_state()
     states = list(optimizer.optimizer.state.values())
     keys = sorted({key for state in states for key, value in state.items() if is_slice(value)})
@@ -197,20 +196,15 @@ def snapshot(engine, life):
     everything = {}
     for tensors in of_ranks:
         for key, tensor in tensors.items():
-            assert torch.equal(everything.setdefault(key, tensor), tensor), (
-                f"copies of {key} differ"
-            )
+            assert torch.equal(everything.setdefault(key, tensor), tensor), f"ranks differ in {key}"
     everything["steps"] = {
         key: float(value)
         for state in states
         for key, value in state.items()
         if value is not None and not is_slice(value)
     }
-    kinds = {
-        tuple(sorted((key, group[key]) for key in ("lr", "weight_decay", "initial_lr")))
-        for group in optimizer.param_groups
-    }
-    everything["hyperparameters"] = sorted(kinds)
+    settings = {(g["lr"], g["weight_decay"], g["initial_lr"]) for g in optimizer.param_groups}
+    everything["hyperparameters"] = sorted(settings)
     everything["counters"] = [engine.global_steps, engine.skipped_steps, engine.global_samples]
     return everything
 
@@ -280,11 +274,11 @@ def play(act, lives):
     begin()
     top = os.getcwd()
 
-    def one(name):
+    def play_life(name):
         folder, life, *arguments = lives[name]
         os.makedirs(Path(top, folder), exist_ok=True)
         os.chdir(Path(top, folder))
         outcome = act(life, *arguments)
         Path(top, f"{name}.{dist.get_rank()}.json").write_text(json.dumps(outcome))
 
-    in_turn(lives, one)
+    in_turn(lives, play_life)

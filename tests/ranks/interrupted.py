@@ -188,6 +188,10 @@ def written_on_a_gpu(stage):
     restored(stage)
 
 
+def times_in(folder):
+    return {path.name: path.stat().st_mtime for path in Path(folder).glob("*.pt")}
+
+
 def save_twice_on_own_disks(stage):
     disk = f"disk{dist.get_rank()}"
     engine = make(stage)
@@ -196,11 +200,8 @@ def save_twice_on_own_disks(stage):
         engine.save_checkpoint(disk, tag="last")
         mirror.gather(disk)
         # Clocks may differ.
-        times = [
-            {path.name: path.stat().st_mtime for path in Path(f"disk{i}/last").glob("*.pt")}
-            for i in (0, 1)
-        ]
-        assert times[0] == times[1] and len(times[0]) == (4 if stage == 3 else 3)
+        times, other_times = map(times_in, ("disk0/last", "disk1/last"))
+        assert times == other_times and len(times) == (4 if stage == 3 else 3)
     save_truth(snapshot(engine))
 
 

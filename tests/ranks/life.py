@@ -145,7 +145,8 @@ def live(plan, folder, ledger_path):
     for step in range(start + 1, min(start + plan.steps, LAST) + 1):
         note(step=step, loss=train(engine, step))
         if step % plan.every == 0:
-            tag, save = plan.name.format(step), next(saves)
+            tag = plan.name.format(step)
+            save = next(saves)
             note(begun=save, tag=tag, step=step, digest=digest(engine))
             if rank == 0:
                 an_hour_passes(folder)

@@ -183,7 +183,8 @@ def copy(folder, draw):
     from those of the old shards."""
     if "last" in folder.attempts and folder.whole("last") is None:
         return
-    source, folder.place = folder.place, folder.place.with_name(f"{folder.place.name}c")
+    source = folder.place
+    folder.place = source.with_name(f"{source.name}c")
     files = sorted(path.relative_to(source) for path in source.rglob("*") if path.is_file())
     for name in draw.choice([files, draw.sample(files, len(files))]):
         (folder.place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +197,8 @@ def move(folder, draw):
     convert(folder, draw)
     if tags := [tag for tag in folder.attempts if tag.endswith("_universal")]:
         tag = draw.choice(tags)
-        source, attempts = folder.place / tag, folder.attempts[tag]
+        source = folder.place / tag
+        attempts = folder.attempts[tag]
         folder.empty(folder.place.with_name(f"{folder.place.name}m"))
         folder.place.mkdir()
         source.rename(folder.place / tag)
@@ -216,7 +218,8 @@ def plan_life(draw, before, saves):
     every = draw.choice([2, 3])
     name = draw.choice(["checkpoint-{}", "checkpoint-{}", "last"])
     if before and draw.random() < 0.8:
-        every, name = before.every, before.name
+        every = before.every
+        name = before.name
     ranks = draw.randint(1, 4)
     stages = [stage for stage in (1, 2, 3) if not before or stage != before.stage]
     plan = Plan(
@@ -240,7 +243,8 @@ def plan_life(draw, before, saves):
 def play(seed, above):
     """Play a history below a folder. Raises AssertionError with all that has happened."""
     folder = Folder(Path(above, "c"))
-    plan, story = None, []
+    plan = None
+    story = []
     try:
         for number in range(LIVES):
             draw = random.Random(f"{seed} {number}")

@@ -5,6 +5,7 @@ parallel by AutoTP, or a pipeline with tensor parallelism of its own.
     model_parallel.py FOLDER pipeline TENSOR PIPELINE
 """
 
+import functools
 import sys
 from types import SimpleNamespace
 
@@ -35,31 +36,25 @@ CONFIG = {
 
 def autotp(stage, tensor):
     gpt = GPT(n_layer=1, n_head=4, n_embd=32, seq_len=16, dropout=0.0)
-    specs = [
-        {
-            "patterns": [r".*qkv\.weight$"],
-            "partition_type": "column",
-            "shape": [3, -1],
-            "partition_dim": 0,
-        },
-        {"patterns": [r".*up\.weight$"], "partition_type": "column"},
-        {"patterns": [r".*(proj|down)\.weight$"], "partition_type": "row"},
-    ]
+    qkv = {"patterns": [r".*qkv\.weight$"], "partition_type": "column"}
+    up = {"patterns": [r".*up\.weight$"], "partition_type": "column"}
+    row = {"patterns": [r".*(proj|down)\.weight$"], "partition_type": "row"}
+    specs = [qkv | {"shape": [3, -1], "partition_dim": 0}, up, row]
     if tensor == 3:  # the heads do not divide by it, 128 neurons do it unevenly
-        specs = [specs[1], {"patterns": [r".*down\.weight$"], "partition_type": "row"}]
+        specs = [up, row | {"patterns": [r".*down\.weight$"]}]
     groups._init_tp_mesh_device(tensor)
-    parallel = {
-        "autotp_size": tensor,
-        "partition_config": {"use_default_specs": False, "layer_specs": specs},
+    cuts = {"use_default_specs": False, "layer_specs": specs}
+    micro = 8 // (dist.get_world_size() // tensor)
+    config = CONFIG | {
+        "train_micro_batch_size_per_gpu": micro,
+        "zero_optimization": {"stage": stage},
+        "tensor_parallel": {"autotp_size": tensor, "partition_config": cuts},
     }
-    config = CONFIG | {"zero_optimization": {"stage": stage}, "tensor_parallel": parallel}
-    config["train_micro_batch_size_per_gpu"] = micro = 8 // (dist.get_world_size() // tensor)
     engine, *_ = deepspeed.initialize(
         model=gpt, model_parameters=parameter_groups(gpt), config=config, mpu=groups
     )
-    rows = slice(
-        groups.get_data_parallel_rank() * micro, (groups.get_data_parallel_rank() + 1) * micro
-    )
+    start = groups.get_data_parallel_rank() * micro
+    rows = slice(start, start + micro)
     for step in (1, 2, 3):
         inputs, targets = micro_batch(BATCH, text, step, 0)
         engine.backward(engine(inputs[rows], targets[rows]))
@@ -87,9 +82,8 @@ class Feed(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.up = nn.Parameter(torch.randn(2 * share, width, generator=generator) * 0.1)
         self.down = nn.Parameter(torch.randn(width, share, generator=generator) * 0.1)
-        self.drift = nn.Parameter(
-            torch.randn(width, generator=generator) * 0.1
-        )  # not kept alike: averaged
+        # Not the same on all ranks: averaged.
+        self.drift = nn.Parameter(torch.randn(width, generator=generator) * 0.1)
 
     def forward(self, x):
         gate, value = (Spread.apply(self.norm(x), GROUP) @ self.up.T).chunk(2, dim=-1)
@@ -103,51 +97,39 @@ def pipeline(tensor, stages):
     for ranks in topology.get_axis_comm_lists("model"):
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
-            GROUP, rank = group, ranks.index(dist.get_rank())
-    embedding = [TiedLayerSpec("embedding", Embedding, 32, tied_weight_attr="weight")]
-    head = TiedLayerSpec(
-        "embedding",
-        Embedding,
-        32,
-        forward_fn=lambda m, x: x @ m.weight.T,
-        tied_weight_attr="weight",
-    )
+            GROUP = group
+            rank = ranks.index(dist.get_rank())
+    tied = functools.partial(TiedLayerSpec, "embedding", Embedding, 32, tied_weight_attr="weight")
+    layers = [LayerSpec(Feed, 32, tensor, rank) for _ in range(4)]
+    head = tied(forward_fn=lambda m, x: x @ m.weight.T)
     module = PipelineModule(
-        [
-            *embedding,
-            *(LayerSpec(Feed, 32, tensor, rank) for _ in range(4)),
-            LayerSpec(nn.LayerNorm, 32),
-            head,
-        ],
+        [tied(), *layers, LayerSpec(nn.LayerNorm, 32), head],
         topology=topology,
         loss_fn=lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()),
     )
+    of_embedding = r"tied_modules\.embedding\.weight"
+    gate_and_value = {"patterns": [r".*up"], "shape": ((128, 128), 32), "partition_dim": 0}
     module.universal_checkpoint_info = {
         "universal_checkpoint_version": 0.2,
-        "pipeline_replicated_parameter_patterns": [r"tied_modules\.embedding\.weight"],
-        "tp_replicated_parameter_patterns": [r".*norm\.(weight|bias)", r"5\.(weight|bias)"],
+        "pipeline_replicated_parameter_patterns": [of_embedding],
+        "tp_replicated_parameter_patterns": [
+            r".*norm\.(weight|bias)",
+            r"5\.(weight|bias)",
+            of_embedding,
+        ],
         "vocabulary_parameter_patterns": [],
         "parameter_to_average_patterns": [r".*drift"],
         "parameter_with_row_parallelism_patterns": [r".*down"],
-        "parameter_with_sub_params": [
-            {"patterns": [r".*up"], "shape": ((128, 128), 32), "partition_dim": 0}
-        ],
+        "parameter_with_sub_params": [gate_and_value],
     }
-    module.universal_checkpoint_info["tp_replicated_parameter_patterns"] += [
-        r"tied_modules\.embedding\.weight"
-    ]
-    config = CONFIG | {
-        "train_micro_batch_size_per_gpu": 8 // (2 * data),
-        "zero_optimization": {"stage": 1},
-    }
-    engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=module.parameters(), config=config
-    )
     micro = 8 // (2 * data)
+    config = CONFIG | {"train_micro_batch_size_per_gpu": micro, "zero_optimization": {"stage": 1}}
+    parameters = module.parameters()
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=config)
+    start = engine.grid.data_parallel_id * 2 * micro
+    batches = [slice(start + m * micro, start + (m + 1) * micro) for m in range(2)]
     for step in (1, 2, 3):
         inputs, targets = micro_batch(BATCH, text, step, 0)
-        first = engine.grid.data_parallel_id * 2 * micro
-        batches = [slice(first + m * micro, first + (m + 1) * micro) for m in range(2)]
         engine.train_batch(iter([(inputs[rows], targets[rows]) for rows in batches]))
     engine.save_checkpoint(folder, tag="global_step3")
 

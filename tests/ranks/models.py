@@ -19,16 +19,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from deepspeed.pipe import PipelineModule
 from optimizers import momentum
 from torch import nn
-from toy import (
-    Net,
-    adam,
-    differences,
-    make,
-    read_truth,
-    snapshot,
-    split_groups,
-    train,
-)
+from toy import Net, adam, differences, make, read_truth, snapshot, split_groups, train
 
 import universal
 from universal.hooks import overridden
@@ -79,12 +70,10 @@ class Bigger(Net):
 def new_parameters(stage):
     engine = make(stage, Bigger, seed=5)
     names = "frozen.bias, frozen.weight, new.bias, new.weight"
-    refused(
-        engine,
-        f"trained here, and not in the checkpoint (4): {names};",
-        "load_module_strict=False",
-    )
-    initial, truth = snapshot(engine, states=False), read_truth()
+    line = f"trained here, and not in the checkpoint (4): {names};"
+    refused(engine, line, "load_module_strict=False")
+    initial = snapshot(engine, states=False)
+    truth = read_truth()
     load(engine, load_module_strict=False)
     now = snapshot(engine)
     for source, layer in ((initial, "new"), (truth, "frozen")):
@@ -103,11 +92,8 @@ def new_parameters(stage):
 @case(saved(exclude_frozen_parameters=True))
 def frozen_ones_left_out(stage):
     engine = make(stage, seed=5)
-    refused(
-        engine,
-        "in the module's state here, and not in the checkpoint (2): frozen.bias, frozen.weight;",
-        "load_module_strict=False",
-    )
+    line = "in the module's state here, and not in the checkpoint (2): frozen.bias, frozen.weight;"
+    refused(engine, line, "load_module_strict=False")
     load(engine, load_module_strict=False)
     assert {*differences(read_truth(), snapshot(engine))} == {"frozen.weight", "frozen.bias"}
 
@@ -216,9 +202,10 @@ def another_batch(stage):
 
 def pipeline(stages, layers, optimizer=adam):
     def net():
-        modules = [nn.Linear(8, 8, bias=False) for _ in range(layers)]
         module = PipelineModule(
-            modules, num_stages=stages, loss_fn=lambda output, _: output.pow(2).mean()
+            [nn.Linear(8, 8, bias=False) for _ in range(layers)],
+            num_stages=stages,
+            loss_fn=lambda output, _: output.pow(2).mean(),
         )
         module.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
         return module

@@ -35,7 +35,8 @@ def save_of_two_optimizers(stage):
 def another_optimizer(stage):
     """Before anything is loaded."""
     optim = torch.optim
-    for other in (optim.SGD, optim.Adagrad, optim.RAdam):  # fewer states, others, and other numbers
+    # Fewer states, others, and other numbers.
+    for other in (optim.SGD, optim.Adagrad, optim.RAdam):
         engine = make(stage, optimizer=functools.partial(other, lr=0.1))
         before = snapshot(engine, states=False)
         refused(engine, "of another optimizer: it has", "load_optimizer_states=False")

@@ -35,7 +35,7 @@ class Matrices(Net):
 
 
 MUON = {"net": Matrices, "optimizer": {"type": "Muon", "params": {"lr": 1e-2, "torch_adam": True}}}
-BF16 = MUON | {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+MUON_BF16 = MUON | {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 IN_MEMORY = MUON | {"zero": {"reduce_scatter": False, "save_muon_momentum_buffer_in_memory": True}}
 
 
@@ -60,10 +60,10 @@ def check_next_losses(stage, options, tolerance):
     assert max(gaps) <= (0 if dist.get_world_size() == 2 else tolerance), gaps
 
 
-@case(lambda stage: save_before_next_losses(stage, BF16), stages=(1,), quick_ranks=(2, 3))
+@case(lambda stage: save_before_next_losses(stage, MUON_BF16), stages=(1,), quick_ranks=(2, 3))
 def muon_on_bf16_optimizer(stage):
     """It cuts the momentum like the masters; ZeRO-1 and 2 keep whole matrices."""
-    check_next_losses(stage, BF16, 1e-3)
+    check_next_losses(stage, MUON_BF16, 1e-3)
 
 
 @case(lambda stage: save_before_next_losses(stage, IN_MEMORY), stages=(3,), quick_ranks=(2, 3))
@@ -169,10 +169,10 @@ def pipeline(stages, *layers, zero=1, **options):
             num_stages=stages,
             loss_fn=lambda output, _: output.pow(2).mean(),
         )
-        module.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
-        module.universal_checkpoint_info["pipeline_replicated_parameter_patterns"] = [
-            "tied_modules"
-        ]
+        module.universal_checkpoint_info = {
+            "universal_checkpoint_version": 0.2,
+            "pipeline_replicated_parameter_patterns": ["tied_modules"],
+        }
         return module
 
     # A pipeline leaves its mpu there, and the next engine would take it.
@@ -325,9 +325,8 @@ def an_optimizer_that_nobody_knows(stage):
         refused(unknown(make(stage)), f"nobody has checked where the {kind}", "own ranks only")
         return
     load(unknown(make(stage)))
-    assert printed(
-        f"WARNING: nobody has checked that DeepSpeed's loader restores all of the {kind}"
-    )
+    unchecked = f"nobody has checked that DeepSpeed's loader restores all of the {kind}"
+    assert printed(f"WARNING: {unchecked}")
     two_groups = make(stage, optimizer=lambda ps: torch.optim.AdamW(split_groups(ps, 2)))
     for engine, reason in (
         (make(stage, Turned), "b.weight is (7, 5) here, and (5, 7) in the checkpoint"),

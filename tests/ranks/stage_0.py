@@ -27,10 +27,10 @@ PRECISIONS = {
     "fp16": FP16,
     "flat fp16": FP16,
 }
-KINDS = [(0, precision) for precision in PRECISIONS if "summed" not in precision]
-KINDS += [(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16", "fp16")]
-KINDS += [(1, "autocast"), (1, "bf16 summed in fp32")]
-KINDS = {f"{stage} {precision}": (stage, precision) for stage, precision in KINDS}
+ENGINES = [(0, precision) for precision in PRECISIONS if "summed" not in precision]
+ENGINES += [(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16", "fp16")]
+ENGINES += [(1, "autocast"), (1, "bf16 summed in fp32")]
+KINDS = {f"{stage} {precision}": (stage, precision) for stage, precision in ENGINES}
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 STEPS = (3, 4, 5)  # those after the save
 
@@ -41,6 +41,10 @@ def adamw(parameters):
     return torch.optim.AdamW([matrices, {"params": [p for p in parameters if p.dim() < 2]}], 0.01)
 
 
+def falling(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+
 def engine_of(kind, seed, net=Net, optimizer=adamw, **options):
     """With a frozen layer, a buffer, and two parameter groups."""
     stage, precision = KINDS[kind]
@@ -48,19 +52,13 @@ def engine_of(kind, seed, net=Net, optimizer=adamw, **options):
     fused = torch.optim.AdamW if precision.startswith("flat") else deepspeed_engine.FusedAdam
     options |= PRECISIONS[precision]
     with mock.patch.object(deepspeed_engine, "FusedAdam", fused):
-        return make(
-            stage,
-            net,
-            optimizer,
-            seed,
-            clip=1.0,
-            scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
-            **options,
-        )
+        return make(stage, net, optimizer, seed, clip=1.0, scheduler=falling, **options)
 
 
-OF_ENGINE = ("module", "lr_scheduler", "gradient_accumulation_steps", "global_steps")
-OF_ENGINE = (*OF_ENGINE, "skipped_steps", "global_samples", "micro_steps")
+OF_ENGINE = (
+    "module lr_scheduler gradient_accumulation_steps global_steps skipped_steps global_samples "
+    "micro_steps"
+).split()
 
 
 def snapshot(engine):
@@ -187,10 +185,10 @@ def all_pairs():
     cases = {}
     for source in KINDS:
         for kind in KINDS:
-            whole = [kind.startswith("0") for kind in (source, kind)]
-            if any(whole):
+            without_zero = [name.startswith("0") for name in (source, kind)]
+            if any(without_zero):
                 add_pair(cases, f"{source} to {kind}", load_into, source, kind)
-            if whole == [True, False]:
+            if without_zero == [True, False]:
                 add_pair(cases, f"{source} converted to {kind}", convert_into, source, kind)
     return cases
 
@@ -216,8 +214,13 @@ def save_sources(stage):
 @of_stage_0(save_sources)
 def weights_alone(stage):
     """From a checkpoint without ZeRO into stages that have it, and back."""
-    jobs = [("0 fp32", "1 fp32"), ("0 fp32", "3 fp32"), ("0 flat bf16", "3 bf16")]
-    for source, kind in [*jobs, ("2 bf16", "0 bf16"), ("2 bf16", "0 fp32")]:
+    for source, kind in (
+        ("0 fp32", "1 fp32"),
+        ("0 fp32", "3 fp32"),
+        ("0 flat bf16", "3 bf16"),
+        ("2 bf16", "0 bf16"),
+        ("2 bf16", "0 fp32"),
+    ):
         for options in ({"load_optimizer_states": False}, {"load_module_only": True}):
             engine = engine_of(kind, seed=5)
             universal.load_checkpoint(engine, source, "t", **options)
@@ -257,11 +260,11 @@ class Remembered(Net):
 @of_stage_0(saved("0 fp32", net=Remembered, optimizer=OfAll))
 def frozen_parameters_given(stage):
     """The optimizer has numbers for them, and no states."""
-    for kind, options in {
-        "3 fp32": {"optimizer": torch.optim.AdamW},
-        "0 fp32": {"net": Remembered, "optimizer": OfAll},
-    }.items():
-        engine = engine_of(kind, seed=5, **options)
+    for kind, net, optimizer in (
+        ("3 fp32", Net, torch.optim.AdamW),
+        ("0 fp32", Remembered, OfAll),
+    ):
+        engine = engine_of(kind, 5, net, optimizer)
         load(engine)
         check(engine, "0 fp32", kind)
     if dist.get_rank() == 0:

@@ -144,10 +144,10 @@ def make(
 def train(engine, step, micro_batches=None, width=8):
     """An optimizer step; its loss, over all ranks. micro_batches: so many, of a step's share."""
     share = engine.gradient_accumulation_steps()
-    first = dist.get_rank() * share
+    start = dist.get_rank() * share
     total = torch.zeros((), dtype=torch.float64)
     dtype = next(engine.module.parameters()).dtype
-    for i in range(first, first + (micro_batches or share)):
+    for i in range(start, start + (micro_batches or share)):
         x = torch.randn(1, width, generator=torch.Generator().manual_seed(100 * step + i))
         loss = engine(x.to(dtype))
         engine.backward(loss)
