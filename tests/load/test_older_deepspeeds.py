@@ -7,7 +7,10 @@ from measure import versions
 OLDEST = versions.OLD[0]
 
 
-@pytest.mark.parametrize("stage", versions.STAGES)
+SLOW = [pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)]
+
+
+@pytest.mark.parametrize("stage", [*SLOW, 3])
 def test_the_oldest(tmp_path, stage):
     """Under it 3 ranks go on where 4 have saved, and not if nothing is loaded."""
     jobs = versions.commands(OLDEST, stage)

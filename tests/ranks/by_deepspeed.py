@@ -29,7 +29,7 @@ def save_and_go_on(stage):
     save_truth([train(engine, step) for step in (2, 3)], "losses.pt")
 
 
-@case(save_and_go_on, quick_ranks=(2,))
+@case(save_and_go_on, quick_ranks=(2,), quick_stages=(1, 3))
 def half_a_step_of_slices(stage):
     """Its gradients are not added to those of the next step."""
     engine = of_slices(stage, seed=5)
@@ -61,7 +61,7 @@ def in_reverse(parameters):
     return OfItsRank(parameters[::-1])
 
 
-@case(saved(optimizer=OfItsRank), quick_ranks=(2,))
+@case(saved(optimizer=OfItsRank), quick_ranks=(2,), quick_stages=(1, 3))
 def parameters_in_another_order(stage):
     """Their shards have the same sizes."""
     refused(make(stage, optimizer=in_reverse), "differs between ranks 0 and 1", "own ranks only")

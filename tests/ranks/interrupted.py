@@ -120,7 +120,7 @@ def one_rank_fails(stage):
     check_restored(engine)
 
 
-@case()
+@case(quick_stages=(1, 3))
 def masters_in_another_order(stage):
     """As of a DeepSpeed that cuts shards otherwise: every load compares the masters with the
     weights."""

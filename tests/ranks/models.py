@@ -66,7 +66,7 @@ class Bigger(Net):
         return super().forward(x) + self.new(x).mean()
 
 
-@case()
+@case(quick_stages=(1, 3))
 def new_parameters(stage):
     engine = make(stage, Bigger, seed=5)
     names = "frozen.bias, frozen.weight, new.bias, new.weight"
@@ -89,7 +89,7 @@ def new_parameters(stage):
     train(engine, 3)
 
 
-@case(saved(exclude_frozen_parameters=True))
+@case(saved(exclude_frozen_parameters=True), quick_stages=(1, 3))
 def frozen_ones_left_out(stage):
     engine = make(stage, seed=5)
     line = "in the module's state here, and not in the checkpoint (2): frozen.bias, frozen.weight;"
@@ -174,7 +174,7 @@ def save_of_each_rank(stage):
     engine.save_checkpoint(".", tag="t", client_state={"rank": dist.get_rank()})
 
 
-@case(save_of_each_rank, quick_ranks=(2, 3))
+@case(save_of_each_rank, quick_ranks=(2, 3), quick_stages=(1, 3))
 def of_each_rank(stage):
     """ZeRO-3 saves the client state and the buffers of every rank; on as many ranks each gets its
     own."""

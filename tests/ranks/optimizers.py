@@ -125,7 +125,7 @@ def save_peculiar(stage):
         raise AssertionError("converted")
 
 
-@case(save_peculiar, quick_ranks=(2, 3))
+@case(save_peculiar, quick_ranks=(2, 3), quick_stages=(1, 3))
 def peculiar_optimizer(stage):
     engine = make(stage, seed=5, optimizer=Peculiar)
     load(engine)
@@ -191,7 +191,7 @@ def elastic_checkpoint(stage):
         assert {group["lr"] for group in engine.optimizer.param_groups} == {0.01 * (1 / 3)}
 
 
-@case(saved(optimizer=torch.optim.Adagrad))
+@case(saved(optimizer=torch.optim.Adagrad), quick_stages=(1, 3))
 def loaded_twice(stage):
     """DeepSpeed makes Adagrad anew with every load."""
     engine = restored(stage, optimizer=torch.optim.Adagrad)

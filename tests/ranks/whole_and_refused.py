@@ -176,7 +176,7 @@ def of_a_quantized_model(**options):
     return save
 
 
-@case(of_a_quantized_model(), quick_ranks=(2, 3))
+@case(of_a_quantized_model(), quick_ranks=(2, 3), quick_stages=(1, 3))
 def codes_and_scales(stage):
     """Both come back, though the module takes no scales."""
     truth = read_truth("scales.pt")
@@ -319,7 +319,7 @@ def float64():
     return net
 
 
-@case(saved(net=float64))
+@case(saved(net=float64), quick_stages=(1, 3))
 def weights_in_float64(stage):
     """At ZeRO-1 and 2 the masters have half their precision."""
     restored(stage, net=float64)
@@ -505,7 +505,7 @@ def save_in_two_dtypes(stage):
     dist.barrier()
 
 
-@case(save_in_two_dtypes)
+@case(save_in_two_dtypes, quick_stages=(1, 3))
 def shards_of_two_dtypes(stage):
     """The model states tell of which dtype the last save was."""
     restored(stage, **BF16)
