@@ -7,8 +7,8 @@ Installs both below .venv-clients-cli/, beside the torch and the DeepSpeed of th
 Llama of two layers and 288 rows, and starts their commands with universal/start on PYTHONPATH: 20
 steps on 4 ranks; then the checkpoint of step 10 continues with the same command on other ranks. A
 number is the largest difference of the losses of steps 11 to 20 from those of the run that went
-through. Ends with an error where a number is no rounding, or where what was left out on purpose is
-not seen."""
+through; `said` is what the resume itself has printed. Ends with an error where a number is no
+rounding, or where what was left out on purpose is not seen."""
 
 import json
 import os
@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, set_seed
@@ -24,41 +25,51 @@ from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
 WORK = ROOT / "runs" / "clients_cli"  # the model, checkpoints and logs
-SWIFT, LLAMA_FACTORY = "ms-swift", "LLaMA-Factory"
-COMMANDS = {
-    LLAMA_FACTORY: ("llamafactory-cli", "train", FOLDER / "llamafactory.yaml"),
-    SWIFT: ("swift", "sft", FOLDER / "swift.yaml"),
-}
-STEPS, SAVED, BATCH, ROUNDING, SEEN = 20, 10, 24, 1e-5, 1e-3
-FULL, LORA = (
-    ("full", 3, BATCH),
-    ("lora", 2, "auto"),
-)  # what is trained, the ZeRO stage, train_batch_size in the json
+STEPS = 20
+SAVED = 10
+BATCH = 24
+ROUNDING = 1e-5
+SEEN = 1e-3
+AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+
+
+class Client(NamedTuple):
+    """command: what starts it. dashes: in front of a flag. tuner: the flag for what is trained."""
+
+    name: str
+    command: tuple
+    dashes: str
+    tuner: str
+
+
+class Case(NamedTuple):
+    """trains: "full" or "lora". stage: of ZeRO. batch: train_batch_size in the JSON."""
+
+    trains: str
+    stage: int
+    batch: int | str
+
+
+FACTORY_YAML = FOLDER / "llamafactory.yaml"
+LLAMA_FACTORY = Client(
+    "LLaMA-Factory", ("llamafactory-cli", "train", FACTORY_YAML), "", "finetuning_type"
+)
+SWIFT = Client("ms-swift", ("swift", "sft", FOLDER / "swift.yaml"), "--", "tuner_type")
+FULL = Case("full", 3, BATCH)
+LORA = Case("lora", 2, "auto")
 
 
 def install(client):
     """(folder of its commands, folder of its packages). Torch and DeepSpeed are those of this
     Python."""
-    folder = ROOT / ".venv-clients-cli" / client
+    folder = ROOT / ".venv-clients-cli" / client.name
     if not folder.exists():
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-deps",
-            "--ignore-installed",
-            "--prefix",
-            folder,
-        ]
-        subprocess.run(
-            [*pip, "-r", FOLDER / f"requirements-{client.lower()}.txt"], check=True, timeout=900
-        )
+        requirements = FOLDER / f"requirements-{client.name.lower()}.txt"
+        pip = f"-m pip install -q --no-deps --ignore-installed --prefix {folder} -r {requirements}"
+        subprocess.run([sys.executable, *pip.split()], check=True, timeout=900)
     (packages,) = folder.glob("lib/python*/site-packages")
-    (
-        packages / "torchaudio.py"
-    ).touch()  # LLaMA-Factory imports it, and the one to be had wants another torch
+    # LLaMA-Factory imports it, and the one to be had wants another torch.
+    (packages / "torchaudio.py").touch()
     return folder / "bin", packages
 
 
@@ -69,48 +80,46 @@ def prepare():
     WORK.mkdir(parents=True)
     set_seed(1)
     ByT5Tokenizer().save_pretrained(WORK / "model")
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    LlamaForCausalLM(LlamaConfig(vocab_size=384, **sizes)).save_pretrained(WORK / "model")
+    config = LlamaConfig(
+        vocab_size=384,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    LlamaForCausalLM(config).save_pretrained(WORK / "model")
     rows = [
         {"instruction": f"{n} times 37?", "input": "", "output": str(37 * n)} for n in range(288)
     ]
     (WORK / "rows.json").write_text(json.dumps(rows))
     (WORK / "dataset_info.json").write_text('{"rows": {"file_name": "rows.json"}}')
-    auto = dict.fromkeys(
-        ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
-        "auto",
-    )
     for _, stage, batch in (FULL, LORA):
-        config = auto | {"train_batch_size": batch, "zero_optimization": {"stage": stage}}
+        config = dict.fromkeys(AUTO, "auto")
+        config |= {"train_batch_size": batch, "zero_optimization": {"stage": stage}}
         (WORK / f"zero{stage}.json").write_text(json.dumps(config))
 
 
 def run(client, case, ranks, how=""):
-    """Run the client's command, on other ranks than 4 from the checkpoint of those. Returns the
-    folder that it writes. how: "without" universal/start; "left", with the accumulation steps of 4
-    ranks, which a number in the json mends."""
-    trains, stage, batch = case
-    output = WORK / f"{client}-{trains}-{ranks}{how}"
-    tuner, dashes = ("tuner_type", "--") if client == SWIFT else ("finetuning_type", "")
+    """Run the client's command, on other ranks than 4 from the checkpoint of those.
+
+    how: "without" universal/start; "left", with the accumulation steps of 4 ranks, which a number
+    in the JSON mends. Returns the folder that it writes."""
+    output = WORK / f"{client.name}-{case.trains}-{ranks}{how}"
+    keeps_steps = how == "left" or case.batch == BATCH
     flags = {
-        tuner: trains,
+        client.tuner: case.trains,
         "output_dir": output,
-        "deepspeed": WORK / f"zero{stage}.json",
-        "gradient_accumulation_steps": 3 if how == "left" or batch == BATCH else 12 // ranks,
+        "deepspeed": WORK / f"zero{case.stage}.json",
+        "gradient_accumulation_steps": 3 if keeps_steps else 12 // ranks,
     }
     if ranks != 4:
         checkpoint = output / f"checkpoint-{SAVED}"
-        shutil.copytree(WORK / f"{client}-{trains}-4" / checkpoint.name, checkpoint)
-        if client == SWIFT:  # LLaMA-Factory looks by itself
+        shutil.copytree(WORK / f"{client.name}-{case.trains}-4" / checkpoint.name, checkpoint)
+        if client is SWIFT:  # LLaMA-Factory looks by itself
             flags["resume_from_checkpoint"] = checkpoint
     commands, packages = install(client)
     path = [] if how == "without" else [ROOT / "universal" / "start"]
-    environment = os.environ | {
+    environment = {
         "PYTHONPATH": ":".join(map(str, [*path, FOLDER / "on_cpu", packages])),
         "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "NPROC_PER_NODE": str(ranks),
@@ -118,27 +127,26 @@ def run(client, case, ranks, how=""):
         "FORCE_TORCHRUN": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "HF_HOME": WORK / "home",
-        "MODELSCOPE_CACHE": WORK / "home",
+        "HF_HOME": str(WORK / "home"),
+        "MODELSCOPE_CACHE": str(WORK / "home"),
     }
-    command = [
-        "timeout",
-        "600",
-        *COMMANDS[client],
-        *(f"{dashes}{key}={value}" for key, value in flags.items()),
-    ]
+    words = [f"{client.dashes}{key}={value}" for key, value in flags.items()]
     with open(f"{output}.log", "w") as log:
-        subprocess.run(command, cwd=WORK, env=environment, stdout=log, stderr=log)
+        subprocess.run(
+            ["timeout", "600", *client.command, *words],
+            cwd=WORK,
+            env=os.environ | environment,
+            stdout=log,
+            stderr=log,
+        )
     return output
 
 
 def losses(output):
-    history = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())[
-        "log_history"
-    ]
-    return torch.tensor(
-        [row["loss"] for row in history if "loss" in row][SAVED:], dtype=torch.float64
-    )
+    """Of the steps after the checkpoint."""
+    state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    every = [row["loss"] for row in state["log_history"] if "loss" in row]
+    return torch.tensor(every[SAVED:], dtype=torch.float64)
 
 
 def gap(output, baseline):
@@ -146,32 +154,49 @@ def gap(output, baseline):
 
 
 def said(output, pattern):
-    found = re.search(pattern, Path(f"{output}.log").read_text())
-    return found and found[0]
+    """The first line, or part of one, of a run that fits the pattern; None if there is none."""
+    line = re.search(pattern, Path(f"{output}.log").read_text())
+    return line and line[0]
+
+
+def resume(client, case, ranks, baseline):
+    """Print a row. Returns whether all of it is as it should be."""
+    resumed = run(client, case, ranks)
+    difference = gap(resumed, baseline)
+    proof = said(resumed, rf"steps {SAVED + 1} to {STEPS}, trained before on 4 ranks, now on .*")
+    proved = float((proof or "nan").split()[-1])
+    how = f'ZeRO-{case.stage}, "train_batch_size": {json.dumps(case.batch)}, 4 to {ranks} ranks'
+    print(f"{client.name:<15}{case.trains}, {how}: {difference:.1e}, said {proved:.1e}", flush=True)
+    loaded = said(resumed, f"written by 4 ranks, loaded on {ranks}")
+    return loaded and difference <= ROUNDING and proved <= ROUNDING
+
+
+def leave_out(client, case, baseline):
+    """Print what happens without universal/start, and with other accumulation steps. Returns
+    whether both are seen."""
+    without = run(client, case, 2, "without")
+    refused = said(without, r"\w+: The checkpoint being loaded used a DP world size of 4.*?2")
+    print(f"{client.name}, without universal/start: {refused}")
+    left = run(client, case, 2, "left")
+    difference = gap(left, baseline)
+    batch = said(left, "WARNING: the global batch.*")
+    proof = said(left, "WARNING: step.*")
+    print(f"{client.name}, accumulation left at 3: {difference:.1e}, {batch}, {proof}", flush=True)
+    return refused and batch and proof and difference >= SEEN
+
+
+def main():
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    prepare()
+    right = []
+    for client in (LLAMA_FACTORY, SWIFT):
+        for case in (FULL, LORA):
+            baseline = run(client, case, 4)
+            right += [resume(client, case, ranks, baseline) for ranks in (2, 3)]
+        right.append(leave_out(client, LORA, baseline))
+    if not all(right):
+        sys.exit("measure/clients/clients_cli.py: not all is as it should be")
 
 
 if __name__ == "__main__":
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    prepare()
-    fine = []
-    for client in COMMANDS:
-        for case in (FULL, LORA):
-            baseline = run(client, case, 4)
-            for ranks in (2, 3):
-                resumed = run(client, case, ranks)
-                difference = gap(resumed, baseline)
-                trains, stage, batch = case
-                how = f'ZeRO-{stage}, "train_batch_size": {json.dumps(batch)}, 4 to {ranks} ranks'
-                print(f"{client:<15}{trains}, {how}: {difference:.1e}", flush=True)
-                fine += [
-                    difference <= ROUNDING,
-                    said(resumed, f"written by 4 ranks, loaded on {ranks}"),
-                ]
-        without, left = run(client, LORA, 2, "without"), run(client, LORA, 2, "left")
-        refused = said(without, r"\w+: The checkpoint being loaded used a DP world size of 4.*?2")
-        difference, warning = gap(left, baseline), said(left, "WARNING: the global batch.*")
-        print(f"{client}, without universal/start: {refused}")
-        print(f"{client}, accumulation left at 3: {difference:.1e}, {warning}", flush=True)
-        fine += [refused, warning, difference >= SEEN]
-    if not all(fine):
-        sys.exit("measure/clients/clients_cli.py: not all is as it should be")
+    main()

@@ -6,7 +6,6 @@ away once, which must be seen.
 none of its packages."""
 
 import functools
-import importlib
 import json
 import os
 import re
@@ -21,20 +20,23 @@ from measure.logs import compare
 from measure.ranks import launch, run
 
 clients = pytest.mark.clients
-PACKAGES = {"hf_trainer.py": "transformers peft accelerate", "accelerate_loop.py": "accelerate"}
-PACKAGES["lightning_module.py"] = "lightning.pytorch"
+CLIENTS = {
+    "hf_trainer.py": "Trainer",
+    "accelerate_loop.py": "accelerate",
+    "lightning_module.py": "Lightning",
+}
 LATER = {
     "hf_trainer.py": "checkpoint-20",
     "accelerate_loop.py": "step_14",
     "lightning_module.py": "step=14.ckpt",
 }
-FIRST = {
-    "hf_trainer.py": 11,
-    "accelerate_loop.py": 8,
-    "lightning_module.py": 8,
-}  # step after the checkpoint that stays
+# The step after the checkpoint that stays.
+FIRST = {"hf_trainer.py": 11, "accelerate_loop.py": 8, "lightning_module.py": 8}
 LAST = 20
-SAME, FP32, BF16, SEEN = 0.0, 1e-5, 1e-3, 1e-4
+SAME = 0.0
+FP32 = 1e-5
+BF16 = 1e-3
+SEEN = 1e-4
 RANKS = (4, 2, 6)
 
 
@@ -52,9 +54,8 @@ def table():
             cells = "".join(f"{row[c]:>10.1e}" if c in row else f"{'':>10}" for c in columns)
             lines.append("{:<34} {:<5} {:>5}".format(name, *how) + cells)
         if "CLIENTS_TABLE" in os.environ:
-            Path(os.environ["CLIENTS_TABLE"]).write_text(
-                "\n".join(line.rstrip() for line in lines) + "\n"
-            )
+            text = "".join(f"{line.rstrip()}\n" for line in lines)
+            Path(os.environ["CLIENTS_TABLE"]).write_text(text)
 
     return add
 
@@ -67,34 +68,23 @@ def other_weights():
     def elsewhere(seed_it):
         return lambda seed: seed_it(seed or 12345)
 
-    transformers.set_seed, torch.manual_seed = (
-        elsewhere(transformers.set_seed),
-        elsewhere(torch.manual_seed),
-    )
+    transformers.set_seed = elsewhere(transformers.set_seed)
+    torch.manual_seed = elsewhere(torch.manual_seed)
 
 
 @pytest.fixture(scope="module")
 def trained(work):
     """trained(script, *flags): the name of the run and of its folder of checkpoints, where only the
     earlier one is."""
-    for package in " ".join(PACKAGES.values()).split():
-        if package != "lightning.pytorch":  # only `make clients` has it
-            importlib.import_module(package)
+    import accelerate  # noqa: F401
+    import peft  # noqa: F401
     from transformers import LlamaForCausalLM, Trainer  # noqa: F401
 
     @functools.cache
     def train(script, *flags, source=None):
         name = "_".join(map(str, (Path(source or script).stem, *flags)))
-        run(
-            work,
-            4,
-            source or f"examples/{script}",
-            *flags,
-            "--output_dir",
-            name,
-            "--run_name",
-            name,
-        )
+        names = ("--output_dir", name, "--run_name", name)
+        run(work, 4, source or f"examples/{script}", *flags, *names)
         shutil.rmtree(work / name / LATER[script])
         return name
 
@@ -108,13 +98,12 @@ def go_on(work, name, ranks, script, *flags, **options):
     shutil.copytree(work / name, work / resumed)
     path = script if "/" in script else f"examples/{script}"
     options.setdefault("patch", None if "--lora" in flags else other_weights)
-    result = launch(
-        work, ranks, path, *flags, "--output_dir", resumed, "--run_name", resumed, **options
-    )
-    if result.code:
-        return result
-    differences = compare(work, name, resumed)
-    result.steps, result.difference = list(differences), max(differences.values())
+    names = ("--output_dir", resumed, "--run_name", resumed)
+    result = launch(work, ranks, path, *flags, *names, **options)
+    if not result.code:
+        differences = compare(work, name, resumed)
+        result.steps = list(differences)
+        result.difference = max(differences.values())
     return result
 
 
@@ -131,12 +120,14 @@ def without(work, script, *changes):
 
 
 LORA = ("hf_trainer.py", "Trainer, LoRA", "fp32", 3, "--lora")  # the base is in no checkpoint
-CASES = [LORA, ("hf_trainer.py", "Trainer, half frozen", "fp32", 3, "--freeze")]
-CASES += [
-    ("hf_trainer.py", "Trainer, gradient checkpointing", "fp32", 3, "--gradient_checkpointing")
+CASES = [
+    LORA,
+    ("hf_trainer.py", "Trainer, half frozen", "fp32", 3, "--freeze"),
+    ("hf_trainer.py", "Trainer, gradient checkpointing", "fp32", 3, "--gradient_checkpointing"),
+    ("hf_trainer.py", "Trainer, Mixtral", "fp32", 2, "--mixtral"),
+    ("hf_trainer.py", "Trainer, Mixtral", "fp32", 3, "--mixtral"),
 ]
-CASES += [("hf_trainer.py", "Trainer, Mixtral", "fp32", stage, "--mixtral") for stage in (2, 3)]
-for script, client in zip(PACKAGES, ("Trainer", "accelerate", "Lightning"), strict=True):
+for script, client in CLIENTS.items():
     CASES += [(script, client, dtype, stage) for dtype in ("fp32", "bf16") for stage in (1, 2, 3)]
 ALL = [(case, ranks) for case in CASES for ranks in RANKS]
 
@@ -162,23 +153,20 @@ def test_any_ranks(work, trained, table, case, ranks):
 def worst(client, dtype):
     """The largest difference on other ranks, of what `make clients` has written."""
     row = rf"^{client}.*? {dtype} +\d +(\S+) +(\S+) +(\S+)"
-    same, *others = zip(
-        *re.findall(row, (ROOT / "assets" / "clients.txt").read_text(), re.M), strict=True
-    )
+    table = (ROOT / "assets" / "clients.txt").read_text()
+    same, *others = zip(*re.findall(row, table, re.M), strict=True)
     assert {*map(float, same)} == {0}
     return max(map(float, sum(others, ())))
 
 
 def test_the_page_says_what_was_measured():
-    page, measured = (
-        (ROOT / name).read_text() for name in ("docs/clients.md", "assets/clients_cli.txt")
-    )
-    for client in ("Trainer", "accelerate", "Lightning"):
+    page = (ROOT / "docs" / "clients.md").read_text()
+    measured = (ROOT / "assets" / "clients_cli.txt").read_text()
+    for client in CLIENTS.values():
         assert f"| {client} | {worst(client, 'fp32'):.1e} | {worst(client, 'bf16'):.1e} |" in page
     for client in ("LLaMA-Factory", "ms-swift"):
-        numbers = re.findall(
-            r"\d\.\de-\d\d", "".join(re.findall(rf"^{client}  .*$", measured, re.M))
-        )
+        rows = re.findall(rf"^{client}  .*$", measured, re.M)
+        numbers = re.findall(r"\d\.\de-\d\d", "".join(rows))
         assert f"{client} {max(map(float, numbers)):.1e}" in page
     for difference in re.findall(r"left at 3: (\S+),", measured):
         assert difference in page
@@ -237,9 +225,8 @@ def test_a_cure_is_needed(work, trained, script, changes):
 )
 def test_trainer_stops(work, trained, change, words):
     """Without install() DeepSpeed refuses, and without its check there would be nothing to load."""
-    result = go_on(
-        work, trained("hf_trainer.py", *FLAGS), 2, without(work, "hf_trainer.py", change), *FLAGS
-    )
+    name = trained("hf_trainer.py", *FLAGS)
+    result = go_on(work, name, 2, without(work, "hf_trainer.py", change), *FLAGS)
     assert result.code == 1 and words in result.errors
 
 
@@ -255,12 +242,8 @@ def test_trainer_without_frozen_parameters(work, trained):
         other_weights()
         reshard.restore_module = lambda *_: None
 
-    assert (
-        go_on(
-            work, trained("hf_trainer.py", *flags), 2, "hf_trainer.py", *flags, patch=forgotten
-        ).difference
-        > SEEN
-    )
+    name = trained("hf_trainer.py", *flags)
+    assert go_on(work, name, 2, "hf_trainer.py", *flags, patch=forgotten).difference > SEEN
 
 
 @clients
@@ -268,19 +251,13 @@ def test_trainer_without_frozen_parameters(work, trained):
 def test_trainer_loads_the_best_at_the_end(work, trained, stage):
     """The best checkpoint is the one that 4 ranks have written; 2 ranks load it after their last
     step."""
-    flags, best = (
-        ("--zero_stage", stage),
-        'greater_is_better=True, metric_for_best_model="eval_loss"',
-    )
-    script = without(
-        work,
-        "hf_trainer.py",
-        (
-            "load_best_model_at_end=True",
-            f"load_best_model_at_end=True, {best}",
-        ),  # the largest loss is the first
-        ("trainer.evaluate()", 'print("AT THE END", repr(trainer.evaluate()["eval_loss"]))'),
-    )
+    flags = ("--zero_stage", stage)
+    load_best = "load_best_model_at_end=True"
+    # The largest loss is the first.
+    largest = f'{load_best}, greater_is_better=True, metric_for_best_model="eval_loss"'
+    evaluated = 'print("AT THE END", repr(trainer.evaluate()["eval_loss"]))'
+    changes = [(load_best, largest), ("trainer.evaluate()", evaluated)]
+    script = without(work, "hf_trainer.py", *changes)
     name = trained("hf_trainer.py", *flags)
     result = go_on(work, name, 2, script, *flags)
     assert result.code == 0, result.errors
