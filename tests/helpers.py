@@ -118,18 +118,22 @@ def each_row_once(folder, name, ranks, numbers, batch, seq_len):
     row once."""
     seen = [Path(folder, f"{name}.rows.{rank}").read_text().splitlines() for rank in range(ranks)]
     text, _, _ = train.load_text(None, seq_len)
-    sizes = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": batch}
-    args = SimpleNamespace(seed=1337, seq_len=seq_len, **sizes)
+    args = SimpleNamespace(
+        seed=1337,
+        seq_len=seq_len,
+        train_batch_size=batch,
+        train_micro_batch_size_per_gpu=batch,
+    )
     share = batch // ranks
-    alike = []
     for i, step in enumerate(numbers):
         inputs, targets = train.micro_batch(args, text, step, 0)
         drawn = [str(row) for row in torch.cat([inputs, targets[:, -1:]], dim=1).tolist()]
         # Hardly any two are the same, so counting them means something.
         assert len(set(drawn)) > 0.8 * batch
-        of_step = [row for rows in seen for row in rows[i * share : (i + 1) * share]]
-        alike.append(sorted(of_step) == sorted(drawn))
-    return all(alike) and sum(map(len, seen)) == len(numbers) * batch
+        trained = [row for rows in seen for row in rows[i * share : (i + 1) * share]]
+        if sorted(trained) != sorted(drawn):
+            return False
+    return sum(map(len, seen)) == len(numbers) * batch
 
 
 def refused(patched, script, ranks, arguments):
@@ -151,7 +155,7 @@ def run_all(folder, ranks, script, *arguments, names):
     """{name: error} of what has failed. The script does what is named, one after the other, and
     adds each name to the file `ended`. What fails ends the launch: what comes after it gets another
     one."""
-    failed = {}
+    failures = {}
     left = list(names)
     ended = Path(folder, "ended")
     while left:
@@ -160,8 +164,14 @@ def run_all(folder, ranks, script, *arguments, names):
         left = left[len(ended.read_text().splitlines()) :]
         assert left or result.code == 0, f"{script} {result.codes}\n{result.errors}"
         if left:
-            failed[left.pop(0)] = f"{result.codes} on {ranks} ranks\n{result.out}\n{result.errors}"
-    return failed
+            printed = f"{result.out}\n{result.errors}"
+            failures[left.pop(0)] = f"{result.codes} on {ranks} ranks\n{printed}"
+    return failures
+
+
+def slow(*values, **options):
+    """A case that `make test-all` tries, and `make test` does not."""
+    return pytest.param(*values, marks=pytest.mark.slow, **options)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -176,15 +186,15 @@ def forked(work, limit=120):
 
     def main():
         signal.alarm(limit)
-        for fd, (_, end) in enumerate(pipes, 1):
-            os.dup2(end, fd)
+        for fd, (_, write) in enumerate(pipes, 1):
+            os.dup2(write, fd)
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in (1, 2))
         work()
 
     child = multiprocessing.get_context("fork").Process(target=main)
     child.start()
-    for _, end in pipes:
-        os.close(end)
+    for _, write in pipes:
+        os.close(write)
 
     def end():
         out, err = (os.fdopen(read).read() for read, _ in pipes)
@@ -239,6 +249,7 @@ def failed(done, code, *words):
 # --------------------------------------------------------------------------------------------------
 # 3. the files of a checkpoint
 
+MODEL = "mp_rank_00_model_states.pt"
 SHAPES = [OrderedDict(a=torch.Size((5, 3)), b=torch.Size((7,))), OrderedDict(c=torch.Size((4,)))]
 
 
@@ -249,9 +260,9 @@ def load(path):
 def edit(folder, pattern, change):
     """Load each file of a pattern, change(its content), and save it again."""
     for path in sorted(folder.glob(pattern)):
-        whole = load(path)
-        change(whole)
-        torch.save(whole, path)
+        saved = load(path)
+        change(saved)
+        torch.save(saved, path)
 
 
 def states(shard):
@@ -259,6 +270,16 @@ def states(shard):
     optimizer = shard["optimizer_state_dict"]
     inner = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
     return inner["state"].values()
+
+
+def each_state(change):
+    """A change of a shard: change(the optimizer's states) of each parameter group."""
+
+    def change_all(shard):
+        for state in states(shard):
+            change(state)
+
+    return change_all
 
 
 def content(folder):
@@ -291,7 +312,8 @@ def with_bit_flipped(data, position, bit=0):
 def flip(path, record=None, at=0.5):
     """Change one bit of a record of a .pt file; without one, in the middle of the largest
     tensor."""
-    record, data = record or records(path)[-1], path.read_bytes()
+    record = record or records(path)[-1]
+    data = path.read_bytes()
     position = data_of(data, record) + int(record.file_size * at)
     path.write_bytes(with_bit_flipped(data, position, bit=4))
 
@@ -302,9 +324,16 @@ def flip(path, record=None, at=0.5):
 
 def convert_with_deepspeed(folder, output):
     """DeepSpeed's own converter, in this process."""
-    options = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
-    options |= dict(inject_missing_state=True, input_folder=str(folder), output_folder=str(output))
-    deepspeed_converter.main(SimpleNamespace(**options))
+    options = SimpleNamespace(
+        input_folder=str(folder),
+        output_folder=str(output),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    deepspeed_converter.main(options)
 
 
 def not_converted(source, *words, **options):
@@ -317,25 +346,35 @@ def not_converted(source, *words, **options):
     assert sorted(os.listdir(source.parent)) == before
 
 
+def settled(output, wanted):
+    """The output is this, it is what latest_universal names, and nothing else lies beside it."""
+    assert content(output) == wanted
+    assert (output.parent / "latest_universal").read_text() == output.name
+    assert set(os.listdir(output.parent)) == {"latest_universal", output.name}
+
+
+def parameters_in(zero):
+    """The names of those that have a folder in the zero/ of a universal checkpoint."""
+    return {str(path.parent.relative_to(zero)) for path in zero.rglob("fp32.pt")}
+
+
 def assert_equal_to_deepspeed(source, folder):
     """Convert source into folder/ours, and with DeepSpeed's converter into folder/theirs. Every
     file of DeepSpeed's zero/ but the second copy of tied weights is the same: tensors, shapes, how
     to cut them, step counts. Ours has the files of every parameter, and no others."""
-    ours, theirs = folder / "ours" / "zero", folder / "theirs" / "zero"
+    ours = folder / "ours" / "zero"
+    theirs = folder / "theirs" / "zero"
     convert_with_deepspeed(source, theirs.parent)
     universal.convert(source, ours.parent, check=True)
     models = [load(path) for path in ours.parent.glob("mp_rank_*_model_states.pt")]
     tied = {name for model in models for name in model["shared_params"]}
-    kept = {name: tensor for model in models for name, tensor in (model["module"] or {}).items()}
+    module = {name: tensor for model in models for name, tensor in (model["module"] or {}).items()}
     names = {name for model in models for group in model["param_shapes"] for name in group}
-    our_names, their_names = (
-        {str(path.parent.relative_to(zero)) for path in zero.rglob("fp32.pt")}
-        for zero in (ours, theirs)
-    )
-    assert our_names == names == their_names - {*tied, *kept}
+    their_names = parameters_in(theirs)
+    assert parameters_in(ours) == names == their_names - {*tied, *module}
     # The loader of zero/ never reads what DeepSpeed writes there.
-    for name in their_names & kept.keys() - tied:
-        assert torch.equal(load(theirs / name / "fp32.pt")["param"], kept[name].float()), name
+    for name in their_names & module.keys() - tied:
+        assert torch.equal(load(theirs / name / "fp32.pt")["param"], module[name].float()), name
     for name in names:
         for state in ("exp_avg", "exp_avg_sq"):
             assert (theirs / name / f"{state}.pt").exists()
@@ -347,6 +386,6 @@ def assert_equal_file(got, expected, path):
     if path.stem == "step":
         assert torch.equal(got, expected)
         return
-    if torch.is_tensor(expected):  # ZeRO-3, without a shape
+    if torch.is_tensor(expected):  # of ZeRO-3, without a shape
         expected = {"param": expected.view(got["param"].shape), "cat_dim": 0}
     assert same(got.pop("param"), expected.pop("param")) and got == expected, path

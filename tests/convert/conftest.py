@@ -15,9 +15,8 @@ def tmp_path(tmp_path):
     """In memory where there is a folder for that: every conversion waits until the disk has its
     result."""
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(
-        dir=memory if os.access(memory, os.W_OK) else tmp_path
-    ) as folder:
+    above = memory if os.access(memory, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=above) as folder:
         yield Path(folder)
 
 

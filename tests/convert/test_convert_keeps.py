@@ -2,8 +2,6 @@
 laid out by hand."""
 
 import argparse
-import collections
-import datetime
 import enum
 import functools
 import os
@@ -13,13 +11,15 @@ import subprocess
 import sys
 import types
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
+from datetime import UTC, date, datetime, timedelta
 
 import numpy
 import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from helpers import (
+    MODEL,
     ROOT,
     SHAPES,
     assert_equal_to_deepspeed,
@@ -33,8 +33,6 @@ from toy import same
 
 from measure.lay_out import lay_out
 from universal import convert
-
-MODEL = "mp_rank_00_model_states.pt"
 
 
 def converted(source):
@@ -71,16 +69,14 @@ def test_momentum_that_ranks_hold_whole(laid_out, tmp_path):
 
     def add(shard):
         mappings = shard["optimizer_state_dict"]["param_slice_mappings"]
-        for state, held in zip(states(shard), mappings, strict=True):
-            state["momentum_buffer"] = torch.cat(
-                [torch.empty(0), *(wanted[name].flatten() for name in held)]
-            )
+        for state, names in zip(states(shard), mappings, strict=True):
+            matrices = [wanted[name].flatten() for name in names]
+            state["momentum_buffer"] = torch.cat([torch.empty(0), *matrices])
 
     converted(laid_out(1, shard=add))
     for name, tensor in wanted.items():
-        assert torch.equal(
-            load(tmp_path / "u" / "zero" / name / "momentum_buffer.pt")["param"], tensor
-        )
+        momentum = load(tmp_path / "u" / "zero" / name / "momentum_buffer.pt")
+        assert torch.equal(momentum["param"], tensor)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -90,7 +86,11 @@ def test_small_pieces_of_many_ranks(tmp_path, stage):
     shapes = [OrderedDict((f"layer{i}.weight", torch.Size((7, 11 + i))) for i in range(10))]
     lay_out(tmp_path / "c", shapes, 48, stage)
     assert_equal_to_deepspeed(tmp_path / "c", tmp_path)
-    few = lambda: (os.closerange(3, 1024), resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48)))  # noqa: E731
+
+    def few():
+        os.closerange(3, 1024)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+
     assert converter(tmp_path / "c", tmp_path / "v", before=few).code == 0
     assert content(tmp_path / "v") == content(tmp_path / "ours")
 
@@ -101,8 +101,9 @@ def test_torch_reads_the_result_in_each_of_its_ways(laid_out, tmp_path):
     for path in (tmp_path / "u").rglob("*.pt"):
         with zipfile.ZipFile(path) as archive:
             assert archive.testzip() is None
-        for mapped in (False, True) if path.parent.parent.name == "zero" else ():
-            assert repr(torch.load(path, weights_only=True, mmap=mapped)) == repr(load(path))
+        if path.parent.parent.name == "zero":
+            for mapped in (False, True):
+                assert repr(torch.load(path, weights_only=True, mmap=mapped)) == repr(load(path))
 
 
 class Colour(enum.Enum):
@@ -127,47 +128,19 @@ class Attribute:
 
 
 def client_state():
-    generator, seeded = numpy.random.default_rng(3), numpy.random.RandomState(4)
     return {
-        "numpy": [
-            numpy.float64(0.5),
-            numpy.arange(6).reshape(2, 3),
-            numpy.random.get_state(),
-            seeded,
-            generator,
-        ],
+        "numpy": [numpy.float64(0.5), numpy.arange(6).reshape(2, 3), numpy.random.get_state()],
+        "generators": [numpy.random.RandomState(4), numpy.random.default_rng(3)],
         "arguments": argparse.Namespace(lr=1e-3, path=pathlib.PosixPath("/x")),
         "containers": [{1, 2}, frozenset({3}), b"\xff\0", bytearray(b"x"), range(3), 1j],
-        "more": [
-            collections.defaultdict(list, a=[1]),
-            collections.Counter("aab"),
-            collections.deque([1, 2], 5),
-        ],
-        "types": [
-            collections.defaultdict(int, a=1),
-            collections.OrderedDict(b=2),
-            Outer.Inner,
-            int,
-            len,
-        ],
-        "times": [
-            datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
-            datetime.timedelta(3),
-            datetime.date.max,
-        ],
+        "more": [defaultdict(list, a=[1]), Counter("aab"), deque([1, 2], 5)],
+        "types": [defaultdict(int, a=1), OrderedDict(b=2), Outer.Inner, int, len],
+        "times": [datetime(2026, 1, 2, tzinfo=UTC), timedelta(3), date.max],
         "space": types.SimpleNamespace(a=1),
-        "dtypes": [
-            torch.bfloat16,
-            torch.complex64,
-            torch.float8_e4m3fn,
-            torch.strided,
-            torch.device("cpu"),
-        ],
-        "tensors": [
-            torch.get_rng_state(),
-            torch.ones(2).to(torch.uint32),
-            torch.ones(2).to(torch.complex128),
-        ],
+        "dtypes": [torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.strided],
+        "device": torch.device("cpu"),
+        "bytes": torch.get_rng_state(),
+        "tensors": [torch.ones(2).to(dtype) for dtype in (torch.uint32, torch.complex128)],
     }
 
 
@@ -196,41 +169,29 @@ def test_ordinary_client_states(laid_out, older):
             archived = {name: archive.read(name) for name in archive.namelist()}
         with zipfile.ZipFile(source / MODEL, "w") as archive:
             for name, data in archived.items():
-                archive.writestr(
-                    name,
-                    data.replace(b"numpy._core", b"numpy.core") if "data.pkl" in name else data,
-                )
+                archive.writestr(name, data.replace(b"numpy._core", b"numpy.core"))
     assert plain(converted(source)["mine"]) == plain(wanted)
 
 
 def test_unknown_classes(laid_out, tmp_path):
     """They go on as they came, whatever getattr is to be called with, and so do sparse buffers,
     what get_extra_state() returned, and what holds itself."""
-    things = [
-        Colour.RED,
-        os.getcwd,
-        Outer(),
-        Outer.Inner(),
-        Attribute(pathlib.Path, "home"),
-        ([], []),
-    ]
-    things[-1][0].append(things[-1])
-    add = {
-        "mine": things,
-        "buffer_names": ["sparse"],
-        "module": {"sparse": torch.eye(3).to_sparse(), "extra": {1: 2}},
-    }
+    holds_itself = ([], [])
+    holds_itself[0].append(holds_itself)
+    things = [Colour.RED, os.getcwd, Outer(), Outer.Inner(), Attribute(pathlib.Path, "home")]
+    things.append(holds_itself)
+
+    def add(model):
+        module = {"sparse": torch.eye(3).to_sparse(), "extra": {1: 2}}
+        model.update(mine=things, buffer_names=["sparse"], module=module)
 
     def by_getattr(shard):
-        shard["optimizer_state_dict"] |= {
-            "mine": things,
-            "zero_stage": Attribute(ZeroStageEnum, "gradients"),
-        }
+        stage = Attribute(ZeroStageEnum, "gradients")
+        shard["optimizer_state_dict"].update(mine=things, zero_stage=stage)
 
-    model = converted(laid_out(2, lambda model: model.update(add), by_getattr))
-    assert torch.equal(model["module"].pop("sparse").to_dense(), torch.eye(3)) and model[
-        "module"
-    ] == {"extra": {1: 2}}
+    model = converted(laid_out(2, add, by_getattr))
+    assert torch.equal(model["module"].pop("sparse").to_dense(), torch.eye(3))
+    assert model["module"] == {"extra": {1: 2}}
     optimizer = load(tmp_path / "u" / "zero" / "optimizer_state.pt")
     assert optimizer["zero_stage"] is ZeroStageEnum.gradients
     for got in (model["mine"], optimizer["mine"]):
@@ -240,16 +201,18 @@ def test_unknown_classes(laid_out, tmp_path):
 
 def test_deeply_nested(laid_out):
     """Deeper than torch.save can go by itself."""
-    levels, limit, source = 20_000, sys.getrecursionlimit(), laid_out(1)
-    mine = functools.reduce(lambda inner, _: [inner], range(levels), [])
+    levels = 20_000
+    limit = sys.getrecursionlimit()
+    source = laid_out(1)
+    nested = functools.reduce(lambda inner, _: [inner], range(levels), [])
     try:
         sys.setrecursionlimit(3 * levels)
-        edit(source, MODEL, lambda model: model.update(mine=mine))
+        edit(source, MODEL, lambda model: model.update(mine=nested))
     finally:
         sys.setrecursionlimit(limit)
-    got = converted(source)["mine"]
-    while got:
-        (got,) = got
+    nested = converted(source)["mine"]
+    while nested:
+        (nested,) = nested
         levels -= 1
     assert not levels
 
@@ -262,7 +225,8 @@ def test_version_of_deepspeed(laid_out, tmp_path, stage):
 
     def older(content):
         for holder in (content, content.get("optimizer_state_dict", {})):
-            holder.update(ds_version="0.18.4") if "ds_version" in holder else None
+            if "ds_version" in holder:
+                holder["ds_version"] = "0.18.4"
         for key in others & content.keys():
             del content[key]
 
@@ -277,7 +241,8 @@ def test_for_the_loader_of_zero3_before_0_19_3(laid_out, tmp_path):
     convert(source, tmp_path / "u")
     assert converter(source, tmp_path / "bare", "--zero3_before_0_19_3", "--verify").code == 0
     for path in (tmp_path / "u").glob("zero/[abc]/[ef]*.pt"):
-        assert same(load(tmp_path / "bare" / path.relative_to(tmp_path / "u")), load(path)["param"])
+        bare = load(tmp_path / "bare" / path.relative_to(tmp_path / "u"))
+        assert same(bare, load(path)["param"])
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
@@ -300,22 +265,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")"""
 def test_needs_nothing_but_python(laid_out, tmp_path):
     """In a process of its own without torch; names beyond ASCII and a path that is no UTF-8, under
     a locale that knows neither."""
-    source, output = (
-        laid_out(shapes=[{"ünï": torch.Size((5, 3))}]),
-        tmp_path / os.fsdecode(b"u\xff"),
-    )
-    words = [
-        sys.executable,
-        "-c",
-        WITHOUT_TORCH,
-        ROOT / "ds_to_universal.py",
-        "--input_folder",
-        source,
-    ]
+    source = laid_out(shapes=[{"ünï": torch.Size((5, 3))}])
+    output = tmp_path / os.fsdecode(b"u\xff")
+    program = [sys.executable, "-c", WITHOUT_TORCH, ROOT / "ds_to_universal.py"]
+    folders = ["--input_folder", source, "--output_folder", output]
     environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    subprocess.run([*words, "--output_folder", output], check=True, env=environment, timeout=60)
+    subprocess.run([*program, *folders], check=True, env=environment, timeout=60)
     assert (tmp_path / "latest_universal").read_bytes() == b"u\xff"
     convert(source, tmp_path / "u")
-    assert (tmp_path / "u" / "zero" / "ünï" / "fp32.pt").is_file() and content(output) == content(
-        tmp_path / "u"
-    )
+    assert (tmp_path / "u" / "zero" / "ünï" / "fp32.pt").is_file()
+    assert content(output) == content(tmp_path / "u")

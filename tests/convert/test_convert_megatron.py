@@ -12,23 +12,23 @@ import types
 
 import pytest
 import torch
-from helpers import ROOT, content, convert_with_deepspeed, edit, forked, load
+from helpers import MODEL, ROOT, content, convert_with_deepspeed, edit, forked, load
 
 import universal
 
-# its archive in tests/data, the files with the weights of each rank, in which dicts, and the first
-# layer's name there
+# The archive in tests/data, the files with the weights of each rank, the dicts in which they are
+# there, and the first layer's name.
 CHECKPOINTS = [
     ("megatron-tp2-pp2-dp2", "layer_02-model_{:02}-model_states.pt", (), "2."),
     (
         "megatron-tp2-dp2-no-pipeline",
         "mp_rank_{:02}_model_states.pt",
-        ("language_model", "encoder"),
+        ("module", "language_model", "encoder"),
         "layers.0.",
     ),
 ]
-MODEL = "mp_rank_00_model_states.pt"
 QKV = "self_attention.query_key_value"
+DENSE = "self_attention.dense.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -44,35 +44,33 @@ def megatron(monkeypatch):
 @pytest.fixture(params=CHECKPOINTS, ids=lambda parts: parts[0])
 def saved(request, tmp_path):
     """(folder, name of the first layer, [the layer's parameters on each rank])"""
-    name, files, inside, layer = request.param
+    name, files, dicts, layer = request.param
     with tarfile.open(ROOT / "tests" / "data" / f"{name}.tar.xz") as archive:
         archive.extractall(tmp_path)  # of this repository
-    folder, ranks = tmp_path / "global_step2", []
+    folder = tmp_path / "global_step2"
+    ranks = []
     for rank in range(2):
-        held = load(folder / files.format(rank))
-        for key in ("module", *inside) if inside else ():
-            held = held[key]
-        ranks.append(
-            {
-                key.removeprefix(layer): tensor
-                for key, tensor in held.items()
-                if torch.is_tensor(tensor)
-            }
-        )
-    return folder, ".".join((*inside, layer)), ranks
+        weights = load(folder / files.format(rank))
+        for key in dicts:
+            weights = weights[key]
+        ranks.append({key.removeprefix(layer): weight for key, weight in weights.items()})
+    return folder, ".".join((*dicts[1:], layer)), ranks
 
 
 def test_equal_to_deepspeed(saved, tmp_path):
     """DeepSpeed's converter fails itself where `module` is nested: after the states are written,
     before the rest."""
-    source, ours, theirs = saved[0], tmp_path / "ours", tmp_path / "theirs"
+    source, _, _ = saved
+    ours = tmp_path / "ours"
+    theirs = tmp_path / "theirs"
     universal.convert(source, ours, check=True)
     nested = load(source / MODEL)["module"] is not None
     with pytest.raises(AttributeError) if nested else contextlib.nullcontext():
         convert_with_deepspeed(source, theirs)
     compared = 0
     for path in (theirs / "zero").glob("*/*.pt"):
-        wanted, got = load(path), load(ours / path.relative_to(theirs))
+        wanted = load(path)
+        got = load(ours / path.relative_to(theirs))
         if path.stem == "step":
             assert wanted == got
             continue
@@ -80,12 +78,10 @@ def test_equal_to_deepspeed(saved, tmp_path):
         compared += 1
     assert compared == 3 * len(list((ours / "zero").glob("*/fp32.pt"))) >= 84
     for path in source.glob("mp_rank_*_model_states.pt"):
-        wanted, got = load(path), load(ours / path.name)
-        assert (
-            wanted.keys() == got.keys()
-            and wanted["args"].lr == got["args"].lr
-            and repr(wanted) == repr(got)
-        )
+        wanted = load(path)
+        got = load(ours / path.name)
+        assert wanted.keys() == got.keys() and repr(wanted) == repr(got)
+        assert wanted["args"].lr == got["args"].lr
 
 
 def run_example(*arguments):
@@ -101,63 +97,54 @@ def test_what_megatron_leaves_out(saved):
     rows of the vocabulary are trained, padding, too: without the entries, the whole is not what the
     ranks have. The entries are all that changes in the files."""
     folder, name, ranks = saved
-    others, dense = (
-        {"parameter_with_row_parallelism_patterns": [], "original_vocab_size": 250},
-        "self_attention.dense",
-    )
-    edit(folder, MODEL, lambda model: model["universal_checkpoint_info"].update(others))
-    before, files = load(folder / MODEL), content(folder)
+    spoilt = {"parameter_with_row_parallelism_patterns": [], "original_vocab_size": 250}
+    edit(folder, MODEL, lambda model: model["universal_checkpoint_info"].update(spoilt))
+    before = load(folder / MODEL)
+    files = content(folder)
     vocabulary = next(iter(before["param_shapes"][0]))
-    wanted = {
-        f"{name}{dense}.weight": torch.cat([rank[f"{dense}.weight"] for rank in ranks], dim=1)
-    }
+    wanted = {name + DENSE: torch.cat([rank[DENSE] for rank in ranks], dim=1)}
     for key in (f"{QKV}.weight", f"{QKV}.bias"):
         thirds = zip(*(rank[key].chunk(3) for rank in ranks), strict=True)
         wanted[name + key] = torch.cat([part for third in thirds for part in third])
 
     def converted(output):
-        universal.convert(folder, folder.parent / output)
-        read = {
-            key: load(folder.parent / output / "zero" / key / "fp32.pt")["param"]
-            for key in (*wanted, vocabulary)
-        }
-        return [torch.equal(read[key].bfloat16(), tensor) for key, tensor in wanted.items()], read[
-            vocabulary
-        ]
+        """Whether each weight is as wanted, and the rows of the vocabulary."""
+        zero = folder.parent / output / "zero"
+        universal.convert(folder, zero.parent)
+        weights = {key: load(zero / key / "fp32.pt")["param"] for key in (*wanted, vocabulary)}
+        equal = [torch.equal(weights[key].bfloat16(), tensor) for key, tensor in wanted.items()]
+        return equal, weights[vocabulary]
 
-    equal, lost = converted("as_it_is")
-    assert not any(equal) and lost.shape == (250, 16)
-    told = run_example(folder).out
-    assert all(
-        words in told
-        for words in ("query_key_value", "dense_4h_to_h", "original_vocab_size: 256, was 250")
-    )
-    equal, kept = converted("completed")
-    assert (
-        all(equal)
-        and kept.shape == (256, 16)
-        and torch.equal(kept[:250], lost)
-        and kept[250:].any()
-    )
+    equal, rows = converted("as_it_is")
+    assert not any(equal) and rows.shape == (250, 16)
+    printed = run_example(folder).out
+    for words in ("query_key_value", "dense_4h_to_h", "original_vocab_size: 256, was 250"):
+        assert words in printed
+    equal, all_rows = converted("completed")
+    assert all(equal)
+    assert all_rows.shape == (256, 16)
+    assert torch.equal(all_rows[:250], rows) and all_rows[250:].any()
     assert run_example(folder).out == "nothing is missing\n"
 
-    after, rest = load(folder / MODEL), content(folder)
-    assert files.pop(MODEL) != rest.pop(MODEL) and files == rest
-    info, more = (state.pop("universal_checkpoint_info") for state in (before, after))
-    assert more.keys() - info.keys() == {"parameter_with_sub_params", "sub_param_shard_widths"}
-    assert repr(before) == repr(after) and all(
-        more[key] == info[key] for key in info.keys() - others.keys()
-    )
+    after = load(folder / MODEL)
+    files_after = content(folder)
+    assert files.pop(MODEL) != files_after.pop(MODEL) and files == files_after
+    info = before.pop("universal_checkpoint_info")
+    completed = after.pop("universal_checkpoint_info")
+    assert completed.keys() - info.keys() == {"parameter_with_sub_params", "sub_param_shard_widths"}
+    assert repr(before) == repr(after)
+    assert all(completed[key] == info[key] for key in info.keys() - spoilt.keys())
 
 
 def test_refusals(saved, tmp_path):
     """No folder, no checkpoint, a damaged one: nothing is changed."""
-    os.truncate(saved[0] / MODEL, 1000)
+    folder, _, _ = saved
+    os.truncate(folder / MODEL, 1000)
     before = content(tmp_path)
     for arguments, words in (
         ((), "megatron_info.py"),
         ((tmp_path,), "holds no"),
-        ((saved[0],), f"{MODEL} is damaged"),
+        ((folder,), f"{MODEL} is damaged"),
     ):
         done = run_example(*arguments)
         assert done.code == 1 and words in done.err, done.err

@@ -8,11 +8,9 @@ import random
 
 import pytest
 import torch
-from helpers import converter, edit, failed, not_converted, states
+from helpers import MODEL, converter, each_state, edit, failed, not_converted
 
 from universal import convert
-
-MODEL = "mp_rank_00_model_states.pt"
 
 
 def permitted(source, word):
@@ -23,29 +21,26 @@ def permitted(source, word):
     return {path.stem for path in (source.parent / "u" / "zero" / "a").iterdir()}
 
 
+STATES = {
+    "number": ("momentum_scale", 0.5),
+    "text": ("kind", "adaptive"),
+    "name_of_the_weights": ("fp32", torch.zeros(13)),
+    "steps_of_elements": ("step", torch.zeros(13)),
+    "another_length": ("exp_avg_sq", torch.zeros(26)),
+    "matrix": ("exp_avg_sq", torch.zeros(13, 2)),
+    "scalar_tensor": ("mu_product", torch.zeros(())),
+    "another_length_of_muon": ("momentum_buffer", torch.zeros(9)),
+}
+
+
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("momentum_scale", 0.5),
-        ("kind", "adaptive"),
-        ("fp32", torch.zeros(13)),
-        ("step", torch.zeros(13)),
-        ("exp_avg_sq", torch.zeros(26)),
-        ("exp_avg_sq", torch.zeros(13, 2)),
-        ("mu_product", torch.zeros(())),
-        ("momentum_buffer", torch.zeros(9)),  # Muon's, of another length
-    ],
-)
+@pytest.mark.parametrize("name, value", STATES.values(), ids=STATES)
 def test_states_without_a_place(laid_out, stage, name, value):
     """What a universal checkpoint cannot hold is refused by its name, or left out by its name."""
-    source = laid_out(
-        stage, shard=lambda shard: [state.update({name: value}) for state in states(shard)]
-    )
+    source = laid_out(stage, shard=each_state(lambda state: state.update({name: value})))
     not_converted(source, name, "--no_strict")
-    assert permitted(source, name) == {"exp_avg", "exp_avg_sq", "fp32", "step"} - (
-        {name} - {"fp32"}
-    )
+    left_out = {name} - {"fp32"}
+    assert permitted(source, name) == {"exp_avg", "exp_avg_sq", "fp32", "step"} - left_out
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -54,18 +49,19 @@ def test_scalars_that_differ_by_rank(laid_out, stage):
     strict or not."""
     numbers = random.Random(1)
 
-    def add(shard):
-        for state in states(shard):
-            state |= {"scale": torch.rand(()), "same": torch.ones(()), "best": numbers.random()}
-            state |= {
-                "date": datetime.date(2026, 1, 2),
-                "seconds": datetime.timedelta(numbers.random()),
-            }
+    def add(state):
+        state.update(
+            scale=torch.rand(()),
+            same=torch.ones(()),
+            best=numbers.random(),
+            date=datetime.date(2026, 1, 2),
+            seconds=datetime.timedelta(numbers.random()),
+        )
 
-    source = laid_out(stage, shard=add)
+    source = laid_out(stage, shard=each_state(add))
     not_converted(source, "best, date, same, scale, seconds", "--no_strict")
     last = max(source.glob("*_optim_*"))
-    edit(source, last.name, lambda shard: [state["step"].add_(1) for state in states(shard)])
+    edit(source, last.name, each_state(lambda state: state["step"].add_(1)))
     not_converted(source, last.name, "is at optimizer step", strict=False)
 
 
@@ -79,10 +75,10 @@ def test_trainable_parameter_that_no_group_holds(laid_out):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_experts(laid_out, stage):
     """With the way to go on."""
-    words = "has experts", "DeepSpeed's own converter does AutoEP's"
-    not_converted(
-        laid_out(stage, lambda model: model.update(ds_autoep_layers=[{"num_experts": 4}])), *words
-    )
+    words = ("has experts", "DeepSpeed's own converter does AutoEP's")
+    layers = [{"num_experts": 4}]
+    source = laid_out(stage, lambda model: model.update(ds_autoep_layers=layers))
+    not_converted(source, *words)
     source = laid_out(stage)
     (source / "layer_0_expert_0_mp_rank_00_model_states.pt").touch()
     not_converted(source, *words)
@@ -91,16 +87,14 @@ def test_experts(laid_out, stage):
 def test_flag_that_permits_it(laid_out, tmp_path):
     """With that, what is lost is only said, as it is without that the optimizer counts otherwise
     than the module: after a start with the weights alone it counts from 0."""
-    extra = lambda shard: [state.update(extra=1.5) for state in states(shard)]  # noqa: E731
-    source = laid_out(1, shard=extra)
+    source = laid_out(1, shard=each_state(lambda state: state.update(extra=1.5)))
     failed(converter(source, tmp_path / "u"), 2, "extra", "--no_strict")
     edit(source, MODEL, lambda model: model.update(global_steps=99))
-    told = converter(source, tmp_path / "u", "--no_strict").err.splitlines()
-    assert len(told) == 2 and all(line.startswith("ds_to_universal: warning: ") for line in told)
-    assert (
-        f"{MODEL} is of step 99, the optimizer of step [100.0]" in told[0]
-        and "extra of the optimizer" in told[1]
-    )
+    of_step, of_state = converter(source, tmp_path / "u", "--no_strict").err.splitlines()
+    for line in (of_step, of_state):
+        assert line.startswith("ds_to_universal: warning: ")
+    assert f"{MODEL} is of step 99, the optimizer of step [100.0]" in of_step
+    assert "extra of the optimizer" in of_state
 
 
 def test_another_layout(laid_out, tmp_path):
@@ -113,22 +107,20 @@ def test_another_layout(laid_out, tmp_path):
             mapping[name].start += 1
 
     not_converted(laid_out(1, shard=move), "is not where param_slice_mappings says")
-    round_robin = {
-        "ds_config": {"zero_optimization": {"round_robin_gradients": True}}
-    }  # then DeepSpeed writes others
-    convert(laid_out(1, lambda model: model.update(round_robin), move), tmp_path / "u")
+    # With that DeepSpeed writes other slices than it holds.
+    config = {"zero_optimization": {"round_robin_gradients": True}}
+    convert(laid_out(1, lambda model: model.update(ds_config=config), move), tmp_path / "u")
+
+
+SLICES = {
+    "shorter": lambda flat: flat[:-3].clone(),
+    "with_gaps": lambda flat: flat.repeat_interleave(2)[::2],
+    "of_another_dtype": lambda flat: flat.flip(0).bool(),
+}
 
 
 @pytest.mark.parametrize("place", ["fp32", "exp_avg"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda flat: flat[:-3].clone(),
-        lambda flat: flat.repeat_interleave(2)[::2],
-        lambda flat: flat.flip(0).bool(),
-    ],
-    ids=["shorter", "with gaps", "of another dtype"],
-)
+@pytest.mark.parametrize("change", SLICES.values(), ids=SLICES)
 def test_a_slice_that_is_not_what_it_should_be(laid_out, place, change):
     """In the last shard alone. (It may be shorter by its padding.)"""
     source = laid_out(1)
@@ -136,13 +128,12 @@ def test_a_slice_that_is_not_what_it_should_be(laid_out, place, change):
 
     def edited(shard):
         optimizer = shard["optimizer_state_dict"]
-        flats = optimizer["single_partition_of_fp32_groups"]
-        holder, key = (
-            (flats, 0)
-            if place == "fp32"
-            else (optimizer["base_optimizer_state"]["state"][0], place)
-        )
-        holder[key] = change(holder[key])
+        if place == "fp32":
+            flats = optimizer["single_partition_of_fp32_groups"]
+            flats[0] = change(flats[0])
+        else:
+            state = optimizer["base_optimizer_state"]["state"][0]
+            state[place] = change(state[place])
 
     edit(source, last, edited)
     not_converted(source, "_optim_states.pt")
@@ -152,25 +143,28 @@ def test_a_slice_that_is_not_what_it_should_be(laid_out, place, change):
 def test_names_that_lead_elsewhere(laid_out, name):
     """Of parameters and of states: no file can have them, or another place would be written."""
     not_converted(laid_out(shapes=[{name: torch.Size((7,))}]), repr(name))
-    rename = lambda shard: [state.update({name: state.pop("exp_avg")}) for state in states(shard)]  # noqa: E731
-    not_converted(laid_out(1, shard=rename), repr(name))
+    renamed = each_state(lambda state: state.update({name: state.pop("exp_avg")}))
+    not_converted(laid_out(1, shard=renamed), repr(name))
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.EIO, "EIO"), PermissionError(errno.EACCES, "EACCES"), MemoryError()]
-)
+# In place of {} the line has the folder.
+ERRORS = {
+    "disk": (OSError(errno.EIO, "EIO"), "EIO: '{}/c/"),
+    "permission": (PermissionError(errno.EACCES, "EACCES"), "EACCES: '{}/c/"),
+    "memory": (MemoryError(), "out of memory"),
+}
+
+
+@pytest.mark.parametrize("error, words", ERRORS.values(), ids=ERRORS)
 @pytest.mark.parametrize("call", ["pread", "preadv"])
-def test_errors_of_the_system_are_not_damage(laid_out, tmp_path, error, call):
+def test_errors_of_the_system_are_not_damage(laid_out, tmp_path, error, words, call):
     """Whoever is told that a checkpoint is damaged deletes it."""
 
     def fails(*arguments, **options):
         raise error
 
-    told = (
-        "out of memory" if isinstance(error, MemoryError) else f"{error.strerror}: '{tmp_path}/c/"
-    )
     done = converter(laid_out(1), tmp_path / "u", before=lambda: setattr(os, call, fails))
-    failed(done, 1, told)
+    failed(done, 1, words.format(tmp_path))
     assert "damaged" not in done.err
 
 

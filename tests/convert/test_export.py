@@ -14,6 +14,7 @@ import pytest
 import torch
 import zoo
 from helpers import (
+    MODEL,
     at_event,
     convert_with_deepspeed,
     failed,
@@ -30,8 +31,6 @@ from measure.ranks import run
 from universal import CheckpointError, convert
 from universal import safetensors as command
 from universal.safetensors import export
-
-MODEL = "mp_rank_00_model_states.pt"
 
 
 def exporter(*words):
@@ -60,26 +59,24 @@ def test_weights_of_the_live_engine(trained, tmp_path, stage, dtype):
     nothing else; from the ZeRO checkpoint, and from what it converts into."""
     source = trained / f"{stage}-{dtype}" / TAG
     truth = load(source.with_name("truth.pt"))
-    moments = ("scratch", " exp_avg", " exp_avg_sq")  # and a buffer that is not persistent
-    wanted = {
-        name: t
-        for name, t in sorted(truth.items())
-        if torch.is_tensor(t) and not name.endswith(moments)
-    }
-    wanted = {
-        name.removesuffix(" fp32"): t for name, t in wanted.items()
-    }  # in place of the weights of the model
-    wanted |= {
-        name.replace("norm.", "same_norm."): t
-        for name, t in wanted.items()
-        if name.startswith("norm.")
-    }
+    moments = (" exp_avg", " exp_avg_sq")
+    wanted = {}
+    # Sorted, so that the fp32 weights take the place of the model's.
+    for name, tensor in sorted(truth.items()):
+        if not torch.is_tensor(tensor) or name.endswith(moments):
+            continue
+        name = name.removesuffix(" fp32")
+        wanted[name] = tensor
+        if name.startswith("norm."):
+            wanted[f"same_{name}"] = tensor
+    del wanted["scratch"]  # a buffer that is not persistent
     assert "first.weight" in wanted and "tied.weight" not in wanted
     convert(source, tmp_path / "u")
     for folder in (source, tmp_path / "u"):
         done = export(folder, tmp_path / "model.safetensors")
         got = load_file(tmp_path / "model.safetensors")
-        assert got.keys() == wanted.keys() and all(same(got[name], wanted[name]) for name in wanted)
+        assert got.keys() == wanted.keys()
+        assert all(same(got[name], wanted[name]) for name in wanted)
         assert done["parameters"] == len(wanted)
         assert done["bytes"] == sum(tensor.nbytes for tensor in wanted.values())
 
@@ -90,30 +87,31 @@ def test_transformers_takes_the_file(tmp_path, tied):
     weights."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=tied)
-    shapes = {
-        name: p.shape for name, p in AutoModelForCausalLM.from_config(config).named_parameters()
-    }
-    folder, tie = tmp_path / "checkpoint-500", {"lm_head.weight": "model.embed_tokens.weight"}
-    lay_out(folder / "global_step500", [OrderedDict(shapes)], 2, 3, tie if tied else None)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )
+    parameters = AutoModelForCausalLM.from_config(config).named_parameters()
+    shapes = OrderedDict((name, parameter.shape) for name, parameter in parameters)
+    folder = tmp_path / "checkpoint-500"
+    shared = {"lm_head.weight": "model.embed_tokens.weight"} if tied else None
+    lay_out(folder / "global_step500", [shapes], 2, 3, shared)
     config.save_pretrained(folder)
     done = exporter(folder, folder / "model.safetensors")
     paths = rf"{folder}/global_step500 -> {folder}/model.safetensors"
-    said = rf"{paths}: {len(shapes)} parameters, .* bytes in"
-    assert done.code == 0 and re.match(said, done.out), done.err
+    line = rf"{paths}: {len(shapes)} parameters, .* bytes in"
+    assert done.code == 0 and re.match(line, done.out), done.err
     convert(folder, tmp_path / "u")
-    got = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name in shapes:
-        assert same(
-            got.get_parameter(name).detach(),
-            load(tmp_path / "u" / "zero" / name / "fp32.pt")["param"],
-        )
-    assert (
-        (got.lm_head.weight is got.model.embed_tokens.weight)
-        is tied
-        is ("lm_head.weight" not in shapes)
-    )
+        weight = load(tmp_path / "u" / "zero" / name / "fp32.pt")["param"]
+        assert same(model.get_parameter(name).detach(), weight)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    assert ("lm_head.weight" not in shapes) is tied
 
 
 VIEWS = {
@@ -130,9 +128,12 @@ VIEWS = {
 
 def test_views_and_other_kinds(laid_out, tmp_path):
     """Element by element whatever the strides, in its dtype; nothing of no elements."""
-    source = laid_out(
-        1, lambda model: model.update(module=model["module"] | VIEWS, buffer_names=[*VIEWS])
-    )
+
+    def add(model):
+        model["module"] |= VIEWS
+        model["buffer_names"] = [*VIEWS]
+
+    source = laid_out(1, add)
     export(source, tmp_path / "x.safetensors")
     got = load_file(tmp_path / "x.safetensors")
     assert got.keys() == VIEWS.keys() | set("abc")
@@ -143,33 +144,32 @@ def test_universal_checkpoint_of_deepspeed(laid_out, tmp_path):
     """Its `module` still holds what was trained, also under its second name."""
 
     def tie(model):
-        model["shared_params"], model["module"]["d"] = {"d": "a"}, model["module"]["a"]
+        model["shared_params"] = {"d": "a"}
+        model["module"]["d"] = model["module"]["a"]
 
     source = laid_out(1, tie)
     export(source, tmp_path / "x.safetensors")
     convert_with_deepspeed(source, tmp_path / "u")
     export(tmp_path / "u", tmp_path / "y.safetensors")
-    wanted, got = load_file(tmp_path / "x.safetensors"), load_file(tmp_path / "y.safetensors")
-    assert got.keys() == wanted.keys() == set("abc") and all(
-        same(got[name], wanted[name]) for name in got
-    )
+    wanted = load_file(tmp_path / "x.safetensors")
+    got = load_file(tmp_path / "y.safetensors")
+    assert got.keys() == wanted.keys() == set("abc")
+    assert all(same(got[name], wanted[name]) for name in got)
 
 
 def test_what_is_no_tensor(laid_out, tmp_path):
     """In the module: named, and left out only if that is permitted. Elsewhere it does not
     matter."""
-    odd = {"extra": {"x": 1}, "complex": torch.ones(2, dtype=torch.complex128)}
-    source = laid_out(
-        1, lambda model: model.update(module=model["module"] | odd, note=SimpleNamespace())
-    )
+
+    def add(model):
+        model["module"]["extra"] = {"x": 1}
+        model["module"]["complex"] = torch.ones(2, dtype=torch.complex128)
+        model["note"] = SimpleNamespace()
+
+    source = laid_out(1, add)
     output = tmp_path / "x.safetensors"
-    failed(
-        exporter(source, output),
-        2,
-        "ds_to_safetensors: error: ",
-        "no place for complex",
-        "--no_strict",
-    )
+    done = exporter(source, output)
+    failed(done, 2, "ds_to_safetensors: error: ", "no place for complex", "--no_strict")
     assert os.listdir(tmp_path) == ["c"]
     done = exporter(source, output, "--no_strict")
     assert done.code == 0 and re.findall("no place for (.*)", done.err) == ["complex", "extra"]
@@ -180,43 +180,44 @@ def test_what_is_no_tensor(laid_out, tmp_path):
 def test_damage(laid_out, tmp_path, universal):
     """One bit of any weight: refused with the file's name; an older result stays, and nothing lies
     beside it."""
-    source, output = laid_out(3), tmp_path / "o" / "x.safetensors"
+    source = laid_out(3)
+    output = tmp_path / "o" / "x.safetensors"
     export(source, output)
     before = output.read_bytes()
     if universal:
         convert(source, tmp_path / "u" / "u")
         source = tmp_path / "u" / "u"
     for path in source.rglob("fp32.pt" if universal else "*_optim_states.pt"):
-        kept, weights = path.read_bytes(), load(path)
-        weights = (
-            weights["param"]
-            if universal
-            else weights["optimizer_state_dict"]["fp32_flat_groups"][0]
-        )
-        last = kept.index(weights.numpy().tobytes()) + weights.nbytes - 1
-        path.write_bytes(with_bit_flipped(kept, last))
+        data = path.read_bytes()
+        saved = load(path)
+        if universal:
+            weights = saved["param"]
+        else:
+            weights = saved["optimizer_state_dict"]["fp32_flat_groups"][0]
+        last_byte = data.index(weights.numpy().tobytes()) + weights.nbytes - 1
+        path.write_bytes(with_bit_flipped(data, last_byte))
         with pytest.raises(CheckpointError, match=f"{re.escape(str(path))} is damaged"):
             export(source, output)
-        path.write_bytes(kept)
+        path.write_bytes(data)
         assert output.read_bytes() == before and os.listdir(output.parent) == [output.name]
     export(source, output)
 
 
 def test_refusals(laid_out, tmp_path):
     """Before anything is written."""
-    source, output = laid_out(1), tmp_path / "x.safetensors"
+    source = laid_out(1)
+    output = tmp_path / "x.safetensors"
+    parallel = tmp_path / "parallel"
     (tmp_path / "folder.safetensors").mkdir()
-    convert(source, tmp_path / "parallel")
-    torch.save(
-        load(tmp_path / "parallel" / MODEL), tmp_path / "parallel" / MODEL.replace("00", "01")
-    )
-    shutil.copytree(tmp_path / "parallel" / "zero", tmp_path / "empty" / "zero")
+    convert(source, parallel)
+    torch.save(load(parallel / MODEL), parallel / MODEL.replace("00", "01"))
+    shutil.copytree(parallel / "zero", tmp_path / "empty" / "zero")
     before = sorted(os.listdir(tmp_path))
     for words, arguments in {
         "not the name of a .safetensors file": (source, source / MODEL),
         "folder.safetensors is not the name": (source, tmp_path / "folder.safetensors"),
         "does not exist": (tmp_path / "no", output),
-        "has 2 model-parallel ranks or a pipeline": (tmp_path / "parallel", output),
+        "has 2 model-parallel ranks or a pipeline": (parallel, output),
         "holds no *_model_states.pt": (tmp_path / "empty", output),
     }.items():
         failed(exporter(*arguments), 2, words)
@@ -226,7 +227,8 @@ def test_refusals(laid_out, tmp_path):
 def test_replaced_at_once(laid_out, tmp_path):
     """Who has mapped the older file keeps it; what a killed export has left is swept away by the
     next one."""
-    source, output = laid_out(1), tmp_path / "o" / "x.safetensors"
+    source = laid_out(1)
+    output = tmp_path / "o" / "x.safetensors"
 
     def killed():
         at_event(1, lambda event, _: event == "os.rename")
