@@ -97,7 +97,8 @@ class Column(nn.Module):
 
     def __init__(self, linear, group, parts=1):
         super().__init__()
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        rank = dist.get_rank(group)
+        ranks = dist.get_world_size(group)
         self.weight = shard(linear.weight, rank, ranks, parts=parts)
         self.bias = shard(linear.bias, rank, ranks, parts=parts)
         self.group = group
@@ -164,12 +165,14 @@ class Norm(nn.LayerNorm):
 def build(args, loss_function, *shape):
     """Every rank builds the whole GPT, so that training starts the same on every layout, and keeps
     its part."""
-    stages, tensor, ranks = args.pipeline_parallel, args.tensor_parallel, dist.get_world_size()
-    topology = PipeModelDataParallelTopology(
-        num_pp=stages, num_mp=tensor, num_dp=ranks // (stages * tensor)
-    )
+    stages = args.pipeline_parallel
+    tensor = args.tensor_parallel
+    ranks = dist.get_world_size()
+    data = ranks // (stages * tensor)
+    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=data)
     for members in topology.get_axis_comm_lists("model") or [[rank] for rank in range(ranks)]:
-        candidate = dist.new_group(members)  # all ranks take part in the making of each group
+        # All ranks take part in the making of each group.
+        candidate = dist.new_group(members)
         if RANK in members:
             group = candidate
     gpt = GPT(*shape)
@@ -197,6 +200,7 @@ def build(args, loss_function, *shape):
 def describe_cuts(width, number_of_norm):
     """How to join the ranks' parts, by patterns of the parameters' names; DeepSpeed saves this with
     them."""
+    qkv = (width, width, width)
     return {
         "universal_checkpoint_version": 0.2,
         "pipeline_replicated_parameter_patterns": [r"tied_modules\.wte\.weight"],
@@ -211,12 +215,8 @@ def describe_cuts(width, number_of_norm):
         "vocabulary_parameter_patterns": [],
         "parameter_to_average_patterns": [],
         "parameter_with_sub_params": [
-            {
-                "patterns": [r".*qkv\.weight"],
-                "shape": ((width, width, width), width),
-                "partition_dim": 0,
-            },
-            {"patterns": [r".*qkv\.bias"], "shape": ((width, width, width),), "partition_dim": 0},
+            {"patterns": [r".*qkv\.weight"], "shape": (qkv, width), "partition_dim": 0},
+            {"patterns": [r".*qkv\.bias"], "shape": (qkv,), "partition_dim": 0},
         ],
     }
 
@@ -267,7 +267,8 @@ def train_pipeline(engine, args, text, held_out, losses, done):
 
 
 def main():
-    args, losses = parse_arguments(), []
+    args = parse_arguments()
+    losses = []
 
     def loss_function(logits, targets):
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -142,16 +142,17 @@ def resume_and_train(engine, args, run, rows, memory=None):
         state = {"step": step, "run": run}
         if memory:  # if this run dies before it logs the row, the next will
             memory.save(state | {"row": row})
-        if RANK == 0:
+        if log:
             train.write_row(log, row, engine.monitor)
         stop = stopping()
         if stop or step % args.checkpoint_interval == 0:
             elastic.save(engine, args.checkpoint_dir, state, args.keep)
         if stop:
             break
-    if memory and step == args.steps:
+    finished = step == args.steps
+    if memory and finished:
         memory.close()
-    elastic.exit_together(finished=step == args.steps)
+    elastic.exit_together(finished)
 
 
 def start_exact(args):
@@ -166,11 +167,10 @@ def start_exact(args):
 
 def start_mirror(engine, args):
     """MIRROR_ROOT: with one for each, ranks of one machine stand for several."""
-    job = str(Path(args.checkpoint_dir).resolve()).strip("/").replace("/", "_")
+    job = "_".join(Path(args.checkpoint_dir).resolve().parts[1:])
+    folder = Path(os.environ.get("MIRROR_ROOT", "/dev/shm"), job)
     with exit_on_error():
-        return mirror.Mirror(
-            engine, Path(os.environ.get("MIRROR_ROOT", "/dev/shm"), job), args.mirror
-        )
+        return mirror.Mirror(engine, folder, args.mirror)
 
 
 def main():

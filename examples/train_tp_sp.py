@@ -32,7 +32,8 @@ def parse_arguments():
             f"--{what}_parallel", type=positive, default=1, metavar="N", help=f"ranks to a {what}"
         )
     args = parser.parse_args()
-    tensor, sequence = args.tensor_parallel, args.sequence_parallel
+    tensor = args.tensor_parallel
+    sequence = args.sequence_parallel
     if args.n_head % (tensor * sequence):
         fail(
             f"--n_head {args.n_head} does not divide by "
@@ -75,7 +76,8 @@ class PartOfDropout(nn.Dropout):
 
     def __init__(self, p, i, n):
         super().__init__(p)
-        self.i, self.n = i, n
+        self.i = i
+        self.n = n
 
     def forward(self, x, key):
         if not self.training:
@@ -90,7 +92,8 @@ class PartOfGPT(GPT):
     """train.py's GPT, for the i-th of n equal parts of every sequence. group: of the n ranks."""
 
     def share_sequences(self, i, n, group):
-        self.i, self.n = i, n
+        self.i = i
+        self.n = n
         for block in self.blocks:
             block.attn = UlyssesAttention(block.attn, group)
             block.drop = PartOfDropout(block.drop.p, i, n)
@@ -110,15 +113,16 @@ def build(args, *shape):
     Tensor-parallel ranks are neighbors; next come the ranks that share a sequence, then the
     data-parallel ones.
     """
-    tensor, sequence = args.tensor_parallel, args.sequence_parallel
+    tensor = args.tensor_parallel
+    sequence = args.sequence_parallel
     if tensor > 1:
         groups._init_tp_mesh_device(tensor)
     if sequence == 1:
         return GPT(*shape)
     model = PartOfGPT(*shape)
-    for first in range(0, dist.get_world_size(), tensor * sequence):
+    for first_rank in range(0, dist.get_world_size(), tensor * sequence):
         for i in range(tensor):
-            ranks = range(first + i, first + tensor * sequence, tensor)
+            ranks = range(first_rank + i, first_rank + tensor * sequence, tensor)
             group = dist.new_group(ranks)
             if RANK in ranks:
                 model.share_sequences(ranks.index(RANK), sequence, group)
@@ -143,7 +147,8 @@ def autotp(degree):
 
 def main():
     args = parse_arguments()
-    tensor, sequence = args.tensor_parallel, args.sequence_parallel
+    tensor = args.tensor_parallel
+    sequence = args.sequence_parallel
     prepare(args, tensor * sequence)
     # DeepSpeed knows nothing of sequence parallelism: it takes a rank's part of a sequence for a
     # sequence. All parts have the same size, so the mean of the gradients over all ranks is right,

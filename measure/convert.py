@@ -24,15 +24,15 @@ from train import GPT
 
 # A process inherits the peak memory of the one that forks it, and this one is large: a small one
 # goes between.
-BETWEEN = """import json, resource, subprocess, sys, time
+TIMER = """import json, resource, subprocess, sys, time
 folder, *command = sys.argv[1:]
 start = time.perf_counter()
 quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
 run = subprocess.run(command, check=True, **quiet)
 subprocess.run(["sync", "-f", folder], check=True)
 seconds = time.perf_counter() - start
-used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
-print(json.dumps([seconds, used, run.stdout]))"""
+megabytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
+print(json.dumps([seconds, megabytes, run.stdout]))"""
 COLUMNS = "{:>4}{:>7}{:>7} |{:>8}{:>11}{:>8} |{:>16}{:>9} |{:>9}{:>14}"
 
 
@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
 def timed(command, folder):
     """Run a command that writes into that folder."""
-    words = [sys.executable, "-c", BETWEEN, folder, *command]
+    words = [sys.executable, "-c", TIMER, folder, *command]
     process = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, check=True)
     return Run(*json.loads(process.stdout))
 
@@ -70,14 +70,16 @@ def data_seconds(run):
 
 def measure(work, stage, ranks):
     """The cells of a line of the table."""
-    source, output = work / "source", work / "output"
+    source = work / "source"
+    output = work / "output"
     net = GPT(n_layer=12, n_head=12, n_embd=768, seq_len=1024, dropout=0.1)
     lay_out(source, groups_of(net), ranks, stage, {"lm_head.weight": "wte.weight"})
     os.sync()  # or the first to run would wait for the source to reach the disk, too
     gigabytes = sum(path.stat().st_size for path in source.iterdir()) / 1e9
-    runs = {name: [] for name in commands(source, output)}
+    tools = commands(source, output)
+    runs = {name: [] for name in tools}
     for _ in range(3):
-        for name, command in commands(source, output).items():
+        for name, command in tools.items():
             runs[name].append(timed(command, work))
             shutil.rmtree(output)
     seconds = {name: statistics.median(run.seconds for run in runs[name]) for name in runs}
@@ -86,7 +88,7 @@ def measure(work, stage, ranks):
         stage,
         ranks,
         f"{gigabytes:.2f}",
-        *(f"{seconds[name]:.2f}" for name in ("ours", "DeepSpeed", "cp")),
+        *(f"{median:.2f}" for median in seconds.values()),
         f"{seconds['DeepSpeed'] / seconds['ours']:.1f}",
         f"{data / seconds['cp']:.2f}",
         *(f"{max(run.megabytes for run in runs[name]):.0f}" for name in ("ours", "DeepSpeed")),

@@ -21,8 +21,8 @@ PYTEST = WORK / "pytest"  # later ones do not know DeepSpeed's fixtures, which a
 # Not run: it wants an error where a checkpoint of 4 ranks is loaded on 2, and install() loads it.
 # Where that error is not raised, pytest ends the process, and DeepSpeed's pool of processes waits
 # for it for ever.
-KNOWN = (
-    "unit/checkpoint/test_zero_optimizer.py::TestZeROElasticCheckpoint::"
+DESELECT = (
+    "--deselect=unit/checkpoint/test_zero_optimizer.py::TestZeROElasticCheckpoint::"
     "test_elastic_checkpoint_change_dp[True-"
 )
 # DeepSpeed's tests start the ranks of each test anew: this forks them from a process that has
@@ -35,26 +35,19 @@ sys.exit(pytest.main(sys.argv[1:]))"""
 
 def run(name, tests, *before):
     """{test: how it ended, and why}, without those that were skipped."""
-    command = [
-        *before,
-        sys.executable,
-        "-c",
-        MAIN,
-        "unit/checkpoint",
-        "-rpfE",
-        f"--deselect={KNOWN}",
-        *sys.argv[2:],
-    ]
+    tests_and_flags = ["unit/checkpoint", "-rpfE", DESELECT, *sys.argv[2:]]
+    command = [*before, sys.executable, "-c", MAIN, *tests_and_flags]
     settings = os.environ | {
         "DS_TEST_USE_INSTALLED_DEEPSPEED": "1",
         "COLUMNS": "300",  # pytest cuts the lines of its summary
         "LOCAL_SIZE": "4",  # DeepSpeed's count of devices on CPUs: what needs more is skipped
         "PYTHONPATH": f"{PYTEST}:{os.environ.get('PYTHONPATH', '')}",
     }
-    options = {"cwd": tests, "env": settings, "timeout": 6 * 3600}
     path = WORK / f"{name}.txt"
     with path.open("w") as output:
-        result = subprocess.run(command, stdout=output, stderr=output, **options)
+        result = subprocess.run(
+            command, stdout=output, stderr=output, cwd=tests, env=settings, timeout=6 * 3600
+        )
     if result.returncode not in (0, 1):
         sys.exit(f"pytest has not come to its end: {path}")
     text = re.sub(r"\x1b\[[\d;]*m", "", path.read_text())  # in colors, whatever it is told
@@ -66,7 +59,8 @@ def run(name, tests, *before):
 
 def main():
     clone = Path(*sys.argv[1:2])
-    tests, installed = clone / "tests", version("deepspeed")
+    tests = clone / "tests"
+    installed = version("deepspeed")
     has_tests = (tests / "unit" / "checkpoint").is_dir()
     if not has_tests or (clone / "version.txt").read_text().strip() != installed:
         url = "https://github.com/deepspeedai/DeepSpeed"

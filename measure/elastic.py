@@ -86,28 +86,24 @@ EVENTS = [
 
 
 def try_events(args):
-    train = [*TRAIN, *["--exact"] * (not args.rounding)]
+    train = TRAIN if args.rounding else [*TRAIN, "--exact"]
     runs = {}
     train_alone(train, "elastic_one_rank", STEPS)
     for mirror in args.mirror:
         shutil.rmtree(FOLDER, ignore_errors=True)
-        flags = ["--mirror", str(mirror)] if mirror else []
-        kind = " ".join(flags) or "checkpoints only"
+        mirror_flag = f"--mirror {mirror}" if mirror else ""
+        kind = mirror_flag or "checkpoints only"
         exact = "without --exact" if args.rounding else "with --exact"
         print(f"ZeRO-{args.zero_stage}, {kind}, torchrun, {exact}\n{HEAD}")
-        flags += ["--zero_stage", str(args.zero_stage)]
+        flags = f"--zero_stage {args.zero_stage} {mirror_flag}".split()
         memory = MEMORY if mirror else None
         with Job(TORCHRUN, [*train, *flags], "elastic", ranks=2, memory=memory) as job:
-            for at, name, event, *where in EVENTS:
-                job.reach(at)
-                name = name if mirror else name.removesuffix(" as it sends")
-                job.happen(
-                    name,
-                    event,
-                    *where,
-                    ranks=r"\d+" if at else 4,
-                    lost=not mirror or name == NEIGHBORS,
-                )
+            for step, name, event, *arguments in EVENTS:
+                job.reach(step)
+                what = name if mirror else name.removesuffix(" as it sends")
+                ranks = r"\d+" if step else 4
+                lost = not mirror or name == NEIGHBORS
+                job.happen(what, event, *arguments, ranks=ranks, lost=lost)
             job.wait()
             back = job.said("back to the disk")
             assert back == bool(mirror), f"{back} times back to the disk"
@@ -155,19 +151,25 @@ ODDS = {
     "a rank hangs": 2,
     "two die at once": 1,
 }
-HAPPENS = {"joins": Job.start, "is preempted": Job.preempt, "a rank is killed": Job.kill_a_rank}
-HAPPENS |= {"a rank hangs": Job.hang, "dies": Job.kill, "two die at once": Job.kill}
+HAPPENS = {
+    "joins": Job.start,
+    "dies": Job.kill,
+    "is preempted": Job.preempt,
+    "a rank is killed": Job.kill_a_rank,
+    "a rank hangs": Job.hang,
+    "two die at once": Job.kill,
+}
 
 
 def throw(dice, alive):
     """(steps until it happens, what, to which nodes)."""
     gap = dice.choice([0, 1, 2, 5, 20, 60])
-    away = [node for node in NODES if node not in alive]
-    if away and (len(alive) == 1 or dice.random() < 0.4):
-        return gap, "joins", [dice.choice(away)]
+    dead = [node for node in NODES if node not in alive]
+    if dead and (len(alive) == 1 or dice.random() < 0.4):
+        return gap, "joins", [dice.choice(dead)]
     (what,) = dice.choices([*ODDS], ODDS.values())
     node = dice.choice(sorted(alive))
-    if what == "two die at once" and not away:
+    if what == "two die at once" and not dead:
         return gap, what, sorted({*NODES} - {node})
     return gap, what.replace("two die at once", "dies"), [node]
 
@@ -178,12 +180,14 @@ def try_soak(args):
     print(f"{head}, up to {args.soak:g} minutes of events\n{HEAD}", flush=True)
     shutil.rmtree(FOLDER, ignore_errors=True)
     train = [*SMALL, "--steps", str(steps)]
-    flags = ["--zero_stage", str(args.zero_stage), "--mirror", "1"]
+    flags = f"--zero_stage {args.zero_stage} --mirror 1".split()
     # A rendezvous that no node holds.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    where = {"endpoint": f"127.0.0.1:{store.port}", "rendezvous": "is_host=0"}
-    dice, start, events = random.Random(args.seed), time.time(), {}
-    with Job(WARM, [*train, *flags], "elastic_soak", memory=MEMORY, **where) as job:
+    rendezvous = {"endpoint": f"127.0.0.1:{store.port}", "rendezvous": "is_host=0"}
+    dice = random.Random(args.seed)
+    start = time.time()
+    events = {}
+    with Job(WARM, [*train, *flags], "elastic_soak", memory=MEMORY, **rendezvous) as job:
         job.happen("start", Job.start, *NODES, ranks=len(NODES))
         while time.time() < start + 60 * args.soak and job.step() + 100 < steps:
             gap, what, nodes = throw(dice, job.nodes)
@@ -203,11 +207,11 @@ def print_soak(job, events):
     print(
         "event               times   steps done again   seconds to the next step: median   longest"
     )
-    for what, same in sorted(events.items()):
-        seconds = [event.seconds for event in same]
-        again = sum(event.again for event in same)
+    for what, kind in sorted(events.items()):
+        seconds = [event.seconds for event in kind]
+        again = sum(event.again for event in kind)
         median = statistics.median(seconds)
-        print(f"{what:<18}{len(same):>7}{again:>19}{median:>35.1f}{max(seconds):>10.1f}")
+        print(f"{what:<18}{len(kind):>7}{again:>19}{median:>35.1f}{max(seconds):>10.1f}")
     back = job.said("back to the disk")
     assert back or not any(event.again for event in job.events), "steps are done again"
     print(
@@ -233,7 +237,10 @@ def main():
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--output", type=Path, help="the picture of two runs")
     args = parser.parse_args()
-    (try_soak if args.soak else try_events)(args)
+    if args.soak:
+        try_soak(args)
+    else:
+        try_events(args)
 
 
 if __name__ == "__main__":

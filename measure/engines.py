@@ -95,10 +95,13 @@ class MixedDtypes(Net):
         return (self.second(hidden).float() + self.third(x) * self.scale).pow(2).mean()
 
 
+def mean_square(out, _):
+    return out.float().pow(2).mean()
+
+
 def pipeline():
     layers = [nn.Linear(16, 16, bias=False) for _ in range(3)]
-    loss = lambda out, _: out.float().pow(2).mean()  # noqa: E731
-    return PipelineModule(layers, num_stages=dist.get_world_size(), loss_fn=loss)
+    return PipelineModule(layers, num_stages=dist.get_world_size(), loss_fn=mean_square)
 
 
 def adamw(parameters):
@@ -118,7 +121,6 @@ class Kind(NamedTuple):
     before: Callable = nn.Module.train
     after: Callable = str
     scheduler: Callable | None = None
-    save: dict[str, Any] = {}
     zero_init: bool = False
 
 
@@ -126,16 +128,27 @@ BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+IMMEDIATE = {"bf16": {"enabled": True, "immediate_grad_update": True}} | SUMS
 MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "nvme"}  # any folder
+HALF_ON_CPU = {"offload_optimizer": CPU | {"ratio": 0.5}}
+SUPER_OFFLOAD = {"offload_optimizer": CPU | {"super_offload": True}}
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01}}
 MUON = {"type": "Muon", "params": {"lr": 0.01, "torch_adam": True}}
 WHOLE = {"reduce_scatter": False}  # as Muon wants it
+MOMENTUM_IN_MEMORY = WHOLE | {"save_muon_momentum_buffer_in_memory": True}
 ONE_CYCLE = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 4}
-ZENFLOW = {"topk_ratio": 0.25, "select_interval": 4, "update_interval": 4, "overlap_step": False}
-ZENFLOW |= {"select_strategy": "step", "full_warm_up_rounds": 0}
-ZENFLOW = {"zenflow": ZENFLOW, "offload_optimizer": CPU, "overlap_comm": True}
+TOP_K = {
+    "topk_ratio": 0.25,
+    "select_strategy": "step",
+    "select_interval": 4,
+    "update_interval": 4,
+    "full_warm_up_rounds": 0,
+    "overlap_step": False,
+}
+ZENFLOW = {"zenflow": TOP_K, "offload_optimizer": CPU, "overlap_comm": True}
+NOT_SERIALIZED = {"checkpoint": {"checkpoint_serialization": False}}
 
 
 def lambda_lr(optimizer):
@@ -181,25 +194,17 @@ def kinds(ranks):
     return rows | {
         "ZeRO-1, bf16 summed in fp32": Kind(1, BF16 | SUMS),
         "ZeRO-1, bf16 summed in fp32, Muon": Kind(1, BF16 | SUMS, WHOLE, optimizer=MUON),
-        "ZeRO-1, immediate_grad_update": Kind(
-            1, {"bf16": {"enabled": True, "immediate_grad_update": True}} | SUMS
-        ),
-        "ZeRO-3, Muon, its momentum in memory": Kind(
-            3, zero=WHOLE | {"save_muon_momentum_buffer_in_memory": True}, optimizer=MUON
-        ),
+        "ZeRO-1, immediate_grad_update": Kind(1, IMMEDIATE),
+        "ZeRO-3, Muon, its momentum in memory": Kind(3, zero=MOMENTUM_IN_MEMORY, optimizer=MUON),
         "ZeRO-3, zero.Init": Kind(3, zero_init=True),
         "ZeRO-3, hpZ": Kind(3, zero={"zero_hpz_partition_size": ranks}),
         "ZeRO-3, sub_group_size": Kind(3, zero={"sub_group_size": 100}),
         "ZeRO-3, leaf modules": Kind(3, before=whole_modules),
         "ZeRO-3, offload_param": Kind(3, zero={"offload_optimizer": CPU, "offload_param": CPU}),
-        "ZeRO-3, offload_optimizer.ratio": Kind(
-            3, zero={"offload_optimizer": CPU | {"ratio": 0.5}}, optimizer=ADAMW
-        ),
+        "ZeRO-3, offload_optimizer.ratio": Kind(3, zero=HALF_ON_CPU, optimizer=ADAMW),
         "ZeRO-3, offload_param to NVMe": Kind(3, zero={"offload_param": NVME}),
         "ZeRO-3, offload_optimizer to NVMe": Kind(3, zero={"offload_optimizer": NVME}),
-        "ZeRO-3, SuperOffload": Kind(
-            3, BF16, {"offload_optimizer": CPU | {"super_offload": True}}, optimizer=ADAMW
-        ),
+        "ZeRO-3, SuperOffload": Kind(3, BF16, SUPER_OFFLOAD, optimizer=ADAMW),
         "ZeRO-3, MiCS": Kind(3, zero={"mics_shard_size": 1}),
         "ZeRO-3, quantized weights": Kind(3, BF16, {"zero_quantized_weights": True}),
         "ZeRO-2, round_robin_gradients": Kind(2, zero={"round_robin_gradients": True}),
@@ -219,9 +224,7 @@ def kinds(ranks):
         "ZeRO-3, fast writer": Kind(3, written_by("fast")),
         "ZeRO-3, decoupled writer": Kind(3, written_by("python", decoupled=True)),
         "ZeRO-1, python writer": Kind(1, written_by("python")),
-        "ZeRO-2, checkpoint_serialization false": Kind(
-            2, {"checkpoint": {"checkpoint_serialization": False}}
-        ),
+        "ZeRO-2, checkpoint_serialization false": Kind(2, NOT_SERIALIZED),
         "ZeRO-1, pipeline": Kind(1, net=pipeline),
         "ZeRO-0, pipeline": Kind(0, net=pipeline),
         "ZeRO-0, pipeline, bf16": Kind(0, BF16, net=pipeline),
@@ -250,25 +253,30 @@ def build(kind, seed):
     kind.before(model)
     for parameter in model.parameters():
         parameter.use_muon = parameter.dim() == 2
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if isinstance(model, Experts):
-        trained = {"params": trained, "name": "all"}
-        trained = split_params_into_different_moe_groups_for_optimizer(trained)
-    optimizer = kind.optimizer(trained) if callable(kind.optimizer) else None
-    parts = {"model": model, "optimizer": optimizer, "model_parameters": trained}
-    engine, *_ = deepspeed.initialize(**parts, config=config, lr_scheduler=kind.scheduler)
+        group = {"params": parameters, "name": "all"}
+        parameters = split_params_into_different_moe_groups_for_optimizer(group)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=kind.optimizer(parameters) if callable(kind.optimizer) else None,
+        model_parameters=parameters,
+        config=config,
+        lr_scheduler=kind.scheduler,
+    )
     kind.after(engine)
     return engine
 
 
 def train(engine, steps):
     """The losses of these steps. The samples belong to the step, whatever the ranks."""
-    share = engine.gradient_accumulation_steps()
-    first = engine.seq_dp_world_size and dist.get_rank(engine.seq_data_parallel_group) * share
+    accumulation = engine.gradient_accumulation_steps()
+    rank = dist.get_rank(engine.seq_data_parallel_group)
     losses = []
     for step in steps:
         x = torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(step))
-        rows = [row[None].to(dtype_of(engine)) for row in x[first : first + share]]
+        share = x[rank * accumulation : (rank + 1) * accumulation]
+        rows = [row[None].to(dtype_of(engine)) for row in share]
         if isinstance(engine.module, PipelineModule):
             losses.append(engine.train_batch((row, row) for row in rows).item())
             continue
@@ -340,7 +348,7 @@ def losses_of(kind, column):
         assert path, "nothing was loaded"
     else:
         train(engine, range(SAVED))
-        engine.save_checkpoint(".", tag="t", **kind.save)
+        engine.save_checkpoint(".", tag="t")
     losses = train(engine, range(SAVED, STEPS))
     engine.destroy()
     return losses
@@ -382,7 +390,8 @@ def measure(names):
 def cell(saved, loaded):
     if isinstance(loaded, str):
         return [loaded]
-    (wanted, _), (losses, warned) = saved, loaded
+    wanted, _ = saved
+    losses, warned = loaded
     gap = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
     return [f"{gap:.1e}", *warned]
 
@@ -395,8 +404,8 @@ def table(rows):
     for name, cells in rows.items():
         line = [name.ljust(width)]
         for column, texts in cells.items():
-            short = [text if is_number(text) else letter(text, letters) for text in texts]
-            line.append(" ".join(short).rjust(len(column)))
+            marks = [text if is_number(text) else letter(text, letters) for text in texts]
+            line.append(" ".join(marks).rjust(len(column)))
         lines.append("  ".join(line))
     return "\n".join([*lines, "", *(f"{mark}: {text}" for text, mark in letters.items())])
 

@@ -42,7 +42,8 @@ def cut(parameters, ranks):
     total = sum(parameter.numel for parameter in parameters)
     slices = []
     for rank in range(ranks):
-        low, high = total * rank // ranks, total * (rank + 1) // ranks
+        low = total * rank // ranks
+        high = total * (rank + 1) // ranks
         start = 0
         parts = []
         for name, numel in parameters:
@@ -62,7 +63,8 @@ def draw_row(axis, y, label, holders, followed, gap):
     total = sum(part.numel for parts in holders for part in parts)
     scale = (1 - gap * (len(holders) - 1)) / total
     x = 0.0
-    begins, pieces = [], []
+    begins = []
+    pieces = []
     for parts in holders:
         begins.append(x)
         for name, numel in parts:
@@ -84,7 +86,8 @@ def connect(axis, pieces, y, whole, whole_y, style):
         stop = start + (right - left) * scale
         corners = [(left, y), (right, y), (stop, whole_y), (start, whole_y)]
         axis.add_patch(Polygon(corners, facecolor=FOLLOWED, alpha=0.25, edgecolor="none"))
-        tip, tail = ((left + right) / 2, y), ((start + stop) / 2, whole_y)
+        tip = ((left + right) / 2, y)
+        tail = ((start + stop) / 2, whole_y)
         arrow = {"arrowstyle": style, "shrinkA": 2, "shrinkB": 2, "mutation_scale": 16, "fc": "k"}
         axis.annotate("", tip, tail, arrowprops=arrow)
         start = stop
@@ -101,7 +104,8 @@ def draw(files, folders, readers, followed):
     _, (whole,) = draw_row(axis, 1.5, label, folders, followed, 0.008)
     label = f"resumed on\n{len(readers)} ranks"
     begins, below = draw_row(axis, 0, label, readers, followed, 0.03)
-    for rank, x in enumerate(begins):  # the arrows meet this row from above
+    # The arrows meet this row from above.
+    for rank, x in enumerate(begins):
         axis.text(x, -0.27, f"rank {rank}")
     connect(axis, above, 3, whole, 1.5 + HEIGHT, "<|-")  # points at the whole
     connect(axis, below, HEIGHT, whole, 1.5, "-|>")
@@ -109,11 +113,12 @@ def draw(files, folders, readers, followed):
     axis.axis("off")
     title = "ZeRO-1/2 cuts across the parameters;\na universal checkpoint keeps each of them whole"
     figure.suptitle(title, fontsize=12, y=0.98)
+    handles = [
+        Patch(facecolor=FOLLOWED, label="one weight matrix, followed"),
+        Patch(facecolor=OTHER, label="the other matrices"),
+    ]
     figure.legend(
-        handles=[
-            Patch(facecolor=FOLLOWED, label="one weight matrix, followed"),
-            Patch(facecolor=OTHER, label="the other matrices"),
-        ],
+        handles=handles,
         title="every box holds fp32 weights, exp_avg and exp_avg_sq",
         loc="lower center",
         ncols=2,

@@ -57,9 +57,10 @@ def train(device, ranks, flags):
     checkpoint)"""
     name = f"{flags}_{device}_{ranks}".replace("--", "").replace(" ", "_")
     script = "examples.train_elastic" if "--exact" in flags else "train.py"
-    launcher, environment = TORCHRUN, os.environ | QUIET | {"DS_ACCELERATOR": device}
+    launcher = WARM if device == "cpu" else TORCHRUN
+    environment = os.environ | QUIET | {"DS_ACCELERATOR": device}
     if device == "cpu":
-        launcher, environment["CUDA_VISIBLE_DEVICES"] = WARM, ""
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     words = f"--standalone --nproc-per-node {ranks} -m measure.gpu {script} {TRAIN}"
     words += f" --run_name {name} --checkpoint_dir {name} {flags}"
     command = ["timeout", "600", *launcher, *words.split()]
@@ -92,18 +93,18 @@ def check(what, flags, source, place, most, kind="", least=0.0):
 
 def check_all(device, ranks):
     """Returns how many numbers are off."""
-    here = (device, ranks)
-    other = (device, ranks // 2 or 2)
+    place = (device, ranks)
+    others = ranks // 2 or 2
     off = 0
     for flags in (FP32, *HALF) if device == "cuda" else (FP32,):
-        same, apart = ROUNDING[flags]
-        off += check("Test 1", flags, here, here, same)
-        off += check("Test 3", flags, here, here, same, "_universal")
-        off += check("to 4 CPU ranks", flags, here, CPUS, apart)
-        off += check("from 4 CPU ranks", flags, CPUS, here, apart)
-    off += check("first moments forgotten", FP32, here, here, torch.inf, "_forgotten", least=1e-3)
-    off += check("every bit", EXACT, here, here, 0.0)
-    off += check(f"every bit, {ranks} to {other[1]} ranks", EXACT, here, other, 0.0)
+        same_device, two_devices = ROUNDING[flags]
+        off += check("Test 1", flags, place, place, same_device)
+        off += check("Test 3", flags, place, place, same_device, "_universal")
+        off += check("to 4 CPU ranks", flags, place, CPUS, two_devices)
+        off += check("from 4 CPU ranks", flags, CPUS, place, two_devices)
+    off += check("first moments forgotten", FP32, place, place, torch.inf, "_forgotten", least=1e-3)
+    off += check("every bit", EXACT, place, place, 0.0)
+    off += check(f"every bit, {ranks} to {others} ranks", EXACT, place, (device, others), 0.0)
     return off
 
 

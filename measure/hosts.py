@@ -35,9 +35,8 @@ def host(number):
     card = f"ip link add eth0 type veth peer name port$$ netns {os.getpid()} && ip link set eth0 up"
     address = f"ip addr add 10.77.0.{number}/24 dev eth0 && ip link set lo up"
     shell = f"{card} && {address} && mount -t tmpfs memory /dev/shm && echo && exec sleep infinity"
-    holder = subprocess.Popen(
-        ["unshare", "--net", "--mount", "sh", "-c", shell], stdout=subprocess.PIPE
-    )
+    command = ["unshare", "--net", "--mount", "sh", "-c", shell]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert holder.stdout.readline(), "no namespaces for a host"
     sh(f"ip link set port{holder.pid} master switch up")
     return holder.pid
@@ -52,14 +51,15 @@ class HostsJob(Job):
     settings = "keep_alive_interval=3,keep_alive_max_attempt=5,last_call_timeout=5,read_timeout=120"
 
     def __init__(self, name, hosts, *train):
-        self.hosts, self.folder = hosts, DISK / name
+        self.hosts = hosts
+        self.folder = DISK / name
         self.seen = {}  # {checkpoint: its files when it was finished}
         train = [*TRAIN, "--checkpoint_dir", str(self.folder), *train]
         super().__init__(WARM, train, name, endpoint="10.77.0.1:29400")
-        for name, pid in hosts.items():
+        for node, pid in hosts.items():
             enter = f"nsenter --target={pid} --net --mount --wd={os.getcwd()}"
-            environment = f"GLOO_SOCKET_IFNAME=eth0 PET_LOCAL_ADDR=10.77.0.{name[-1]}"
-            self.inside[name] = [*enter.split(), "env", *environment.split()]
+            environment = f"GLOO_SOCKET_IFNAME=eth0 PET_LOCAL_ADDR=10.77.0.{node[-1]}"
+            self.inside[node] = [*enter.split(), "env", *environment.split()]
         threading.Thread(target=self.watch, daemon=True).start()
 
     def pull(self, name, rank=None):
@@ -138,13 +138,14 @@ def contents(folder):
 
 
 def short(job):
-    since, started = time.time(), job.said("accumulation steps x")
+    since = time.time()
+    starts = job.said("accumulation steps x")
     job.pull("node 2")
     reached = job.step()
     time.sleep(5)
     job.plug("node 2")
-    stepped, _ = job.first(rf"^step +{reached + 1} \|", since)
-    assert job.said("accumulation steps x") == started, "not the same ranks"
+    stepped, _ = job.wait_for(rf"^step +{reached + 1} \|", since)
+    assert job.said("accumulation steps x") == starts, "not the same ranks"
     seconds = f"{stepped - since:.1f}"
     print(
         f"{reached:4}  cable 2 out for 5 seconds: the same ranks have the next step after {seconds}"
@@ -161,33 +162,35 @@ def cut(job, what, name, *caught, ranks=2):
 
 def full(job):
     """Something else fills the disk before a save, and is removed after it has failed."""
-    filler, since = DISK / "filler", time.time()
-    subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=64k"], capture_output=True)
-    job.first("No space left|inline_container", since)
+    filler = DISK / "filler"
+    since = time.time()
+    subprocess.run(f"dd if=/dev/zero of={filler} bs=64k".split(), capture_output=True)
+    job.wait_for("No space left|inline_container", since)
     job.happen("disk full in a save", lambda job: filler.unlink(), ranks=3)
 
 
 def read_only(job):
     since = time.time()
-    while subprocess.run(["mount", "-o", "remount,ro", DISK], capture_output=True).returncode:
+    while subprocess.run(f"mount -o remount,ro {DISK}".split(), capture_output=True).returncode:
         time.sleep(0.01)  # a file in it is being written
-    failed, _ = job.first("Read-only file system", since)
+    failed, _ = job.wait_for("Read-only file system", since)
     job.resumed("folder is read-only", failed, ranks=3)
     sh(f"mount -o remount,rw {DISK}")
-    job.first("^saved ", time.time())
+    job.wait_for("^saved ", time.time())
 
 
 def late(job):
     """As where a folder hangs with the cable: the rank that was cut off in a save writes on while
     the others, who have no mirror and repeat the steps, save the same step."""
-    rank, before = job.catch("node 2", job.folder, "*.*.unfinished")
-    since, reached = time.time(), job.step()
+    rank, saves = job.catch("node 2", job.folder, "*.*.unfinished")
+    since = time.time()
+    reached = job.step()
     job.happen("cable 2 out in a save", HostsJob.pull, "node 2", ranks=2, lost=True)
-    other, _ = job.catch("node 1", job.folder, "*.*.unfinished", before)
+    other, _ = job.catch("node 1", job.folder, "*.*.unfinished", saves)
     rank.resume()
     time.sleep(5)
     other.resume()
-    _, saved = job.first(r"^saved .*global_step(\d+)", since)
+    _, saved = job.wait_for(r"^saved .*global_step(\d+)", since)
     assert int(saved[1]) == reached, f"step {saved[1]} was saved, not {reached} again"
     job.happen("it is back", HostsJob.plug, "node 2", ranks=3)
 
@@ -204,6 +207,10 @@ def with_mirror(job):
     cut(job, "cable 1 out", "node 1", ranks=1)
 
 
+# name, what happens, flags
+JOBS = [("mirror", with_mirror, ["--mirror", "1"]), ("no_mirror", late, [])]
+
+
 def main():
     assert os.getpid() == 1, "`make hosts` starts it in namespaces of its own"
     sh("ip link set lo up")
@@ -212,9 +219,9 @@ def main():
     sh(f"mount -t tmpfs -o size=16m shared {DISK}")
     hosts = {f"node {number}": host(number) for number in (1, 2, 3)}
     print(f"3 hosts of 1 rank, ZeRO-1, --timeout 20, {HostsJob.settings}")
-    for name, events, *train in ("mirror", with_mirror, "--mirror", "1"), ("no_mirror", late):
-        print(f"{' '.join(train) or 'no mirror'}\n{HEAD}", flush=True)
-        with HostsJob(f"hosts_{name}", hosts, *train) as job:
+    for name, events, flags in JOBS:
+        print(f"{' '.join(flags) or 'no mirror'}\n{HEAD}", flush=True)
+        with HostsJob(f"hosts_{name}", hosts, *flags) as job:
             job.happen("start", Job.start, *hosts, ranks=3)
             events(job)
             job.finish()

@@ -39,8 +39,9 @@ def lay_out(folder, groups, ranks, stage, shared_params=None):
     else:
         model["module"] = {name: random(*shape).bfloat16() for name, shape in shapes.items()}
         torch.save(model, folder / "mp_rank_00_model_states.pt")
+    make_shard = shard_of_stage_3 if stage == 3 else shard_of_stage_1
     for rank in range(ranks):
-        shard = (shard_of_stage_3 if stage == 3 else shard_of_stage_1)(groups, rank, ranks, random)
+        shard = make_shard(groups, rank, ranks, random)
         shard |= {"loss_scaler": LossScaler(1.0), "dynamic_loss_scale": False, "overflow": False}
         shard["zero_stage"] = ZeroStageEnum(stage)
         content = {"optimizer_state_dict": shard, "ds_config": {}, "ds_version": "0.19.8"}
@@ -94,11 +95,14 @@ def shard_of_stage_3(groups, rank, ranks, random):
 
 def shard_of_stage_1(groups, rank, ranks, random):
     """A group's parameters are laid end to end, padded, and cut into one slice per rank."""
-    sizes, mappings, paddings = [], [], []
+    sizes = []
+    mappings = []
+    paddings = []
     for group in groups:
         total = sum(shape.numel() for shape in group.values())
         size = 2 * math.ceil(total / (2 * ranks))
-        mapping, offset = OrderedDict(), 0
+        mapping = OrderedDict()
+        offset = 0
         for name, shape in group.items():
             begin = max(offset, rank * size)
             end = min(offset + shape.numel(), (rank + 1) * size)

@@ -20,25 +20,28 @@ from measure.ranks import run
 
 COMMON = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 160 --lr 1e-3".split()
 RESUME = "--resume --checkpoint_tag global_step60 --checkpoint_interval 400".split()
-HERE = Path.cwd()
-ONE = "one_rank"  # the run that all are compared with
-TPSP, PIPE = "examples.train_tp_sp", "examples.train_3d"
-AXES = {TPSP: ("tensor", "sequence"), PIPE: ("tensor", "pipeline")}
+FOLDER = Path.cwd()
+ONE_RANK = "one_rank"  # the run that all are compared with
+TPSP = "examples.train_tp_sp"
+PIPE = "examples.train_3d"
+SECOND_AXIS = {TPSP: "sequence", PIPE: "pipeline"}
 CUBE = [(2, 2, 2), (2, 2, 1), (1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]
-# script, ZeRO stage, layout that saves, layouts that go on: (first of the axes, second,
-# data-parallel ranks)
+# script, ZeRO stages, layout that saves, layouts that go on: (tensor-parallel ranks, those of the
+# second axis, data-parallel ranks)
 CHANGES = [
-    *((TPSP, s, (2, 1, 2), [(2, 1, 2), (2, 1, 1), (1, 1, 2), (4, 1, 1)]) for s in (1, 2, 3)),
-    *((TPSP, s, (1, 1, 1), [(2, 1, 1)]) for s in (1, 2, 3)),
-    *((TPSP, s, (1, 2, 2), [(1, 2, 2), (1, 2, 1), (1, 1, 2), (1, 4, 1)]) for s in (1, 3)),
-    *((TPSP, s, (2, 2, 1), [(2, 2, 1), (1, 1, 2)]) for s in (1, 3)),
-    (PIPE, 1, CUBE[0], CUBE),
-    *((PIPE, 1, layout, []) for layout in CUBE[1:]),
+    (TPSP, (1, 2, 3), (2, 1, 2), [(2, 1, 2), (2, 1, 1), (1, 1, 2), (4, 1, 1)]),
+    (TPSP, (1, 2, 3), (1, 1, 1), [(2, 1, 1)]),
+    (TPSP, (1, 3), (1, 2, 2), [(1, 2, 2), (1, 2, 1), (1, 1, 2), (1, 4, 1)]),
+    (TPSP, (1, 3), (2, 2, 1), [(2, 2, 1), (1, 1, 2)]),
+    (PIPE, (1,), CUBE[0], CUBE),
+    *((PIPE, (1,), layout, []) for layout in CUBE[1:]),
 ]
 
 
 def name_of(script, layout):
-    return "TP {}, {} {}, DP {}".format(layout[0], "SP" if script == TPSP else "PP", *layout[1:])
+    tensor, second, data = layout
+    kind = "SP" if script == TPSP else "PP"
+    return f"TP {tensor}, {kind} {second}, DP {data}"
 
 
 def run_name(script, stage, layout):
@@ -46,15 +49,16 @@ def run_name(script, stage, layout):
 
 
 def train(script, stage, layout, name, folder, *arguments):
-    first, second = AXES[script]
-    words = [*COMMON, f"--{first}_parallel", layout[0], f"--{second}_parallel", layout[1]]
-    words += ["--zero_stage", stage, "--run_name", name, "--checkpoint_dir", folder, *arguments]
-    run(HERE, math.prod(layout), script, *words, limit=1200)
+    tensor, second, _ = layout
+    ranks = f"--tensor_parallel {tensor} --{SECOND_AXIS[script]}_parallel {second}"
+    words = [*COMMON, *ranks.split(), "--zero_stage", stage]
+    words += ["--run_name", name, "--checkpoint_dir", folder, *arguments]
+    run(FOLDER, math.prod(layout), script, *words, limit=1200)
 
 
 def difference(baseline, name):
     """The largest of any step's training or validation loss."""
-    return max(largest(HERE, baseline, name, ("loss", "val_loss")).values())
+    return max(largest(FOLDER, baseline, name, ("loss", "val_loss")).values())
 
 
 def draw(path):
@@ -63,8 +67,12 @@ def draw(path):
     names = [name, *(f"{name} to {name_of(PIPE, layout)}" for layout in (CUBE[0], CUBE[2]))]
     logs = [plot.read_log(f"logs/{name}.csv")._replace(val_loss={}) for name in names]
     gaps = [plot.differences(logs[0], log, "loss") for log in logs[1:]]
-    words = "TP 2, PP 2, DP 2: uninterrupted", "resumed on the same layout", "resumed on one rank"
-    runs = dict(zip(words, logs, strict=True))
+    legend = [
+        "TP 2, PP 2, DP 2: uninterrupted",
+        "resumed on the same layout",
+        "resumed on one rank",
+    ]
+    runs = dict(zip(legend, logs, strict=True))
     figure = plot.draw(runs, gaps)
     figure.axes[0].get_legend().set_title("ranks: tensor (TP) x pipeline (PP) x data (DP)")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +88,7 @@ def play(script, stage, layout, others):
     folder = Path("ckpt_3d", name.replace(" ", "_").replace(",", ""))
     shutil.rmtree(folder, ignore_errors=True)
     train(script, stage, layout, name, folder, "--checkpoint_interval", 60)
-    yield (script, "scratch", saved), difference(ONE, name)
+    yield (script, "scratch", saved), difference(ONE_RANK, name)
     for other in others:
         resumed = f"{name} to {name_of(script, other)}"
         train(script, stage, other, resumed, folder, *RESUME)
@@ -97,11 +105,12 @@ def main():
         "--output", type=Path, default=Path("out/3d.png"), help="picture, with its .csv beside it"
     )
     args = parser.parse_args()
-    train(TPSP, 1, (1, 1, 1), ONE, "ckpt_3d/one")
+    train(TPSP, 1, (1, 1, 1), ONE_RANK, "ckpt_3d/one")
     table = {}  # {(script, from, to): {stage: difference}}
-    for script, stage, *layouts in CHANGES:
-        for change, gap in play(script, stage, *layouts):
-            table.setdefault(change, {})[stage] = gap
+    for script, stages, layout, others in CHANGES:
+        for stage in stages:
+            for change, gap in play(script, stage, layout, others):
+                table.setdefault(change, {})[stage] = gap
     print(f"{'script':<15} {'from':<20} {'to':<20}    ZeRO-1    ZeRO-2    ZeRO-3")
     for (script, before, after), gaps in table.items():
         cells = [f"{gaps[stage]:>10.1e}" if stage in gaps else " " * 10 for stage in (1, 2, 3)]

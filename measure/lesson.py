@@ -18,8 +18,8 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
+import nbclient
 import nbformat
-from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "docs" / "lesson.ipynb"
@@ -36,7 +36,8 @@ def printed(cell):
 
 
 def is_near(old, new):
-    a, b = float(old), float(new)
+    a = float(old)
+    b = float(new)
     if "e" not in old:
         return abs(a - b) <= 0.01 * abs(a)
     if 0 in (a, b) or max(a, b) < ROUNDING:
@@ -57,10 +58,8 @@ def compare(old, new):
 def seconds_of(cell):
     """How long it ran, by the kernel's messages."""
     times = cell.metadata.execution
-    begin, end = (
-        datetime.fromisoformat(times[event].removesuffix("Z"))
-        for event in ("iopub.execute_input", "iopub.status.idle")
-    )
+    begin = datetime.fromisoformat(times["iopub.execute_input"].removesuffix("Z"))
+    end = datetime.fromisoformat(times["iopub.status.idle"].removesuffix("Z"))
     return (end - begin).total_seconds()
 
 
@@ -79,14 +78,9 @@ def seconds_of_parts(notebook):
 def run():
     """The notebook, with the outputs of now."""
     notebook = nbformat.read(NOTEBOOK, 4)
-    NotebookClient(
-        notebook,
-        timeout=3600,
-        startup_timeout=600,
-        coalesce_streams=True,
-        resources={"metadata": {"path": NOTEBOOK.parent}},
-    ).execute()
-    return notebook
+    return nbclient.execute(
+        notebook, cwd=NOTEBOOK.parent, timeout=3600, startup_timeout=600, coalesce_streams=True
+    )
 
 
 def write(notebook):

@@ -49,9 +49,12 @@ class Node:
         """memory: the folder that stands for this machine's memory."""
         self.memory = memory
         self.killed = []
+        environment = os.environ | QUIET
+        if memory:
+            environment["MIRROR_ROOT"] = str(memory)
         self.agent = subprocess.Popen(
             command,
-            env=os.environ | QUIET | ({"MIRROR_ROOT": str(memory)} if memory else {}),
+            env=environment,
             start_new_session=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -115,7 +118,7 @@ class Job:
     """examples/train_elastic.py on nodes that are called "node 1", "node 2", ... `with` ends it,
     and prints what it has printed where an error does so."""
 
-    patience = 180  # seconds that first() waits
+    patience = 180  # seconds that wait_for() waits
     settings = RENDEZVOUS
 
     def __init__(
@@ -196,20 +199,21 @@ class Job:
         ranks: wait for so many: on a busy machine a node may be late, and joins a job that has
         begun. lost: steps may be done again."""
         reached = self.step()
-        began, batch = self.first(BATCH.format(ranks), since)
-        workers = [worker for node in self.nodes.values() for worker in node.workers()]
-        created = min((w.started for w in workers if w.started > since), default=began)
-        stepped, row = self.first(r"^step +(\d+) \|", began)
+        began, batch = self.wait_for(BATCH.format(ranks), since)
+        starts = [worker.started for node in self.nodes.values() for worker in node.workers()]
+        created = min((start for start in starts if start > since), default=began)
+        stepped, row = self.wait_for(r"^step +(\d+) \|", began)
+        step = int(row[1])
         event = Event(
             what,
-            again=max(reached + 1 - int(row[1]), 0),
+            again=max(reached + 1 - step, 0),
             ranks_before=self.events[-1].ranks_after if self.events else 0,
             ranks_after=int(batch[1]),
             seconds=stepped - since,
         )
         print(
             f"{reached:4}  {what:<23}{event.ranks_before:>3} -> {event.ranks_after:<7}"
-            f"{row[1]:>12}{event.again:>8}{event.seconds:>10.1f}{created - since:>11.1f}"
+            f"{step:>12}{event.again:>8}{event.seconds:>10.1f}{created - since:>11.1f}"
             f"{began - created:>7.1f}{stepped - began:>12.1f}",
             flush=True,
         )
@@ -220,14 +224,14 @@ class Job:
     def wait(self, seconds=300):
         """Until all agents say that the job is done."""
         codes = [node.agent.wait(timeout=seconds) for node in self.nodes.values()]
-        assert codes == [0] * len(codes), f"the agents ended with {codes}"
+        assert not any(codes), f"the agents ended with {codes}"
         for node in self.nodes.values():
             node.reader.join()  # a spare rank may say so after the others have begun to train
 
     def said(self, words):
         return sum(words in line for _, line in self.lines)
 
-    def first(self, pattern, since):
+    def wait_for(self, pattern, since):
         """(time, match) of the first line since then that has the pattern; waits for it."""
         deadline = time.time() + self.patience
         while time.time() < deadline:

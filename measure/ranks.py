@@ -40,7 +40,8 @@ for name in (
 ):
     with contextlib.suppress(ImportError):  # an older DeepSpeed has not all of them
         importlib.import_module(name)
-deepspeed.ops.__compatible_ops__  # noqa: B018  it looks for compilers when it is first asked
+# It looks for compilers when it is first asked.
+deepspeed.ops.__compatible_ops__  # noqa: B018
 torch.set_num_threads(1)  # a pool of threads does not survive a fork
 
 
@@ -156,9 +157,10 @@ def launch(folder, ranks, script, *arguments, patch=None, limit=300, grace=0):
     patch() runs in every rank before the script. Returns codes, of all ranks; code, out and err of
     the first rank that ended badly, or of rank 0; and err of all ranks as `errors`. grace: seconds
     that the others have when one fails."""
-    started = [Rank(rank, ranks, folder, script, arguments, patch) for rank in range(ranks)]
-    codes, deadline = {}, time.monotonic() + limit
-    running = list(started)
+    children = [Rank(rank, ranks, folder, script, arguments, patch) for rank in range(ranks)]
+    codes = {}
+    deadline = time.monotonic() + limit
+    running = list(children)
     while running and time.monotonic() < deadline:
         time.sleep(0.01)
         for rank in list(running):
@@ -173,13 +175,13 @@ def launch(folder, ranks, script, *arguments, patch=None, limit=300, grace=0):
         rank.kill()
     if running and not any(codes.values()):
         codes[running[0].rank] = "time limit"
-    told = next((rank for rank, code in codes.items() if code), 0)
-    texts = [rank.printed() for rank in started]
-    if codes[told] == "time limit":
-        texts[told][1] += f"\nTimeoutError: not done after {limit} seconds\n"
-    out, err = texts[told]
+    texts = [rank.printed() for rank in children]
+    culprit = next((rank for rank, code in codes.items() if code), 0)
+    if codes[culprit] == "time limit":
+        texts[culprit][1] += f"\nTimeoutError: not done after {limit} seconds\n"
+    out, err = texts[culprit]
     errors = "".join(err for _, err in texts)
-    return SimpleNamespace(code=codes[told], codes=codes, out=out, err=err, errors=errors)
+    return SimpleNamespace(code=codes[culprit], codes=codes, out=out, err=err, errors=errors)
 
 
 def run(folder, ranks, script, *arguments, **options):

@@ -26,9 +26,12 @@ from measure.convert import Run, commands, timed
 from measure.ranks import deepspeed, run
 from train import GPT, init_distributed, parameter_groups
 
-STAGE, BATCH, LENGTH = 3, 4, 32
+STAGE = 3
+BATCH = 4
+LENGTH = 32
 SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768}  # 86 million parameters
-SAVED, STEPS = 2, 12
+SAVED = 2  # steps before the save
+STEPS = 12
 CONVERTED = ("ours", "DeepSpeed")
 
 
@@ -74,9 +77,11 @@ def train(folder, way=None):
     # Of other weights on each rank: what is resumed must come from the checkpoint.
     torch.manual_seed(int(os.environ["RANK"]) if way else 0)
     engine = make_engine(BATCH, 1, STAGE, way in CONVERTED)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    costs, losses = [None] * ranks, []
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    costs = [None] * ranks
     dist.all_gather_object(costs, load(engine, folder, way) if way else None)
+    losses = []
     for step in range(SAVED if way else 0, STEPS):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(256, (BATCH, LENGTH + 1), generator=generator)
@@ -113,13 +118,13 @@ def main():
                 converter = timed(command, work)
             losses, costs = trained(work, 2, way)
             seconds, memory = (max(cost) for cost in zip(*costs, strict=True))
-            pairs = zip(baseline[SAVED:], losses, strict=True)
+            gap = max(abs(a - b) for a, b in zip(baseline[SAVED:], losses, strict=True))
             cells = (
                 f"{converter.seconds:.2f}",
                 f"{seconds:.2f}",
                 f"{memory:.0f}",
                 f"{converter.megabytes:.0f}",
-                f"{max(abs(a - b) for a, b in pairs):.1e}",
+                f"{gap:.1e}",
             )
             print(row.format(way, *cells), flush=True)
 

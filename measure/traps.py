@@ -19,7 +19,8 @@ from measure.logs import read_log
 from measure.ranks import run
 
 ROOT = Path(__file__).resolve().parent.parent
-PT, DS = "grad_accu_pt.py", "grad_accu_ds.py"
+PT = "grad_accu_pt.py"
+DS = "grad_accu_ds.py"
 
 # Lines of the scripts.
 BACKWARD = "(loss / accumulation).backward()"
@@ -97,8 +98,8 @@ def edited(script, edits):
 @functools.cache
 def train(script, ranks, micro, *edits):
     """The losses of all steps, and the gradient norm of the first."""
-    arguments = ("--run_name", "trap", "--steps", 100, "--train_micro_batch_size_per_gpu", micro)
-    run(Path.cwd(), ranks, edited(script, edits), *arguments)
+    flags = f"--run_name trap --steps 100 --train_micro_batch_size_per_gpu {micro}".split()
+    run(Path.cwd(), ranks, edited(script, edits), *flags)
     log = read_log(Path.cwd(), "trap", "loss", "grad_norm")
     return list(log["loss"].values()), log["grad_norm"][1]
 

@@ -30,8 +30,12 @@ INSTALLED = ROOT / ".venv-versions"
 WORK = ROOT / "runs" / "versions"
 OLD = ("0.16.4", "0.16.9", "0.17.6", "0.18.4", "0.18.9", "0.19.0", "0.19.3")
 NEW = deepspeed.__version__
-STAGES, ROUNDING, FAR, ATTEMPTS = (1, 2, 3), 1e-5, 0.1, 3
-TO, FROM = f"to {NEW}", f"from {NEW}"
+STAGES = (1, 2, 3)
+ROUNDING = 1e-5
+FAR = 0.1
+ATTEMPTS = 3
+TO = f"to {NEW}"
+FROM = f"from {NEW}"
 # {name: ranks, model, seed of its weights, script and flags}; the last two run under NEW.
 # DeepSpeed's universal loader leaves out frozen layers, buffers and all parameter groups but the
 # first: where it loads, the model is GPT, not Odd.
@@ -76,7 +80,8 @@ COLUMNS = {
     "its converter": "one group",
     "not loaded": "saved",
 }
-OURS, ALONE = ("universal", TO, FROM, "converter"), ("no checkpoint", "its converter")
+OURS = ("universal", TO, FROM, "converter")
+ALONE = ("no checkpoint", "its converter")
 
 
 def change(kind, seed):
@@ -120,7 +125,8 @@ def play(version, folder, stage, jobs):
         patch = functools.partial(change, kind, int(seed))
         done = launch(folder, int(ranks), script, *flags, patch=patch, limit=90, grace=5)
         Path(folder, f"{name}.txt").write_text(done.out + done.errors)
-        if done.code:  # without the rank, modules and folders
+        if done.code:
+            # Without the rank, modules and folders.
             error = re.sub(r"^(\[rank\d+\]: )?([a-z_]\w*\.)*|/\S*/", "", last_error(done.err))
             failed[name] = error[:150].strip()
     return failed
@@ -129,7 +135,8 @@ def play(version, folder, stage, jobs):
 def install(version):
     """The folder to put on PYTHONPATH: deepspeed alone. All else, torch too, is that of this
     Python."""
-    folder, unfinished = INSTALLED / version, INSTALLED / f"{version}.unfinished"
+    folder = INSTALLED / version
+    unfinished = INSTALLED / f"{version}.unfinished"
     if not folder.exists():
         shutil.rmtree(unfinished, ignore_errors=True)
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", unfinished]
@@ -145,11 +152,12 @@ def run(version, folder, stage, jobs):
         return play(version, folder, stage, jobs)
     arguments = (version, str(folder), stage, jobs)
     code = f"import json; from measure.versions import play; print(json.dumps(play(*{arguments})))"
+    path = f"{install(version)}{os.pathsep}{ROOT}"
     process = subprocess.run(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{install(version)}{os.pathsep}{ROOT}"},
+        env=os.environ | {"PYTHONPATH": path},
         check=True,
         timeout=300 + 100 * len(jobs),
     )
@@ -178,17 +186,15 @@ def measure(version, stage):
     later = {name: jobs.pop(name) for name in (TO, COLUMNS[TO])}
     failed = run(version, folder, stage, jobs) | run(NEW, folder, stage, later)
     return {
-        a: failed.get(a) or failed.get(b) or difference(folder, a, b) for a, b in COLUMNS.items()
+        name: failed.get(name) or failed.get(other) or difference(folder, name, other)
+        for name, other in COLUMNS.items()
     }
 
 
 def off(row, columns=OURS + ALONE, bound=ROUNDING):
     """Those of the columns that are further away than that, or errors."""
-    values = {name: row[name] for name in columns}
     return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, str) or not value <= bound
+        name: row[name] for name in columns if isinstance(row[name], str) or not row[name] <= bound
     }
 
 
@@ -226,7 +232,8 @@ def main():
     parser.add_argument("versions", nargs="*", default=OLD)
     args = parser.parse_args()
     everything = {version: {} for version in (*args.versions, NEW)}
-    notes, problems = [], []
+    notes = []
+    problems = []
     for version, stage in itertools.product((NEW, *args.versions), STAGES):
         where = f"DeepSpeed {version}, ZeRO-{stage}"
         row = measure(version, stage)
