@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from helpers import ROOT, refused
+from torch.utils.data import DataLoader, DistributedSampler
 
 from measure import traps
 from measure.logs import compare, read_log
@@ -31,7 +32,8 @@ LAYOUTS = {
     "grad_accu_4_ds": Layout("grad_accu_ds.py", 1, 8, 4),
     "grad_accu_2_ds_ws2": Layout("grad_accu_ds.py", 2, 8, 2),
 }
-STEPS, BATCH = 20, 32
+STEPS = 20
+BATCH = 32
 
 
 def record_sequences(name):
@@ -60,10 +62,11 @@ def sequences_of_steps(folder, name, ranks):
 
 
 def train(folder, name, script, ranks, micro):
-    options = {"steps": STEPS, "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": micro}
-    arguments = [word for option, value in options.items() for word in (f"--{option}", value)]
-    patch = record_sequences(name)
-    return run(folder, ranks, script, *arguments, "--run_name", name, patch=patch)
+    flags = (
+        f"--run_name {name} --steps {STEPS} --train_batch_size {BATCH} "
+        f"--train_micro_batch_size_per_gpu {micro}"
+    ).split()
+    return run(folder, ranks, script, *flags, patch=record_sequences(name))
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +116,8 @@ def test_feeding_everything_every_time_matches_and_is_seen(work, trained, monkey
 
 def rows_of(table):
     """{trap: (largest difference of the loss, ratio of the gradients' norms)}."""
-    found = re.findall(r"^(\S.*?) +(\d\.\de\S+) +x (\d\.\d+)$", table, re.M)
-    return {trap: (float(gap), float(ratio)) for trap, gap, ratio in found}
+    rows = re.findall(r"^(\S.*?) +(\d\.\de\S+) +x (\d\.\d+)$", table, re.M)
+    return {trap: (float(gap), float(ratio)) for trap, gap, ratio in rows}
 
 
 @pytest.mark.slow
@@ -129,30 +132,32 @@ def test_traps(tmp_path):
         text=True,
         timeout=600,
     )
-    now, table = rows_of(done.stdout), rows_of((ROOT / "assets" / "traps.txt").read_text())
-    assert now.keys() == table.keys() and len(now) == 9, done.stderr
+    measured = rows_of(done.stdout)
+    table = rows_of((ROOT / "assets" / "traps.txt").read_text())
+    assert measured.keys() == table.keys() and len(measured) == 9, done.stderr
     for trap, (gap, ratio) in table.items():
-        assert now[trap][0] <= 1e-5 if gap <= 1e-5 else 0.2 <= now[trap][0] / gap <= 5, trap
-        assert now[trap][1] == pytest.approx(
-            ratio, rel=0.3 if trap.startswith("a step") else 0.05
-        ), trap
+        measured_gap, measured_ratio = measured[trap]
+        assert measured_gap <= 1e-5 if gap <= 1e-5 else 0.2 <= measured_gap / gap <= 5, trap
+        tolerance = 0.3 if trap.startswith("a step") else 0.05
+        assert measured_ratio == pytest.approx(ratio, rel=tolerance), trap
 
 
 PYTORCH_ALONE = r"rank = 0|ranks = 1|device|model\(|backward\(|clip_grad_norm_|optimizer\."
-DEEPSPEED_ALONE = r"deepspeed|distributed|dist\.|engine|environ|launcher|ranks == 0|config"
-DEEPSPEED_ALONE += r'|^    "train_|^    "gradient|^    "zero|^}'
+DEEPSPEED_ALONE = (
+    r"deepspeed|distributed|dist\.|engine|environ|launcher|ranks == 0|config"
+    r'|^    "train_|^    "gradient|^    "zero|^}'
+)
 
 
 def test_the_pair_is_alike():
     """The two scripts differ where PyTorch and DeepSpeed do: in set-up, in the two lines of a
     micro-batch that call the model or its engine, and in what they do after the last one. All else
     is the same lines in the same order."""
-    pytorch, ds = (
-        (ROOT / f"grad_accu_{kind}.py").read_text().splitlines() for kind in ("pt", "ds")
-    )
+    pytorch = (ROOT / "grad_accu_pt.py").read_text().splitlines()
+    deepspeed = (ROOT / "grad_accu_ds.py").read_text().splitlines()
     alone = {"-": PYTORCH_ALONE, "+": DEEPSPEED_ALONE}
-    lines = list(difflib.unified_diff(pytorch, ds, n=0))[2:]
-    lines = [line for line in lines if line[0] != "@"]
+    diff = list(difflib.unified_diff(pytorch, deepspeed, n=0))[2:]
+    lines = [line for line in diff if line[0] != "@"]
     assert len(lines) <= 33
     for line in lines:
         assert re.search(alone[line[0]], line[1:]), line
@@ -194,29 +199,26 @@ def test_no_launcher(tmp_path, monkeypatch):
 def test_a_step_of_a_distributed_sampler():
     """As the README says: the same samples on any number of ranks, and what is skipped at a resume
     is what was done. The control skips as many batches as the ranks before did."""
-    length, batch, micro, epoch, done = 24 * 5, 24, 2, 3, 2
+    batch = 24
+    micro = 2
+    length = 5 * batch
+    done = 2
 
     def steps(ranks, skip):
-        found = [set() for _ in range(length // batch)]
+        """The samples of each step, when a rank skips so many of its micro-batches."""
+        samples = [set() for _ in range(length // batch)]
+        accumulation = batch // micro // ranks
         for rank in range(ranks):
-            sampler = torch.utils.data.DistributedSampler(
-                range(length), ranks, rank, drop_last=True
-            )
-            sampler.set_epoch(epoch)
-            batches = list(torch.utils.data.DataLoader(range(length), micro, sampler=sampler))[
-                skip:
-            ]
-            accumulation = batch // micro // ranks
-            for i, rows in enumerate(batches):
-                found[i // accumulation] |= {*rows.tolist()}
-        return [step for step in found if step]
+            sampler = DistributedSampler(range(length), ranks, rank, drop_last=True)
+            sampler.set_epoch(3)
+            micro_batches = list(DataLoader(range(length), micro, sampler=sampler))
+            for i, rows in enumerate(micro_batches[skip:]):
+                samples[i // accumulation] |= {*rows.tolist()}
+        return [step for step in samples if step]
 
     wanted = steps(4, 0)
-    assert (
-        len(wanted) == 5
-        and all(len(step) == batch for step in wanted)
-        and len(set.union(*wanted)) == length
-    )
+    assert [len(step) for step in wanted] == [batch] * 5
+    assert len(set.union(*wanted)) == length
     for ranks in (1, 2, 3, 6):
         assert steps(ranks, done * (batch // micro // ranks)) == wanted[done:]
         assert steps(ranks, done * 3) != wanted[done:]

@@ -13,34 +13,26 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, at_step, forked, hang, kill, told_to_stop
+from helpers import ROOT, at_step, forked, hang, kill, slow, told_to_stop
 
 from measure import machines
 from measure.logs import compare, steps
 from measure.ranks import launch, run
 from universal import elastic
 
-COMMON = (
-    "--n_embd",
-    32,
-    "--seq_len",
-    16,
-    "--train_batch_size",
-    24,
-    "--train_micro_batch_size_per_gpu",
-    6,
-)
-INEXACT = (*COMMON, "--steps", 12, "--warmup_steps", 4, "--checkpoint_interval", 4)
-COMMON = (*INEXACT, "--exact")
+INEXACT = (
+    "--n_embd 32 --seq_len 16 --train_batch_size 24 --train_micro_batch_size_per_gpu 6 "
+    "--steps 12 --warmup_steps 4 --checkpoint_interval 4"
+).split()
+COMMON = [*INEXACT, "--exact"]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(work):
-    names = ("--run_name", "uninterrupted", "--checkpoint_dir", "uninterrupted")
-    run(work, 2, "examples.train_elastic", *COMMON, *names, "--keep", 1)
-    assert [path.name for path in (work / "uninterrupted").iterdir() if path.is_dir()] == [
-        "global_step12"
-    ]
+    flags = "--run_name uninterrupted --checkpoint_dir uninterrupted --keep 1".split()
+    run(work, 2, "examples.train_elastic", *COMMON, *flags)
+    tags = [path.name for path in (work / "uninterrupted").iterdir() if path.is_dir()]
+    assert tags == ["global_step12"]
 
 
 def train(work, ranks, name, *arguments, patch=None):
@@ -51,16 +43,8 @@ def train(work, ranks, name, *arguments, patch=None):
         if patch:
             patch()
 
-    command = (
-        "examples.train_elastic",
-        *COMMON,
-        "--elastic",
-        "--run_name",
-        name,
-        "--checkpoint_dir",
-        name,
-        *arguments,
-    )
+    flags = f"--elastic --run_name {name} --checkpoint_dir {name}".split()
+    command = ("examples.train_elastic", *COMMON, *flags, *arguments)
     return launch(work, ranks, *command, patch=output)
 
 
@@ -71,72 +55,58 @@ def shards(folder):
 SAVE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine"
 
 
-@pytest.mark.parametrize(
-    "stage, moment",
-    [
-        (1, "commit"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, "save"), (2, "commit")]),
-    ],
-)
+@pytest.mark.parametrize("stage, moment", [(1, "commit"), slow(3, "save"), slow(2, "commit")])
 def test_one_job(work, uninterrupted, stage, moment):
     """The same command on other ranks goes on each time, whatever has happened, and a job that is
     done is done."""
     name = f"job_{stage}_{moment}"
+    folder = work / name
 
     def goes_on(step, ranks, code, patch=None, stage=stage):
         """From `step` to what ends it."""
         result = train(work, ranks, name, "--zero_stage", stage, patch=patch)
         assert result.code == code, result.errors
-        assert (
-            f"resumed from {name}/global_step{step} at step {step}\n" in result.errors or not step
-        )
+        resumed = f"resumed from {name}/global_step{step} at step {step}\n"
+        assert resumed in result.errors or not step
         return result.errors
 
     # One of 4 ranks is told to stop in step 2: all save step 2 and leave. The other 3 stand by.
-    said = goes_on(0, 7, 143, at_step(2, 2, told_to_stop), stage=3)
-    assert "rank 6 stands by" in said and steps(work, name) == [1, 2]
+    output = goes_on(0, 7, 143, at_step(2, 2, told_to_stop), stage=3)
+    assert "rank 6 stands by" in output and steps(work, name) == [1, 2]
     # In step 6 another start of the job saves into the same folder: torch's agents can split a job
     # in two. All ranks end before they save again, to be started with the others.
     goes_on(2, 2, 143, at_step(6, 0, lambda: Path(name, ".last_save").write_text("theirs")))
-    assert {path.name for path in (work / name).glob("global_step*")} == {
-        "global_step2",
-        "global_step4",
-    }
+    tags = {path.name for path in folder.glob("global_step*")}
+    assert tags == {"global_step2", "global_step4"}
     # Rank 1 dies in the save of step 8, before or after it has written its shard.
     goes_on(4, 4, -signal.SIGKILL, at_step(8, 1, kill, f"{SAVE}.{moment}"))
-    assert [*(work / name).glob("global_step8.*unfinished")] and not (
-        work / name / "global_step8"
-    ).exists()
+    assert list(folder.glob("global_step8.*unfinished"))
+    assert not (folder / "global_step8").exists()
     # Told to stop in the last step, the job is done: 0, or the agents would start it again and
     # again.
     goes_on(4, 2, 0, at_step(12, 1, told_to_stop))
-    assert "| loss" not in goes_on(12, 3, 0)  # the one that stands by learns it, and leaves
+    # The one that stands by learns it, and leaves.
+    assert "| loss" not in goes_on(12, 3, 0)
     assert steps(work, name) == list(range(1, 13))
     assert set(compare(work, "uninterrupted", name).values()) == {0.0}
-    assert shards(work / name / "global_step8") == 2  # and none of what the 4 ranks left behind
+    # None of what the 4 ranks have left behind is in it.
+    assert shards(folder / "global_step8") == 2
     # Gone on with from an older checkpoint, it saves the later ones again: all of the old is gone.
     older = (
-        "--resume",
-        "--checkpoint_tag",
-        "global_step4",
-        "--checkpoint_dir",
-        name,
-        "--zero_stage",
-        stage,
-    )
-    run(work, 1, "examples.train_elastic", *COMMON, *older, "--run_name", "older")
-    assert [shards(work / name / f"global_step{step}") for step in (4, 8, 12)] == [2, 1, 1]
-    there = {"latest", ".last_save", *(f"global_step{step}" for step in (2, 4, 8, 12))}
-    assert {path.name for path in (work / name).iterdir()} == there | {
-        "zero_to_fp32.py",
-        "zero_to_torch.py",
-    }
+        f"--resume --checkpoint_tag global_step4 --checkpoint_dir {name} --zero_stage {stage} "
+        "--run_name older"
+    ).split()
+    run(work, 1, "examples.train_elastic", *COMMON, *older)
+    assert [shards(folder / f"global_step{step}") for step in (4, 8, 12)] == [2, 1, 1]
+    content = {"latest", ".last_save", "zero_to_fp32.py", "zero_to_torch.py"}
+    content |= {f"global_step{step}" for step in (2, 4, 8, 12)}
+    assert {path.name for path in folder.iterdir()} == content
 
 
 def test_a_rank_that_hangs(work):
     """It is given up after --timeout seconds, not after the 30 minutes of gloo, also where
     DeepSpeed waits for it."""
-    flags = (*INEXACT, "--timeout", 3, "--run_name", "hangs")
+    flags = [*INEXACT, *"--timeout 3 --run_name hangs".split()]
     result = launch(work, 2, "examples.train_elastic", *flags, patch=at_step(6, 1, hang))
     assert result.code == 1 and "Timed out waiting 3000ms" in result.errors
 
@@ -153,11 +123,9 @@ def test_select_ranks(monkeypatch):
     ):
         monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": str(present)})
         elastic.select_ranks(batch, micro, model_parallel)
-        assert os.environ == {
-            "RANK": "0",
-            "WORLD_SIZE": str(ranks),
-            "STANDING_BY": str(present - ranks),
-        }
+        standing_by = str(present - ranks)
+        chosen = {"RANK": "0", "WORLD_SIZE": str(ranks), "STANDING_BY": standing_by}
+        assert os.environ == chosen
     for present, batch, micro, model_parallel in ((1, 24, 6, 2), (4, 24, 7, 1)):
         monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": str(present)})
         with pytest.raises(ValueError, match=f"none of 1 to {present} ranks"):
@@ -165,15 +133,8 @@ def test_select_ranks(monkeypatch):
 
 
 def test_another_run_is_refused(work, uninterrupted):
-    result = launch(
-        work,
-        2,
-        "examples.train_elastic",
-        *INEXACT,
-        "--elastic",
-        "--checkpoint_dir",
-        "uninterrupted",
-    )
+    flags = [*INEXACT, *"--elastic --checkpoint_dir uninterrupted".split()]
+    result = launch(work, 2, "examples.train_elastic", *flags)
     assert result.code == 2 and not (work / "logs" / "default.csv").exists()
     assert result.errors.count("\n") == 1
     assert "error: exact is True in uninterrupted/global_step12 and None here" in result.errors
@@ -192,36 +153,33 @@ def test_nothing_whole_is_not_a_start(work, uninterrupted):
 def test_keep(tmp_path):
     """The newest two, what was converted from them, and what `latest` names; nothing half removed
     has a final name."""
-    names = [
-        "global_step20",
-        "global_step40",
-        "global_step40_universal",
-        "global_step60",
-        "global_step80",
-        "mine",
-    ]
-    for age, name in enumerate(names):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "mp_rank_00_model_states.pt").touch()
-        os.utime(tmp_path / name / "mp_rank_00_model_states.pt", (age, age))
-    for left in (
-        "global_step99.unfinished",
-        "global_step40.unfinished",
-        "global_step20.3.unfinished",
-    ):
-        (tmp_path / left / "zero").mkdir(parents=True)  # of a save that was killed
+    tags = (
+        "global_step20 global_step40 global_step40_universal global_step60 global_step80 mine"
+    ).split()
+    for age, tag in enumerate(tags):
+        file = tmp_path / tag / "mp_rank_00_model_states.pt"
+        file.parent.mkdir()
+        file.touch()
+        os.utime(file, (age, age))
+    # Of saves that were killed.
+    for tag in ("global_step99", "global_step40", "global_step20.3"):
+        (tmp_path / f"{tag}.unfinished" / "zero").mkdir(parents=True)
     (tmp_path / "latest").write_text("global_step80")
-    there = {path.name for path in tmp_path.iterdir()}
+    content = {path.name for path in tmp_path.iterdir()}
+    remove = shutil.rmtree
+
+    def remove_or_die(path, **options):
+        if "20.unf" in str(path):
+            kill()
+        remove(path, **options)
 
     def killed_in_the_middle():
-        remove = shutil.rmtree
-        shutil.rmtree = lambda path, **options: (
-            kill() if "20.unf" in str(path) else remove(path, **options)
-        )
+        shutil.rmtree = remove_or_die
         elastic.remove_old(tmp_path, 3)
 
     assert forked(killed_in_the_middle)().code == -signal.SIGKILL
-    assert not (tmp_path / "global_step20").exists()  # half of it is there, under another name
+    # Half of it is there, under another name.
+    assert not (tmp_path / "global_step20").exists()
     for keep, latest, gone in (
         (3, "global_step80", "global_step20 global_step20.3.unfinished global_step99.unfinished"),
         (2, "global_step80", "global_step40 global_step40_universal global_step40.unfinished"),
@@ -229,51 +187,34 @@ def test_keep(tmp_path):
     ):
         (tmp_path / "latest").write_text(latest)
         elastic.remove_old(tmp_path, keep)
-        there -= {*gone.split()}
-        assert {path.name for path in tmp_path.iterdir()} == there
+        content -= {*gone.split()}
+        assert {path.name for path in tmp_path.iterdir()} == content
 
 
 def test_pipeline(work, uninterrupted):
     """train_3d.py, from 2 pipelines to 1: by conversion, without a word of it on the command line;
     and told to stop."""
-    common = (
-        *INEXACT,
-        "--pipeline_parallel",
-        2,
-        "--elastic",
-        "--run_name",
-        "pipes",
-        "--checkpoint_dir",
-        "pipes",
-    )
-    assert (
-        launch(work, 4, "examples.train_3d", *common, patch=at_step(8, 1, told_to_stop)).code == 143
-    )
-    out = run(work, 3, "examples.train_3d", *common)
-    assert "resumed from pipes/global_step8_universal at step 8" in out and steps(
-        work, "pipes"
-    ) == list(range(1, 13))
+    flags = "--pipeline_parallel 2 --elastic --run_name pipes --checkpoint_dir pipes"
+    command = ("examples.train_3d", *INEXACT, *flags.split())
+    assert launch(work, 4, *command, patch=at_step(8, 1, told_to_stop)).code == 143
+    out = run(work, 3, *command)
+    assert "resumed from pipes/global_step8_universal at step 8" in out
+    assert steps(work, "pipes") == list(range(1, 13))
     assert max(compare(work, "uninterrupted", "pipes").values()) <= 1e-5
 
 
+# The step after which something happens, what, to which nodes, and how many ranks then train.
 KILLED = [(6, "kill", ["node 1"], 1), (7, "start", ["node 1"], 2)]
-# launcher, where the agents meet, the step after which something happens, what, and how many ranks
-# then train
+ONE_MORE = [(6, "kill", ["node 2"], 1), (7, "start", ["node 2", "node 3"], 2)]
+PREEMPTED = [(6, "preempt", ["node 2"], 1), (9, "start", ["node 2"], 2)]
+# The launcher, where the agents meet, and what happens.
 LONG = {
-    "one more comes than is of use": (
-        machines.WARM,
-        {},
-        [(6, "kill", ["node 2"], 1), (7, "start", ["node 2", "node 3"], 2)],
-    ),
-    "one is preempted": (
-        machines.TORCHRUN,
-        {},
-        [(6, "preempt", ["node 2"], 1), (9, "start", ["node 2"], 2)],
-    ),
+    "one more comes than is of use": (machines.WARM, {}, ONE_MORE),
+    "one is preempted": (machines.TORCHRUN, {}, PREEMPTED),
     "they meet elsewhere": (machines.TORCHRUN, {"rendezvous": "is_host=0"}, KILLED),
     "they meet in a file": (machines.TORCHRUN, {"rendezvous": "store_type=file"}, KILLED),
 }
-JOBS = [pytest.param(*job, 160, 64, marks=pytest.mark.slow, id=what) for what, job in LONG.items()]
+JOBS = [slow(*job, 160, 64, id=name) for name, job in LONG.items()]
 JOBS.append(pytest.param(machines.WARM, {}, [(6, "kill", ["node 2"], 1)], 30, 8, id="one dies"))
 
 
@@ -282,15 +223,16 @@ def test_agents(tmp_path, monkeypatch, launcher, where, events, last, batch):
     """Machines of 1 rank, each with an agent of torchrun, die and come. The loss is that of one
     rank to which nothing happens. The rendezvous elsewhere is that of docs/elastic.md."""
     monkeypatch.chdir(tmp_path)
-    train = (
-        "--n_embd 32 --seq_len 16 --n_layer 1 --train_micro_batch_size_per_gpu 2 --exact".split()
-    )
-    train += f"--train_batch_size {batch} --checkpoint_interval 5 --steps {last}".split()
-    train += f"--checkpoint_dir {tmp_path / 'c'}".split()
+    flags = (
+        "--n_embd 32 --seq_len 16 --n_layer 1 --train_micro_batch_size_per_gpu 2 --exact "
+        f"--train_batch_size {batch} --checkpoint_interval 5 --steps {last} "
+        f"--checkpoint_dir {tmp_path / 'c'}"
+    ).split()
     code = re.search(r"python -c '(.*)'", (ROOT / "docs" / "elastic.md").read_text())[1]
     holder = subprocess.Popen([sys.executable, "-c", code if where else "pass"])
-    where = where | ({"endpoint": str(tmp_path / "meet")} if "file" in str(where) else {})
-    job = machines.Job(launcher, train, "machines", **where)
+    if "file" in str(where):
+        where = where | {"endpoint": str(tmp_path / "meet")}
+    job = machines.Job(launcher, flags, "machines", **where)
     try:
         for at, what, nodes, ranks in ((0, "start", ["node 1", "node 2"], 2), *events):
             job.reach(at)
@@ -300,7 +242,7 @@ def test_agents(tmp_path, monkeypatch, launcher, where, events, last, batch):
         job.close()
         holder.kill()
         holder.wait()
-    machines.train_alone(train, "alone", last)
+    machines.train_alone(flags, "alone", last)
     assert set(machines.differences(job, "alone").values()) == {0.0}
     assert any("rank 2 stands by" in line for _, line in job.lines) == ("node 3" in str(events))
 
@@ -308,12 +250,10 @@ def test_agents(tmp_path, monkeypatch, launcher, where, events, last, batch):
 def test_a_late_writer(tmp_path, monkeypatch):
     """A rank that was cut off in a save, and writes on while the others save the step again, does
     not reach them."""
-    one = {
-        "get_rank": lambda: 0,
-        "barrier": lambda: None,
-        "broadcast_object_list": lambda said: None,
-    }
-    monkeypatch.setattr(elastic, "dist", SimpleNamespace(**one))
+    one_rank = SimpleNamespace(
+        get_rank=lambda: 0, barrier=lambda: None, broadcast_object_list=lambda objects: None
+    )
+    monkeypatch.setattr(elastic, "dist", one_rank)
     begun = []
 
     def save_checkpoint(folder, tag, **options):

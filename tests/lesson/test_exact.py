@@ -5,26 +5,18 @@ import math
 
 import pytest
 import torch
+from helpers import slow
 
 import universal
-from measure.logs import compare
+from measure.logs import COLUMNS, compare
 from measure.ranks import ends_after, launch, run
 from universal import exact
 
-SHAPE = ("--n_layer", 1, "--n_head", 2, "--n_embd", 36, "--seq_len", 16)
 COMMON = (
-    *SHAPE,
-    "--train_batch_size",
-    24,
-    "--train_micro_batch_size_per_gpu",
-    2,
-    "--steps",
-    8,
-    "--warmup_steps",
-    3,
-)
-COMMON += ("--eval_interval", 2, "--checkpoint_interval", 2)
-COLUMNS = ("loss", "val_loss", "grad_norm")
+    "--n_layer 1 --n_head 2 --n_embd 36 --seq_len 16 --train_batch_size 24 "
+    "--train_micro_batch_size_per_gpu 2 --steps 8 --warmup_steps 3 --eval_interval 2 "
+    "--checkpoint_interval 2"
+).split()
 
 
 def train(work, ranks, name, *flags, patch=None):
@@ -42,9 +34,7 @@ def one_rank(work):
     train(work, 1, "exact_1", "--exact")
 
 
-@pytest.mark.parametrize(
-    "stages", [(2, 3, 1, 3), *(pytest.param([n] * 4, marks=pytest.mark.slow) for n in (1, 2, 3))]
-)
+@pytest.mark.parametrize("stages", [(2, 3, 1, 3), *(slow([n] * 4) for n in (1, 2, 3))])
 def test_chain(work, one_rank, stages):
     """From 4 ranks to 3 to 6 to 1, every 2 steps, the last time by a conversion; with clipping and
     dropout, in partitions of odd sizes."""
@@ -85,21 +75,19 @@ def test_a_gradient_that_is_not_finite_stops_the_run(work):
 
         train.GPT.forward = infinite
 
-    result = launch(
-        work, 2, "examples.train_elastic", *COMMON, "--exact", "--run_name", "infinite", patch=patch
-    )
+    flags = (*COMMON, "--exact", "--run_name", "infinite")
+    result = launch(work, 2, "examples.train_elastic", *flags, patch=patch)
     assert result.code == 1 and "exact.py: a gradient is not finite" in result.errors
-    assert (work / "logs" / "infinite.csv").read_text().count(
-        "\n"
-    ) == 1 + 5  # five steps were whole
+    log = (work / "logs" / "infinite.csv").read_text()
+    # The header, and five steps that were whole.
+    assert log.count("\n") == 1 + 5
 
 
 def gradients(micro_batches):
     torch.manual_seed(0)
     drawn = torch.randn(micro_batches, 999) * torch.logspace(-6, 3, 999)
-    drawn[:, 300:600] = 1.9 + 0.09 * torch.rand(
-        micro_batches, 300
-    )  # all of them just below a power of two
+    # All of them just below a power of two.
+    drawn[:, 300:600] = 1.9 + 0.09 * torch.rand(micro_batches, 300)
     return drawn
 
 
@@ -108,10 +96,12 @@ def sums(monkeypatch, micro_batches, ranks, orders=1):
     ranks in many orders."""
     drawn = gradients(micro_batches)
     largest = (drawn / micro_batches).abs().amax(0)
+
+    def all_reduce(peak, op):
+        torch.maximum(peak, largest, out=peak)
+
     monkeypatch.setattr(exact.dist, "get_world_size", lambda: ranks)
-    monkeypatch.setattr(
-        exact.dist, "all_reduce", lambda peak, op: torch.maximum(peak, largest, out=peak)
-    )
+    monkeypatch.setattr(exact.dist, "all_reduce", all_reduce)
     for _ in range(orders):
         shares = torch.randperm(micro_batches).view(ranks, -1)
         reduced = torch.zeros(999)
@@ -124,10 +114,7 @@ def sums(monkeypatch, micro_batches, ranks, orders=1):
         yield reduced
 
 
-SLOW = [
-    pytest.param(number, 10, marks=pytest.mark.slow)
-    for number in (1, 2, 3, 6, 8, 10, 12, 20, 40, 60)
-]
+SLOW = [slow(micro_batches, 10) for micro_batches in (1, 2, 3, 6, 8, 10, 12, 20, 40, 60)]
 
 
 @pytest.mark.parametrize("micro_batches, orders", [(8, 1), *SLOW])
@@ -139,16 +126,17 @@ def test_any_order_of_additions(monkeypatch, micro_batches, orders):
         results += sums(monkeypatch, micro_batches, ranks, orders)
     assert all(torch.equal(result, results[0]) for result in results)
     drawn = gradients(micro_batches)
-    off = (results[0] - drawn.double().mean(0)).abs()
-    assert (off <= 2.0**-23 * max(4, micro_batches) * drawn.abs().amax(0)).all()
+    error = (results[0] - drawn.double().mean(0)).abs()
+    assert (error <= 2.0**-23 * max(4, micro_batches) * drawn.abs().amax(0)).all()
 
 
 def test_another_grid_on_every_rank_is_seen(monkeypatch):
     """The control: ranks that do not tell each other their largest gradients round to grids of
     their own."""
     monkeypatch.setattr(torch, "maximum", lambda peak, largest, out: None)
-    (one,), (four,) = sums(monkeypatch, 8, 1), sums(monkeypatch, 8, 4)
-    assert not torch.equal(one, four)
+    (on_one_rank,) = sums(monkeypatch, 8, 1)
+    (on_four_ranks,) = sums(monkeypatch, 8, 4)
+    assert not torch.equal(on_one_rank, on_four_ranks)
 
 
 SCRIPT = """

@@ -8,28 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, slow
 
 from measure.logs import compare
 from measure.ranks import PORT, run
 
 BIN = Path(sys.executable).parent
-SMALL = ["--n_embd", 32, "--seq_len", 16, "--steps", 4, "--train_batch_size", 8]
-SMALL += ["--train_micro_batch_size_per_gpu", 4, "--checkpoint_interval", 2]
+SMALL = (
+    "--n_embd 32 --seq_len 16 --steps 4 --train_batch_size 8 --train_micro_batch_size_per_gpu 4 "
+    "--checkpoint_interval 2"
+).split()
+BATCH = "8 = 4 per rank x 1 accumulation steps x 2 ranks"
 LAUNCHERS = {
     "deepspeed": [BIN / "deepspeed", "--master_port", PORT, "--num_gpus", 2],
     "torchrun": [BIN / "torchrun", "--master-port", PORT, "--nproc-per-node", 2],
 }
-NODES = [
-    BIN / "deepspeed",
-    "--hostfile",
-    "hostfile",
-    "--no_ssh",
-    "--master_addr",
-    "127.0.0.1",
-    "--master_port",
-    PORT,
-]
+NODES = f"--hostfile hostfile --no_ssh --master_addr 127.0.0.1 --master_port {PORT}".split()
 
 
 def start(folder, *launchers, script="train.py", arguments=SMALL):
@@ -38,8 +32,10 @@ def start(folder, *launchers, script="train.py", arguments=SMALL):
         "cwd": folder,
         "env": os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"},
         "start_new_session": True,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
     }
-    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     commands = [[*launcher, ROOT / script, *arguments] for launcher in launchers]
     running = [subprocess.Popen(list(map(str, command)), **options) for command in commands]
     try:
@@ -55,21 +51,17 @@ def shared_memory():
     return {path.name for path in Path("/dev/shm").glob("*deepspeed*")}
 
 
-@pytest.mark.parametrize(
-    "launcher", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("launcher", ["deepspeed", slow("torchrun")])
 def test_train(tmp_path, launcher):
     """It trains, saves, and leaves nothing in shared memory."""
     before = shared_memory()
     codes, out = start(tmp_path, LAUNCHERS[launcher])
     assert codes == [0], out
-    assert "8 = 4 per rank x 1 accumulation steps x 2 ranks" in out and "step 4 | loss" in out
+    assert BATCH in out and "step 4 | loss" in out
     assert shared_memory() <= before
     folder = tmp_path / "ds_transformer_checkpoint"
-    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [
-        "global_step2",
-        "global_step4",
-    ]
+    tags = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    assert tags == ["global_step2", "global_step4"]
     assert (folder / "latest").read_text() == "global_step4"
 
 
@@ -80,10 +72,8 @@ def test_refuse(tmp_path, launcher):
     comes out, once."""
     resume = [*SMALL, "--resume", "--checkpoint_tag", "global_step9"]
     codes, out = start(tmp_path, LAUNCHERS[launcher], arguments=resume)
-    assert (
-        codes != [0]
-        and out.count("train.py: error: ds_transformer_checkpoint/global_step9 does not exist") == 1
-    )
+    line = "train.py: error: ds_transformer_checkpoint/global_step9 does not exist"
+    assert codes != [0] and out.count(line) == 1
     assert launcher == "torchrun" or codes == [2]
 
 
@@ -92,24 +82,14 @@ def test_two_nodes(tmp_path):
     """A launcher on each of two nodes, without ssh, both nodes being this machine: they train, save
     into one folder and convert it together; one node goes on."""
     (tmp_path / "hostfile").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
-    nodes = [[*NODES, "--node_rank", node] for node in (0, 1)]
+    nodes = [[BIN / "deepspeed", *NODES, "--node_rank", node] for node in (0, 1)]
     codes, out = start(tmp_path, *nodes, arguments=[*SMALL, "--run_name", "two_nodes"])
-    assert codes == [0, 0] and out.count("8 = 4 per rank x 1 accumulation steps x 2 ranks") == 1, (
-        out
-    )
+    assert codes == [0, 0] and out.count(BATCH) == 1, out
     tag = tmp_path / "ds_transformer_checkpoint" / "global_step2"
     folders = ["--input_folder", tag, "--output_folder", f"{tag}_universal"]
     codes, out = start(tmp_path, *nodes, script="ds_to_universal.py", arguments=folders)
     assert codes == [0, 0] and out.count("28 parameters") == 1, out
     assert (tag.parent / "latest_universal").read_text() == "global_step2_universal"
-    run(
-        tmp_path,
-        1,
-        "train.py",
-        *SMALL,
-        "--resume",
-        "--universal_checkpoint",
-        "--run_name",
-        "one_node",
-    )
+    resume = "--resume --universal_checkpoint --run_name one_node".split()
+    run(tmp_path, 1, "train.py", *SMALL, *resume)
     assert max(compare(tmp_path, "two_nodes", "one_node").values()) <= 1e-5

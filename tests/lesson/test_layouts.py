@@ -4,61 +4,54 @@ one rank, and a checkpoint of any layout goes on on any other. Dropout and clipp
 import shutil
 
 import pytest
-from helpers import assert_equal_to_deepspeed, edit
+from helpers import assert_equal_to_deepspeed, edit, slow
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import universal
-from measure.logs import compare, read_log
+from measure.logs import compare, largest, read_log
 from measure.ranks import launch, run
 
-SHAPE = ("--n_layer", 2, "--n_head", 4, "--n_embd", 32, "--seq_len", 16, "--eval_interval", 2)
-BATCH = ("--train_batch_size", 8, "--train_micro_batch_size_per_gpu", 2)
-COMMON = (*SHAPE, *BATCH, "--steps", 4, "--warmup_steps", 2, "--checkpoint_interval", 2)
-RESUME = ("--resume", "--checkpoint_tag", "global_step2")
+COMMON = (
+    "--n_layer 2 --n_head 4 --n_embd 32 --seq_len 16 --train_batch_size 8 "
+    "--train_micro_batch_size_per_gpu 2 --steps 4 --warmup_steps 2 --eval_interval 2 "
+    "--checkpoint_interval 2"
+).split()
+RESUME = "--resume --checkpoint_tag global_step2".split()
 
 
-def largest(work, baseline, run_name):
-    return max(
-        max(compare(work, baseline, run_name, c).values())
-        for c in ("loss", "val_loss", "grad_norm")
-    )
+def difference(work, baseline, run_name):
+    return max(largest(work, baseline, run_name).values())
 
 
 def train(work, stage, data, tensor, sequence, name, *arguments):
     """Run train_tp_sp.py on data x tensor x sequence ranks. Returns its output."""
-    layout = ("--zero_stage", stage, "--tensor_parallel", tensor, "--sequence_parallel", sequence)
-    names = ("--run_name", name, "--checkpoint_dir", name)
-    return run(
-        work, data * tensor * sequence, "examples.train_tp_sp", *COMMON, *layout, *names, *arguments
-    )
+    flags = (
+        f"--zero_stage {stage} --tensor_parallel {tensor} --sequence_parallel {sequence} "
+        f"--run_name {name} --checkpoint_dir {name}"
+    ).split()
+    ranks = data * tensor * sequence
+    return run(work, ranks, "examples.train_tp_sp", *COMMON, *flags, *arguments)
 
 
 def train_3d(work, tensor, pipeline, data, name, *arguments):
-    layout = ("--tensor_parallel", tensor, "--pipeline_parallel", pipeline)
-    names = ("--run_name", name, "--checkpoint_dir", name)
-    return run(
-        work, tensor * pipeline * data, "examples.train_3d", *COMMON, *layout, *names, *arguments
-    )
+    flags = (
+        f"--tensor_parallel {tensor} --pipeline_parallel {pipeline} "
+        f"--run_name {name} --checkpoint_dir {name}"
+    ).split()
+    ranks = tensor * pipeline * data
+    return run(work, ranks, "examples.train_3d", *COMMON, *flags, *arguments)
 
 
 def goes_on(work, name, script, *layout):
     """The largest difference of a run that goes on from step 2 on this layout. script: train or
     train_3d of this file. On another layout the checkpoint is converted, once, with nothing said of
     it on the command line."""
-    resumed, converted = (
-        f"{name}_to_{'x'.join(map(str, layout))}",
-        work / name / "global_step2_universal",
-    )
+    resumed = f"{name}_to_{'x'.join(map(str, layout))}"
+    converted = work / name / "global_step2_universal"
     before = converted.exists()
     out = script(work, *layout, resumed, "--checkpoint_dir", name, *RESUME)
     assert ("converting it into" in out) == (converted.exists() and not before)
-    return largest(work, name, resumed)
-
-
-def slow(*values):
-    """What is one more combination of what `make test` tries: `make test-all`, and over 100 steps
-    `make 3d`."""
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return difference(work, name, resumed)
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +59,12 @@ def one_rank(work):
     train(work, 1, 1, 1, 1, "one")
 
 
-# ZeRO stage, the layout that saves, others that go on: stage, data x tensor x sequence ranks
-TENSOR, SEQUENCE, BOTH = (2, 2, 1), (2, 1, 2), (1, 2, 2)
+# data x tensor x sequence ranks
+TENSOR = (2, 2, 1)
+SEQUENCE = (2, 1, 2)
+BOTH = (1, 2, 2)
+# ZeRO stage, the layout that saves, others that go on, with their stage; `make 3d` tries such
+# changes over 100 steps.
 QUICK = (3, BOTH, [(1, 2, 1, 1)])
 REST = [(s, TENSOR, [(s, 1, 2, 1), (s, 2, 1, 1), (s, 1, 4, 1), (s, 1, 1, 2)]) for s in (1, 2, 3)]
 REST += [(1, BOTH, [(3, 2, 1, 1), (2, 1, 4, 1)])]
@@ -80,7 +77,7 @@ def test_one_of_them(work, one_rank, stage, layout, others):
     name = f"{'x'.join(map(str, layout))}_at_{stage}"
     out = train(work, stage, *layout, name)
     assert f"8 = 2 per rank x {4 // layout[0]} accumulation steps x {layout[0]} ranks" in out
-    assert largest(work, "one", name) <= 1e-5
+    assert difference(work, "one", name) <= 1e-5
     assert goes_on(work, name, train, stage, *layout) == 0.0
     for other in others:
         assert goes_on(work, name, train, *other) <= 1e-5
@@ -101,12 +98,14 @@ def pipeline(work, one_rank):
     train_3d(work, 2, 2, 2, "three")
     train_3d(work, 1, 1, 1, "flat", "--tensorboard")
     for name in ("flat", "three"):
-        assert largest(work, "one", name) <= 1e-5
+        assert difference(work, "one", name) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    "layout", [(1, 1, 1), (2, 2, 2), *map(slow, [(2, 1, 2), (2, 2, 1), (1, 1, 2), (1, 2, 2)])]
-)
+# tensor x pipeline x data ranks
+MORE = [(2, 1, 2), (2, 2, 1), (1, 1, 2), (1, 2, 2)]
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2), *map(slow, MORE)])
 def test_pipeline_goes_on(work, pipeline, layout):
     """On the same layout to the bit."""
     assert goes_on(work, "three", train_3d, *layout) <= (0.0 if layout == (2, 2, 2) else 1e-5)
@@ -120,20 +119,18 @@ def test_pipeline_from_one_rank(work, pipeline):
 @pytest.mark.slow
 def test_more_stages(work):
     """3 stages of one layer each: each has something of both parameter groups."""
-    for name, layout, resume in (("stages", (1, 3, 1), ()), ("stages_to_1", (1, 1, 1), RESUME)):
-        train_3d(work, *layout, name, "--n_layer", 3, "--checkpoint_dir", "stages", *resume)
-    assert largest(work, "stages", "stages_to_1") <= 1e-5
+    flags = "--n_layer 3 --checkpoint_dir stages".split()
+    train_3d(work, 1, 3, 1, "stages", *flags)
+    train_3d(work, 1, 1, 1, "stages_to_1", *flags, *RESUME)
+    assert difference(work, "stages", "stages_to_1") <= 1e-5
 
 
 def test_a_stage_without_a_parameter_group(work, pipeline, tmp_path):
     """DeepSpeed's loader would give the one group of such a stage's state to another: refused."""
-    lists = {
-        "param_shapes",
-        "single_partition_of_fp32_groups",
-        "group_paddings",
-        "param_slice_mappings",
-    }
-    lists |= {"param_groups"}
+    lists = (
+        "param_shapes single_partition_of_fp32_groups group_paddings param_slice_mappings "
+        "param_groups"
+    ).split()
 
     def drop_one(state):
         optimizer = state.get("optimizer_state_dict") or {}
@@ -149,13 +146,11 @@ def test_a_stage_without_a_parameter_group(work, pipeline, tmp_path):
 
 @pytest.mark.slow
 def test_pipeline_in_bf16(work):
-    for name, layout, resume in (
-        ("bf", (2, 2, 1), ()),
-        ("bf_same", (2, 2, 1), RESUME),
-        ("bf_1", (1, 1, 1), RESUME),
-    ):
-        train_3d(work, *layout, name, "--dtype", "bf16", "--checkpoint_dir", "bf", *resume)
-    assert largest(work, "bf", "bf_same") == 0.0
+    flags = "--dtype bf16 --checkpoint_dir bf".split()
+    train_3d(work, 2, 2, 1, "bf", *flags)
+    train_3d(work, 2, 2, 1, "bf_same", *flags, *RESUME)
+    train_3d(work, 1, 1, 1, "bf_1", *flags, *RESUME)
+    assert difference(work, "bf", "bf_same") == 0.0
     assert 0 < max(compare(work, "bf", "bf_1").values()) <= 1e-2
 
 
@@ -167,15 +162,15 @@ def test_bit_equal_to_deepspeed(work, pipeline, tmp_path):
 def test_weights_cut_in_another_way_are_seen(work, pipeline, tmp_path):
     """The control: the same checkpoint, with the shards of the row-parallel weights put together as
     columns are."""
-    shutil.copytree(work / "three" / "global_step2", tmp_path / "c" / "global_step2")
-    nothing = {"parameter_with_row_parallelism_patterns": []}
-    edit(
-        tmp_path / "c",
-        "*/mp_rank_*",
-        lambda state: state["universal_checkpoint_info"].update(nothing),
-    )
-    copy = ("--checkpoint_dir", tmp_path / "c")
-    result = launch(work, 1, "examples.train_3d", *COMMON, *RESUME, *copy)
+
+    def forget_rows(state):
+        state["universal_checkpoint_info"]["parameter_with_row_parallelism_patterns"] = []
+
+    copy = tmp_path / "c"
+    shutil.copytree(work / "three" / "global_step2", copy / "global_step2")
+    edit(copy, "*/mp_rank_*", forget_rows)
+    flags = (*COMMON, *RESUME, "--checkpoint_dir", copy)
+    result = launch(work, 1, "examples.train_3d", *flags)
     assert result.code == 2
     assert "attn.proj.weight is (32, 32) here, and (64, 16) in the checkpoint" in result.errors
 
@@ -191,9 +186,8 @@ def test_names_of_a_pipeline_are_others(work, pipeline, script, name):
 
 def test_tensorboard(work, pipeline):
     """--tensorboard writes the same losses as the log, in float32."""
-    board = EventAccumulator(
-        str(next((work / "runs" / "flat").rglob("*tfevents*"))), {"scalars": 0}
-    ).Reload()
+    file = next((work / "runs" / "flat").rglob("*tfevents*"))
+    board = EventAccumulator(str(file), {"scalars": 0}).Reload()
     for column, losses in read_log(work, "flat").items():
         events = {event.step: event.value for event in board.Scalars(column)}
         assert len(losses) == {"loss": 4, "val_loss": 2}[column]

@@ -3,8 +3,6 @@ that are left, and no bit differs. Machines are played: those of a run differ in
 what a dead one had is removed."""
 
 import fcntl
-import functools
-import operator
 import os
 import random
 import re
@@ -13,51 +11,24 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
-from helpers import ROOT, at_step, hang, kill, told_to_stop
+from helpers import ROOT, at_step, hang, kill, slow, told_to_stop
 
-from measure.logs import compare, steps
+from measure.logs import COLUMNS, compare, steps
 from measure.ranks import launch, run
 
 COMMON = (
-    "--n_embd",
-    32,
-    "--seq_len",
-    16,
-    "--n_layer",
-    1,
-    "--train_batch_size",
-    24,
-    "--steps",
-    12,
-    "--warmup_steps",
-    4,
-)
-COMMON = (
-    *COMMON,
-    "--train_micro_batch_size_per_gpu",
-    2,
-    "--checkpoint_interval",
-    5,
-    "--eval_interval",
-    3,
-)
+    "--n_embd 32 --seq_len 16 --n_layer 1 --train_batch_size 24 --steps 12 --warmup_steps 4 "
+    "--train_micro_batch_size_per_gpu 2 --checkpoint_interval 5 --eval_interval 3"
+).split()
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(work):
-    run(
-        work,
-        1,
-        "examples.train_elastic",
-        *COMMON,
-        "--exact",
-        "--run_name",
-        "uninterrupted",
-        "--checkpoint_dir",
-        "alone",
-    )
+    flags = "--exact --run_name uninterrupted --checkpoint_dir alone".split()
+    run(work, 1, "examples.train_elastic", *COMMON, *flags)
 
 
 def train(work, name, machines, *arguments, then=None):
@@ -66,119 +37,109 @@ def train(work, name, machines, *arguments, then=None):
 
     def patch():
         os.dup2(2, 1)
-        os.environ["MIRROR_ROOT"] = str(
-            Path(f"{name}_{machines[int(os.environ['RANK'])]}").resolve()
-        )
+        machine = machines[int(os.environ["RANK"])]
+        os.environ["MIRROR_ROOT"] = str(Path(f"{name}_{machine}").resolve())
         if then:
             then()
 
-    common = ("--exact", "--elastic", "--mirror", 1, "--run_name", name, "--checkpoint_dir", name)
-    return launch(
-        work,
-        len(machines),
-        "examples.train_elastic",
-        *COMMON,
-        *common,
-        *arguments,
-        patch=patch,
-        limit=120,
-    )
+    flags = f"--exact --elastic --mirror 1 --run_name {name} --checkpoint_dir {name}".split()
+    command = ("examples.train_elastic", *COMMON, *flags, *arguments)
+    return launch(work, len(machines), *command, patch=patch, limit=120)
 
 
-SENDS, COPIED = "universal.mirror.exchange", "universal.mirror.Mirror.remove_others"
-RECEIVES, SAVES = "os.utime", "torch.save"
-TO_DISK, ALONE = (
-    "back to the disk",
-    "is of one machine: it survives a rank's death, not the machine's",
-)
-FIFTH = ("--mirror", 5)
-# Of each life of a job: ranks on machines, how it ends, machines lost, last step that counts, what
-# the next start says, flags of its own. Then flags of all lives, and the machines of the last one.
+# At whose call a rank dies: as it sends its shards, when all have theirs twice, as it receives, and
+# as it saves.
+SENDS = "universal.mirror.exchange"
+COPIED = "universal.mirror.Mirror.remove_others"
+RECEIVES = "os.utime"
+SAVES = "torch.save"
+# What the next start says.
+TO_DISK = "back to the disk"
+ALONE = "is of one machine: it survives a rank's death, not the machine's"
+FIFTH = "--mirror 5"
+
+
+class Life(NamedTuple):
+    """Of a job, from a start to what ends it."""
+
+    machines: str  # of each rank
+    then: object  # a patch: what ends it
+    lost: str  # machines that are gone afterwards
+    last: int  # the last step that counts
+    words: str = ""  # what the next start says
+    flags: str = ""  # of this life
+
+
 ALL_IN_ONE = [
-    ("aabb", at_step(4, 2), "b", 3, "", "--zero_stage", 3),
-    ("aacc", at_step(8, 3, kill, SENDS), "c", 7, ""),  # step 8 is done, and not in the log
-    (
-        "ab",
-        at_step(8, 1, kill, SENDS),
-        "",
-        7,
-        "",
-    ),  # b keeps its files of this attempt at step 8 ...
-    ("ac", at_step(8, 1, kill, SENDS), "c", 7, ""),  # ... which make no step with those of this one
-    ("abb", at_step(9, 2, told_to_stop), "", 9, f"{TO_DISK}, all_in_one, at step 9", *FIFTH),
-    ("abc", at_step(12, 1), "bc", 10, TO_DISK),  # neighbours: shards are lost
+    Life("aabb", at_step(4, 2), "b", 3, flags="--zero_stage 3"),
+    # Step 8 is done, and not in the log.
+    Life("aacc", at_step(8, 3, kill, SENDS), "c", 7),
+    # b keeps its files of this attempt at step 8, which make no step with those of the next one.
+    Life("ab", at_step(8, 1, kill, SENDS), "", 7),
+    Life("ac", at_step(8, 1, kill, SENDS), "c", 7),
+    Life("abb", at_step(9, 2, told_to_stop), "", 9, f"{TO_DISK}, all_in_one, at step 9", FIFTH),
+    # Neighbours: shards are lost.
+    Life("abc", at_step(12, 1), "bc", 10, TO_DISK),
 ]
+DEATH = Life("aabb", at_step(8, 2), "b", 7)
+IN_SENDING = Life("aabb", at_step(8, 0, kill, SENDS), "a", 7)
+IN_SAVING = Life("ab", at_step(8, 1, kill, SAVES), "", 7)
+COMES_BACK = [Life("aabb", at_step(8, 2), "", 7), Life("aa", at_step(11, 0), "", 10)]
+# The lives of a job, the machines of the last one, and the flags of all.
 LONG = {
-    "a machine dies at 2": ([("aabb", at_step(8, 2), "b", 7, "")], [2], "aa"),
-    "a machine dies at 3": ([("aabb", at_step(8, 2), "b", 7, "")], [3], "aa"),
-    "not held twice, 0 at 1": ([("aabb", at_step(8, 0, kill, SENDS), "a", 7, "")], [1], "bb"),
-    "not held twice, 0 at 3": ([("aabb", at_step(8, 0, kill, SENDS), "a", 7, "")], [3], "bb"),
-    "not logged, 0": (
-        [("aabb", at_step(8, 0, kill, COPIED), "a", 8, "")],
-        [1],
-        "bb",
-    ),  # perhaps; but held twice
-    "not logged, 2": ([("aabb", at_step(8, 2, kill, COPIED), "b", 8, "")], [1], "aa"),
-    "no neighbours": (
-        [("abcd", at_step(8, 1), "bd", 7, "")],
-        [1],
-        "ac",
-    ),  # they have what b and d had, and neither all
-    "neighbours at first": (
-        [("abc", at_step(4, 1), "bc", 0, TO_DISK)],
-        [1],
-        "ab",
-    ),  # nothing was saved yet
-    "in the first copy": ([("aabb", at_step(1, 2, kill, SENDS), "b", 0, TO_DISK)], [1], "aa"),
-    "one machine": ([("aa", at_step(8, 1), "", 7, ALONE)], [1], "aa"),
-    "uneven": ([("aaab", at_step(8, 3), "a", 7, "")], [1], "b"),
-    "every fifth": (
-        [("ab", at_step(9, 1), "b", 5, "")],
-        [1, *FIFTH],
-        "a",
-    ),  # the steps since are done again
-    "a rank hangs": ([("ab", at_step(8, 1, hang, SENDS), "", 8, "")], [1, "--timeout", 5], "ab"),
-    "killed as it saves, 1": ([("ab", at_step(8, 1, kill, SAVES), "", 7, "")], [1], "ab"),
-    "killed as it saves, 3": ([("ab", at_step(8, 1, kill, SAVES), "", 7, "")], [3], "ab"),
-    "killed as it receives": (
-        [("aabb", at_step(8, 0, kill, RECEIVES), "", 8, "")],
-        [1],
-        "aabb",
-    ),  # each has its own
-    "one comes back": (
-        [("aabb", at_step(8, 2), "", 7, ""), ("aa", at_step(11, 0), "", 10, "")],
-        [1],
-        "bbaa",
-    ),
+    "a machine dies at 2": ([DEATH], "aa", "--zero_stage 2"),
+    "a machine dies at 3": ([DEATH], "aa", "--zero_stage 3"),
+    "not held twice, 0 at 1": ([IN_SENDING], "bb", ""),
+    "not held twice, 0 at 3": ([IN_SENDING], "bb", "--zero_stage 3"),
+    # Step 8 is perhaps not in the log; but it is held twice.
+    "not logged, 0": ([Life("aabb", at_step(8, 0, kill, COPIED), "a", 8)], "bb", ""),
+    "not logged, 2": ([Life("aabb", at_step(8, 2, kill, COPIED), "b", 8)], "aa", ""),
+    # a and c have what b and d had, and neither has all.
+    "no neighbours": ([Life("abcd", at_step(8, 1), "bd", 7)], "ac", ""),
+    # Nothing was saved yet.
+    "neighbours at first": ([Life("abc", at_step(4, 1), "bc", 0, TO_DISK)], "ab", ""),
+    "in the first copy": ([Life("aabb", at_step(1, 2, kill, SENDS), "b", 0, TO_DISK)], "aa", ""),
+    "one machine": ([Life("aa", at_step(8, 1), "", 7, ALONE)], "aa", ""),
+    "uneven": ([Life("aaab", at_step(8, 3), "a", 7)], "b", ""),
+    # The steps since are done again.
+    "every fifth": ([Life("ab", at_step(9, 1), "b", 5)], "a", FIFTH),
+    "a rank hangs": ([Life("ab", at_step(8, 1, hang, SENDS), "", 8)], "ab", "--timeout 5"),
+    "killed as it saves, 1": ([IN_SAVING], "ab", ""),
+    "killed as it saves, 3": ([IN_SAVING], "ab", "--zero_stage 3"),
+    # Each has its own.
+    "killed as it receives": ([Life("aabb", at_step(8, 0, kill, RECEIVES), "", 8)], "aabb", ""),
+    "one comes back": (COMES_BACK, "bbaa", ""),
 }
-LIVES = [("all in one", ALL_IN_ONE, [1], "ab")]
-LIVES += [pytest.param(name, *rest, marks=pytest.mark.slow) for name, rest in LONG.items()]
+LIVES = [("all in one", ALL_IN_ONE, "ab", "")]
+LIVES += [slow(name, *job) for name, job in LONG.items()]
 
 
-@pytest.mark.parametrize("name, lives, flags, last", LIVES)
-def test_lives(work, uninterrupted, name, lives, flags, last):
+@pytest.mark.parametrize("name, lives, last, flags", LIVES)
+def test_lives(work, uninterrupted, name, lives, last, flags):
     """Killed, and memory lost with the machine: the job goes on at the very next step, on what is
     left, and no bit differs."""
-    name, since, said = re.sub(r"\W+", "_", name), 0, ""
-    for machines, then, lost, step, words, *own in [*lives, (last, None, "", 12, "")]:
-        result = train(work, name, machines, "--zero_stage", *flags, *own, then=then)
-        assert (result.code == 0) == (then is None) and said in result.errors, result.errors
-        assert re.findall(r"^resumed from .* at step (\d+)$", result.errors, re.M) == [
-            str(since)
-        ] * (since > 0)
-        first = re.search(r"^step +(\d+) \|", result.errors, re.M)
-        assert not first or int(first[1]) == since + 1
+    name = re.sub(r"\W+", "_", name)
+    before = Life("", None, "", 0)
+    for life in (*lives, Life(last, None, "", 12)):
+        arguments = f"{flags} {life.flags}".split()
+        result = train(work, name, life.machines, *arguments, then=life.then)
+        assert (result.code == 0) == (life.then is None), result.errors
+        assert before.words in result.errors, result.errors
+        resumed = re.findall(r"^resumed from .* at step (\d+)$", result.errors, re.M)
+        assert resumed == [str(before.last)] * (before.last > 0)
+        next_step = re.search(r"^step +(\d+) \|", result.errors, re.M)
+        assert not next_step or int(next_step[1]) == before.last + 1
         logged = max(steps(work, name), default=0)
-        assert logged <= step or "--mirror" in flags or TO_DISK in words, (
-            "a step is going to be done twice"
-        )
-        for machine in lost:
+        back = "--mirror" in flags or TO_DISK in life.words
+        assert logged <= life.last or back, "a step is going to be done twice"
+        for machine in life.lost:
             shutil.rmtree(work / f"{name}_{machine}")
-        since, said = step, words
+        before = life
     assert steps(work, name) == list(range(1, 13))
-    for column in ("loss", "val_loss", "grad_norm"):
+    for column in COLUMNS:
         assert set(compare(work, "uninterrupted", name, column).values()) == {0.0}
-    for machine in last:  # the job is done
+    # The job is done.
+    for machine in last:
         assert not list((work / f"{name}_{machine}").iterdir())
 
 
@@ -192,10 +153,7 @@ def test_soak(tmp_path, stage):
     assert "every step once in the log, and no bit differs" in result.stdout
 
 
-SIZES = [
-    (1, "aabb"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, "abc"), (1, "aaa"), (3, "aaa")]),
-]
+SIZES = [(1, "aabb"), slow(3, "abc"), slow(1, "aaa"), slow(3, "aaa")]
 
 
 @pytest.mark.parametrize("stage, machines", SIZES)
@@ -206,30 +164,28 @@ def test_refusals(work, stage, machines):
     def full():
         shutil.disk_usage = lambda path: SimpleNamespace(free=0)
 
-    name, model = f"room{stage}{machines}", ("--zero_stage", stage, "--n_embd", 128)
+    name = f"room{stage}{machines}"
+    model = f"--zero_stage {stage} --n_embd 128".split()
     result = train(work, name, machines, *model, then=full)
     assert result.code == 2 and "has room for 0.0 MB, and needs " in result.errors
     needed = 1e6 * float(re.search(r"needs ([0-9.]+) MB", result.errors)[1])
     assert train(work, name, machines, *model, then=at_step(3, 0, kill, COPIED)).code != 0
     memory = [next((work / f"{name}_{machine}").iterdir()) for machine in machines]
-    held = os.open(memory[0], os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
+    lock = os.open(memory[0], os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     result = train(work, name, machines, *model)
-    os.close(held)
-    assert (
-        result.code == 2
-        and f"{name}_a" in result.errors
-        and "is in use by another job" in result.errors
-    )
+    os.close(lock)
+    assert result.code == 2
+    assert f"{name}_a" in result.errors and "is in use by another job" in result.errors
     slots = [max(folder.glob("step*")) for folder in memory]
     assert {int(slot.name[4:13]) for slot in slots} == {3}
     sizes = [{path.name: path.stat().st_size for path in slot.iterdir()} for slot in slots]
-    step, whole = (
-        max(sum(slot.values()) for slot in sizes),
-        sum(functools.reduce(operator.or_, sizes).values()),
-    )
+    largest = max(sum(slot.values()) for slot in sizes)
+    # Each file once, wherever it is.
+    files = {name: size for slot in sizes for name, size in slot.items()}
+    room = largest + max(largest, sum(files.values()))
     # It counts Adam's states and weights in fp32, as if every machine had all.
-    assert step + max(step, whole) <= needed <= 1.75 * (step + max(step, whole))
+    assert room <= needed <= 1.75 * room
 
 
 # -----------------------------------------------------------------------------
@@ -283,14 +239,12 @@ dataset = torch.utils.data.TensorDataset(rows)
 
 def own_script(folder, total, mirrored):
     """The lines of docs/elastic.md, around an engine that is not ours; they record what they do."""
-    (lines,) = re.findall(
-        r"```python\n(.*?Mirror\(.*?)```", (ROOT / "docs" / "elastic.md").read_text(), re.S
-    )
+    page = (ROOT / "docs" / "elastic.md").read_text()
+    (lines,) = re.findall(r"```python\n(.*?Mirror\(.*?)```", page, re.S)
     lines = lines.replace('"/dev/shm/job"', 'os.environ["MIRROR_FOLDER"]')
     if not mirrored:
-        lines = lines.replace("mirror.gather(folder)", "folder").replace(
-            "if step == steps:\n    mirror.close()\n", ""
-        )
+        lines = lines.replace("mirror.gather(folder)", "folder")
+        lines = lines.replace("if step == steps:\n    mirror.close()\n", "")
         lines = "".join(line for line in lines.splitlines(True) if "irror" not in line)
     done = r"mirror\.save\({" if mirrored else r"train_step\("
     lines = re.sub(r"(.*load_checkpoint.*\n.*\n)", r'\1record("from", done)\n', lines)
@@ -303,8 +257,8 @@ def own_script(folder, total, mirrored):
 def recorded(folder):
     """[(step, its number)] that were done, and {step} that they resumed from."""
     words = [line.split() for line in (folder / "record").read_text().splitlines()]
-    did = [(int(word[1]), float(word[2])) for word in words if word[0] == "did"]
-    return did, {int(word[1]) for word in words if word[0] == "from"}
+    done = [(int(word[1]), float(word[2])) for word in words if word[0] == "did"]
+    return done, {int(word[1]) for word in words if word[0] == "from"}
 
 
 def own_machines(**changes):
@@ -317,34 +271,37 @@ def own_machines(**changes):
     return patch
 
 
-@pytest.mark.parametrize("kills", [0, 1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [0, 1, slow(20)])
 def test_lines_for_other_scripts(tmp_path, kills):
     """At ZeRO-2 with a frozen layer and two groups. 4 ranks of which 3 divide the batch are told to
     stop after step 5. With a mirror: one of three machines is killed, at any moment of a step. No
     step is done twice, and the weights are those of a run that nothing happened to."""
-    total, script, dice = 20 + 15 * kills, tmp_path / "own.py", random.Random(7)
-    (tmp_path / "alone").mkdir()
-    own_script(tmp_path / "alone", total, mirrored=False)
-    run(tmp_path / "alone", 1, tmp_path / "alone" / "own.py")
-    wanted = dict(recorded(tmp_path / "alone")[0])
+    total = 20 + 15 * kills
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    own_script(alone, total, mirrored=False)
+    run(alone, 1, alone / "own.py")
+    wanted = dict(recorded(alone)[0])
+    script = tmp_path / "own.py"
+    dice = random.Random(7)
     own_script(tmp_path, total, mirrored=kills > 0)
     result = launch(tmp_path, 4, script, patch=own_machines(TOLD="1"))
     assert result.code == 143 and max(recorded(tmp_path)[0])[0] == 5, result.errors
     for number in range(kills):
-        rank, step, seconds = map(
-            str, (dice.randrange(3), dice.randrange(1, 8), dice.uniform(0, 0.05))
-        )
-        result = launch(
-            tmp_path, 3, script, patch=own_machines(KILLED=rank, STEP=step, AFTER=seconds)
-        )
+        rank = str(dice.randrange(3))
+        step = str(dice.randrange(1, 8))
+        seconds = str(dice.uniform(0, 0.05))
+        patch = own_machines(KILLED=rank, STEP=step, AFTER=seconds)
+        result = launch(tmp_path, 3, script, patch=patch)
         assert result.code != 0, f"{number} kills, and the job is done"
         assert "back to the disk" not in result.out
         shutil.rmtree(tmp_path / f"machine{rank}")
     assert launch(tmp_path, 3 if kills else 2, script, patch=own_machines()).code == 0
-    did, resumed = recorded(tmp_path)
-    done = [step for step, _ in did]
-    assert len(done) == len(set(done)) and {*done, *resumed} - {0} == set(range(1, total + 1))
-    assert max(abs(number - wanted[step]) for step, number in did) < 1e-5
+    done, resumed = recorded(tmp_path)
+    numbers = [step for step, _ in done]
+    assert len(numbers) == len(set(numbers))
+    assert {*numbers, *resumed} - {0} == set(range(1, total + 1))
+    assert max(abs(norm - wanted[step]) for step, norm in done) < 1e-5
     assert not (tmp_path / "machine0").exists()
 
 
@@ -366,62 +323,41 @@ def on_disks(name, names, then=None):
     return patch
 
 
-TAGS = ["global_step6", "global_step8"]  # of every second one the last two
+# The machine that is lost, those that start without it, and those that do when it is back.
 DISKS = [("a", "cb", "ab"), ("a", "b", "aabb"), ("b", "ca", "bbaa")]
-DISKS = [pytest.param(stage, *disks, marks=pytest.mark.slow) for stage in (1, 3) for disks in DISKS]
+SLOW = [slow(stage, *disks) for stage in (1, 3) for disks in DISKS]
 
 
-@pytest.mark.parametrize("stage, lost, replaced, machines", [(1, "a", "cb", "ab"), *DISKS[1:]])
+@pytest.mark.parametrize("stage, lost, replaced, machines", [(1, *DISKS[0]), *SLOW[1:]])
 def test_disks_of_their_own(work, uninterrupted, stage, lost, replaced, machines):
     """Each has the shards of its own ranks. Where a machine is replaced by an empty one, there is
     no start from scratch, and what is missing is named; when its disk is back, they go on."""
     name = f"disks{stage}{machines}"
+    flags = (
+        f"--exact --elastic --keep 2 --checkpoint_interval 2 --zero_stage {stage} --run_name {name}"
+    ).split()
 
     def train(machines, then=None):
-        flags = (
-            "--exact",
-            "--elastic",
-            "--keep",
-            2,
-            "--checkpoint_interval",
-            2,
-            "--zero_stage",
-            stage,
-        )
         patch = on_disks(name, machines, then)
-        return launch(
-            work,
-            len(machines),
-            "examples.train_elastic",
-            *COMMON,
-            *flags,
-            "--run_name",
-            name,
-            patch=patch,
-        )
+        return launch(work, len(machines), "examples.train_elastic", *COMMON, *flags, patch=patch)
 
     assert train("aabb", at_step(10, 0)).code != 0
     for machine, ranks in (("a", "01"), ("b", "23")):
-        assert (
-            sorted(path.name for path in (work / f"{name}_{machine}").iterdir() if path.is_dir())
-            == TAGS
-        )
-        shards = sorted(
-            path.name for path in (work / f"{name}_{machine}" / TAGS[1]).glob("*optim_states.pt")
-        )
+        folder = work / f"{name}_{machine}"
+        tags = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        assert tags == ["global_step6", "global_step8"]
+        shards = sorted(path.name for path in folder.glob("global_step8/*optim_states.pt"))
         assert "".join(shard.split("_")[3] for shard in shards) == ranks
     (work / f"{name}_{lost}").rename(work / "away")
-    (work / f"{name}_b" / "latest").unlink(
-        missing_ok=True
-    )  # rank 0 alone writes it, unless train.py saves
-    result = train(
-        replaced, then=lambda: os.dup2(2, 1)
-    )  # all ranks' errors are kept, and of one what it prints
+    # Rank 0 alone writes it, unless train.py saves.
+    (work / f"{name}_b" / "latest").unlink(missing_ok=True)
+    # All ranks' errors are kept, and of one what it prints.
+    result = train(replaced, then=lambda: os.dup2(2, 1))
     assert result.code != 0 and steps(work, name) == list(range(1, 10))
-    first = (
-        "zero_pp_rank_0_mp_rank_00" if stage == 3 else "mp_rank_00_model_states.pt is on no machine"
-    )
-    assert (first if lost == "a" else "zero_pp_rank_2_mp_rank_00") in result.errors
+    missing = f"zero_pp_rank_{0 if lost == 'a' else 2}_mp_rank_00"
+    if lost == "a" and stage != 3:
+        missing = "mp_rank_00_model_states.pt is on no machine"
+    assert missing in result.errors
     (work / "away").rename(work / f"{name}_{lost}")
     result = train(machines)
     assert result.code == 0 and "at step 8\n" in result.out, result.errors
@@ -446,23 +382,22 @@ with deepspeed.zero.GatheredParameters([*engine.module.parameters()]):
 """
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [3, slow(2)])
 def test_saved_again_by_fewer(tmp_path, stage):
     """3 machines save a checkpoint, then 2 of them, by plain engine.save_checkpoint(), under the
     same name. The third one joins again, with shards of the first save, and all continue from the
     second."""
 
     def play(machines, what):
-        (tmp_path / "again.py").write_text(f"stage, what = {stage}, {what!r}\n{ENGINE}{AGAIN}")
-        return run(
-            tmp_path, len(machines), tmp_path / "again.py", patch=on_disks("disk", machines)
-        ).splitlines()
+        script = tmp_path / "again.py"
+        script.write_text(f"stage, what = {stage}, {what!r}\n{ENGINE}{AGAIN}")
+        patch = on_disks("disk", machines)
+        return run(tmp_path, len(machines), script, patch=patch).splitlines()[-1]
 
-    *_, first = play("caabbb", "first")
-    *_, second = play("ab", "second")
-    assert first != second
-    *_, loaded = play("cab", "load")
-    assert loaded == second
+    by_three = play("caabbb", "first")
+    by_two = play("ab", "second")
+    assert by_three != by_two
+    assert play("cab", "load") == by_two
     for machine in "cab":
         shards = sorted((tmp_path / f"disk_{machine}").glob("t/*optim_states.pt"))
         assert [path.name.split("_rank_")[1] for path in shards] == ["0_mp", "1_mp"]

@@ -21,6 +21,11 @@ def write(path, losses, val=None, layout="micro_batch,accumulation,ranks", cells
             file.write(f"{step},{loss!r},{validation},0.1,1.0,1.0,100.0,0.5,{cells}\n")
 
 
+def falling(begin, end):
+    """{step: loss}; a sum with a power of two has no rounding error."""
+    return {step: 5.0 - 0.25 * step for step in range(begin, end + 1)}
+
+
 def plot(folder, *arguments):
     """What it says; it draws where an output is named."""
 
@@ -36,73 +41,59 @@ def plot(folder, *arguments):
 
 @pytest.fixture
 def logs(tmp_path):
-    write(tmp_path / "base.csv", {s: 5.0 - 0.25 * s for s in range(1, 11)}, {10: 2.75})
-    write(tmp_path / "same.csv", {s: 5.0 - 0.25 * s for s in range(6, 11)}, {10: 2.75})
-    write(
-        tmp_path / "off.csv",
-        {s: 5.0 - 0.25 * s + (2.0**-10 if s >= 8 else 0) for s in range(6, 11)},
-        {10: 3.0},
-        layout="layout",  # as logs had it before
-        cells="8 x 2 x 3",
-    )
+    write(tmp_path / "base.csv", falling(1, 10), {10: 2.75})
+    write(tmp_path / "same.csv", falling(6, 10), {10: 2.75})
+    off = {step: loss + 2.0**-10 * (step >= 8) for step, loss in falling(6, 10).items()}
+    # Logs of before have the layout in one column.
+    write(tmp_path / "off.csv", off, {10: 3.0}, layout="layout", cells="8 x 2 x 3")
     return tmp_path
 
 
 def test_table_picture_and_csv(logs):
     result = plot(logs, "base.csv", "same.csv", "off.csv", "--output", "out/picture.png")
     assert result.code == 0 and "PASS" not in result.out, result.err
-    rows = [line.split() for line in result.out.splitlines()]
-    layout = ["8", "x", "2", "x", "3", "=", "48"]
-    assert ["base", *layout, "1-10", "baseline", "2.0"] in rows
-    assert ["same", *layout, "6-10", "0.0e+00", "0.0e+00", "5", "of", "5", "0.0e+00", "2.0"] in rows
-    assert ["off", *layout, "6-10", "0.0e+00", "9.8e-04", "2", "of", "5", "2.5e-01", "2.0"] in rows
+    rows = [" ".join(line.split()) for line in result.out.splitlines()]
+    assert "base 8 x 2 x 3 = 48 1-10 baseline 2.0" in rows
+    assert "same 8 x 2 x 3 = 48 6-10 0.0e+00 0.0e+00 5 of 5 0.0e+00 2.0" in rows
+    assert "off 8 x 2 x 3 = 48 6-10 0.0e+00 9.8e-04 2 of 5 2.5e-01 2.0" in rows
     assert (logs / "out" / "picture.png").read_bytes()[:4] == b"\x89PNG"
     with open(logs / "out" / "picture.csv", newline="") as file:
         joined = list(csv.DictReader(file))
-    assert [row["step"] for row in joined] == [str(s) for s in range(1, 11)]
+    assert [row["step"] for row in joined] == [str(step) for step in range(1, 11)]
     assert joined[8]["base loss"] == "2.75" and float(joined[8]["off loss"]) == 2.75 + 2.0**-10
     assert joined[0]["same loss"] == "" and joined[9]["off val_loss"] == "3.0"
 
 
 def test_tolerance(logs):
     """A loss that is no number differs from every number, and from itself."""
-    write(logs / "short.csv", {s: 5.0 - 0.25 * s for s in range(6, 9)})
-    write(logs / "nan.csv", {s: float("nan") for s in range(6, 11)})
+    write(logs / "short.csv", falling(6, 8))
+    write(logs / "nan.csv", dict.fromkeys(range(6, 11), float("nan")))
+    # One name in two folders.
     (logs / "again").mkdir()
-    (logs / "again" / "base.csv").symlink_to(logs / "same.csv")  # one name in two folders
+    (logs / "again" / "base.csv").symlink_to(logs / "same.csv")
+    off = "plot.py: off differs by 9.8e-04 at step 8 (training), more than 0.0001\n"
     assert plot(logs, "base.csv", "off.csv", "--tolerance", 0.3).code == 0
     for run, tolerance, code, words in (
         ("same.csv", 0, 0, "PASS: 0.0e+00 <= 0\n"),
         ("again/base.csv", 0, 0, "PASS: 0.0e+00 <= 0\n"),
-        (
-            "off.csv",
-            1e-4,
-            1,
-            "plot.py: off differs by 9.8e-04 at step 8 (training), more than 0.0001\n",
-        ),
+        ("off.csv", 1e-4, 1, off),
         ("short.csv", 0, 1, "plot.py: the runs end at different steps: {'base': 10, 'short': 8}\n"),
         ("nan.csv", 1e9, 1, "plot.py: nan differs by inf at step 6 (training), more than 1e+09\n"),
     ):
         result = plot(logs, "base.csv", run, "--tolerance", tolerance)
-        assert (
-            result.code == code
-            and (result.err or result.out).endswith(words)
-            and ("PASS" in result.out) == (not code)
-        )
+        assert result.code == code and ("PASS" in result.out) == (not code)
+        assert (result.err or result.out).endswith(words)
 
 
+TWO = ["base.csv", "bad.csv"]
 BAD = [None, "", "a,b\n1,2\n", "step,loss,val_loss\n", "step,loss,val_loss\n1,x,\n"]
 
 
 @pytest.mark.parametrize(
     "names, content, words",
     [
-        *((["base.csv", "bad.csv"], content, "bad.csv") for content in BAD),
-        (
-            ["base.csv", "bad.csv"],
-            "step,loss,val_loss\n20,1.0,\n",
-            "bad has no step in common with base",
-        ),
+        *((TWO, content, "bad.csv") for content in BAD),
+        (TWO, "step,loss,val_loss\n20,1.0,\n", "bad has no step in common with base"),
         (["base.csv"], None, "name two different logs, or more"),
         (["base.csv", "same.csv", "base.csv"], None, "name two different logs, or more"),
     ],
@@ -162,7 +153,7 @@ def test_legend():
     """In words: what a run did, and its name only where two did the same."""
 
     def legend(**layouts):
-        runs = {name: run({first: 1.0}, layout=layout) for name, (first, layout) in layouts.items()}
+        runs = {name: run({begin: 1.0}, layout=layout) for name, (begin, layout) in layouts.items()}
         return list(script.in_words(runs))
 
     words = ["4 ranks, uninterrupted", "resumed on 4 ranks", "resumed on 1 rank"]

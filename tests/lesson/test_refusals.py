@@ -29,19 +29,16 @@ def refusal(tmp_path, monkeypatch):
     return lambda script, ranks, arguments: refused(monkeypatch, script, ranks, arguments.split())
 
 
-TP, PP, SP = "--tensor_parallel", "--pipeline_parallel", "--sequence_parallel"
+TP = "--tensor_parallel"
+PP = "--pipeline_parallel"
+SP = "--sequence_parallel"
+NO_LAUNCHER = "start it with a launcher: deepspeed --num_gpus 4, or torchrun --nproc-per-node 4"
+NEAREST = "micro-batches of 64 on 3 ranks; the nearest that do: --train_batch_size 192 or 384;"
+NONE = "none of 1 to 2 ranks trains micro-batches of"
 REFUSED = {
     "train.py": [
-        (
-            0,
-            "",
-            "start it with a launcher: deepspeed --num_gpus 4, or torchrun --nproc-per-node 4",
-        ),
-        (
-            3,
-            "",
-            "micro-batches of 64 on 3 ranks; the nearest that do: --train_batch_size 192 or 384;",
-        ),
+        (0, "", NO_LAUNCHER),
+        (3, "", NEAREST),
         (6, "--train_micro_batch_size_per_gpu 8", "--train_batch_size 240 or 288;"),
         (2, "--n_head 5", "--n_embd 64 does not divide into --n_head 5 heads"),
         (2, "--steps many", "--steps: invalid int value: 'many'"),
@@ -53,11 +50,7 @@ REFUSED = {
     ],
     "examples.train_elastic": [
         (2, "--elastic --resume", "leave out --resume"),
-        (
-            2,
-            "--elastic --train_micro_batch_size_per_gpu 7",
-            "none of 1 to 2 ranks trains micro-batches of 7",
-        ),
+        (2, "--elastic --train_micro_batch_size_per_gpu 7", f"{NONE} 7"),
         (0, "--elastic", "start it with a launcher"),
         (2, "--mirror 1", "--mirror is for --elastic"),
         (2, "--keep 0", "--keep: must be at least 1, not 0"),
@@ -67,11 +60,7 @@ REFUSED = {
     "examples.train_tp_sp": [
         (3, f"{TP} 3", f"--n_head 4 does not divide by {TP} 3 x {SP} 1"),
         (2, f"{SP} 2 --seq_len 15", f"--seq_len 15 does not divide by {SP} 2"),
-        (
-            2,
-            f"{TP} 4 --elastic",
-            "none of 1 to 2 ranks trains micro-batches of 64, 4 ranks to each",
-        ),
+        (2, f"{TP} 4 --elastic", f"{NONE} 64, 4 ranks to each"),
     ],
     "examples.train_3d": [
         (3, f"{PP} 2", "3 ranks do not divide by 2"),
@@ -91,9 +80,10 @@ def test_argument(refusal, script, ranks, arguments, words):
     assert words in refusal(script, ranks, arguments)
 
 
-CHANGES = "n_layer 3,n_head 2,n_embd 32,seq_len 16,dropout 0.2,seed 0,dtype bf16,lr 0.1"
-CHANGES += ",warmup_steps 9,steps 300,train_batch_size 128"
-CHANGES += ",train_micro_batch_size_per_gpu 32,data other.txt"
+CHANGES = (
+    "n_layer 3,n_head 2,n_embd 32,seq_len 16,dropout 0.2,seed 0,dtype bf16,lr 0.1,warmup_steps 9,"
+    "steps 300,train_batch_size 128,train_micro_batch_size_per_gpu 32,data other.txt"
+).split(",")
 
 
 def described(*arguments):
@@ -102,7 +92,7 @@ def described(*arguments):
     return train.describe_run(args, train.load_text(args.data, args.seq_len)[2])
 
 
-@pytest.mark.parametrize("change", CHANGES.split(","))
+@pytest.mark.parametrize("change", CHANGES)
 def test_another_run(refusal, change):
     """What a resumed run must have in common with the first is named, before any work is done."""
     name, value = change.split()
@@ -110,13 +100,10 @@ def test_another_run(refusal, change):
     run_before = described()
     Path("c/tag").mkdir(parents=True)
     torch.save({"run": run_before}, "c/tag/mp_rank_00_model_states.pt")
-    line = refusal(
-        "train.py", 2, f"--resume --checkpoint_dir c --checkpoint_tag tag --{name} {value}"
-    )
-    assert (
-        f"{name} is {run_before[name]} in c/tag and " in line
-        and "here: the loss would not go on alike" in line
-    )
+    flags = f"--resume --checkpoint_dir c --checkpoint_tag tag --{name} {value}"
+    line = refusal("train.py", 2, flags)
+    assert f"{name} is {run_before[name]} in c/tag and " in line
+    assert "here: the loss would not go on alike" in line
     assert name == "data" or f"{value} here" in line
 
 
@@ -125,6 +112,11 @@ def test_another_micro_batch(refusal):
     for dropout, tracked in ((0.1, True), (0.0, False)):
         run_here = described("--dropout", str(dropout))
         assert ("train_micro_batch_size_per_gpu" in run_here) == tracked
+
+
+SIZE = (
+    "--n_embd 32 --seq_len 16 --train_batch_size 24 --train_micro_batch_size_per_gpu 6 --steps 2"
+).split()
 
 
 def test_machines_with_different_text(work):
@@ -142,43 +134,28 @@ def test_machines_with_different_text(work):
     assert line.startswith("train.py: error: rank 1: data is ") and " in rank 0 and " in line
 
 
-SIZE = (
-    "--n_embd",
-    32,
-    "--seq_len",
-    16,
-    "--train_batch_size",
-    24,
-    "--train_micro_batch_size_per_gpu",
-    6,
-    "--steps",
-    2,
-)
-
-
-def everything(folder):
+def written(folder):
+    """Every file, but for hidden ones, with when it was written and its size."""
     return {
-        p: (p.stat().st_mtime_ns, p.stat().st_size)
-        for p in folder.rglob("*")
-        if p.is_file() and p.name[0] != "."
+        path: (path.stat().st_mtime_ns, path.stat().st_size)
+        for path in folder.rglob("*")
+        if path.is_file() and path.name[0] != "."
     }
 
 
 def test_one_rank_speaks(work):
     """All ranks have the same complaint, and rank 0 tells it; whatever was written before is as it
     was."""
-    run(work, 2, "train.py", *SIZE, "--checkpoint_dir", "c", "--checkpoint_interval", 2)
-    before = everything(work)
-    for arguments, words in (
-        (
-            ("--seed", 1),
-            "seed is 1337 in c/global_step2 and 1 here",
-        ),  # which tag, the loader finds out
-        (("--checkpoint_tag", "no"), "c/no does not exist; in c there is: global_step2"),
-        (("--checkpoint_dir", "nowhere"), "nowhere has no such checkpoint"),
+    run(work, 2, "train.py", *SIZE, *"--checkpoint_dir c --checkpoint_interval 2".split())
+    before = written(work)
+    for flags, words in (
+        # Which tag, the loader finds out.
+        ("--seed 1", "seed is 1337 in c/global_step2 and 1 here"),
+        ("--checkpoint_tag no", "c/no does not exist; in c there is: global_step2"),
+        ("--checkpoint_dir nowhere", "nowhere has no such checkpoint"),
     ):
-        resume = ("--checkpoint_dir", "c", "--resume", "--run_name", "refused", *arguments)
+        resume = f"--checkpoint_dir c --resume --run_name refused {flags}".split()
         result = launch(work, 2, "train.py", *SIZE, *resume, limit=100)
-        assert result.code == 2 and everything(work) == before, result.errors
+        assert result.code == 2 and written(work) == before, result.errors
         (line,) = (line for line in result.errors.splitlines() if "error" in line)
         assert line.startswith(f"train.py: error: {words}")

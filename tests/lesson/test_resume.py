@@ -10,33 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import each_row_once, edit, fp16_is, record_rows
+from helpers import each_row_once, edit, fp16_is, record_rows, slow
 
 import train
 import universal
 from measure.logs import compare, read_log, steps
 from measure.ranks import launch, run
 
-SIZE = (
-    "--n_embd",
-    32,
-    "--seq_len",
-    16,
-    "--train_batch_size",
-    24,
-    "--train_micro_batch_size_per_gpu",
-)
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
+# With the size of a micro-batch behind it.
+SIZE = "--n_embd 32 --seq_len 16 --train_batch_size 24 --train_micro_batch_size_per_gpu"
 SHORT = [(1, "fp32", 20), (2, "bf16", 20), (3, "fp32", 20)]
 LONG = [(stage, dtype, 200) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
-RUNS = pytest.mark.parametrize(
-    "kind", [*SHORT, *map(slow, LONG)], ids=lambda kind: "-".join(map(str, kind))
-)
+SLOW = [slow(*kind) for kind in LONG]
+RUNS = pytest.mark.parametrize("stage, dtype, steps", [*SHORT, *SLOW])
 
 
 def as_on_a_gpu():
@@ -52,43 +38,19 @@ def saved(work):
     @functools.cache
     def train(stage, dtype, steps):
         name = f"zero{stage}_{dtype}_{steps}"
-        micro = (
-            6 if stage == 3 else 2
-        )  # as small that 3 and 6 ranks divide the batch; at ZeRO-3 that takes its time
+        # As small that 3 and 6 ranks divide the batch; at ZeRO-3 that takes its time.
+        micro = 6 if stage == 3 else 2
+        half = steps // 2
         flags = (
-            *SIZE,
-            micro,
-            "--zero_stage",
-            stage,
-            "--dtype",
-            dtype,
-            "--steps",
-            steps,
-            "--checkpoint_dir",
-            name,
-        )
+            f"{SIZE} {micro} --zero_stage {stage} --dtype {dtype} --steps {steps} "
+            f"--checkpoint_dir {name} --checkpoint_interval {half}"
+        ).split()
         patch = as_on_a_gpu if stage == 2 else record_rows(name)
-        run(
-            work,
-            4,
-            "train.py",
-            *flags,
-            "--run_name",
-            name,
-            "--checkpoint_interval",
-            steps // 2,
-            patch=patch,
-        )
-        tag = work / name / f"global_step{steps // 2}"
+        run(work, 4, "train.py", *flags, "--run_name", name, patch=patch)
+        tag = work / name / f"global_step{half}"
         universal.convert(tag, f"{tag}_universal")
-        return name, (
-            *flags,
-            "--checkpoint_interval",
-            1000,
-            "--resume",
-            "--checkpoint_tag",
-            tag.name,
-        )
+        resume = f"--checkpoint_interval 1000 --resume --checkpoint_tag {tag.name}"
+        return name, [*flags, *resume.split()]
 
     return lambda stage, dtype="fp32", steps=20: train(stage, dtype, steps)
 
@@ -102,74 +64,78 @@ def halved(work, saved):
     def resume(*kind):
         name, flags = saved(*kind)
         resumed = f"{name}_2"
-        return (
-            name,
-            resumed,
-            run(work, 2, "train.py", *flags, "--run_name", resumed, patch=record_rows(resumed)),
-        )
+        out = run(work, 2, "train.py", *flags, "--run_name", resumed, patch=record_rows(resumed))
+        return name, resumed, out
 
     return resume
 
 
 def as_universal(flags):
+    """The flags, which end in a tag, with that of what it was converted into."""
     return (*flags[:-1], f"{flags[-1]}_universal", "--universal_checkpoint")
 
 
 def assert_identical(work, name, resumed, steps):
-    for column, every in (("loss", 1), ("val_loss", 10), ("lr", 1), ("grad_norm", 1)):
+    for column, interval in (("loss", 1), ("val_loss", 10), ("lr", 1), ("grad_norm", 1)):
         gaps = compare(work, name, resumed, column)
-        assert list(gaps) == list(range(steps // 2 + every, steps + 1, every))
-        assert set(gaps.values()) == {0.0}, (column, {s: g for s, g in gaps.items() if g})
+        assert list(gaps) == list(range(steps // 2 + interval, steps + 1, interval))
+        differing = {step: gap for step, gap in gaps.items() if gap}
+        assert not differing, column
 
 
 @RUNS
-def test_same_ranks_zero_checkpoint(work, saved, kind):
+def test_same_ranks_zero_checkpoint(work, saved, stage, dtype, steps):
     """A ZeRO checkpoint on as many ranks as wrote it: every step after it is the same, every
     bit."""
-    name, flags = saved(*kind)
+    name, flags = saved(stage, dtype, steps)
     out = run(work, 4, "train.py", *flags, "--run_name", f"{name}_4")
-    assert f"resumed from {name}/{flags[-1]} at step {kind[2] // 2}\n" in out
-    assert_identical(work, name, f"{name}_4", kind[2])
+    assert f"resumed from {name}/{flags[-1]} at step {steps // 2}\n" in out
+    assert_identical(work, name, f"{name}_4", steps)
 
 
-@pytest.mark.parametrize("kind", [SHORT[2], *map(slow, SHORT[:2] + LONG)])
-def test_same_ranks_universal_checkpoint(work, saved, kind):
+@pytest.mark.parametrize("stage, dtype, steps", [SHORT[2], slow(*SHORT[0]), slow(*SHORT[1]), *SLOW])
+def test_same_ranks_universal_checkpoint(work, saved, stage, dtype, steps):
     """The same through a universal checkpoint."""
-    name, flags = saved(*kind)
+    name, flags = saved(stage, dtype, steps)
     run(work, 4, "train.py", *as_universal(flags), "--run_name", f"{name}_uc4")
-    assert_identical(work, name, f"{name}_uc4", kind[2])
+    assert_identical(work, name, f"{name}_uc4", steps)
 
 
 @RUNS
-def test_half_the_ranks(work, halved, kind):
+def test_half_the_ranks(work, halved, stage, dtype, steps):
     """The ZeRO checkpoint of 4 ranks on 2, without a conversion: 1e-5 in fp32, 1e-2 in bf16."""
-    name, resumed, out = halved(*kind)
-    share = "6 per rank x 2" if kind[0] == 3 else "2 per rank x 6"
+    name, resumed, out = halved(stage, dtype, steps)
+    share = "6 per rank x 2" if stage == 3 else "2 per rank x 6"
     assert f"24 = {share} accumulation steps x 2 ranks" in out
     for column in ("loss", "val_loss"):
         gaps = compare(work, name, resumed, column)
-        assert max(gaps) == kind[2] and max(gaps.values()) <= (1e-5 if "fp32" in name else 1e-2)
-    if kind[0] == 2:  # a machine without a GPU has read what a GPU saved
-        file = work / name / f"global_step{kind[2] // 2}" / "mp_rank_00_model_states.pt"
+        assert max(gaps) == steps and max(gaps.values()) <= (1e-5 if dtype == "fp32" else 1e-2)
+    # A machine without a GPU has read what a GPU saved.
+    if stage == 2:
+        file = work / name / f"global_step{steps // 2}" / "mp_rank_00_model_states.pt"
         assert b"cuda:0" in file.read_bytes()
 
 
-CHANGES = [(3, 3, 2, as_universal), (3, 1, 2, tuple), (1, 1, 12, tuple), (1, 2, 3, tuple)]
 CHANGES = [
-    (1, 3, 3, tuple),
-    (1, 2, 6, tuple),
-    (3, 1, 2, as_universal),
-    *(slow(*change) for change in CHANGES),
+    (1, 3, 3, "zero"),
+    (1, 2, 6, "zero"),
+    (3, 1, 2, "universal"),
+    slow(3, 3, 2, "universal"),
+    slow(3, 1, 2, "zero"),
+    slow(1, 1, 12, "zero"),
+    slow(1, 2, 3, "zero"),
 ]
 
 
-@pytest.mark.parametrize("before, after, ranks, how", CHANGES)
-def test_any_ranks_at_any_stage(work, saved, before, after, ranks, how):
+@pytest.mark.parametrize("before, after, ranks, checkpoint", CHANGES)
+def test_any_ranks_at_any_stage(work, saved, before, after, ranks, checkpoint):
     """Fewer and more ranks, dividing or not, and another ZeRO stage in one step; also from a
     universal checkpoint."""
     name, flags = saved(before)
     resumed = f"{name}_on_{ranks}_zero{after}"
-    run(work, ranks, "train.py", *how(flags), "--zero_stage", after, "--run_name", resumed)
+    if checkpoint == "universal":
+        flags = as_universal(flags)
+    run(work, ranks, "train.py", *flags, "--zero_stage", after, "--run_name", resumed)
     gaps = compare(work, name, resumed)
     assert list(gaps) == list(range(11, 21)) and max(gaps.values()) <= 1e-5
 
@@ -179,19 +145,10 @@ def test_offload(work, stage):
     """With the optimizer, at ZeRO-3 the parameters too, in CPU memory; without a tag, the newest is
     taken."""
     name = f"offload{stage}"
-    flags = (*SIZE, 12, "--offload", "--zero_stage", stage, "--steps", 8, "--checkpoint_dir", name)
+    flags = f"{SIZE} 12 --offload --zero_stage {stage} --steps 8 --checkpoint_dir {name}".split()
     run(work, 2, "train.py", *flags, "--run_name", name, "--checkpoint_interval", 3)
-    run(
-        work,
-        1,
-        "train.py",
-        *flags,
-        "--run_name",
-        f"{name}_1",
-        "--checkpoint_interval",
-        1000,
-        "--resume",
-    )
+    resume = f"--run_name {name}_1 --checkpoint_interval 1000 --resume".split()
+    run(work, 1, "train.py", *flags, *resume)
     gaps = compare(work, name, f"{name}_1")
     assert list(gaps) == [7, 8] and max(gaps.values()) <= 1e-5
 
@@ -202,13 +159,13 @@ def fp16_on_cpu():
     import deepspeed
 
     fp16_is(True)()
-    initialize, scaling = (
-        deepspeed.initialize,
-        {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 8},
-    )
-    deepspeed.initialize = lambda config, **rest: initialize(
-        config=config | {"fp16": config["fp16"] | scaling}, **rest
-    )
+    initialize = deepspeed.initialize
+
+    def initialize_scaled(config, **options):
+        scaling = {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 8}
+        return initialize(config=config | {"fp16": config["fp16"] | scaling}, **options)
+
+    deepspeed.initialize = initialize_scaled
 
 
 @pytest.mark.parametrize("stage", [1, slow(3)])
@@ -217,29 +174,11 @@ def test_fp16_loss_scale(work, stage):
     skipped steps."""
     name = f"fp16_{stage}"
     flags = (
-        *SIZE,
-        6,
-        "--dtype",
-        "fp16",
-        "--zero_stage",
-        stage,
-        "--steps",
-        30,
-        "--checkpoint_dir",
-        name,
-    )
-    run(
-        work,
-        2,
-        "train.py",
-        *flags,
-        "--run_name",
-        name,
-        "--checkpoint_interval",
-        20,
-        patch=fp16_on_cpu,
-    )
-    resume = ("--resume", "--checkpoint_tag", "global_step20", "--run_name", f"{name}_2")
+        f"{SIZE} 6 --dtype fp16 --zero_stage {stage} --steps 30 --checkpoint_dir {name} "
+        "--checkpoint_interval 20"
+    ).split()
+    run(work, 2, "train.py", *flags, "--run_name", name, patch=fp16_on_cpu)
+    resume = f"--resume --checkpoint_tag global_step20 --run_name {name}_2".split()
     run(work, 2, "train.py", *flags, *resume, patch=fp16_on_cpu)
     scales = read_log(work, name, "loss_scale")["loss_scale"]
     assert scales[20] < 2**24 and len(set(scales.values())) > 3
@@ -261,7 +200,7 @@ def test_log_goes_on_under_the_same_name(tmp_path, monkeypatch):
     assert read_log(tmp_path, "same")["loss"] == {1: 1.0, 2: 0.5, 3: 1 / 3, 4: 0.25, 5: 0.5}
     assert steps(tmp_path, "same") == [1, 2, 3, 4, 5]
     train.open_log("same", done=0)
-    assert not steps(tmp_path, "same")  # from the start
+    assert not steps(tmp_path, "same")
 
 
 # -----------------------------------------------------------------------------
@@ -310,9 +249,13 @@ def dropout_by_rank():
     import train
 
     derive = train.derive_seed
-    train.derive_seed = lambda *key: (
-        derive(*key[:2], os.environ["RANK"], *key[3:]) if len(key) == 5 else derive(*key)
-    )
+
+    def by_rank(*key):
+        if len(key) == 5:
+            key = (*key[:2], os.environ["RANK"], *key[3:])
+        return derive(*key)
+
+    train.derive_seed = by_rank
 
 
 def half_the_accumulation():
@@ -340,16 +283,8 @@ def test_lost_moment_is_seen(work, saved):
     shutil.copytree(work / name, work / "broken")
     moment = "global_step10_universal/zero/blocks.0.up.weight/exp_avg.pt"
     edit(work / "broken", moment, lambda content: content["param"].zero_())
-    run(
-        work,
-        1,
-        "train.py",
-        *as_universal(flags),
-        "--checkpoint_dir",
-        "broken",
-        "--run_name",
-        "no_moment",
-    )
+    broken = "--checkpoint_dir broken --run_name no_moment".split()
+    run(work, 1, "train.py", *as_universal(flags), *broken)
     gaps = compare(work, name, "no_moment")
     assert gaps[11] <= 1e-6 and max(gaps.values()) > 1e-4
 

@@ -22,21 +22,17 @@ def imported(path):
 
 def wrong(text):
     """[(file, what it imports from above it)], and files that the map lacks."""
-    lines = re.findall(r"^ {4}( {2})?(\w+)\.py", text, re.M)
-    order = [
-        ("universal." * bool(indented) + name).removesuffix(".__init__") for indented, name in lines
-    ]
-    found = []
+    modules = re.findall(r"^ {4}([\w.]+)\.py", text.replace("\n      ", "\n    universal."), re.M)
+    order = [module.removesuffix(".__init__") for module in modules]
+    faults = []
     for path in FILES:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if name not in order:
-            found.append((name, "is not in the map"))
+            faults.append((name, "is not in the map"))
             continue
-        above = order[: order.index(name)]
-        found += [
-            (name, other) for other in imported(path) if other in above and other != "universal"
-        ]
-    return found
+        above = {*order[: order.index(name)]} - {"universal"}
+        faults += [(name, module) for module in imported(path) if module in above]
+    return faults
 
 
 def test_map():
@@ -54,6 +50,5 @@ def test_every_promise_has_its_test():
     """The table names every file of tests once, and none that is not there."""
     rows = "\n".join(line for line in TESTS.splitlines() if line.startswith("|"))
     named = re.findall(r"tests/\w+/test_\w+\.py", rows)
-    assert sorted(named) == sorted(
-        path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/*/test_*.py")
-    )
+    files = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/*/test_*.py")]
+    assert sorted(named) == sorted(files)

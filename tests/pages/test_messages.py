@@ -11,10 +11,7 @@ import pytest
 from helpers import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-OURS = [
-    "examples/megatron_info.py",
-    *(p.relative_to(ROOT) for p in (*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"))),
-]
+OURS = [*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), ROOT / "examples/megatron_info.py"]
 SOURCES = {  # section: (files of a package, or of this repository)
     "DeepSpeed": [("deepspeed", "runtime/engine.py"), ("deepspeed", "runtime/config.py")],
     "torch and torchrun": [("torch", "serialization.py")],
@@ -23,7 +20,7 @@ SOURCES = {  # section: (files of a package, or of this repository)
         ("transformers", "integrations/deepspeed.py"),
         ("lightning", "pytorch/strategies/deepspeed.py"),
     ],
-    "This repository": [(None, name) for name in OURS],
+    "This repository": [(None, path) for path in OURS],
     "A resume that is not the same": [(None, "universal/proof.py")],
 }
 # Whose sources are not in Python.
@@ -53,15 +50,18 @@ def strings(source):
 @functools.cache
 def printed(package, name):
     """None where the package is not installed."""
-    if package and not importlib.util.find_spec(package):
-        return None
-    folder = Path(importlib.util.find_spec(package).origin).parent if package else ROOT
+    folder = ROOT
+    if package:
+        spec = importlib.util.find_spec(package)
+        if not spec:
+            return None
+        folder = Path(spec.origin).parent
     return "\n".join(strings((folder / name).read_text()))
 
 
-def found(section, message):
+def is_printed(section, message):
     """Whether the sources of that section print it; None where one that may is not installed."""
-    texts = [printed(*where) for where in SOURCES[section]]
+    texts = [printed(*source) for source in SOURCES[section]]
     words = re.sub(r"\s*\.\.\.\s*", "...", message).strip(".")
     if any(words in re.sub(r"[.\s]*\.\.\.\s*", "...", text) for text in texts if text):
         return True
@@ -70,28 +70,27 @@ def found(section, message):
 
 @pytest.mark.parametrize("section, message", list(messages(PAGE)))
 def test_message(section, message):
-    answer = found(section, message)
+    answer = is_printed(section, message)
     if answer is None:
-        pytest.skip(
-            f"not installed: {[where[0] for where in SOURCES[section] if not printed(*where)]}"
-        )
+        packages = [source[0] for source in SOURCES[section] if not printed(*source)]
+        pytest.skip(f"not installed: {packages}")
     assert answer, message
 
 
 def test_a_wrong_message_is_seen():
     assert len(list(messages(PAGE))) >= 18
     for section, message in messages("## DeepSpeed\n### `Unable to find newest file at ...`\n\n"):
-        assert found(section, message) is False
+        assert is_printed(section, message) is False
     assert not list(messages("## DeepSpeed\n### `view`\n(This is Python's message.)\n"))
 
 
 def lacking(page):
     """Errors that `make versions` has seen DeepSpeed print, and the page has not: numbers stand for
     any."""
-    said = re.sub(r"\d+", "...", "\n".join(re.findall(r"^### (.*)$", page, re.M)))
+    headings = re.sub(r"\d+", "...", "\n".join(re.findall(r"^### (.*)$", page, re.M)))
     errors = re.findall(r"^[a-z]: \w+: (.*)", (ROOT / "assets" / "versions.txt").read_text(), re.M)
     shorter = [re.sub(r"\d+", "...", error.split(". Automatic")[0].strip()) for error in errors]
-    return [error for error in shorter if error not in said]
+    return [error for error in shorter if error not in headings]
 
 
 def test_what_other_versions_print():
@@ -102,6 +101,5 @@ def test_every_variable_of_ours_is_listed():
     files = [*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), *ROOT.glob("measure/*.py")]
     ours = r'"((?:TORCH(?!_CPP)|DS(?!_TEST)|CUBLAS|OMP)_[A-Z_]+)"'
     used = re.findall(ours, "".join(path.read_text() for path in files))
-    assert used and {*used} <= {
-        *re.findall(r"[A-Z]+_[A-Z_]+", PAGE.split("## Environment variables")[1])
-    }
+    listed = re.findall(r"[A-Z]+_[A-Z_]+", PAGE.split("## Environment variables")[1])
+    assert used and {*used} <= {*listed}

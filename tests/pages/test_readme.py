@@ -24,10 +24,18 @@ import universal.safetensors
 from measure.logs import compare
 from measure.ranks import run
 
-PAGES = {
-    path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
-}
+
+def texts(*patterns):
+    """{path: text} of every such file."""
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for pattern in patterns
+        for path in ROOT.glob(pattern)
+        if path.is_file()
+    }
+
+
+PAGES = texts("*.md", "docs/*.md")
 THEIRS = ("your_script.py",)  # what the reader has
 COMMAND = re.compile(
     r"(python|deepspeed|torchrun) .*(\.py|-m(odule)? (examples|measure)\.)"
@@ -52,11 +60,8 @@ def blocks(text):
 def commands(text):
     """Every command of a block, its continued lines joined, without its comment, and of a code span
     in the prose."""
-    lines = [
-        line
-        for block in blocks(text)
-        for line in re.sub(r"\\\n\s*", "", "\n".join(block)).split("\n")
-    ]
+    joined = [re.sub(r"\\\n\s*", "", "\n".join(block)) for block in blocks(text)]
+    lines = "\n".join(joined).split("\n")
     lines += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
     parts = [part for line in lines for part in re.sub(r" +# .*", "", line).split(" && ")]
     lines = [re.sub(r"^(\w+=\S+ )+", "", part).strip() for part in parts]
@@ -98,8 +103,9 @@ def parse_script(words, monkeypatch):
     if script.startswith("examples/"):  # they may import what is not installed
         assert all(f'"{word}"' in source for word in flags if word.startswith("--"))
     elif flags or "parse_args" in source:
-        run, name = (runpy.run_module, script) if module else (runpy.run_path, str(path))
-        parse_by(lambda: run(name, run_name="__main__"), words, monkeypatch)
+        start = runpy.run_module if module else runpy.run_path
+        name = script if module else str(path)
+        parse_by(lambda: start(name, run_name="__main__"), words, monkeypatch)
 
 
 @pytest.mark.parametrize("page, command", COMMANDS)
@@ -111,9 +117,8 @@ def test_command(page, command, monkeypatch):
     if words[1:3] == ["-m", "universal"]:
         words = words[3:]
     if words[0] == "make":
-        assert all(
-            re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in words[1:]
-        )
+        makefile = (ROOT / "Makefile").read_text()
+        assert all(re.search(rf"^{target}:", makefile, re.M) for target in words[1:])
     elif words[0] == "pip":
         assert (ROOT / words[-1]).is_file()
     elif words[1:3] == ["-m", "universal.safetensors"]:
@@ -134,29 +139,28 @@ def test_make_help_and_make_clean():
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
     targets = re.search(r"^\.PHONY: (.*)$", makefile, re.M)[1].split()
     assert set(re.findall(r"\bmake ([\w-]+)", out)) == set(targets)
-    removed = re.search(r"^clean:\n\trm -rf (.*)", makefile, re.M)[1].replace(
-        "$(CKPT)", "ds_transformer_checkpoint"
-    )
-    folders = {
-        folder for _, c in COMMANDS for folder in re.findall(r"(?:_dir|--output) (?!/)([\w-]+)", c)
-    }
+    removed = re.search(r"^clean:\n\trm -rf (.*)", makefile, re.M)[1]
+    removed = removed.replace("$(CKPT)", "ds_transformer_checkpoint")
+    output = r"(?:_dir|--output) (?!/)([\w-]+)"
+    folders = {folder for _, command in COMMANDS for folder in re.findall(output, command)}
     assert {"out", "logs", "ds_transformer_checkpoint"} & folders
     for folder in folders:
         assert any(fnmatch.fnmatch(folder, pattern) for pattern in removed.split()), folder
-    ignored = subprocess.run(
-        ["git", "check-ignore", *(f"{folder}/x" for folder in folders)], cwd=ROOT, timeout=60
-    )
+    files = [f"{folder}/x" for folder in folders]
+    ignored = subprocess.run(["git", "check-ignore", *files], cwd=ROOT, timeout=60)
     assert ignored.returncode == 0 and ".venv " not in removed
 
 
-WRONG = ["deepspeed --num_gpus 2 train.py --no_such_flag", "deepspeed --no_such_flag train.py"]
-WRONG += ["torchrun --no_such_flag train.py", "make no_such_target", "python no_such_script.py"]
-WRONG += ["torchrun examples/hf_trainer.py --no_such_flag", "pip install -r no_such_file.txt"]
-WRONG += [
+WRONG = [
+    "deepspeed --num_gpus 2 train.py --no_such_flag",
+    "deepspeed --no_such_flag train.py",
+    "torchrun --no_such_flag train.py",
+    "make no_such_target",
+    "python no_such_script.py",
+    "torchrun examples/hf_trainer.py --no_such_flag",
+    "pip install -r no_such_file.txt",
     "python -m universal deepspeed train.py --no_such_flag",
     "python -m universal.safetensors no_output",
-]
-WRONG += [
     "python -m measure.warm --no_such_flag train.py",
     "python -m measure.warm --standalone -m examples.train_elastic --no_such_flag",
     "deepspeed --module examples.no_such_script",
@@ -169,12 +173,9 @@ WRONG += [
 @pytest.mark.parametrize("command", WRONG)
 def test_a_wrong_command_is_seen(command, monkeypatch):
     """In a block, behind a variable, and in the prose."""
-    for text in (
-        f"    {command}\n",
-        f"```bash\n{command}\n```\n",
-        f"then `VARIABLE=1 {command}` does it",
-    ):
-        assert commands(text) == {command}
+    assert commands(f"    {command}\n") == {command}
+    assert commands(f"```bash\n{command}\n```\n") == {command}
+    assert commands(f"then `VARIABLE=1 {command}` does it") == {command}
     with pytest.raises((SystemExit, AssertionError)):
         test_command("README.md", command, monkeypatch)
 
@@ -183,33 +184,28 @@ def broken_links(page, text):
     """Those that lead to no file, or to no heading of it."""
     for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
         path = (ROOT / page).parent / target if target else ROOT / page
-        headings = (
-            re.findall(r"^#+ (.*)$", path.read_text(), re.M) if anchor and path.is_file() else []
-        )
-        anchors = [
-            re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
-        ]
-        if not path.exists() or anchor and anchor not in anchors:
+        anchors = {""}
+        if anchor and path.is_file():
+            for heading in re.findall(r"^#+ (.*)$", path.read_text(), re.M):
+                anchors.add(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-"))
+        if not path.exists() or anchor not in anchors:
             yield f"{target}#{anchor}"
 
 
-PROSE = [*ROOT.glob("examples/*"), *ROOT.glob("universal/**/*.py"), ROOT / "ds_to_universal.py"]
-PROSE = PAGES | {
-    path.relative_to(ROOT).as_posix(): path.read_text() for path in PROSE if path.is_file()
-}
+PROSE = PAGES | texts("examples/*", "universal/**/*.py", "ds_to_universal.py")
 OTHERS = {*THEIRS, "their_script.py", "script.py"}
-MODULES = {"universal": universal, "elastic": universal.elastic, "exact": universal.exact}
-MODULES["mirror"] = universal.mirror.Mirror
+MODULES = {
+    "universal": universal,
+    "elastic": universal.elastic,
+    "exact": universal.exact,
+    "mirror": universal.mirror.Mirror,
+}
 
 
 def unknown_files(page, text):
     """Files of Python that a text names, and that are nowhere here."""
     names = {path.name for folder in ("", "*/", "*/*/") for path in ROOT.glob(f"{folder}*.py")}
-    return {
-        name
-        for name in re.findall(r"[\w-]+\.py\b(?!\()", BLOCK.sub("", text))
-        if name not in names | OTHERS
-    }
+    return {*re.findall(r"[\w-]+\.py\b(?!\()", BLOCK.sub("", text))} - names - OTHERS
 
 
 def unknown_names(page, text):
@@ -228,29 +224,23 @@ def test_what_is_named_exists(name):
 
 def test_what_is_gone_is_seen():
     page = "docs/layouts.md"
-    links = "[a](no_such_page.md) [b](#no-such-heading) [c](clients.md#nowhere) "
-    links += "[d](clients.md#measured)"
-    assert list(broken_links(page, links)) == [
-        "no_such_page.md#",
-        "#no-such-heading",
-        "clients.md#nowhere",
-    ]
-    assert unknown_files(page, "`gone.py`, examples/no_such.py, train.py") == {
-        "gone.py",
-        "no_such.py",
-    }
-    assert unknown_names(page, "```python\nelastic.enrol(4)\nuniversal.install()\n```\n") == [
-        "elastic.enrol"
-    ]
+    links = (
+        "[a](no_such_page.md) [b](#no-such-heading) [c](clients.md#nowhere) "
+        "[d](clients.md#measured)"
+    )
+    broken = ["no_such_page.md#", "#no-such-heading", "clients.md#nowhere"]
+    assert list(broken_links(page, links)) == broken
+    files = "`gone.py`, examples/no_such.py, train.py"
+    assert unknown_files(page, files) == {"gone.py", "no_such.py"}
+    code = "```python\nelastic.enrol(4)\nuniversal.install()\n```\n"
+    assert unknown_names(page, code) == ["elastic.enrol"]
 
 
 def test_front_door():
     """The README leads to every page, and names what CI runs."""
     assert all(f"({page})" in PAGES["README.md"] for page in PAGES if page != "README.md")
-    assert (
-        "make test" in commands(PAGES["README.md"])
-        and "make test" in (ROOT / ".ci" / "run").read_text()
-    )
+    assert "make test" in commands(PAGES["README.md"])
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_versions():
@@ -268,42 +258,30 @@ def differences(shown, tables, linked=()):
     """{table: lines that are wrong, or are missing} for {name: text} of tables and the blocks of
     all pages. A block shows the table with which it has a line in common that no other table has;
     where it has "..." it may be a part. linked: names of tables that need not be shown."""
-    tables = {
-        name: [
-            line.rstrip()
-            for line in text.splitlines()
-            if line.strip() and not line.startswith("wrote ")
-        ]
-        for name, text in tables.items()
-    }
-    found = {}
+    shown = [[line.rstrip() for line in block if line.strip()] for block in shown]
+    # But for blank lines, and for what a command says of the files that it has written.
+    tables = {name: re.findall(r"^(?!wrote )(.*\S)", tables[name], re.M) for name in tables}
+    wrong = {}
     for name, table in tables.items():
         others = {line for other in tables if other != name for line in tables[other]}
-        blocks = [
-            block for block in shown if {line.rstrip() for line in block} & (set(table) - others)
-        ]
-        lines = [line.rstrip() for block in blocks for line in block if line.strip()]
-        found[name] = [line for line in lines if line not in table and line.strip() != "..."]
+        blocks = [block for block in shown if {*block} & {*table} - others]
+        lines = [line for block in blocks for line in block]
+        wrong[name] = [line for line in lines if line not in table and line.strip() != "..."]
         if "..." not in map(str.strip, lines) and (lines or name not in linked):
-            found[name] += [line for line in table if line not in lines]
-    return found
+            wrong[name] += [line for line in table if line not in lines]
+    return wrong
 
 
 def test_tables():
     """What commands have written into assets/*.txt is what the pages show, or link to."""
-    tracked = subprocess.run(
-        ["git", "ls-files", "assets"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    tables = {
-        path.name: path.read_text()
-        for path in ROOT.glob("assets/*.txt")
-        if path.name in tracked.stdout
-    }
+    command = ["git", "ls-files", "assets"]
+    tracked = subprocess.check_output(command, cwd=ROOT, text=True, timeout=60)
+    paths = [path for path in ROOT.glob("assets/*.txt") if path.name in tracked]
+    tables = {path.name: path.read_text() for path in paths}
     linked = [name for name in tables if any(f"assets/{name})" in text for text in PAGES.values())]
-    found = differences(
-        [block for text in PAGES.values() for block in blocks(text)], tables, linked
-    )
-    assert len(found) >= 4 and not any(found.values()), found
+    shown = [block for text in PAGES.values() for block in blocks(text)]
+    wrong = differences(shown, tables, linked)
+    assert len(wrong) >= 4 and not any(wrong.values()), wrong
 
 
 def test_a_wrong_table_is_seen():
@@ -322,26 +300,28 @@ def test_a_wrong_table_is_seen():
 def worst(picture, baseline, *runs):
     """The largest difference of a loss in the CSV beside a picture."""
     rows = list(csv.DictReader((ROOT / "assets" / f"{picture}.csv").open(newline="")))
-    columns = [
-        (f"{run} {kind}", f"{baseline} {kind}") for run in runs for kind in ("loss", "val_loss")
-    ]
+    kinds = ("loss", "val_loss")
+    columns = [(f"{run} {kind}", f"{baseline} {kind}") for run in runs for kind in kinds]
     return max(abs(float(row[a]) - float(row[b])) for row in rows for a, b in columns if row[a])
 
 
 def test_what_the_readme_says_of_its_pictures():
     """PASS behind a command of plot.py, and the number below the first picture, are of the CSV
     beside the picture."""
-    page, passed = PAGES["README.md"], {}
+    page = PAGES["README.md"]
+    passed = {}
     for command in commands(page):
         output = re.search(r"--output out/(\w+)\.png --tolerance (\S+)", command)
         if output and f"(assets/{output[1]}.png)" in page:
             largest = worst(output[1], *re.findall(r"logs/(\w+)", command))
             passed[output[1]] = f"PASS: {largest:.1e} <= {float(output[2]):g}"
     assert passed.keys() == {"resume", "grad_accu", "resume_uc"}
-    said = re.findall("`(PASS: .*?)`", page)
-    assert sorted(said) == sorted([*passed.values(), "PASS: 0.0e+00 <= 0"])  # Test 1 has no picture
-    for text in (re.search(r"!\[(.*?)\]\(assets/resume.png\)", page)[1], PAGES["docs/exact.md"]):
-        assert passed["resume"].split()[1] in text
+    verdicts = re.findall("`(PASS: .*?)`", page)
+    # Test 1 has no picture.
+    assert sorted(verdicts) == sorted([*passed.values(), "PASS: 0.0e+00 <= 0"])
+    caption = re.search(r"!\[(.*?)\]\(assets/resume.png\)", page)[1]
+    largest = passed["resume"].split()[1]
+    assert largest in caption and largest in PAGES["docs/exact.md"]
 
 
 # -----------------------------------------------------------------------------
@@ -357,12 +337,18 @@ def own_script():
 
 # Trains a model by each of the loops named, at ZeRO 1, 2, 3, 1, ... in turn.
 SCRIPT = """
-import sys, os, csv
-import torch, torch.nn as nn, torch.nn.functional as F
+import csv
+import os
+import sys
+
+import torch
 import toy
+from torch import nn
+from torch.nn import functional as F
 
 toy.begin()
-resumed, run = sys.argv[1] == "resume", sys.argv[2]
+resumed = sys.argv[1] == "resume"
+run = sys.argv[2]
 
 
 class Net(nn.Module):
@@ -371,8 +357,10 @@ class Net(nn.Module):
         self.embed = nn.Embedding(32, 24)
         self.mix = nn.Linear(24, 24)
         self.norm = nn.BatchNorm1d(24)
-        self.frozen, self.out = nn.Linear(24, 24), nn.Linear(24, 32, bias=False)
-        self.a, self.b = nn.Linear(24, 4, bias=False), nn.Linear(4, 24, bias=False)
+        self.frozen = nn.Linear(24, 24)
+        self.out = nn.Linear(24, 32, bias=False)
+        self.a = nn.Linear(24, 4, bias=False)
+        self.b = nn.Linear(4, 24, bias=False)
         self.out.weight = self.embed.weight
         self.frozen.requires_grad_(False)
 
@@ -382,7 +370,8 @@ class Net(nn.Module):
 
 
 def two_groups(parameters):
-    matrices, rest = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2]
+    matrices = [p for p in parameters if p.dim() > 1]
+    rest = [p for p in parameters if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.5}, {"params": rest}]
     return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
 
@@ -416,34 +405,30 @@ def differences_of(folder, loops, ranks, *others):
     for name, source in loops.items():
         (folder / f"{name}.py").write_text(source)
     run(folder, ranks, folder / "script.py", "start", "base", *loops)
-    found = {}
+    largest = {}
     for other in others:
         run(folder, other, folder / "script.py", "resume", f"on_{other}", *loops)
         for name in loops:
             gaps = compare(folder, f"{name}_base", f"{name}_on_{other}")
             assert list(gaps) == list(range(11, 21))
-            found[name, other] = max(gaps.values())
-    return found
+            largest[name, other] = max(gaps.values())
+    return largest
 
 
 def test_own_script(tmp_path):
     """With these lines alone: BatchNorm, a frozen layer, tied weights and two groups, from 4 ranks
     to 4, 2 and 1, at every stage."""
-    found = differences_of(
-        tmp_path, dict.fromkeys(("zero_1", "zero_2", "zero_3"), own_script()), 4, 4, 2, 1
-    )
-    assert len(found) == 9
-    for (_, ranks), gap in found.items():
+    loops = dict.fromkeys(("zero_1", "zero_2", "zero_3"), own_script())
+    gaps = differences_of(tmp_path, loops, 4, 4, 2, 1)
+    assert len(gaps) == 9
+    for (_, ranks), gap in gaps.items():
         assert gap <= (0.0 if ranks == 4 else 1e-5)
 
 
 # Dropout that the rank draws; data that depend on the number of ranks, or on where a run starts.
 MISTAKES = [
     ("torch.manual_seed(hash((seed, step, m)))", "pass"),
-    (
-        "first = (step * count + m) * size",
-        "first = (step * count + m % engine.gradient_accumulation_steps()) * size",
-    ),
+    ("count + m) * size", "count + m % engine.gradient_accumulation_steps()) * size"),
     ("epoch, step = divmod(step - 1,", "epoch, step = divmod(step - (11 if resumed else 1),"),
 ]
 
@@ -453,16 +438,17 @@ def test_every_line_is_needed(tmp_path):
     for number, (line, without) in enumerate(MISTAKES):
         assert own_script().count(line) == 1
         loops[f"mistake_{number}"] = own_script().replace(line, without)
-    found = differences_of(tmp_path, loops, 2, 1)
-    assert len(found) == 3 and all(gap > 1e-4 for gap in found.values()), found
+    gaps = differences_of(tmp_path, loops, 2, 1)
+    assert len(gaps) == 3 and all(gap > 1e-4 for gap in gaps.values()), gaps
 
 
 def test_an_epoch_has_every_sample_once():
     names = {}
     exec(own_script(), names)
+    micro_batch = names["micro_batch"]
     rows = torch.utils.data.TensorDataset(torch.arange(50))
     for epoch in (0, 1):
         steps = range(6 * epoch + 1, 6 * epoch + 7)
-        seen = [names["micro_batch"](rows, 4, m, 2, step, 0)[0] for step in steps for m in (0, 1)]
+        seen = [micro_batch(rows, 4, m, 2, step, 0)[0] for step in steps for m in (0, 1)]
         assert len(set(torch.cat(seen).tolist())) == 48
-    assert not torch.equal(*(names["micro_batch"](rows, 4, 0, 2, step, 0)[0] for step in (1, 7)))
+    assert not torch.equal(*(micro_batch(rows, 4, 0, 2, step, 0)[0] for step in (1, 7)))
