@@ -7,7 +7,7 @@ ranks, and through universal.install() on 2, 1 and 3. A number is the largest di
 4 losses to those of the run that went on; a letter is an error, or a warning beside a number. Needs
 g++ for DeepSpeed's own Adam.
 
-One launch does all rows, one after the other; a row that fails ends it, and the others get another.
+Every number comes from processes of its own.
 """
 
 import argparse
@@ -332,7 +332,8 @@ def play(column, name):
     printed = io.StringIO()
     folder = WORK / re.sub(r"[^\w.-]+", "_", name)
     folder.mkdir(exist_ok=True)
-    with contextlib.chdir(folder), contextlib.redirect_stdout(printed), without_children():
+    os.chdir(folder)
+    with contextlib.redirect_stdout(printed), without_children():
         losses = losses_of(kinds(dist.get_world_size())[name], column)
     warned = re.findall(r"universal: (WARNING: no.*)", printed.getvalue())
     dist.barrier()
