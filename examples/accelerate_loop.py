@@ -24,6 +24,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, PartialSta
 from torch import nn
 
 import universal
+from universal import batches
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=3)
@@ -39,11 +40,7 @@ RANKS = int(os.environ["WORLD_SIZE"])
 BATCH = 24
 MICRO = 2
 STEPS = 20
-accumulation, rest = divmod(BATCH, MICRO * RANKS)  # (1) keep the global batch
-if rest:
-    sys.exit(
-        f"accelerate_loop.py: a batch of {BATCH} is no multiple of {MICRO} per rank x {RANKS} ranks"
-    )
+share = batches.Share(BATCH, MICRO, RANKS)  # (1) keep the global batch
 if not torch.cuda.is_available():
     torch.set_num_threads(1)  # the number of threads affects the last bits of a sum
     # It compiles for a minute, and leaks memory.
@@ -54,9 +51,7 @@ if not torch.cuda.is_available():
 warnings.simplefilter("ignore", FutureWarning)
 
 config = {
-    "train_batch_size": BATCH,
-    "train_micro_batch_size_per_gpu": MICRO,
-    "gradient_accumulation_steps": accumulation,
+    **batches.config(BATCH, MICRO),
     "gradient_clipping": 1.0,
     "zero_optimization": {"stage": args.zero_stage},
     "bf16": {"enabled": args.dtype == "bf16"},
@@ -102,17 +97,18 @@ with open(path, "w", newline="", buffering=1) as file:
     for step in range(done + 1, STEPS + 1):
         total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
         lr = scheduler.get_last_lr()[0]
-        for number in range(RANK, BATCH // MICRO, RANKS):
+        for number in range(RANK, share.accumulation * RANKS, RANKS):
+            weight = share.weight if number < share.micro_batches else 0.0
             with accelerator.accumulate(model):
-                tokens = micro_batch(step, number)
+                tokens = micro_batch(step, number % share.micro_batches)
                 logits = model(tokens[:, :-1]).float()
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-                accelerator.backward(loss)
+                accelerator.backward(weight * loss)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            total += loss.detach()
-        log.writerow([step, accelerator.reduce(total / accumulation, "mean").item(), lr])
+            total += weight * loss.detach()
+        log.writerow([step, accelerator.reduce(total / share.accumulation, "mean").item(), lr])
         if step % 7 == 0:
             accelerator.save_state(Path(args.output_dir, f"step_{step}"))
 accelerator.end_training()

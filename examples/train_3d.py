@@ -24,6 +24,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from examples.train_elastic import argument_parser, positive, prepare, resume_and_train, start
 from train import GPT, RANK, fail, micro_batch
+from universal import batches
 
 
 def parse_arguments():
@@ -228,21 +229,19 @@ def describe_cuts(width, number_of_norm):
 def train_pipeline(engine, args, text, held_out, losses, done):
     """As train() in train.py, with a pipeline's train_batch(). losses: of the micro-batches; the
     loss function of the last stage adds them."""
-    micro = args.train_micro_batch_size_per_gpu
-    accumulation = engine.gradient_accumulation_steps()
-    rank = engine.grid.get_data_parallel_rank()
+    share = batches.share(engine)
 
     def micro_batches(text, step):
-        for m in range(rank * accumulation, (rank + 1) * accumulation):
+        for m, weight in share:
             inputs, targets = micro_batch(args, text, step, m)
-            yield (inputs, torch.tensor([args.seed, step, m])), targets
+            yield (inputs, torch.tensor([args.seed, step, m])), (targets, torch.tensor(weight))
 
     def mean():
         total = sum(losses, torch.zeros((), dtype=torch.float64, device=engine.device))
         losses.clear()
         dist.all_reduce(total)
         # Each of the tensor-parallel ranks has counted it.
-        return total.item() / (args.train_batch_size // micro * args.tensor_parallel)
+        return total.item() / (share.accumulation * share.ranks * args.tensor_parallel)
 
     for step in range(done + 1, args.steps + 1):
         began = time.perf_counter()
@@ -255,13 +254,13 @@ def train_pipeline(engine, args, text, held_out, losses, done):
             "grad_norm": float(engine.get_global_grad_norm()),
             "loss_scale": engine.optimizer.loss_scale,
             "seconds": time.perf_counter() - began,
-            "micro_batch": micro,
-            "accumulation": accumulation,
-            "ranks": engine.grid.get_data_parallel_world_size(),
+            "micro_batch": args.train_micro_batch_size_per_gpu,
+            "accumulation": share.accumulation,
+            "ranks": share.ranks,
         }
         row["tokens_per_second"] = args.train_batch_size * args.seq_len / row["seconds"]
         if step % args.eval_interval == 0 or step == args.steps:
-            engine.eval_batch(micro_batches(held_out, 0), num_micro_batches=accumulation)
+            engine.eval_batch(micro_batches(held_out, 0), num_micro_batches=share.accumulation)
             row["val_loss"] = mean()
         yield row
 
@@ -270,16 +269,17 @@ def main():
     args = parse_arguments()
     losses = []
 
-    def loss_function(logits, targets):
-        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    def loss_function(logits, labels):
+        targets, weight = labels
+        loss = weight * F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         losses.append(loss.detach())
         return loss
 
     # DeepSpeed uses this broadcast once, to make the tied weights equal; no gradient has to flow
     # through it.
     warnings.filterwarnings("ignore", message="c10d::broadcast_")
-    prepare(args, args.pipeline_parallel * args.tensor_parallel)
-    engine, text, held_out, run = start(args, functools.partial(build, args, loss_function))
+    ranks = prepare(args, args.pipeline_parallel * args.tensor_parallel)
+    engine, text, held_out, run = start(args, ranks, functools.partial(build, args, loss_function))
     rows = functools.partial(train_pipeline, engine, args, text, held_out, losses)
     resume_and_train(engine, args, run, rows)
 

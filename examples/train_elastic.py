@@ -67,7 +67,7 @@ def exit_on_error():
 
 def prepare(args, model_parallel=1):
     """Check the arguments, and join the other ranks. model_parallel: ranks that compute one
-    micro-batch together."""
+    micro-batch together. Returns the number of data-parallel ranks."""
     if "RANK" not in os.environ:
         fail("start it with a launcher: see the first lines of --help")
     if args.elastic:
@@ -77,19 +77,19 @@ def prepare(args, model_parallel=1):
                 "leave out --resume and what belongs to it"
             )
         with exit_on_error():
-            elastic.select_ranks(
-                args.train_batch_size, args.train_micro_batch_size_per_gpu, model_parallel
-            )
+            elastic.select_ranks(model_parallel)
     world = int(os.environ["WORLD_SIZE"])
     if world % model_parallel:
         fail(f"{world} ranks do not divide by {model_parallel}")
-    train.check_arguments(args, world // model_parallel)
+    ranks = world // model_parallel
+    train.check_arguments(args, ranks)
     if not args.stock:
         universal.install()
     train.init_distributed(timeout=elastic.wait_at_most(args.timeout))
+    return ranks
 
 
-def start(args, build=train.GPT, mpu=None, names=train.RUN, **changes):
+def start(args, ranks, build=train.GPT, mpu=None, names=train.RUN, **changes):
     """Returns an engine, the texts to train on and to validate with, and the run. build: makes the
     model. names: of the arguments that a resume must have in common. changes: to the config."""
     text, held_out, fingerprint = train.load_text(args.data, args.seq_len)
@@ -99,7 +99,7 @@ def start(args, build=train.GPT, mpu=None, names=train.RUN, **changes):
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=train.parameter_groups(model),
-        config=train.ds_config(args) | changes,
+        config=train.ds_config(args, ranks) | changes,
         mpu=mpu,
     )
     engine.lr_scheduler.step()  # as in train.py
@@ -155,11 +155,11 @@ def resume_and_train(engine, args, run, rows, memory=None):
     elastic.exit_together(finished)
 
 
-def start_exact(args):
+def start_exact(args, ranks):
     # Unless told otherwise, ZeRO-3 uses its own matrix product, which rounds differently.
     zero = {"stage": args.zero_stage, "memory_efficient_linear": False}
     # Runs with and without --exact must not resume each other.
-    started = start(args, names=[*train.RUN, "exact"], zero_optimization=zero)
+    started = start(args, ranks, names=[*train.RUN, "exact"], zero_optimization=zero)
     with exit_on_error():
         exact.install(started[0])
     return started
@@ -196,8 +196,8 @@ def main():
             "--exact does not go with --offload: "
             "the optimizer of a CPU may round unlike that of a GPU"
         )
-    prepare(args)
-    engine, text, held_out, run = start_exact(args) if args.exact else start(args)
+    ranks = prepare(args)
+    engine, text, held_out, run = (start_exact if args.exact else start)(args, ranks)
     memory = start_mirror(engine, args) if args.mirror else None
     rows = functools.partial(train.train, engine, args, text, held_out)
     resume_and_train(engine, args, run, rows, memory)

@@ -149,16 +149,13 @@ def main():
     args = parse_arguments()
     tensor = args.tensor_parallel
     sequence = args.sequence_parallel
-    prepare(args, tensor * sequence)
+    ranks = prepare(args, tensor * sequence)
     # DeepSpeed knows nothing of sequence parallelism: it takes a rank's part of a sequence for a
     # sequence. All parts have the same size, so the mean of the gradients over all ranks is right,
     # at every ZeRO stage.
-    changes = {"train_batch_size": args.train_batch_size * sequence}
-    if tensor > 1:
-        changes |= autotp(tensor) | {"mpu": groups}
-    engine, text, held_out, run = start(args, functools.partial(build, args), **changes)
-    rank = RANK // (tensor * sequence)  # those that compute one micro-batch together have one
-    rows = functools.partial(train, engine, args, text, held_out, rank=rank)
+    changes = autotp(tensor) | {"mpu": groups} if tensor > 1 else {}
+    engine, text, held_out, run = start(args, ranks, functools.partial(build, args), **changes)
+    rows = functools.partial(train, engine, args, text, held_out, sharers=sequence)
     resume_and_train(engine, args, run, rows)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Lets machines leave and join a training script that runs under torchrun's elastic agent:
 
-    elastic.select_ranks(batch, micro_batch)    # first of all: surplus ranks stand by
+    elastic.select_ranks(model_parallel)        # first of all: surplus ranks stand by
     ...deepspeed.init_distributed(), deepspeed.initialize()...
     path, client_state = universal.load_checkpoint(engine, "checkpoints", missing_ok=True)
     stopping = elastic.watch_sigterm(engine.device)
@@ -47,27 +47,21 @@ DONE = "elastic/done"
 LEFT = "elastic/left/{}"
 
 
-def select_ranks(batch: int, micro_batch: int, model_parallel: int = 1) -> None:
-    """Select the largest number of ranks that can share the batch's micro-batches evenly, and set
-    WORLD_SIZE to it; this call never returns on the other ranks.
+def select_ranks(model_parallel: int) -> None:
+    """Set WORLD_SIZE to the largest multiple of model_parallel, the number of ranks that share one
+    micro-batch; this call never returns on the ranks above it.
 
-    batch, micro_batch: samples. model_parallel: ranks that share one micro-batch. Call it before
-    there is a process group. Raises ValueError if no number of ranks will do.
+    Call it before there is a process group. Raises ValueError if there are too few.
     """
     rank = int(os.environ["RANK"])
     present = int(os.environ["WORLD_SIZE"])
-    groups = range(1, present // model_parallel + 1)
-    usable = [n * model_parallel for n in groups if batch % (micro_batch * n) == 0]
-    if not usable:
-        raise ValueError(
-            f"none of 1 to {present} ranks trains micro-batches of {micro_batch}, "
-            f"{model_parallel} ranks to each, that add up to a batch of {batch}"
-        )
-    ranks = usable[-1]
-    os.environ["WORLD_SIZE"] = str(ranks)
-    os.environ["STANDING_BY"] = str(present - ranks)
-    if rank >= ranks:
-        stand_by(rank, f"{present} ranks do not divide a batch of {batch}, {ranks} do")
+    surplus = present % model_parallel
+    if surplus == present:
+        raise ValueError(f"{present} ranks are too few: {model_parallel} share a micro-batch")
+    os.environ["WORLD_SIZE"] = str(present - surplus)
+    os.environ["STANDING_BY"] = str(surplus)
+    if rank >= present - surplus:
+        stand_by(rank, f"{present} ranks are no multiple of {model_parallel}")
 
 
 def wait_at_most(seconds: float) -> datetime.timedelta:

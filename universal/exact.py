@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
+from universal import batches
 from universal.hooks import clip_by, has_efficient_linear
 
 
@@ -44,8 +45,14 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
         raise ValueError(
             'exact.py needs "memory_efficient_linear": False in the zero_optimization of the config'
         )
-    accumulation = engine.gradient_accumulation_steps()
-    sums = round_gradients(parameters, accumulation * dist.get_world_size(), accumulation)
+    share = batches.share(engine)
+    if share.ranks > 2 * share.micro_batches:
+        raise ValueError(
+            f"exact.py: {share.micro_batches} micro-batches allow {2 * share.micro_batches} ranks"
+        )
+    if not divides_exactly(share.ranks, engine.device):
+        raise ValueError(f"exact.py: {engine.device.type} does not divide by {share.ranks} exactly")
+    sums = round_gradients(parameters, share.micro_batches, share.accumulation)
     norm = torch.zeros((), device=engine.device)
     backward = engine.backward
 
@@ -56,8 +63,16 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
         return loss
 
     engine.backward = exact_backward
-    engine.divides_gradients = True  # proof.py: what backward() is told not to divide is no share
+    # For batches.py and proof.py: the weight of a loss is 1 or 0, and the hooks take the mean.
+    engine.divides_gradients = True
     clip_by(engine, norm)
+
+
+def divides_exactly(ranks: int, device: torch.device) -> bool:
+    """Whether dividing undoes a multiplication by the number of ranks: CUDA multiplies by the
+    reciprocal in float32, which fails for 7, 13, 14, 15 and others."""
+    numbers = torch.arange(2**16, 2**17, dtype=torch.float32, device=device)
+    return torch.equal((numbers * ranks).div_(ranks), numbers)
 
 
 def round_gradients(
@@ -111,7 +126,9 @@ class RoundedSum:
         assert (peak <= limit).all(), (
             "exact.py: a gradient is not finite, or its sum may pass 24 bits"
         )
-        terms = 1 << (max(self.micro_batches, 4) - 1).bit_length()  # a power of two
+        # A power of two. It is twice their number because any number of ranks may multiply its sum
+        # by itself: with 3 ranks and 8 micro-batches, a sum of 3 of them.
+        terms = 2 << (max(self.micro_batches, 2) - 1).bit_length()
         return 1.5 * 2**23 * (terms * limit / 2**24)
 
 

@@ -30,6 +30,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from universal.batches import share
 from universal.collective import say
 from universal.description import NEXT_STEPS
 from universal.engine import Engine
@@ -261,6 +262,7 @@ class Proof:
         """Nothing has been seen of it: sums are 0, of 0 numbers. output: that may be a loss."""
         self.sums = torch.zeros(4, dtype=torch.float64, device=self.engine.device)
         self.counts = dict.fromkeys(("loss", "output", "norm", "samples"), 0)
+        self.waiting = []  # hashes of samples whose loss has not been seen yet
 
     def add(self, kind, total, count=1):
         self.sums[list(self.counts).index(kind)] += total
@@ -284,27 +286,49 @@ class Proof:
         tensors = [pair for pair in tensors_in(arguments) if pair[1].dim()]
         if tensors and self.engine.sees_samples():
             masks = [tensor for name, tensor in tensors if name == "attention_mask"]
-            rows = hashes(tensors[0][1], *masks[:1])
-            self.add("samples", rows.sum(), len(rows))
+            self.waiting.append(hashes(tensors[0][1], *masks[:1]))
 
     def see_output(self, output):
         """A model may return its loss, of which backward() is called directly."""
         for _, tensor in list(tensors_in(output))[:1]:
             if tensor.numel() == 1 and tensor.requires_grad:
-                self.add("output", tensor.detach().squeeze())
+                loss = tensor.detach().squeeze()
+                tensor.register_hook(functools.partial(self.see_gradient, loss))
 
-    def see_loss(self, loss, is_share):
-        """is_share: the losses of a step add up to their mean, as their caller has divided them."""
-        self.add("loss", loss.detach(), 0 if is_share and self.counts["loss"] else 1)
+    def see_gradient(self, loss, gradient):
+        """gradient: the weight of this loss; 0, if the micro-batch is computed again."""
+        with harmless(self.engine.engine):
+            has_weight = gradient.detach().squeeze() != 0
+            self.add("output", loss * has_weight, has_weight)
+            self.add_samples(has_weight)
+
+    def see_loss(self, loss, is_share, is_exact):
+        """is_share: the losses of a step add up to their mean, as their caller has divided them.
+
+        is_exact: the mean is that of the losses which are not 0.
+        """
+        has_weight = loss != 0
+        count = has_weight if is_exact else 1
+        self.add("loss", loss, 0 if is_share and self.counts["loss"] else count)
+        self.add_samples(has_weight)
+
+    def add_samples(self, has_weight=1):
+        """has_weight: 0, if their micro-batch is computed again, and so is not of the batch."""
+        for rows in self.waiting:
+            self.add("samples", rows.sum() * has_weight, len(rows) * has_weight)
+        self.waiting.clear()
 
     def end_step(self, step):
         """Add up what all ranks have seen. Rank 0 has the row."""
         try:
+            if self.engine.is_pipeline():  # its first stage, which sees samples, sees no loss
+                del self.waiting[share(self.engine.engine).weighted :]
+            self.add_samples()
             norm = self.engine.grad_norm()
             if norm is not None:
                 self.add("norm", norm)
         finally:
-            counts = torch.tensor([*self.counts.values()]).to(self.sums)
+            counts = torch.stack([torch.as_tensor(n).to(self.sums) for n in self.counts.values()])
             self.sums = torch.stack([self.sums, counts], dim=1)
             dist.all_reduce(self.sums, group=self.engine.stepping_group())
         if dist.get_rank() == 0:
@@ -411,10 +435,11 @@ def forward(method, engine, *inputs, **named):
 
 
 def backward(method, engine, loss, *args, **options):
-    is_share = options.get("scale_wrt_gas") is False and not hasattr(engine, "divides_gradients")
+    is_exact = hasattr(engine, "divides_gradients")
+    is_share = options.get("scale_wrt_gas") is False and not is_exact
     if engine.universal_proof:
         with harmless(engine):
-            engine.universal_proof.see_loss(loss, is_share)
+            engine.universal_proof.see_loss(loss.detach(), is_share, is_exact)
     return method(engine, loss, *args, **options)
 
 

@@ -70,9 +70,9 @@ def test_one_job(work, uninterrupted, stage, moment):
         assert resumed in result.errors or not step
         return result.errors
 
-    # One of 4 ranks is told to stop in step 2: all save step 2 and leave. The other 3 stand by.
+    # One of 7 ranks, for 4 micro-batches, is told to stop in step 2: all save step 2 and leave.
     output = goes_on(0, 7, 143, at_step(2, 2, told_to_stop), stage=3)
-    assert "rank 6 stands by" in output and steps(work, name) == [1, 2]
+    assert "- 18 computed twice" in output and steps(work, name) == [1, 2]
     # In step 6 another start of the job saves into the same folder: torch's agents can split a job
     # in two. All ranks end before they save again, to be started with the others.
     goes_on(2, 2, 143, at_step(6, 0, lambda: Path(name, ".last_save").write_text("theirs")))
@@ -85,7 +85,6 @@ def test_one_job(work, uninterrupted, stage, moment):
     # Told to stop in the last step, the job is done: 0, or the agents would start it again and
     # again.
     goes_on(4, 2, 0, at_step(12, 1, told_to_stop))
-    # The one that stands by learns it, and leaves.
     assert "| loss" not in goes_on(12, 3, 0)
     assert steps(work, name) == list(range(1, 13))
     assert set(compare(work, "uninterrupted", name).values()) == {0.0}
@@ -112,24 +111,16 @@ def test_a_rank_that_hangs(work):
 
 
 def test_select_ranks(monkeypatch):
-    """The largest number of ranks that divides the batch; tensor-parallel ranks count as one."""
-    for present, batch, micro, model_parallel, ranks in (
-        (4, 24, 6, 1, 4),
-        (3, 24, 6, 1, 2),
-        (7, 24, 6, 1, 4),
-        (6, 24, 6, 2, 4),
-        (5, 30, 2, 1, 5),
-        (1, 8, 8, 1, 1),
-    ):
+    """Nobody stands by but what does not suffice for another tensor-parallel group."""
+    for present, model_parallel, ranks in ((4, 1, 4), (3, 1, 3), (7, 2, 6), (6, 2, 6), (1, 1, 1)):
         monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": str(present)})
-        elastic.select_ranks(batch, micro, model_parallel)
+        elastic.select_ranks(model_parallel)
         standing_by = str(present - ranks)
         chosen = {"RANK": "0", "WORLD_SIZE": str(ranks), "STANDING_BY": standing_by}
         assert os.environ == chosen
-    for present, batch, micro, model_parallel in ((1, 24, 6, 2), (4, 24, 7, 1)):
-        monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": str(present)})
-        with pytest.raises(ValueError, match=f"none of 1 to {present} ranks"):
-            elastic.select_ranks(batch, micro, model_parallel)
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "1"})
+    with pytest.raises(ValueError, match="1 ranks are too few"):
+        elastic.select_ranks(2)
 
 
 def test_another_run_is_refused(work, uninterrupted):

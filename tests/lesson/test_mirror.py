@@ -205,7 +205,8 @@ def two_groups(parameters):
 
 
 toy.begin()
-engine = toy.make(stage, optimizer=two_groups, micro=2, seed=1 + os.path.exists("record"))
+config["train_batch_size"] = None  # DeepSpeed computes it
+engine = toy.make(stage, optimizer=two_groups, seed=1 + os.path.exists("record"), **config)
 
 
 def number():
@@ -217,10 +218,10 @@ exec(open({str(ROOT / "examples" / "own_loop.py")!r}).read())
 one_step = train_step
 
 
-def train_step(engine, dataset, step):
+def train_step(engine, samples, step):
     if os.environ.get("KILLED") == os.environ["RANK"] and step == done + int(os.environ["STEP"]):
         threading.Timer(float(os.environ["AFTER"]), os.kill, [os.getpid(), signal.SIGKILL]).start()
-    one_step(engine, dataset, step)
+    one_step(engine, samples, step)
     if step == 5 and os.environ.get("TOLD") == os.environ["RANK"]:
         os.kill(os.getpid(), signal.SIGTERM)
     return number()
@@ -250,6 +251,7 @@ def own_script(folder, total, mirrored):
     lines = re.sub(r"(.*load_checkpoint.*\n.*\n)", r'\1record("from", done)\n', lines)
     lines = re.sub(rf"(.*{done}.*\n)", r'\1    record("did", step, loss)\n', lines)
     values = f"batch, micro, stage, steps, every, folder = 12, 2, 2, {total}, 100, 'c'\n"
+    values += "config = {}\n"
     lines = lines.replace("...  # deepspeed.initialize()\n", ENGINE + STEPS)
     (folder / "own.py").write_text(f"import os\n{values}{lines}")
 
@@ -273,9 +275,9 @@ def own_machines(**changes):
 
 @pytest.mark.parametrize("kills", [0, 1, slow(20)])
 def test_lines_for_other_scripts(tmp_path, kills):
-    """At ZeRO-2 with a frozen layer and two groups. 4 ranks of which 3 divide the batch are told to
-    stop after step 5. With a mirror: one of three machines is killed, at any moment of a step. No
-    step is done twice, and the weights are those of a run that nothing happened to."""
+    """At ZeRO-2 with a frozen layer and two groups. 4 ranks, which do not divide the batch, are
+    told to stop after step 5. With a mirror: one of three machines is killed, at any moment of a
+    step. No step is done twice, and the weights are those of a run that nothing happened to."""
     total = 20 + 15 * kills
     alone = tmp_path / "alone"
     alone.mkdir()

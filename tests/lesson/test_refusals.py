@@ -33,13 +33,11 @@ TP = "--tensor_parallel"
 PP = "--pipeline_parallel"
 SP = "--sequence_parallel"
 NO_LAUNCHER = "start it with a launcher: deepspeed --num_gpus 4, or torchrun --nproc-per-node 4"
-NEAREST = "micro-batches of 64 on 3 ranks; the nearest that do: --train_batch_size 192 or 384;"
-NONE = "none of 1 to 2 ranks trains micro-batches of"
+NOT_WHOLE = "a batch of 256 does not divide into micro-batches of 7"
 REFUSED = {
     "train.py": [
         (0, "", NO_LAUNCHER),
-        (3, "", NEAREST),
-        (6, "--train_micro_batch_size_per_gpu 8", "--train_batch_size 240 or 288;"),
+        (3, "--train_micro_batch_size_per_gpu 7", NOT_WHOLE),
         (2, "--n_head 5", "--n_embd 64 does not divide into --n_head 5 heads"),
         (2, "--steps many", "--steps: invalid int value: 'many'"),
         (2, "--zero_stage 0", "--zero_stage: invalid choice"),
@@ -50,7 +48,7 @@ REFUSED = {
     ],
     "examples.train_elastic": [
         (2, "--elastic --resume", "leave out --resume"),
-        (2, "--elastic --train_micro_batch_size_per_gpu 7", f"{NONE} 7"),
+        (2, "--elastic --train_micro_batch_size_per_gpu 7", NOT_WHOLE),
         (0, "--elastic", "start it with a launcher"),
         (2, "--mirror 1", "--mirror is for --elastic"),
         (2, "--keep 0", "--keep: must be at least 1, not 0"),
@@ -60,7 +58,7 @@ REFUSED = {
     "examples.train_tp_sp": [
         (3, f"{TP} 3", f"--n_head 4 does not divide by {TP} 3 x {SP} 1"),
         (2, f"{SP} 2 --seq_len 15", f"--seq_len 15 does not divide by {SP} 2"),
-        (2, f"{TP} 4 --elastic", f"{NONE} 64, 4 ranks to each"),
+        (2, f"{TP} 4 --elastic", "2 ranks are too few: 4 share a micro-batch"),
     ],
     "examples.train_3d": [
         (3, f"{PP} 2", "3 ranks do not divide by 2"),

@@ -193,7 +193,9 @@ def another_batch(stage):
     was = "WARNING: the global batch was 12, and is"
     assert printed(f"{was} 18 now: train_batch_size 12 (gradient_accumulation_steps 4) keeps it")
     load(make(stage, batch=15, micro=5))
-    assert printed(f"{was} 15 now: other ranks or micro-batches keep it")
+    assert printed(f"{was} 15 now: another micro-batch keeps it")
+    load(make(stage, batch=9, micro=3))
+    assert printed(f"{was} 9 now: batches.config(12, 3) keeps it on any number of ranks")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: MIT
+"""Keeps the global batch on any number of ranks.
+
+    config |= batches.config(batch=256, micro_batch=64)
+    engine, *_ = deepspeed.initialize(model=model, config=config, ...)
+    for step in ...:
+        for m, weight in batches.share(engine):
+            loss = engine(*micro_batch(step, m))
+            engine.backward(weight * loss)
+            engine.step()
+
+A step has 256 / 64 = 4 micro-batches, m = 0 to 3. Where the ranks do not divide them, some of the
+ranks compute one again, with a loss of weight 0. On 3 ranks:
+
+                           rank 0   rank 1   rank 2
+    accumulation step 1      0        2        0, weight 0
+    accumulation step 2      1        3        1, weight 0
+
+ZeRO gathers weights and adds gradients on all ranks together, so every rank has to take part in
+both accumulation steps. A micro-batch of the same step, in training mode, makes the same calls of
+ZeRO and has a loss as finite as the others'. DeepSpeed takes the mean of all 6 losses; the mean of
+the 4 is wanted, so their weight is 6 / 4. Where the ranks divide the micro-batches, every weight is
+1, and nothing is computed twice.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import deepspeed
+    import torch
+
+# An entry of DeepSpeed's config, which DeepSpeed ignores, and saves with each checkpoint.
+TRUE_BATCH = "universal_train_batch_size"
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """This rank's part of every step.
+
+    batch: samples of a step, on all ranks. micro_batch: samples of a forward pass on one rank.
+    ranks, rank: data-parallel ones. is_exact: exact.py takes the mean, and not DeepSpeed. Raises
+    ValueError if the batch is no multiple of the micro-batch.
+    """
+
+    batch: int
+    micro_batch: int
+    ranks: int
+    rank: int = 0
+    is_exact: bool = False
+
+    def __post_init__(self):
+        rest = self.batch % self.micro_batch
+        if rest or not self.batch:
+            below = self.batch - rest
+            nearest = f"{below} or {below + self.micro_batch}" if below else self.micro_batch
+            raise ValueError(
+                f"a batch of {self.batch} does not divide into micro-batches of "
+                f"{self.micro_batch}; the nearest that does: {nearest}"
+            )
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on all ranks."""
+        return self.batch // self.micro_batch
+
+    @property
+    def accumulation(self) -> int:
+        """Accumulation steps, as many on every rank."""
+        return -(-self.micro_batches // self.ranks)
+
+    @property
+    def repeats(self) -> int:
+        """Micro-batches that are computed again, on all ranks."""
+        return self.accumulation * self.ranks - self.micro_batches
+
+    @property
+    def weight(self) -> float:
+        """Of the loss of a micro-batch that is not computed again."""
+        return 1.0 if self.is_exact else self.accumulation * self.ranks / self.micro_batches
+
+    @property
+    def weighted(self) -> int:
+        """This rank's micro-batches that have a weight: the first of those that it computes."""
+        rest = self.micro_batches - self.rank * self.accumulation
+        return min(max(rest, 0), self.accumulation)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        """(number of the micro-batch, weight of its loss), of each accumulation step."""
+        begin = self.rank * self.accumulation
+        for place in range(begin, begin + self.accumulation):
+            weight = self.weight if place < self.micro_batches else 0.0
+            yield place % self.micro_batches, weight
+
+    def __str__(self) -> str:
+        """256 = 64 x 4 micro-batches; 4 = 2 accumulation steps x 3 ranks - 2 of no weight"""
+        repeats = f" - {self.repeats} of no weight" if self.repeats else ""
+        return (
+            f"{self.batch} = {self.micro_batch} x {self.micro_batches} micro-batches; "
+            f"{self.micro_batches} = {self.accumulation} accumulation steps "
+            f"x {self.ranks} ranks{repeats}"
+        )
+
+
+def config(batch: int, micro_batch: int, ranks: int | None = None) -> dict[str, Any]:
+    """What DeepSpeed's config says of the batch.
+
+    ranks: data-parallel ones; default: all that the launcher has started. Raises ValueError if the
+    batch is no multiple of the micro-batch, or there was no launcher.
+    """
+    ranks = ranks or int(os.environ.get("WORLD_SIZE", 0))
+    if not ranks:
+        raise ValueError("WORLD_SIZE is not set: start a launcher, or name the number of ranks")
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": Share(batch, micro_batch, ranks).accumulation,
+        TRUE_BATCH: batch,
+    }
+
+
+def share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
+    """This rank's part of every step; also where the config says "train_batch_size" and no more.
+
+    From now on engine.train_batch_size(), and what DeepSpeed counts by it, is the true batch.
+    sharers: ranks that compute a micro-batch together, and are data-parallel ranks to DeepSpeed, as
+    those of a sequence parallelism of which it knows nothing. Raises ValueError if the engine takes
+    other accumulation steps.
+    """
+    micro_batch = engine.train_micro_batch_size_per_gpu()
+    accumulation = engine.gradient_accumulation_steps()
+    ranks = engine.dp_world_size // sharers
+    written = engine._config._param_dict  # the config, also where engine.config is a file's name
+    batch = written.get(TRUE_BATCH, accumulation * micro_batch * ranks)
+    rank = engine.data_parallel_group.rank() // sharers
+    result = Share(batch, micro_batch, ranks, rank, hasattr(engine, "divides_gradients"))
+    if result.accumulation != accumulation:
+        raise ValueError(
+            f"{result.micro_batches} micro-batches on {ranks} data-parallel ranks need "
+            f"{result.accumulation} accumulation steps, and the config says {accumulation}"
+        )
+    engine._config.train_batch_size = batch
+    engine.tput_timer.batch_size = batch
+    return result
+
+
+class Sampler:
+    """A DataLoader's batch_sampler: the samples of this rank's micro-batches, from any step on.
+
+        share = batches.share(engine)
+        sampler = batches.Sampler(len(dataset), share)
+        sampler.set_step(done + 1)
+        loader = iter(DataLoader(dataset, batch_sampler=sampler))
+        for step in range(done + 1, steps + 1):
+            for m, weight in share:
+                inputs = next(loader)
+
+    The samples of a step are the same on any number of ranks. Steps are counted from 1, through
+    all epochs, without an end. shuffle: each epoch has an order of its own, drawn from the seed;
+    otherwise it is that of the data set. drop_last: each epoch leaves out the samples at its end
+    that do not fill a step; otherwise the first ones of the next epoch fill that step.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        share: Share,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+    ):
+        """samples: of the data set. Raises ValueError if an epoch would have no step."""
+        self.share = share
+        self.samples = samples
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch_samples = samples - samples % share.batch if drop_last else samples
+        self.step = 1
+        if not self.epoch_samples:
+            raise ValueError(f"{samples} samples do not fill a batch of {share.batch}")
+
+    def set_step(self, step: int) -> None:
+        """Begin with this step when a DataLoader begins to iterate."""
+        self.step = step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = functools.lru_cache(maxsize=2)(self.order)
+        for step in itertools.count(self.step):
+            for m, _ in self.share:
+                begin = (step - 1) * self.share.batch + m * self.share.micro_batch
+                numbers = range(begin, begin + self.share.micro_batch)
+                places = [divmod(number, self.epoch_samples) for number in numbers]
+                yield [int(order(epoch)[place]) for epoch, place in places]
+
+    def order(self, epoch: int) -> "torch.Tensor | range":
+        """The data set's indices, in the order of this epoch, counted from 0."""
+        if not self.shuffle:
+            return range(self.samples)
+        import torch
+
+        generator = torch.Generator().manual_seed(hash((self.seed, epoch)))
+        return torch.randperm(self.samples, generator=generator)
