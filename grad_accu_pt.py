@@ -38,9 +38,11 @@ batch = args.train_batch_size
 micro = args.train_micro_batch_size_per_gpu
 if min(batch, micro, args.steps) < 1:
     fail("the batch, the micro-batch and the steps must be at least 1")
-accumulation, rest = divmod(batch, micro * ranks)
+micro_batches, rest = divmod(batch, micro)
 if rest:
-    fail(f"--train_batch_size must be a multiple of {micro} per rank x {ranks} ranks, not {batch}")
+    fail(f"--train_batch_size must be a multiple of the micro-batch, {micro}, and is {batch}")
+accumulation = -(-micro_batches // ranks)  # rounded up: all ranks take as many steps
+again = accumulation * ranks - micro_batches  # so some compute a micro-batch again
 
 
 class GPT(nn.Module):
@@ -85,18 +87,21 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 model.to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 if rank == 0:
-    print(f"{batch} = {micro} per rank x {accumulation} accumulation steps x {ranks} ranks")
+    print(f"{batch} = {micro} x {micro_batches} micro-batches")
+    print(f"{micro_batches} = {accumulation} accumulation steps x {ranks} ranks - {again} again")
     Path("logs").mkdir(exist_ok=True)
     log = open(f"logs/{args.run_name}.csv", "w", buffering=1)
-    print("step,loss,grad_norm,seconds,micro_batch,accumulation,ranks", file=log)
+    print("step,loss,grad_norm,seconds,batch,micro_batch,accumulation,ranks", file=log)
 
 for step in range(1, args.steps + 1):
     began = time.perf_counter()
     mean = torch.zeros((), dtype=torch.float64, device=device)
     inputs, targets = global_batch(step)
-    for m in range(rank * accumulation, (rank + 1) * accumulation):
+    for place in range(rank * accumulation, (rank + 1) * accumulation):
+        m = place % micro_batches
+        weight = accumulation * ranks / micro_batches if place < micro_batches else 0
         rows = slice(m * micro, (m + 1) * micro)
-        loss = model(inputs[rows], targets[rows])
+        loss = weight * model(inputs[rows], targets[rows])
         # backward() sums the gradients, and we want their mean: so the loss is divided first.
         (loss / accumulation).backward()
         mean += loss.detach() / (accumulation * ranks)
@@ -105,5 +110,6 @@ for step in range(1, args.steps + 1):
     optimizer.zero_grad()
     seconds = time.perf_counter() - began
     if rank == 0:
-        print(step, mean.item(), norm, seconds, micro, accumulation, ranks, sep=",", file=log)
+        row = [step, mean.item(), norm, seconds, batch, micro, accumulation, ranks]
+        print(*row, sep=",", file=log)
         print(f"step {step:4d} | loss {mean:.4f} | norm {norm:.3f}", flush=True)

@@ -254,7 +254,8 @@ def train_pipeline(engine, args, text, held_out, losses, done):
             "grad_norm": float(engine.get_global_grad_norm()),
             "loss_scale": engine.optimizer.loss_scale,
             "seconds": time.perf_counter() - began,
-            "micro_batch": args.train_micro_batch_size_per_gpu,
+            "batch": share.batch,
+            "micro_batch": share.micro_batch,
             "accumulation": share.accumulation,
             "ranks": share.ranks,
         }

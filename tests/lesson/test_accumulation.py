@@ -1,4 +1,4 @@
-"""Gradient accumulation: five layouts, one curve; each sequence once; and the traps, seen."""
+"""Gradient accumulation: six layouts, one curve; each sequence once; and the traps, seen."""
 
 import difflib
 import os
@@ -31,6 +31,7 @@ LAYOUTS = {
     "no_grad_accu_ds": Layout("grad_accu_ds.py", 1, 32, 1),
     "grad_accu_4_ds": Layout("grad_accu_ds.py", 1, 8, 4),
     "grad_accu_2_ds_ws2": Layout("grad_accu_ds.py", 2, 8, 2),
+    "grad_accu_2_ds_ws3": Layout("grad_accu_ds.py", 3, 8, 2),
 }
 STEPS = 20
 BATCH = 32
@@ -51,13 +52,15 @@ def record_sequences(name):
 
 
 def sequences_of_steps(folder, name, ranks):
-    """What the ranks were given in each step, sorted."""
-    share = BATCH // ranks
+    """What the ranks were given in each step, sorted; without what 3 of them compute again."""
+    share = -(-BATCH // (8 * ranks)) * 8
     steps = [[] for _ in range(STEPS)]
     for rank in range(ranks):
+        weighted = min(BATCH - rank * share, share)
         sequences = Path(folder, f"{name}.sequences.{rank}").read_text().splitlines()
         for i, sequence in enumerate(sequences):
-            steps[min(i // share, STEPS - 1)].append(sequence)
+            if i % share < weighted:
+                steps[min(i // share, STEPS - 1)].append(sequence)
     return [sorted(step) for step in steps]
 
 
@@ -79,17 +82,20 @@ def trained(work):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_five_layouts_one_curve(work, trained, name):
-    """PyTorch and DeepSpeed, one batch of 32 or 4 micro-batches or 2 on 2 ranks: 1e-5 over 20
-    steps, and each of the 32 sequences of a step passes through the model once."""
+def test_six_layouts_one_curve(work, trained, name):
+    """PyTorch and DeepSpeed, one batch of 32 or 4 micro-batches or 2 on 2 or 3 ranks: 1e-5 over 20
+    steps, and each of the 32 sequences of a step counts once."""
     _, ranks, micro, accumulation = LAYOUTS[name]
-    batch = f"32 = {micro} per rank x {accumulation} accumulation steps x {ranks} ranks"
-    assert batch in trained[name]
+    count = BATCH // micro
+    again = accumulation * ranks - count
+    share = f"{count} = {accumulation} accumulation steps x {ranks} ranks - {again} again"
+    assert f"32 = {micro} x {count} micro-batches\n{share}\n" in trained[name]
     for column in ("loss", "grad_norm"):
         gaps = compare(work, "no_grad_accu_pt", name, column)
         assert len(gaps) == STEPS and max(gaps.values()) <= 1e-5
-    columns = read_log(work, name, "micro_batch", "accumulation", "ranks").values()
-    assert [set(column.values()) for column in columns] == [{micro}, {accumulation}, {ranks}]
+    columns = read_log(work, name, "batch", "micro_batch", "accumulation", "ranks").values()
+    values = [{*column.values()} for column in columns]
+    assert values == [{BATCH}, {micro}, {accumulation}, {ranks}]
     whole = sequences_of_steps(work, "no_grad_accu_pt", ranks=1)
     assert sequences_of_steps(work, name, ranks) == whole
 
@@ -171,11 +177,14 @@ def test_each_stands_alone(script):
     assert set(imported) - set(sys.stdlib_module_names) == packages
 
 
+UNEVEN = "--train_batch_size must be a multiple of the micro-batch, 12, and is 32"
+
+
 @pytest.mark.parametrize(
     "script, ranks, arguments, words",
     [
-        ("grad_accu_pt.py", 1, ["--train_micro_batch_size_per_gpu", 12], "12 per rank x 1 ranks"),
-        ("grad_accu_ds.py", 2, ["--train_micro_batch_size_per_gpu", 12], "12 per rank x 2 ranks"),
+        ("grad_accu_pt.py", 1, ["--train_micro_batch_size_per_gpu", 12], UNEVEN),
+        ("grad_accu_ds.py", 2, ["--train_micro_batch_size_per_gpu", 12], UNEVEN),
         ("grad_accu_pt.py", 1, ["--steps", 0], "at least 1"),
         ("grad_accu_pt.py", 1, ["--train_micro_batch_size_per_gpu", 0], "at least 1"),
         ("grad_accu_pt.py", 1, ["--steps", "many"], "--steps: invalid int value: 'many'"),

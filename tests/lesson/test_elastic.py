@@ -72,7 +72,7 @@ def test_one_job(work, uninterrupted, stage, moment):
 
     # One of 7 ranks, for 4 micro-batches, is told to stop in step 2: all save step 2 and leave.
     output = goes_on(0, 7, 143, at_step(2, 2, told_to_stop), stage=3)
-    assert "- 18 computed twice" in output and steps(work, name) == [1, 2]
+    assert "x 7 ranks - 3 of no weight" in output and steps(work, name) == [1, 2]
     # In step 6 another start of the job saves into the same folder: torch's agents can split a job
     # in two. All ranks end before they save again, to be started with the others.
     goes_on(2, 2, 143, at_step(6, 0, lambda: Path(name, ".last_save").write_text("theirs")))

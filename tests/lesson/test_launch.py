@@ -18,7 +18,7 @@ SMALL = (
     "--n_embd 32 --seq_len 16 --steps 4 --train_batch_size 8 --train_micro_batch_size_per_gpu 4 "
     "--checkpoint_interval 2"
 ).split()
-BATCH = "8 = 4 per rank x 1 accumulation steps x 2 ranks"
+BATCH = "8 = 4 x 2 micro-batches; 2 = 1 accumulation steps x 2 ranks"
 LAUNCHERS = {
     "deepspeed": [BIN / "deepspeed", "--master_port", PORT, "--num_gpus", 2],
     "torchrun": [BIN / "torchrun", "--master-port", PORT, "--nproc-per-node", 2],

@@ -76,7 +76,7 @@ def test_one_of_them(work, one_rank, stage, layout, others):
     """From scratch like one rank; gone on with on the same layout to the bit, on others to 1e-5."""
     name = f"{'x'.join(map(str, layout))}_at_{stage}"
     out = train(work, stage, *layout, name)
-    assert f"8 = 2 per rank x {4 // layout[0]} accumulation steps x {layout[0]} ranks" in out
+    assert f"4 micro-batches; 4 = {4 // layout[0]} accumulation steps x {layout[0]} ranks\n" in out
     assert difference(work, "one", name) <= 1e-5
     assert goes_on(work, name, train, stage, *layout) == 0.0
     for other in others:

@@ -205,7 +205,6 @@ def two_groups(parameters):
 
 
 toy.begin()
-config["train_batch_size"] = None  # DeepSpeed computes it
 engine = toy.make(stage, optimizer=two_groups, seed=1 + os.path.exists("record"), **config)
 
 
@@ -251,7 +250,7 @@ def own_script(folder, total, mirrored):
     lines = re.sub(r"(.*load_checkpoint.*\n.*\n)", r'\1record("from", done)\n', lines)
     lines = re.sub(rf"(.*{done}.*\n)", r'\1    record("did", step, loss)\n', lines)
     values = f"batch, micro, stage, steps, every, folder = 12, 2, 2, {total}, 100, 'c'\n"
-    values += "config = {}\n"
+    values += "config = {'train_batch_size': None}\n"
     lines = lines.replace("...  # deepspeed.initialize()\n", ENGINE + STEPS)
     (folder / "own.py").write_text(f"import os\n{values}{lines}")
 
@@ -392,7 +391,7 @@ def test_saved_again_by_fewer(tmp_path, stage):
 
     def play(machines, what):
         script = tmp_path / "again.py"
-        script.write_text(f"stage, what = {stage}, {what!r}\n{ENGINE}{AGAIN}")
+        script.write_text(f"stage, what, config = {stage}, {what!r}, {{}}\n{ENGINE}{AGAIN}")
         patch = on_disks("disk", machines)
         return run(tmp_path, len(machines), script, patch=patch).splitlines()[-1]
 

@@ -1,6 +1,7 @@
 """plot.py: the numbers of the table, the joined CSV, the exit code, and zero drawn as zero."""
 
 import csv
+import math
 import os
 import sys
 from unittest.mock import MagicMock
@@ -13,7 +14,7 @@ import plot as script
 HEADER = "step,loss,val_loss,lr,grad_norm,loss_scale,tokens_per_second,seconds,"
 
 
-def write(path, losses, val=None, layout="micro_batch,accumulation,ranks", cells="8,2,3"):
+def write(path, losses, val=None, layout="batch,micro_batch,accumulation,ranks", cells="48,8,2,3"):
     with open(path, "w") as file:
         file.write(f"{HEADER}{layout}\n")
         for step, loss in losses.items():
@@ -42,7 +43,7 @@ def plot(folder, *arguments):
 @pytest.fixture
 def logs(tmp_path):
     write(tmp_path / "base.csv", falling(1, 10), {10: 2.75})
-    write(tmp_path / "same.csv", falling(6, 10), {10: 2.75})
+    write(tmp_path / "same.csv", falling(6, 10), {10: 2.75}, cells="32,8,2,3")
     off = {step: loss + 2.0**-10 * (step >= 8) for step, loss in falling(6, 10).items()}
     # Logs of before have the layout in one column.
     write(tmp_path / "off.csv", off, {10: 3.0}, layout="layout", cells="8 x 2 x 3")
@@ -54,7 +55,7 @@ def test_table_picture_and_csv(logs):
     assert result.code == 0 and "PASS" not in result.out, result.err
     rows = [" ".join(line.split()) for line in result.out.splitlines()]
     assert "base 8 x 2 x 3 = 48 1-10 baseline 2.0" in rows
-    assert "same 8 x 2 x 3 = 48 6-10 0.0e+00 0.0e+00 5 of 5 0.0e+00 2.0" in rows
+    assert "same 8 x 2 x 3 - 16 = 32 6-10 0.0e+00 0.0e+00 5 of 5 0.0e+00 2.0" in rows
     assert "off 8 x 2 x 3 = 48 6-10 0.0e+00 9.8e-04 2 of 5 2.5e-01 2.0" in rows
     assert (logs / "out" / "picture.png").read_bytes()[:4] == b"\x89PNG"
     with open(logs / "out" / "picture.csv", newline="") as file:
@@ -106,7 +107,10 @@ def test_refused(logs, names, content, words):
 
 
 def run(losses, val_loss=(), layout=()):
-    return script.Run(losses, dict(val_loss), {}, layout)
+    """layout: micro-batch, accumulation steps, ranks; behind them the batch, if it is another."""
+    if layout:
+        layout = script.Layout(*layout[:3], *(layout[3:] or [math.prod(layout)]))
+    return script.Run(losses, dict(val_loss), {}, layout or None)
 
 
 def draw(*runs):
@@ -160,5 +164,7 @@ def test_legend():
     assert legend(a=(1, (64, 1, 4)), b=(101, (64, 1, 4)), c=(101, (64, 4, 1))) == words
     words = ["PyTorch, 4 micro-batches of 8", "DeepSpeed, 2 ranks, 1 micro-batch of 8"]
     assert legend(grad_accu_4_pt=(1, (8, 4, 1)), a_ds_ws2=(1, (8, 1, 2))) == words
+    words = ["DeepSpeed, 3 ranks, at most 2 micro-batches of 8"]
+    assert legend(a_ds_ws3=(1, (8, 2, 3, 32))) == words
     words = ["1 rank, 4 micro-batches of 8 (b)", "1 rank, 4 micro-batches of 8 (c)", "no layout"]
     assert legend(b=(1, (8, 4, 1)), c=(1, (8, 4, 1)), no_layout=(1, ())) == words
