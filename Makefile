@@ -1,5 +1,5 @@
 # make help      this list
-# make demo      Tests 1 to 3: train, resume on fewer ranks, accumulate, convert; pictures and numbers in out/; 7 minutes
+# make demo      Tests 1 to 3: train, resume on fewer ranks, accumulate, convert; pictures and numbers in out/; 8 minutes
 # make elastic   machines that die and come back while a job trains; 30 minutes
 # make hosts     three hosts whose cable is pulled, in network namespaces of this machine; 10 minutes
 # make exact     the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of checkpoints; 20 to 30 minutes
@@ -60,7 +60,7 @@ help:
 	@sed -n 's/^# make/make/p' $(firstword $(MAKEFILE_LIST))
 
 demo: $(OUT)/resume.png $(OUT)/stock.txt $(OUT)/resume_no_uc.png \
-	$(OUT)/folders.png $(OUT)/grad_accu.png $(OUT)/grad_accu_ds.png $(OUT)/resume_uc.png $(OUT)/stock_3.txt \
+	$(OUT)/folders.png $(OUT)/shares.txt $(OUT)/grad_accu.png $(OUT)/grad_accu_ds.png $(OUT)/resume_uc.png $(OUT)/stock_3.txt \
 	$(OUT)/traps.txt
 
 # Without an NVIDIA driver torch's CPU build will do: 200 megabytes in place of gigabytes.
@@ -103,20 +103,20 @@ clean:
 assets: .venv/installed
 	$(MAKE) OUT=assets demo elastic exact 3d resume
 
-# Test 1: a checkpoint of 4 ranks resumes on 2, and on 4; DeepSpeed alone refuses the 2
+# Test 1: a checkpoint of 4 ranks resumes on 3, and on 4; DeepSpeed alone refuses the 3
 logs/default.csv: .venv/installed train.py $(PACKAGE)
 	$(call run,$(RANKS) 4 $(TRAIN) --run_name default --checkpoint_interval 100,default)
 
 logs/resume.csv: logs/default.csv
-	$(call run,$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name resume,resume)
+	$(call run,$(RANKS) 3 $(RESUME) --checkpoint_tag global_step100 --run_name resume,resume)
 
 $(OUT)/resume.png: logs/default.csv logs/resume.csv plot.py
 	$(call plot,logs/default.csv logs/resume.csv,1e-5)
 
 $(OUT)/stock.txt: logs/default.csv
 	@mkdir -p $(OUT)
-	@echo "$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name stock --stock"
-	@$(RANKS) 2 $(RESUME) --checkpoint_tag global_step100 --run_name stock --stock > logs/stock.txt 2>&1; test $$? -ne 0
+	@echo "$(RANKS) 3 $(RESUME) --checkpoint_tag global_step100 --run_name stock --stock"
+	@$(RANKS) 3 $(RESUME) --checkpoint_tag global_step100 --run_name stock --stock > logs/stock.txt 2>&1; test $$? -ne 0
 	@grep -o -m 1 "[A-Za-z]*Exception: The checkpoint.*" logs/stock.txt > $@
 	@cat $@
 
@@ -128,6 +128,10 @@ $(OUT)/resume_no_uc.png: logs/default.csv logs/resume_no_uc.csv plot.py
 
 $(OUT)/folders.png: logs/default.csv measure/folders.py
 	$(PY) -m measure.folders $(CKPT)/global_step100 --output $@
+
+$(OUT)/shares.txt: .venv/installed measure/shares.py universal/batches.py
+	@mkdir -p $(OUT)
+	$(PY) -m measure.shares --output $(OUT)/shares.png > $@
 
 # Test 2: accumulation, in PyTorch and on DeepSpeed
 RUN2 = $(basename $(notdir $@))
@@ -147,7 +151,10 @@ logs/grad_accu_4_ds.csv: .venv/installed grad_accu_ds.py
 logs/grad_accu_2_ds_ws2.csv: .venv/installed grad_accu_ds.py
 	$(call run,$(RANKS) 2 grad_accu_ds.py $(ACCU) 8,$(RUN2))
 
-$(OUT)/grad_accu.png: logs/no_grad_accu_pt.csv logs/grad_accu_4_pt.csv logs/grad_accu_2_ds_ws2.csv plot.py
+logs/grad_accu_2_ds_ws3.csv: .venv/installed grad_accu_ds.py
+	$(call run,$(RANKS) 3 grad_accu_ds.py $(ACCU) 8,$(RUN2))
+
+$(OUT)/grad_accu.png: $(addprefix logs/,$(addsuffix .csv,no_grad_accu_pt grad_accu_4_pt grad_accu_2_ds_ws2 grad_accu_2_ds_ws3))
 	$(call plot,$(filter %.csv,$^),1e-5)
 
 $(OUT)/grad_accu_ds.png: logs/no_grad_accu_pt.csv logs/no_grad_accu_ds.csv logs/grad_accu_4_ds.csv plot.py
@@ -163,9 +170,12 @@ $(CKPT)/latest_universal: logs/default.csv ds_to_universal.py $(PACKAGE)
 	$(PY) ds_to_universal.py --input_folder $(CKPT)/global_step100/ --output_folder $(CKPT)/global_step100_universal \
 		--num_extract_workers 4 --num_merge_workers 4
 
-logs/resume_uc_4gpu.csv logs/resume_uc.csv: RESUME += --checkpoint_tag global_step100_universal --universal_checkpoint
+logs/resume_uc_4gpu.csv logs/resume_uc_3gpu.csv logs/resume_uc.csv: RESUME += --checkpoint_tag global_step100_universal --universal_checkpoint
 logs/resume_uc_4gpu.csv: $(CKPT)/latest_universal
 	$(call run,$(RANKS) 4 $(RESUME) --run_name resume_uc_4gpu,resume_uc_4gpu)
+
+logs/resume_uc_3gpu.csv: $(CKPT)/latest_universal
+	$(call run,$(RANKS) 3 $(RESUME) --run_name resume_uc_3gpu,resume_uc_3gpu)
 
 logs/resume_uc.csv: $(CKPT)/latest_universal
 	$(call run,$(RANKS) 2 $(RESUME) --run_name resume_uc,resume_uc)
@@ -183,8 +193,8 @@ $(OUT)/stock_3.txt: logs/zero_3.csv
 	@grep -o "universal: WARNING: step.*" logs/stock_3.txt > $@
 	@cat $@
 
-$(OUT)/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc.csv plot.py
-	$(call plot,logs/default.csv logs/resume_uc_4gpu.csv logs/resume_uc.csv,1e-5)
+$(OUT)/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc_3gpu.csv logs/resume_uc.csv plot.py
+	$(call plot,logs/default.csv logs/resume_uc_4gpu.csv logs/resume_uc_3gpu.csv logs/resume_uc.csv,1e-5)
 
 # Machines that die and come back
 elastic: $(OUT)/elastic.txt

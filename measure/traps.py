@@ -27,7 +27,7 @@ BACKWARD = "(loss / accumulation).backward()"
 ADAMW = "torch.optim.AdamW(model.parameters(), lr=1e-3)"
 CLIP = "clip_grad_norm_(model.parameters(), 1.0)"
 UPDATE = f"    norm = nn.utils.{CLIP}.item()\n    optimizer.step()\n    optimizer.zero_grad()\n"
-LOOP = "    for m in range(rank"
+LOOP = "    for place in range(rank"
 MEAN = "        mean += loss.detach() / (accumulation * ranks)\n"
 
 # Edits: (what stands there, what takes its place).
@@ -48,6 +48,7 @@ WEIGHTED = [(BACKWARD, "(loss * share_of_tokens(targets, rows)).backward()")]
 # both.
 RIGHT_DS = "engine.backward(loss * (share_of_tokens(targets, rows) * accumulation * ranks))"
 WEIGHTED_DS = [("engine.backward(loss)", RIGHT_DS)]
+WITHOUT_WEIGHTS = [("weight * engine(", "engine(")]
 
 
 class Trap(NamedTuple):
@@ -67,6 +68,8 @@ TRAPS = {
     "mean of means, ragged": Trap(PT, 1, RAGGED, []),
     "no trap, ragged, DeepSpeed, 2 ranks": Trap(DS, 2, RAGGED, WEIGHTED_DS),
     "mean of means, ragged, DeepSpeed, 2 ranks": Trap(DS, 2, RAGGED, []),
+    "no trap, DeepSpeed, 3 ranks": Trap(DS, 3, [], []),
+    "no weights, DeepSpeed, 3 ranks": Trap(DS, 3, [], WITHOUT_WEIGHTS),
 }
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from universal.errors import CheckpointError
     from universal.loader import install, load_checkpoint, mend
 
-__version__ = "1.0"
+__version__ = "2.0"
 HOME = {"install": "loader", "load_checkpoint": "loader", "mend": "loader", "convert": "converter"}
 HOME |= {"CheckpointError": "errors"}
 __all__ = ["CheckpointError", "convert", "install", "load_checkpoint", "mend"]

@@ -140,7 +140,7 @@ def test_traps(tmp_path):
     )
     measured = rows_of(done.stdout)
     table = rows_of((ROOT / "assets" / "traps.txt").read_text())
-    assert measured.keys() == table.keys() and len(measured) == 9, done.stderr
+    assert measured.keys() == table.keys() and len(measured) == 11, done.stderr
     for trap, (gap, ratio) in table.items():
         measured_gap, measured_ratio = measured[trap]
         assert measured_gap <= 1e-5 if gap <= 1e-5 else 0.2 <= measured_gap / gap <= 5, trap
