@@ -12,7 +12,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from deepspeed.launcher import runner
 from helpers import ROOT
 from torch.distributed.run import get_args_parser
@@ -346,6 +345,8 @@ import toy
 from torch import nn
 from torch.nn import functional as F
 
+from universal import batches
+
 toy.begin()
 resumed = sys.argv[1] == "resume"
 run = sys.argv[2]
@@ -383,7 +384,8 @@ os.makedirs("logs", exist_ok=True)
 for number, loop in enumerate(sys.argv[3:]):
     exec(open(f"{loop}.py").read())
     seed = 2 if resumed else 1  # what is not restored is seen
-    engine = toy.make(1 + number % 3, Net, two_groups, seed, batch=32, micro=8, clip=1.0)
+    size = batches.config(32, 8)
+    engine = toy.make(1 + number % 3, Net, two_groups, seed, batch=None, clip=1.0, **size)
     rows = []
     tag = "global_step10" if resumed else None
     for step, loss in train(engine, dataset, 20, f"c_{loop}", resumed, 10, tag):
@@ -417,19 +419,21 @@ def differences_of(folder, loops, ranks, *others):
 
 def test_own_script(tmp_path):
     """With these lines alone: BatchNorm, a frozen layer, tied weights and two groups, from 4 ranks
-    to 4, 2 and 1, at every stage."""
+    to 4, 3 and 1, at every stage."""
     loops = dict.fromkeys(("zero_1", "zero_2", "zero_3"), own_script())
-    gaps = differences_of(tmp_path, loops, 4, 4, 2, 1)
+    gaps = differences_of(tmp_path, loops, 4, 4, 3, 1)
     assert len(gaps) == 9
     for (_, ranks), gap in gaps.items():
         assert gap <= (0.0 if ranks == 4 else 1e-5)
 
 
-# Dropout that the rank draws; data that depend on the number of ranks, or on where a run starts.
+# Dropout that the rank draws; data that depend on the number of ranks, or on where a run starts;
+# micro-batches that count twice.
 MISTAKES = [
     ("torch.manual_seed(hash((seed, step, m)))", "pass"),
-    ("count + m) * size", "count + m % engine.gradient_accumulation_steps()) * size"),
-    ("epoch, step = divmod(step - 1,", "epoch, step = divmod(step - (11 if resumed else 1),"),
+    ("batches.share(engine))", "batches.share(engine), engine.world_size)"),
+    ("sampler.set_step(step)", "pass"),
+    ("backward(weight * loss)", "backward(loss)"),
 ]
 
 
@@ -438,17 +442,5 @@ def test_every_line_is_needed(tmp_path):
     for number, (line, without) in enumerate(MISTAKES):
         assert own_script().count(line) == 1
         loops[f"mistake_{number}"] = own_script().replace(line, without)
-    gaps = differences_of(tmp_path, loops, 2, 1)
-    assert len(gaps) == 3 and all(gap > 1e-4 for gap in gaps.values()), gaps
-
-
-def test_an_epoch_has_every_sample_once():
-    names = {}
-    exec(own_script(), names)
-    micro_batch = names["micro_batch"]
-    rows = torch.utils.data.TensorDataset(torch.arange(50))
-    for epoch in (0, 1):
-        steps = range(6 * epoch + 1, 6 * epoch + 7)
-        seen = [micro_batch(rows, 4, m, 2, step, 0)[0] for step in steps for m in (0, 1)]
-        assert len(set(torch.cat(seen).tolist())) == 48
-    assert not torch.equal(*(micro_batch(rows, 4, 0, 2, step, 0)[0] for step in (1, 7)))
+    gaps = differences_of(tmp_path, loops, 2, 3)
+    assert len(gaps) == 4 and all(gap > 1e-4 for gap in gaps.values()), gaps
