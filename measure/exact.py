@@ -4,9 +4,9 @@
 
 Trains 200 steps of 8 micro-batches on 1, 3, 7 and 8 ranks, and on 4, 3, 7 and 1 in turn by
 --resume, with --exact at ZeRO 1, 2 and 3 and without it at ZeRO-1; compares all with one rank, and
-draws those in turn. Then trains with and without it over seeds, on 2 ranks. The ranks are forked from this process. Ends with
-an error when a bit of a loss or gradient norm differs with --exact, or when it changes what is
-learned by more than the seeds do."""
+draws those in turn. Then trains with and without it over seeds, on 2 ranks. The ranks are forked
+from this process. Ends with an error when a bit of a loss or gradient norm differs with --exact, or
+when it changes what is learned by more than the seeds do."""
 
 import argparse
 import shutil
