@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 
 # An entry of DeepSpeed's config, which DeepSpeed ignores, and saves with each checkpoint.
 TRUE_BATCH = "universal_train_batch_size"
+# What an engine may have that took the batch from its config when the engine was made.
+COUNTERS = {
+    "tput_timer": "batch_size",
+    "batch_timer": "batch_size",  # a pipeline's
+    "random_ltd_scheduler": "global_batch_size",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +134,7 @@ def share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
     From now on engine.train_batch_size(), and what DeepSpeed counts by it, is the true batch.
     sharers: ranks that compute a micro-batch together, and are data-parallel ranks to DeepSpeed, as
     those of a sequence parallelism of which it knows nothing. Raises ValueError if the engine takes
-    other accumulation steps.
+    other accumulation steps, or deals out samples itself, where some would have no weight.
     """
     micro_batch = engine.train_micro_batch_size_per_gpu()
     accumulation = engine.gradient_accumulation_steps()
@@ -142,8 +148,15 @@ def share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
             f"{result.micro_batches} micro-batches on {ranks} data-parallel ranks need "
             f"{result.accumulation} accumulation steps, and the config says {accumulation}"
         )
+    if result.repeats and engine.training_data is not None:
+        raise ValueError(
+            f"{ranks} ranks do not divide {result.micro_batches} micro-batches, and DeepSpeed's loader "
+            "of training_data would draw more: give a DataLoader a batches.Sampler"
+        )
     engine._config.train_batch_size = batch
-    engine.tput_timer.batch_size = batch
+    for name, attribute in COUNTERS.items():
+        if hasattr(engine, name):
+            setattr(getattr(engine, name), attribute, batch)
     return result
 
 

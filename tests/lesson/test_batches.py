@@ -1,0 +1,237 @@
+"""universal/batches.py: the global batch is the same on any number of ranks, and so is the loss;
+what is computed again with a weight of 0 changes nothing else."""
+
+import itertools
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import run_all
+from repeats import CHECKS, KINDS, STEPS, play
+from torch.utils.data import DataLoader, TensorDataset
+
+from universal import batches
+from universal.batches import Sampler, Share
+
+# --------------------------------------------------------------------------------------------------
+# shares
+
+
+def shares(batch, micro_batch, ranks, **options):
+    return [Share(batch, micro_batch, ranks, rank, **options) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", range(1, 15))
+def test_each_micro_batch_has_its_weight_once(ranks):
+    """As many places on every rank; what is computed again comes last, and never on rank 0."""
+    for micro_batches in range(1, 13):
+        of_ranks = shares(2 * micro_batches, 2, ranks)
+        accumulation = math.ceil(micro_batches / ranks)
+        assert {len(list(share)) for share in of_ranks} == {accumulation}
+        numbers, weights = zip(*itertools.chain(*of_ranks), strict=True)
+        assert list(numbers[:micro_batches]) == list(range(micro_batches))
+        assert {*numbers[micro_batches:]} <= {*range(micro_batches)}
+        repeats = accumulation * ranks - micro_batches
+        weight = accumulation * ranks / micro_batches
+        assert list(weights) == [weight] * micro_batches + [0.0] * repeats
+        for share in of_ranks:
+            assert share.weighted == sum(weight > 0 for _, weight in share)
+            assert share.repeats == repeats
+        assert of_ranks[0].weighted == accumulation
+
+
+def test_weights_of_exact_sums():
+    places = itertools.chain(*shares(4, 1, 3, is_exact=True))
+    assert [weight for _, weight in places] == [1.0] * 4 + [0.0] * 2
+
+
+def test_a_share_says_what_it_is():
+    line = "256 = 64 x 4 micro-batches; 4 = 2 accumulation steps x 3 ranks"
+    assert str(Share(256, 64, 3)) == f"{line} - 2 of no weight"
+    assert str(Share(256, 64, 2)) == line.replace("3 ranks", "2 ranks")
+
+
+@pytest.mark.parametrize(
+    "batch, micro_batch, nearest", [(10, 4, "8 or 12"), (3, 4, "4"), (0, 4, "4")]
+)
+def test_a_batch_that_is_no_multiple(batch, micro_batch, nearest):
+    words = (
+        f"a batch of {batch} does not divide into micro-batches of {micro_batch}; .*: {nearest}$"
+    )
+    with pytest.raises(ValueError, match=words):
+        Share(batch, micro_batch, 2)
+
+
+def test_config(monkeypatch):
+    expected = {
+        "train_micro_batch_size_per_gpu": 64,
+        "gradient_accumulation_steps": 2,
+        "universal_train_batch_size": 256,
+    }
+    assert batches.config(256, 64, ranks=3) == expected
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert batches.config(256, 64) == expected
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ValueError, match="WORLD_SIZE is not set: start a launcher, or name"):
+        batches.config(256, 64)
+
+
+# --------------------------------------------------------------------------------------------------
+# a DataLoader's samples
+
+
+def steps_of(samples, batch, ranks, steps, begin=1, **options):
+    """The samples of each step that have a weight, over all ranks."""
+    streams = []
+    for share in shares(batch, 2, ranks):
+        sampler = Sampler(samples, share, **options)
+        sampler.set_step(begin)
+        streams.append((share, iter(sampler)))
+    drawn = []
+    for _ in range(steps):
+        places = [(next(stream), weight) for share, stream in streams for _, weight in share]
+        assert {len(indices) for indices, _ in places} == {2}
+        drawn.append([index for indices, weight in places if weight for index in indices])
+    return drawn
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_sample_once_an_epoch(shuffle, drop_last):
+    """In one order on any number of ranks, and from any step on. 23 samples, 8 a step."""
+    options = {"shuffle": shuffle, "drop_last": drop_last, "seed": 5}
+    steps = steps_of(23, 8, 1, 12, **options)
+    for ranks in (2, 3, 4, 5, 7):
+        assert steps_of(23, 8, ranks, 12, **options) == steps
+        assert steps_of(23, 8, ranks, 4, begin=9, **options) == steps[8:]
+    stream = list(itertools.chain(*steps))
+    length = 16 if drop_last else 23
+    epochs = [stream[begin : begin + length] for begin in range(0, 96 - length, length)]
+    for epoch in epochs:
+        assert len(set(epoch)) == length and set(epoch) <= set(range(23))
+    assert (epochs[0] != epochs[1]) == shuffle
+    if not shuffle:
+        assert epochs[0] == list(range(length))
+    assert (steps_of(23, 8, 1, 12, **options | {"seed": 6}) != steps) == shuffle
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_loader(workers):
+    share = Share(8, 2, 3, rank=1)
+    sampler = Sampler(23, share)
+    sampler.set_step(3)
+    data = TensorDataset(torch.arange(23))
+    loader = iter(DataLoader(data, batch_sampler=sampler, num_workers=workers))
+    drawn = [next(loader)[0].tolist() for _ in range(6)]
+    assert drawn == list(itertools.islice(sampler, 6))
+
+
+def test_too_few_samples():
+    with pytest.raises(ValueError, match="7 samples do not fill a batch of 8"):
+        Sampler(7, Share(8, 2, 3))
+    assert next(iter(Sampler(7, Share(8, 2, 3), drop_last=False, shuffle=False))) == [0, 1]
+
+
+# --------------------------------------------------------------------------------------------------
+# engines
+
+
+@pytest.fixture(scope="module")
+def failures(work):
+    """{(name, ranks): error}"""
+    names_on = {}
+    for name, kind in KINDS.items():
+        for ranks in kind.ranks:
+            names_on.setdefault(ranks, []).append(name)
+    names_on[3] += [check.__name__ for check in CHECKS]
+    return {
+        (name, ranks): error
+        for ranks, names in names_on.items()
+        for name, error in run_all(work, ranks, play, names=names).items()
+    }
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+def test_check(failures, check):
+    assert not failures.get((check, 3)), failures[check, 3]
+
+
+class Pair:
+    """What rank 0 has seen where the ranks divide the micro-batches, and where they do not."""
+
+    def __init__(self, work, failures, name):
+        for ranks in KINDS[name].ranks:
+            assert not failures.get((name, ranks)), failures[name, ranks]
+        self.even, self.uneven = (
+            SimpleNamespace(**json.loads((work / name / f"{ranks}.0.json").read_text()))
+            for ranks in KINDS[name].ranks
+        )
+
+    def gap(self, what, steps=range(STEPS)):
+        """The largest difference of losses or norms, as a share of the value."""
+        values = zip(getattr(self.even, what), getattr(self.uneven, what), strict=True)
+        return max(abs(a - b) / (a or 1) for i, (a, b) in enumerate(values) if i in steps)
+
+
+@pytest.fixture
+def pair(work, failures):
+    return lambda name: Pair(work, failures, name)
+
+
+INFINITE = [name for name in KINDS if name.startswith("infinite")]
+FAULTS = ("no_weights", "repeats_count", "only_zeros")
+DIFFERENT = ("across_ranks", "across_3_ranks", "normalized")
+SAME = [name for name in KINDS if name not in (*INFINITE, *FAULTS, *DIFFERENT)]
+ROUNDING = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 5e-3}
+
+
+def rounding(name):
+    return ROUNDING[next((dtype for dtype in ("fp16", "bf16") if dtype in name), "fp32")]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_loss_is_the_same(pair, name):
+    """And so are gradient norms, numbers of samples, and what rank 0 has in its buffers, which is
+    what ZeRO-1 and 2 save: its micro-batches are the same on both, and none is a repeat."""
+    both = pair(name)
+    assert both.gap("losses") < rounding(name) and both.gap("norms") < rounding(name)
+    assert both.even.samples == both.uneven.samples == STEPS * KINDS[name].micro_batches * 3
+    if name.startswith("batch_norm"):
+        for buffer, values in both.even.buffers.items():
+            assert both.uneven.buffers[buffer] == pytest.approx(values, abs=1e-6)
+
+
+@pytest.mark.parametrize("fault, gap", [("no_weights", 0.02), ("repeats_count", 0.02)])
+def test_wrong_weights_are_seen(pair, fault, gap):
+    """The control."""
+    assert pair(fault).gap("losses") > gap
+
+
+def test_weights_of_1_are_seen(pair):
+    """The control: the mean over 6 losses, not 4; clipping and Adam hide it from the loss."""
+    assert pair("only_zeros").gap("norms") == pytest.approx(1 / 3, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", INFINITE)
+def test_an_infinite_loss(pair, name):
+    """0 times infinity is not a number, which the printed mean shows. DeepSpeed skips the step as
+    it would have done; without ZeRO, in fp32, it never does."""
+    both = pair(name)
+    skipped = int(name != "infinite_0")
+    assert both.even.losses[2] == math.inf and math.isnan(both.uneven.losses[2])
+    assert both.even.skipped == both.uneven.skipped == skipped
+    assert both.gap("losses", steps=(0, 1, 3)[: 2 + skipped]) < rounding(name)
+    assert math.isfinite(both.even.losses[3]) == math.isfinite(both.uneven.losses[3]) == skipped
+
+
+def test_statistics_across_ranks(pair):
+    """Those of SyncBatchNorm: they depend on the ranks, whether these divide or not."""
+    assert pair("across_ranks").gap("losses") > pair("across_3_ranks").gap("losses") > 0.05
+
+
+def test_a_hook_that_divides_by_the_norm(pair):
+    """It divides 0 by 0, and DeepSpeed skips every step."""
+    assert pair("normalized").even.skipped == 0
+    assert pair("normalized").uneven.skipped == STEPS

@@ -1,0 +1,336 @@
+"""Engines whose ranks do not divide the micro-batches, and engines whose ranks do: play(NAME...)
+trains those of KINDS, and each rank writes what came of it to <name>/<ranks>.<rank>.json; or it
+makes one of CHECKS, which assert what they see.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import groups
+from helpers import fp16_is
+from torch import nn
+from torch.distributed.nn.functional import all_reduce
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+from toy import adam, begin, in_turn, make
+
+from universal import batches
+
+MICRO = 3
+STEPS = 4
+WIDTH = 6
+
+
+# --------------------------------------------------------------------------------------------------
+# 1. models
+
+
+class Net(nn.Module):
+    """norm: makes a layer of a width. calls: forward passes in training."""
+
+    def __init__(self, norm=nn.LayerNorm, dropout=0.0, recomputes=False):
+        super().__init__()
+        # No bias: its gradient behind a BatchNorm is rounding, of which Adam makes whole steps.
+        self.inputs = nn.Linear(WIDTH, 9, bias=False)
+        self.norm = norm(9)
+        self.dropout = nn.Dropout(dropout)
+        self.outputs = nn.Linear(9, 1)
+        self.recomputes = recomputes
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def hidden(self, x):
+        return self.dropout(self.norm(self.inputs(x)).tanh())
+
+    def forward(self, x):
+        self.calls += self.training
+        hidden = (
+            checkpoint(self.hidden, x, use_reentrant=False) if self.recomputes else self.hidden(x)
+        )
+        return (self.outputs(hidden) - 1).float().pow(2).mean()
+
+
+class AcrossRanks(nn.Module):
+    """What torch's SyncBatchNorm does, which has no CPU code: statistics of all ranks' inputs."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        sums = torch.stack([x.mean(0), x.pow(2).mean(0)])
+        mean, square = all_reduce(sums) / dist.get_world_size()
+        return self.weight * (x - mean) * (square - mean**2 + 1e-5).rsqrt()
+
+
+class Normalized(Net):
+    """Each micro-batch's gradient is divided by its norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs.weight.register_hook(lambda gradient: gradient / gradient.norm())
+
+
+class Infinite(Net):
+    """The loss of micro-batch 0 of the third step is infinite."""
+
+    def forward(self, x):
+        is_marked = torch.equal(x, samples(3, 0).to(x.dtype))
+        return super().forward(x) * (math.inf if is_marked else 1)
+
+
+class Experts(Net):
+    """An auxiliary loss for the balance of experts, of whose tokens some are dropped."""
+
+    def __init__(self, ep_size, **options):
+        super().__init__()
+        options = {"k": 1, "drop_tokens": True, "capacity_factor": 0.5, "use_rts": False} | options
+        expert = nn.Linear(9, 9)
+        self.moe = MoE(9, expert, num_experts=2, ep_size=ep_size, min_capacity=1, **options)
+
+    def forward(self, x):
+        hidden, balance, _ = self.moe(self.hidden(x))
+        return (self.outputs(hidden) - 1).pow(2).mean() + 0.1 * balance
+
+
+def experts_apart(parameters):
+    kinds = {"params": parameters, "name": "all"}
+    return adam(split_params_into_different_moe_groups_for_optimizer(kinds))
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. ways to train a micro-batch, and what each is about
+
+
+def usual(engine, loss, is_last):
+    engine.backward(loss)
+    engine.step()
+
+
+def loss_backward(engine, loss, is_last):
+    loss.backward()
+    engine.step()
+
+
+def share_of_loss(engine, loss, is_last):
+    """As accelerate and Trainer do."""
+    engine.backward(loss / engine.gradient_accumulation_steps(), scale_wrt_gas=False)
+    engine.step()
+
+
+def tells_the_boundary(engine, loss, is_last):
+    engine.set_gradient_accumulation_boundary(is_last)
+    usual(engine, loss, is_last)
+
+
+def steps_at_the_boundary(engine, loss, is_last):
+    engine.backward(loss)
+    if is_last:
+        engine.step()
+
+
+def evaluates(engine, loss, is_last):
+    usual(engine, loss, is_last)
+    engine.eval()
+    with torch.no_grad():
+        engine(samples(99, 0))
+    engine.train()
+
+
+class Kind(NamedTuple):
+    """micro_batches: of a step. config: more of DeepSpeed's. seeds: whether dropout follows the
+    micro-batch. weigh: the weight that is used, of the true one and the share. ranks: that divide
+    the micro-batches, and that do not."""
+
+    net: Callable = Net
+    stage: int = 1
+    train: Callable = usual
+    config: dict[str, Any] = {}
+    optimizer: Callable = adam
+    micro_batches: int = 4
+    seeds: bool = False
+    weigh: Callable = lambda weight, share: weight
+    ranks: tuple[int, int] = (2, 3)
+
+
+def batch_norm():
+    return Net(nn.BatchNorm1d)
+
+
+def with_dropout():
+    return Net(dropout=0.3)
+
+
+def recomputing():
+    return Net(dropout=0.3, recomputes=True)
+
+
+def across_ranks():
+    return Net(AcrossRanks)
+
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+ON_CPU = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+APART = {"optimizer": experts_apart, "micro_batches": 6, "ranks": (2, 4)}
+KINDS = {
+    "stage_0": Kind(stage=0),
+    "stage_1": Kind(),
+    "stage_2": Kind(stage=2),
+    "stage_3": Kind(stage=3),
+    "more_ranks": Kind(micro_batches=2),
+    "bf16": Kind(stage=2, config=BF16),
+    "fp16": Kind(stage=2, config=FP16),
+    "batch_norm": Kind(batch_norm),
+    "batch_norm_3": Kind(batch_norm, stage=3),
+    "dropout": Kind(with_dropout, stage=2, seeds=True),
+    "recomputed": Kind(recomputing, stage=3, seeds=True),
+    "loss_backward": Kind(stage=3, train=loss_backward),
+    "share_of_loss": Kind(stage=2, train=share_of_loss),
+    "boundary": Kind(stage=2, train=tells_the_boundary),
+    "unmanaged": Kind(train=steps_at_the_boundary, config={"managed_gradient_accumulation": False}),
+    "evaluates": Kind(stage=3, train=evaluates),
+    "communication": Kind(stage=2, config={"communication_data_type": "bf16"}),
+    "offload": Kind(stage=2, config=ON_CPU),
+    "offload_3": Kind(stage=3, config=ON_CPU),
+    "experts": Kind(lambda: Experts(1), optimizer=experts_apart),
+    "experts_apart": Kind(lambda: Experts(2), stage=2, **APART),
+    "infinite": Kind(Infinite),
+    "infinite_0": Kind(Infinite, stage=0),
+    "infinite_3": Kind(Infinite, stage=3),
+    "infinite_bf16": Kind(Infinite, stage=2, config=BF16),
+    "infinite_fp16": Kind(Infinite, stage=2, config=FP16),
+    "across_ranks": Kind(across_ranks, ranks=(1, 2)),
+    "across_3_ranks": Kind(across_ranks, ranks=(1, 3)),
+    "normalized": Kind(Normalized),
+    "no_weights": Kind(weigh=lambda weight, share: 1.0),
+    "repeats_count": Kind(weigh=lambda weight, share: share.weight),
+    "only_zeros": Kind(weigh=lambda weight, share: float(weight > 0)),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. training
+
+
+def samples(step, m):
+    """[MICRO, WIDTH]"""
+    return torch.randn(MICRO, WIDTH, generator=torch.Generator().manual_seed(100 * step + m))
+
+
+def engine_of(kind):
+    for name in ("EXPERT_PARALLEL", "EXPERT_DATA_PARALLEL"):  # those of another engine
+        getattr(groups, f"_{name}_GROUP").clear()
+        getattr(groups, f"_{name}_GROUP_RANKS").clear()
+    config = batches.config(kind.micro_batches * MICRO, MICRO) | kind.config
+    return make(kind.stage, kind.net, kind.optimizer, batch=None, clip=0.5, **config)
+
+
+def train_step(engine, kind, step):
+    """Its loss: the mean over its micro-batches."""
+    total = torch.zeros(2, dtype=torch.float64)
+    dtype = next(engine.module.parameters()).dtype
+    share = batches.share(engine)
+    for place, (m, weight) in enumerate(share, 1):
+        if kind.seeds:
+            torch.manual_seed(100 * step + m)
+        loss = engine(samples(step, m).to(dtype))
+        kind.train(engine, kind.weigh(weight, share) * loss, place == share.accumulation)
+        total += torch.tensor([weight * loss.item(), weight])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+def train(kind):
+    engine = engine_of(kind)
+    steps = []
+    for step in range(1, STEPS + 1):
+        loss = train_step(engine, kind, step)
+        steps.append((loss, float(engine.get_global_grad_norm() or 0)))
+    result = {
+        "losses": [loss for loss, _ in steps],
+        "norms": [norm for _, norm in steps],
+        "buffers": {name: buffer.tolist() for name, buffer in engine.module.named_buffers()},
+        "samples": engine.global_samples,
+        "skipped": engine.skipped_steps,
+    }
+    Path(f"{dist.get_world_size()}.{dist.get_rank()}.json").write_text(json.dumps(result))
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. what DeepSpeed counts by the batch: 4 micro-batches of 3 samples, on 3 ranks
+
+
+def counters():
+    engine = engine_of(KINDS["stage_1"])
+    assert (engine.train_batch_size(), engine.tput_timer.batch_size) == (18, 18)
+    share = batches.share(engine)
+    assert (engine.train_batch_size(), engine.tput_timer.batch_size) == (12, 12)
+    assert batches.share(engine) == share
+    train_step(engine, KINDS["stage_1"], 1)
+    assert engine.global_samples == 12
+    engine.save_checkpoint(".", tag="t")
+    saved = torch.load("t/mp_rank_00_model_states.pt", weights_only=False)
+    assert saved["ds_config"][batches.TRUE_BATCH] == saved["global_samples"] == 12
+    assert saved["ds_config"]["train_batch_size"] is None
+
+
+def other_accumulation():
+    for changes, words in (
+        ({"gradient_accumulation_steps": 3}, "need 2 accumulation steps, and the config says 3"),
+        ({batches.TRUE_BATCH: 13}, "13 does not divide into micro-batches of 3"),
+    ):
+        engine = engine_of(Kind(config=changes))
+        with pytest.raises(ValueError, match=words):
+            batches.share(engine)
+
+
+def data_efficiency(**parts):
+    return {"data_efficiency": {"enabled": True, "seed": 1, **parts}}
+
+
+SCHEDULE = {"min_difficulty": 2, "max_difficulty": 10, "schedule_type": "fixed_root"}
+SCHEDULE["schedule_config"] = {"total_curriculum_step": 9, "difficulty_step": 1, "root_degree": 1}
+METRIC = {"difficulty_type": "value", "clustering_type": "single_cluster", **SCHEDULE}
+CURRICULUM = {"enabled": True, "data_cluster_path": "clusters", "curriculum_metrics": {"m": METRIC}}
+SAMPLING = {"enabled": True, "num_epochs": 9, "num_workers": 0, "curriculum_learning": CURRICULUM}
+
+
+def training_data():
+    """DeepSpeed's own loader draws 18 samples a step, with its curriculum and without it."""
+    engine = engine_of(Kind(config=data_efficiency(data_sampling=SAMPLING)))
+    engine.training_data = TensorDataset(torch.randn(99, WIDTH))
+    loader = engine.deepspeed_io(engine.training_data)
+    assert loader.data_sampler.global_batch_size == 18
+    with pytest.raises(ValueError, match="give a DataLoader a batches.Sampler"):
+        batches.share(engine)
+
+
+def random_ltd():
+    """Its count of tokens is that of the true batch: 12 x (2 of 3 layers x 4 + 1 x 8)."""
+    schedule = {"min_value": 4, "max_value": 8, "schedule_type": "fixed_linear"}
+    schedule["schedule_config"] = {"require_steps": 100, "seq_per_step": 4}
+    options = {"enabled": True, "total_layer_num": 3, "random_ltd_layer_num": 2}
+    options |= {"random_ltd_layer_id": [0, 1], "random_ltd_schedule": schedule}
+    routing = {"enabled": True, "random_ltd": options}
+    kind = Kind(config=data_efficiency(data_routing=routing))
+    engine = engine_of(kind)
+    train_step(engine, kind, 1)
+    assert engine.random_ltd_scheduler.state["consumed_layer_tokens"] == 12 * (2 * 4 + 1 * 8)
+
+
+CHECKS = (counters, other_accumulation, training_data, random_ltd)
+
+
+def play(*names):
+    checks = {check.__name__: check for check in CHECKS}
+    fp16_is(True)()
+    begin()
+    in_turn(names, lambda name: checks[name]() if name in checks else train(KINDS[name]))
