@@ -150,8 +150,8 @@ def share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
         )
     if result.repeats and engine.training_data is not None:
         raise ValueError(
-            f"{ranks} ranks do not divide {result.micro_batches} micro-batches, and DeepSpeed's loader "
-            "of training_data would draw more: give a DataLoader a batches.Sampler"
+            f"{ranks} ranks do not divide {result.micro_batches} micro-batches, and DeepSpeed's "
+            "loader of training_data would draw more: give a DataLoader a batches.Sampler"
         )
     engine._config.train_batch_size = batch
     for name, attribute in COUNTERS.items():

@@ -439,7 +439,7 @@ def backward(method, engine, loss, *args, **options):
     is_share = options.get("scale_wrt_gas") is False and not is_exact
     if engine.universal_proof:
         with harmless(engine):
-            engine.universal_proof.see_loss(loss.detach(), is_share, is_exact)
+            engine.universal_proof.see_loss(loss.detach().squeeze(), is_share, is_exact)
     return method(engine, loss, *args, **options)
 
 

@@ -9,7 +9,7 @@ import lives
 import pytest
 import torch
 import torch.distributed as dist
-from proof_engines import FAULTS, KINDS, SAVED, play
+from proof_engines import FAULTS, KINDS, OF_REPEATS, SAVED, play
 from proof_files import STORIES, play_stories
 from proof_random import lines_of
 
@@ -35,8 +35,9 @@ def lines_on(work, first):
 
 
 @pytest.fixture(scope="module")
-def lines_on_2(lines_on):
-    return lines_on(2)
+def lines_on_5(lines_on):
+    """12 micro-batches on 5 ranks: 3 of the 15 places have no weight."""
+    return lines_on(5)
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +46,17 @@ def lines_on_4(lines_on):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault(lines_on_2, fault):
-    (line,) = lines_on_2[fault]
+def test_fault(lines_on_5, fault):
+    (line,) = lines_on_5[fault]
     assert FAULTS[fault].says in line
     assert line.startswith("universal: NOTE") == (fault == "dropout_by_rank")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dropout"])
-def test_rounding(lines_on_2, kind):
-    (line,) = lines_on_2[kind]
+def test_rounding(lines_on_5, kind):
+    (line,) = lines_on_5[kind]
     steps = min(KINDS[kind].steps, 10)
-    assert f"steps {SAVED + 1} to {SAVED + steps}, trained before on 4 ranks, now on 2:" in line
+    assert f"steps {SAVED + 1} to {SAVED + steps}, trained before on 4 ranks, now on 5:" in line
     assert float(line.split()[-1]) < {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}[KINDS[kind].dtype]
 
 
@@ -152,6 +153,9 @@ def test_no_false_warning_of_random_lives(tmp_path, monkeypatch, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_on_4_ranks(lines_on_4, fault):
+    if fault in OF_REPEATS:
+        assert lines_on_4[fault] == []
+        return
     (line,) = lines_on_4[fault]
     assert FAULTS[fault].says.replace("dropout follows the rank", "it is the dropout") in line
     assert "NOTE" not in line

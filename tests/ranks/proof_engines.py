@@ -14,6 +14,7 @@ from torch import nn
 from toy import begin, in_turn, make
 
 import universal
+from universal import batches
 
 SAVED = 2  # the step of the save
 WIDTH = 6
@@ -49,79 +50,114 @@ def two_groups(parameters):
     return torch.optim.AdamW(groups, lr=0.01)
 
 
-def micro_batches(engine, step):
-    """This rank's, of the samples that belong to the step."""
+def drawn(engine, step):
+    """The micro-batches of the step."""
     generator = torch.Generator().manual_seed(step)
     samples = torch.randn(BATCH, WIDTH, generator=generator)
-    share = samples.chunk(dist.get_world_size())[dist.get_rank()]
-    return share.split(engine.train_micro_batch_size_per_gpu())
+    return samples.split(engine.train_micro_batch_size_per_gpu())
+
+
+def micro_batches(engine, step):
+    """This rank's, each with the weight of its loss."""
+    parts = drawn(engine, step)
+    return [(parts[m], weight) for m, weight in batches.share(engine)]
 
 
 def other_samples(engine, step):
     return micro_batches(engine, step + 1)
 
 
+def other_byte(engine, step):
+    """Of one sample, which rank 1 has."""
+    parts = drawn(engine, step)
+    parts[4].view(torch.uint8)[0, 3] ^= 1
+    return [(parts[m], weight) for m, weight in batches.share(engine)]
+
+
 def same_samples_on_each_rank(engine, step):
-    generator = torch.Generator().manual_seed(step)
-    samples = torch.randn(BATCH, WIDTH, generator=generator)
-    return samples.split(engine.train_micro_batch_size_per_gpu())[
-        : engine.gradient_accumulation_steps()
-    ]
+    parts = drawn(engine, step)
+    return [(parts[i], weight) for i, (_, weight) in enumerate(batches.share(engine))]
 
 
-def usual(engine, samples):
-    engine.backward(engine(samples))
+def micro_batch_twice(engine, step):
+    """The second of rank 1 is its first again."""
+    parts = [samples for samples, _ in micro_batches(engine, step)]
+    if dist.get_rank() == 1:
+        parts[1] = parts[0]
+    return zip(parts, [weight for _, weight in batches.share(engine)], strict=True)
 
 
-def share_of_loss(engine, samples):
+def without_weights(engine, step):
+    return [(samples, 1.0) for samples, _ in micro_batches(engine, step)]
+
+
+def repeats_count(engine, step):
+    weight = batches.share(engine).weight
+    return [(samples, weight) for samples, _ in micro_batches(engine, step)]
+
+
+def weights_of_1(engine, step):
+    """As if the mean were that of this rank's losses, those of no weight among them."""
+    return [(samples, float(weight > 0)) for samples, weight in micro_batches(engine, step)]
+
+
+def usual(engine, samples, weight):
+    engine.backward(weight * engine(samples))
+
+
+def loss_of_one_row(engine, samples, weight):
+    engine.backward(weight * engine(samples).reshape(1))
+
+
+def share_of_loss(engine, samples, weight):
     """As accelerate and Trainer do."""
-    loss = engine(samples) / engine.gradient_accumulation_steps()
+    loss = weight * engine(samples) / engine.gradient_accumulation_steps()
     engine.backward(loss, scale_wrt_gas=False)
 
 
-def loss_backward(engine, samples):
-    engine(samples).backward()
+def loss_backward(engine, samples, weight):
+    (weight * engine(samples)).backward()
 
 
-def two_losses(engine, samples):
+def two_losses(engine, samples, weight):
     """ZeRO would reduce the gradients of the first twice."""
-    loss = engine(samples)
+    loss = weight * engine(samples)
     with engine.no_sync():
         engine.backward(loss, retain_graph=True)
     engine.backward(loss * 0.5)
 
 
-def dictionary(engine, samples):
-    engine.backward(engine({"samples": samples}))
+def dictionary(engine, samples, weight):
+    usual(engine, {"samples": samples}, weight)
 
 
-def named(engine, samples):
-    engine.backward(engine(samples=samples))
+def named(engine, samples, weight):
+    engine.backward(weight * engine(samples=samples))
 
 
-def no_tensor(engine, samples):
-    engine.backward(engine(samples.tolist()))
+def no_tensor(engine, samples, weight):
+    usual(engine, samples.tolist(), weight)
 
 
-def evaluated(engine, samples):
+def evaluated(engine, samples, weight):
     engine.eval()
     engine(samples + 1)
     engine.train()
     with torch.no_grad():
         engine(samples + 2)
-    engine.backward(engine(samples))
+    usual(engine, samples, weight)
 
 
-def padded(engine, samples):
+def padded(engine, samples, weight):
     """To the longest of the micro-batch."""
     lengths = 2 + (samples[:, 0] * 100).long() % (WIDTH - 2)
     mask = torch.arange(lengths.max()) < lengths[:, None]
     samples = samples[:, : lengths.max()].where(mask, torch.tensor(7.0))
-    engine.backward(engine(samples, attention_mask=mask.long()))
+    engine.backward(weight * engine(samples, attention_mask=mask.long()))
 
 
-def sparse(engine, samples):
-    engine.backward(engine(samples.to_sparse()))
+def sparse(engine, samples, weight):
+    usual(engine, samples.to_sparse(), weight)
 
 
 class Kind(NamedTuple):
@@ -142,6 +178,7 @@ KINDS = {
     "dropout": Kind(stage=2, dropout=0.5),
     "bf16": Kind(stage=2, dtype="bf16"),
     "fp16": Kind(stage=2, dtype="fp16"),
+    "loss_of_one_row": Kind(loss_of_one_row),
     "share_of_loss": Kind(share_of_loss, stage=2),
     "loss_backward": Kind(loss_backward),
     "two_losses": Kind(two_losses),
@@ -160,17 +197,17 @@ def engine_of(kind, micro, seed):
         lambda: Model(kind.dropout),
         two_groups,
         seed,
-        batch=BATCH,
-        micro=micro,
+        batch=None,
         clip=1.0,
+        **batches.config(BATCH, micro),
         **precision,
     )
 
 
-def train(engine, kind, steps, batches=micro_batches):
+def train(engine, kind, steps, dealt=micro_batches):
     for step in steps:
-        for samples in batches(engine, step):
-            kind.train(engine, samples)
+        for samples, weight in dealt(engine, step):
+            kind.train(engine, samples, weight)
             engine.step()
 
 
@@ -225,11 +262,12 @@ def other_buffer(engine):
 
 
 class Fault(NamedTuple):
-    """change: to the engine, after the load. says: a part of the line."""
+    """change: to the engine, after the load. dealt: the micro-batches then. says: a part of the
+    line."""
 
     says: str
     change: Callable = no_fault
-    batches: Callable = micro_batches
+    dealt: Callable = micro_batches
     kind: str = "plain"
 
 
@@ -245,11 +283,18 @@ FAULTS = {
     "weights": Fault(f"{FIRST} loss was", other_weights),
     "frozen_weight": Fault(f"{FIRST} loss was", other_frozen_weight),
     "buffer": Fault(f"{FIRST} loss was", other_buffer),
-    "samples": Fault("other samples than before", batches=other_samples),
-    "samples_of_rank_0": Fault("other samples than before", batches=same_samples_on_each_rank),
-    "unknown_samples": Fault("other samples, or", batches=other_samples, kind="no_tensor"),
+    "samples": Fault("other samples than before", dealt=other_samples),
+    "samples_of_rank_0": Fault("other samples than before", dealt=same_samples_on_each_rank),
+    "byte": Fault("other samples than before", dealt=other_byte),
+    "micro_batch_twice": Fault("other samples than before", dealt=micro_batch_twice),
+    "without_weights": Fault("other samples than before", dealt=without_weights),
+    "repeats_count": Fault("other samples than before", dealt=repeats_count),
+    "weights_of_1": Fault(f"{FIRST} loss was 0.2185828, and is 0.1748662", dealt=weights_of_1),
+    "unknown_samples": Fault("other samples, or", dealt=other_samples, kind="no_tensor"),
     "dropout_by_rank": Fault("the same samples, so dropout follows the rank", kind="dropout"),
 }
+# Of which nothing is to be seen where the ranks divide the micro-batches.
+OF_REPEATS = ("without_weights", "repeats_count", "weights_of_1")
 FAULTS |= {
     kind: Fault("the loss differs by at most", kind=kind) for kind in KINDS if kind != "dropout"
 }
@@ -278,7 +323,7 @@ def play_again(name):
     torch.manual_seed(dist.get_rank())
     fault.change(engine)
     steps = 2 if name != fault.kind else kind.steps
-    train(engine, kind, range(SAVED + 1, SAVED + 1 + steps), fault.batches)
+    train(engine, kind, range(SAVED + 1, SAVED + 1 + steps), fault.dealt)
 
 
 def play(phase, *names):
