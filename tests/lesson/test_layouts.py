@@ -1,6 +1,7 @@
 """Tensor, pipeline and sequence parallelism, alone and together: from scratch every layout tracks
 one rank, and a checkpoint of any layout goes on on any other. Dropout and clipping are on."""
 
+import json
 import shutil
 
 import pytest
@@ -10,6 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import universal
 from measure.logs import compare, largest, read_log
 from measure.ranks import launch, run
+from universal.batches import Share
+from universal.proof import Row
 
 COMMON = (
     "--n_layer 2 --n_head 4 --n_embd 32 --seq_len 16 --train_batch_size 8 "
@@ -68,6 +71,7 @@ BOTH = (1, 2, 2)
 QUICK = (3, BOTH, [(1, 2, 1, 1)])
 REST = [(s, TENSOR, [(s, 1, 2, 1), (s, 2, 1, 1), (s, 1, 4, 1), (s, 1, 1, 2)]) for s in (1, 2, 3)]
 REST += [(1, BOTH, [(3, 2, 1, 1), (2, 1, 4, 1)])]
+REST += [(2, (3, 2, 1), [(1, 2, 2, 1)]), (3, (3, 1, 2), [(1, 2, 1, 2)])]  # of 4 micro-batches
 REST += [(s, SEQUENCE, [(s, 1, 1, 2), (s, 2, 1, 1), (s, 1, 1, 4)]) for s in (1, 3)]
 
 
@@ -76,7 +80,7 @@ def test_one_of_them(work, one_rank, stage, layout, others):
     """From scratch like one rank; gone on with on the same layout to the bit, on others to 1e-5."""
     name = f"{'x'.join(map(str, layout))}_at_{stage}"
     out = train(work, stage, *layout, name)
-    assert f"4 micro-batches; 4 = {4 // layout[0]} accumulation steps x {layout[0]} ranks\n" in out
+    assert str(Share(8, 2, layout[0])) in out
     assert difference(work, "one", name) <= 1e-5
     assert goes_on(work, name, train, stage, *layout) == 0.0
     for other in others:
@@ -114,6 +118,20 @@ def test_pipeline_goes_on(work, pipeline, layout):
 def test_pipeline_from_one_rank(work, pipeline):
     """What one rank wrote is whole, and still says how two cut it."""
     assert goes_on(work, "flat", train_3d, 2, 2, 1) <= 1e-5
+
+
+def samples_of_next_steps(work, name):
+    lines = (work / name / "global_step2" / "next_steps.csv").read_text().splitlines()[1:]
+    return [Row(*json.loads(f"[{line}]")[:7], rates=None).samples for line in lines]
+
+
+def test_pipelines_that_do_not_divide_the_micro_batches(work, pipeline):
+    """4 on 3 pipelines: the proof's samples are those of one rank."""
+    train_3d(work, 1, 2, 3, "three_pipelines")
+    assert difference(work, "one", "three_pipelines") <= 1e-5
+    samples = samples_of_next_steps(work, "flat")
+    assert len(samples) == 2 and None not in samples
+    assert samples_of_next_steps(work, "three_pipelines") == samples
 
 
 @pytest.mark.slow
