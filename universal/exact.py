@@ -48,7 +48,8 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
     share = batches.share(engine)
     if share.ranks > 2 * share.micro_batches:
         raise ValueError(
-            f"exact.py: {share.micro_batches} micro-batches allow {2 * share.micro_batches} ranks"
+            f"exact.py takes 2 ranks for a micro-batch at most, not {share.ranks} for "
+            f"{share.micro_batches}"
         )
     if not divides_exactly(share.ranks, engine.device):
         raise ValueError(f"exact.py: {engine.device.type} does not divide by {share.ranks} exactly")
@@ -84,9 +85,9 @@ def round_gradients(
     Floating-point addition is exact as long as all terms and sums are multiples of one grid and
     have at most 24 bits. So the ranks find the largest share |gradient / micro_batches| of each
     element in any micro-batch before the first addition: until its last micro-batch, a hook keeps
-    this rank's gradients and passes on zeros. The element's grid is then the finest on which no sum
-    of micro-batches can exceed 24 bits; adding and subtracting 1.5 * 2^23 grids rounds to it. ZeRO
-    divides by the number of ranks before it adds, so the hook passes multiples of that number.
+    this rank's gradients and passes on zeros. ZeRO divides by the number of ranks before it adds,
+    so the hook passes multiples of that number. The element's grid is then the finest on which
+    these can have no more than 24 bits; adding and subtracting 1.5 * 2^23 grids rounds to it.
     Returns a RoundedSum for each parameter.
     """
     sums = [RoundedSum(micro_batches, accumulation) for _ in parameters]
@@ -126,8 +127,8 @@ class RoundedSum:
         assert (peak <= limit).all(), (
             "exact.py: a gradient is not finite, or its sum may pass 24 bits"
         )
-        # A power of two. It is twice their number because any number of ranks may multiply its sum
-        # by itself: with 3 ranks and 8 micro-batches, a sum of 3 of them.
+        # A power of two, twice the number of micro-batches: a rank's sum times the number of ranks
+        # may be almost that, as of 2 of 8 micro-batches on each of 7 ranks.
         terms = 2 << (max(self.micro_batches, 2) - 1).bit_length()
         return 1.5 * 2**23 * (terms * limit / 2**24)
 

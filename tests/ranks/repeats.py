@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 from toy import adam, begin, in_turn, make
 
-from universal import batches
+from universal import batches, exact
+from universal.hooks import overridden
 
 MICRO = 3
 STEPS = 4
@@ -326,7 +327,16 @@ def random_ltd():
     assert engine.random_ltd_scheduler.state["consumed_layer_tokens"] == 12 * (2 * 4 + 1 * 8)
 
 
-CHECKS = (counters, other_accumulation, training_data, random_ltd)
+def exact_sums():
+    """2 ranks for each micro-batch at most, and a device that divides exactly."""
+    with pytest.raises(ValueError, match="2 ranks for a micro-batch at most, not 3 for 1"):
+        exact.install(engine_of(Kind(micro_batches=1)))
+    with overridden(exact, divides_exactly=lambda ranks, device: False):
+        with pytest.raises(ValueError, match="exact.py: cpu does not divide by 3 exactly"):
+            exact.install(engine_of(Kind()))
+
+
+CHECKS = (counters, other_accumulation, training_data, random_ltd, exact_sums)
 
 
 def play(*names):
