@@ -22,6 +22,7 @@ from torch import nn
 from toy import Net, adam, differences, make, read_truth, snapshot, split_groups, train
 
 import universal
+from universal import batches
 from universal.hooks import overridden
 
 
@@ -184,12 +185,37 @@ def of_each_rank(stage):
     assert engine.module.calls.tolist() == [6.0 + rank] * 3
 
 
-@case(quick_ranks=(2, 3))
+def uneven(stage, batch=12):
+    """Its ranks do not divide the micro-batches of 12."""
+    return make(stage, batch=None, **batches.config(batch, {2: 4, 3: 3}[dist.get_world_size()]))
+
+
+def save_in_two_ways(stage):
+    train_and_save(stage)
+    engine = uneven(stage)
+    assert batches.share(engine).repeats == 1
+    train(engine, 0)
+    engine.save_checkpoint(".", tag="uneven")
+
+
+@case(save_in_two_ways, quick_ranks=(2, 3))
 def another_batch(stage):
-    load(make(stage, batch=6 * dist.get_world_size()))
+    """There is a line only if it is another, whether the batch is DeepSpeed's train_batch_size or
+    of batches.config(), and before share() or after it."""
+    shared = uneven(stage)
+    assert batches.share(shared).repeats
+    for tag in ("t", "uneven"):
+        for engine in (make(stage), uneven(stage), shared):
+            load(engine, tag)
+    assert "WARNING" not in PRINTED.getvalue()
+    padded = {2: 16, 3: 18}[dist.get_world_size()]
+    load(make(stage, batch=padded, micro=padded // 2 // dist.get_world_size()), "uneven")
+    assert printed(f"WARNING: the global batch was 12, and is {padded} now: batches.config(12, ")
+    load(uneven(stage, 24))
+    assert printed("WARNING: the global batch was 12, and is 24 now")
     if dist.get_world_size() == 2:
-        assert "WARNING" not in PRINTED.getvalue()
         return
+    load(make(stage, batch=18))
     was = "WARNING: the global batch was 12, and is"
     assert printed(f"{was} 18 now: train_batch_size 12 (gradient_accumulation_steps 4) keeps it")
     load(make(stage, batch=15, micro=5))
