@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups
 from helpers import fp16_is
 from torch import nn
@@ -283,6 +284,16 @@ def counters():
     assert saved["ds_config"]["train_batch_size"] is None
 
 
+def timer_of_a_pipeline():
+    layers = [nn.Linear(WIDTH, 1)]
+    kind = Kind(lambda: PipelineModule(layers, num_stages=1, loss_fn=nn.functional.mse_loss))
+    with overridden(groups, mpu=None):  # a pipeline leaves its own there
+        engine = engine_of(kind)
+        assert engine.batch_timer.batch_size == 18
+        batches.share(engine)
+        assert engine.batch_timer.batch_size == 12
+
+
 def other_accumulation():
     for changes, words in (
         ({"gradient_accumulation_steps": 3}, "need 2 accumulation steps, and the config says 3"),
@@ -336,7 +347,7 @@ def exact_sums():
             exact.install(engine_of(Kind()))
 
 
-CHECKS = (counters, other_accumulation, training_data, random_ltd, exact_sums)
+CHECKS = (counters, timer_of_a_pipeline, other_accumulation, training_data, random_ltd, exact_sums)
 
 
 def play(*names):
