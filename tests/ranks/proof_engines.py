@@ -14,7 +14,7 @@ from torch import nn
 from toy import begin, in_turn, make
 
 import universal
-from universal import batches
+from universal import batches, exact
 
 SAVED = 2  # the step of the save
 WIDTH = 6
@@ -162,7 +162,7 @@ def sparse(engine, samples, weight):
 
 class Kind(NamedTuple):
     """Of an engine, and of its training. steps: after the save. micro: samples of a micro-batch, at
-    first and again."""
+    first and again. exact: the weights are 1 and 0, as exact.py takes the mean."""
 
     train: Callable = usual
     stage: int = 1
@@ -170,6 +170,7 @@ class Kind(NamedTuple):
     dtype: str = "fp32"
     steps: int = 3
     micro: tuple[int, int] = (1, 1)
+    exact: bool = False
 
 
 KINDS = {
@@ -186,13 +187,14 @@ KINDS = {
     "named": Kind(named),
     "no_tensor": Kind(no_tensor),
     "evaluated": Kind(evaluated),
+    "exact": Kind(stage=2, exact=True),
     "padded": Kind(padded, micro=(1, 3)),
 }
 
 
 def engine_of(kind, micro, seed):
     precision = {} if kind.dtype == "fp32" else {kind.dtype: {"enabled": True}}
-    return make(
+    engine = make(
         kind.stage,
         lambda: Model(kind.dropout),
         two_groups,
@@ -202,6 +204,9 @@ def engine_of(kind, micro, seed):
         **batches.config(BATCH, micro),
         **precision,
     )
+    if kind.exact:
+        exact.install(engine)
+    return engine
 
 
 def train(engine, kind, steps, dealt=micro_batches):

@@ -147,16 +147,16 @@ def evaluates(engine, loss, is_last):
 
 
 class Kind(NamedTuple):
-    """micro_batches: of a step. config: more of DeepSpeed's. seeds: whether dropout follows the
-    micro-batch. weigh: the weight that is used, of the true one and the share. ranks: that divide
-    the micro-batches, and that do not."""
+    """micro_batches: of a step; with 4, rank 2 of 3 has repeats alone. config: more of DeepSpeed's.
+    seeds: whether dropout follows the micro-batch. weigh: the weight that is used, of the true one
+    and the share. ranks: that divide the micro-batches, and that do not."""
 
     net: Callable = Net
     stage: int = 1
     train: Callable = usual
     config: dict[str, Any] = {}
     optimizer: Callable = adam
-    micro_batches: int = 4
+    micro_batches: int = 8
     seeds: bool = False
     weigh: Callable = lambda weight, share: weight
     ranks: tuple[int, int] = (2, 3)
@@ -181,7 +181,7 @@ def across_ranks():
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 ON_CPU = {"zero": {"offload_optimizer": {"device": "cpu"}}}
-APART = {"optimizer": experts_apart, "micro_batches": 6, "ranks": (2, 4)}
+APART = {"optimizer": experts_apart, "micro_batches": 10, "ranks": (2, 4)}
 KINDS = {
     "stage_0": Kind(stage=0),
     "stage_1": Kind(),
@@ -190,8 +190,8 @@ KINDS = {
     "more_ranks": Kind(micro_batches=2),
     "bf16": Kind(stage=2, config=BF16),
     "fp16": Kind(stage=2, config=FP16),
-    "batch_norm": Kind(batch_norm),
-    "batch_norm_3": Kind(batch_norm, stage=3),
+    "batch_norm": Kind(batch_norm, micro_batches=4),
+    "batch_norm_3": Kind(batch_norm, stage=3, micro_batches=4),
     "dropout": Kind(with_dropout, stage=2, seeds=True),
     "recomputed": Kind(recomputing, stage=3, seeds=True),
     "loss_backward": Kind(stage=3, train=loss_backward),
@@ -199,7 +199,7 @@ KINDS = {
     "boundary": Kind(stage=2, train=tells_the_boundary),
     "unmanaged": Kind(train=steps_at_the_boundary, config={"managed_gradient_accumulation": False}),
     "evaluates": Kind(stage=3, train=evaluates),
-    "communication": Kind(stage=2, config={"communication_data_type": "bf16"}),
+    "communication_bf16": Kind(stage=2, config={"communication_data_type": "bf16"}),
     "offload": Kind(stage=2, config=ON_CPU),
     "offload_3": Kind(stage=3, config=ON_CPU),
     "experts": Kind(lambda: Experts(1), optimizer=experts_apart),
@@ -209,12 +209,13 @@ KINDS = {
     "infinite_3": Kind(Infinite, stage=3),
     "infinite_bf16": Kind(Infinite, stage=2, config=BF16),
     "infinite_fp16": Kind(Infinite, stage=2, config=FP16),
-    "across_ranks": Kind(across_ranks, ranks=(1, 2)),
+    "across_2_ranks": Kind(across_ranks, ranks=(1, 2)),
     "across_3_ranks": Kind(across_ranks, ranks=(1, 3)),
+    "across_4_ranks": Kind(across_ranks, ranks=(1, 4)),
     "normalized": Kind(Normalized),
-    "no_weights": Kind(weigh=lambda weight, share: 1.0),
-    "repeats_count": Kind(weigh=lambda weight, share: share.weight),
-    "only_zeros": Kind(weigh=lambda weight, share: float(weight > 0)),
+    "no_weights": Kind(micro_batches=4, weigh=lambda weight, share: 1.0),
+    "repeats_count": Kind(micro_batches=4, weigh=lambda weight, share: share.weight),
+    "only_zeros": Kind(micro_batches=4, weigh=lambda weight, share: float(weight > 0)),
 }
 
 
@@ -267,20 +268,20 @@ def train(kind):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. what DeepSpeed counts by the batch: 4 micro-batches of 3 samples, on 3 ranks
+# 4. what DeepSpeed counts by the batch: 8 micro-batches of 3 samples, on 3 ranks
 
 
 def counters():
     engine = engine_of(KINDS["stage_1"])
-    assert (engine.train_batch_size(), engine.tput_timer.batch_size) == (18, 18)
+    assert (engine.train_batch_size(), engine.tput_timer.batch_size) == (27, 27)
     share = batches.share(engine)
-    assert (engine.train_batch_size(), engine.tput_timer.batch_size) == (12, 12)
+    assert (engine.train_batch_size(), engine.tput_timer.batch_size) == (24, 24)
     assert batches.share(engine) == share
     train_step(engine, KINDS["stage_1"], 1)
-    assert engine.global_samples == 12
+    assert engine.global_samples == 24
     engine.save_checkpoint(".", tag="t")
     saved = torch.load("t/mp_rank_00_model_states.pt", weights_only=False)
-    assert saved["ds_config"][batches.TRUE_BATCH] == saved["global_samples"] == 12
+    assert saved["ds_config"][batches.TRUE_BATCH] == saved["global_samples"] == 24
     assert saved["ds_config"]["train_batch_size"] is None
 
 
@@ -289,14 +290,14 @@ def timer_of_a_pipeline():
     kind = Kind(lambda: PipelineModule(layers, num_stages=1, loss_fn=nn.functional.mse_loss))
     with overridden(groups, mpu=None):  # a pipeline leaves its own there
         engine = engine_of(kind)
-        assert engine.batch_timer.batch_size == 18
+        assert engine.batch_timer.batch_size == 27
         batches.share(engine)
-        assert engine.batch_timer.batch_size == 12
+        assert engine.batch_timer.batch_size == 24
 
 
 def other_accumulation():
     for changes, words in (
-        ({"gradient_accumulation_steps": 3}, "need 2 accumulation steps, and the config says 3"),
+        ({"gradient_accumulation_steps": 4}, "need 3 accumulation steps, and the config says 4"),
         ({batches.TRUE_BATCH: 13}, "13 does not divide into micro-batches of 3"),
     ):
         engine = engine_of(Kind(config=changes))
@@ -316,17 +317,17 @@ SAMPLING = {"enabled": True, "num_epochs": 9, "num_workers": 0, "curriculum_lear
 
 
 def training_data():
-    """DeepSpeed's own loader draws 18 samples a step, with its curriculum and without it."""
+    """DeepSpeed's own loader draws 27 samples a step, with its curriculum and without it."""
     engine = engine_of(Kind(config=data_efficiency(data_sampling=SAMPLING)))
     engine.training_data = TensorDataset(torch.randn(99, WIDTH))
     loader = engine.deepspeed_io(engine.training_data)
-    assert loader.data_sampler.global_batch_size == 18
+    assert loader.data_sampler.global_batch_size == 27
     with pytest.raises(ValueError, match="give a DataLoader a batches.Sampler"):
         batches.share(engine)
 
 
 def random_ltd():
-    """Its count of tokens is that of the true batch: 12 x (2 of 3 layers x 4 + 1 x 8)."""
+    """Its count of tokens is that of the true batch: 24 x (2 of 3 layers x 4 + 1 x 8)."""
     schedule = {"min_value": 4, "max_value": 8, "schedule_type": "fixed_linear"}
     schedule["schedule_config"] = {"require_steps": 100, "seq_per_step": 4}
     options = {"enabled": True, "total_layer_num": 3, "random_ltd_layer_num": 2}
@@ -335,7 +336,7 @@ def random_ltd():
     kind = Kind(config=data_efficiency(data_routing=routing))
     engine = engine_of(kind)
     train_step(engine, kind, 1)
-    assert engine.random_ltd_scheduler.state["consumed_layer_tokens"] == 12 * (2 * 4 + 1 * 8)
+    assert engine.random_ltd_scheduler.state["consumed_layer_tokens"] == 24 * (2 * 4 + 1 * 8)
 
 
 def exact_sums():
