@@ -38,14 +38,13 @@ WIDTH = 6
 class Net(nn.Module):
     """norm: makes a layer of a width. calls: forward passes in training."""
 
-    def __init__(self, norm=nn.LayerNorm, dropout=0.0, recomputes=False):
+    def __init__(self, norm=nn.LayerNorm, dropout=0.0):
         super().__init__()
         # No bias: its gradient behind a BatchNorm is rounding, of which Adam makes whole steps.
         self.inputs = nn.Linear(WIDTH, 9, bias=False)
         self.norm = norm(9)
         self.dropout = nn.Dropout(dropout)
         self.outputs = nn.Linear(9, 1)
-        self.recomputes = recomputes
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def hidden(self, x):
@@ -53,10 +52,12 @@ class Net(nn.Module):
 
     def forward(self, x):
         self.calls += self.training
-        hidden = (
-            checkpoint(self.hidden, x, use_reentrant=False) if self.recomputes else self.hidden(x)
-        )
-        return (self.outputs(hidden) - 1).float().pow(2).mean()
+        return (self.outputs(self.hidden(x)) - 1).float().pow(2).mean()
+
+
+class Recomputed(Net):
+    def hidden(self, x):
+        return checkpoint(super().hidden, x, use_reentrant=False)
 
 
 class AcrossRanks(nn.Module):
@@ -89,13 +90,13 @@ class Infinite(Net):
 
 
 class Experts(Net):
-    """An auxiliary loss for the balance of experts, of whose tokens some are dropped."""
+    """With a loss of their balance; each of the two takes one token, and a third is dropped."""
 
-    def __init__(self, ep_size, **options):
+    def __init__(self, ep_size):
         super().__init__()
-        options = {"k": 1, "drop_tokens": True, "capacity_factor": 0.5, "use_rts": False} | options
+        capacity = {"drop_tokens": True, "capacity_factor": 0.5, "min_capacity": 1}
         expert = nn.Linear(9, 9)
-        self.moe = MoE(9, expert, num_experts=2, ep_size=ep_size, min_capacity=1, **options)
+        self.moe = MoE(9, expert, num_experts=2, ep_size=ep_size, use_rts=False, **capacity)
 
     def forward(self, x):
         hidden, balance, _ = self.moe(self.hidden(x))
@@ -170,8 +171,8 @@ def with_dropout():
     return Net(dropout=0.3)
 
 
-def recomputing():
-    return Net(dropout=0.3, recomputes=True)
+def recomputed():
+    return Recomputed(dropout=0.3)
 
 
 def across_ranks():
@@ -193,7 +194,7 @@ KINDS = {
     "batch_norm": Kind(batch_norm, micro_batches=4),
     "batch_norm_3": Kind(batch_norm, stage=3, micro_batches=4),
     "dropout": Kind(with_dropout, stage=2, seeds=True),
-    "recomputed": Kind(recomputing, stage=3, seeds=True),
+    "recomputed": Kind(recomputed, stage=3, seeds=True),
     "loss_backward": Kind(stage=3, train=loss_backward),
     "share_of_loss": Kind(stage=2, train=share_of_loss),
     "boundary": Kind(stage=2, train=tells_the_boundary),
