@@ -12,8 +12,9 @@
     )
 
 accelerate, whose DataLoader Trainer uses, gives micro-batch m of a step to rank m % ranks. Where
-the ranks do not divide a step's micro-batches, some of them follow once more, with a loss of weight
-0, so that every rank has as many. An epoch's last step has those that are left, and no more.
+the ranks do not divide a step's micro-batches, the first ones follow once more, with a loss of
+weight 0, so that every rank has as many; so, too, in an epoch's last step, which has those that are
+left.
 
 fill_steps() does it for a loop over accelerate's DataLoader, as in examples/accelerate_loop.py.
 """
@@ -27,11 +28,13 @@ import torch
 from universal import batches
 from universal.collective import say
 
+NUMBER = "num_items_in_batch"
+
 
 class FilledSteps:
-    """A batch sampler: an epoch's micro-batches, in each step as many as the ranks can share.
+    """A batch sampler: this rank's micro-batches of an epoch, as many in each step.
 
-    micro_batches: those of an epoch, on all ranks, without repeats.
+    micro_batches: those of all ranks, without repeats.
     """
 
     def __init__(self, micro_batches: Iterable[list[int]], share: batches.Share):
@@ -54,21 +57,19 @@ class FilledSteps:
     def weights(self, step: int) -> list[float]:
         """Of the losses of this rank's micro-batches of a step, if DeepSpeed takes their mean."""
         count = self.count(step)
-        weight = self.share.accumulation * self.share.ranks / count
-        numbers = range(self.share.rank, self.filled(count), self.share.ranks)
-        return [weight if number < count else 0.0 for number in numbers]
-
-    def filled(self, count: int) -> int:
-        """With those that follow once more."""
-        return -(-count // self.share.ranks) * self.share.ranks
+        places = self.share.accumulation * self.share.ranks
+        numbers = range(self.share.rank, places, self.share.ranks)
+        return [places / count if number < count else 0.0 for number in numbers]
 
     def __len__(self):
-        return sum(self.filled(self.count(step)) for step in range(self.steps))
+        return self.steps * self.share.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
         micro_batches = iter(self.micro_batches)
+        places = self.share.accumulation * self.share.ranks
         while step := list(itertools.islice(micro_batches, self.share.micro_batches)):
-            yield from itertools.islice(itertools.cycle(step), self.filled(len(step)))
+            filled = itertools.cycle(step)
+            yield from itertools.islice(filled, self.share.rank, places, self.share.ranks)
 
 
 def fill_steps(loader: torch.utils.data.DataLoader, share: batches.Share) -> FilledSteps:
@@ -76,9 +77,7 @@ def fill_steps(loader: torch.utils.data.DataLoader, share: batches.Share) -> Fil
 
     loader: prepared. Raises ValueError if what it deals depends on the number of ranks.
     """
-    sampler = (
-        loader.batch_sampler
-    )  # of this rank, around that of all ranks; but not on a single one
+    sampler = loader.batch_sampler  # of this rank, around that of all; on a single rank that alone
     whole = getattr(sampler, "batch_sampler", sampler)
     deals = getattr(sampler, "num_processes", 1) == share.ranks
     is_iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
@@ -93,10 +92,8 @@ def fill_steps(loader: torch.utils.data.DataLoader, share: batches.Share) -> Fil
             "number of ranks changes: leave it out, or group them beforehand"
         )
     filled_steps = FilledSteps(whole, share)
-    if share.ranks > 1:
-        sampler.batch_sampler = filled_steps
-        # Each as it is: or else the epoch's last micro-batch, a shorter one, would be filled up.
-        sampler.batch_size = None
+    # torch allows no other one after __init__(), as a loader that has begun would not see it.
+    object.__setattr__(loader.base_dataloader, "batch_sampler", filled_steps)
     return filled_steps
 
 
@@ -188,7 +185,7 @@ class AnyRanks:
         self.weights = self.filled_steps.weights(self.step)
         self.count = self.filled_steps.count(self.step)
         self.step += 1
-        if number is not None and self.count % self.args.world_size:
+        if number is not None and self.count < len(samples) * self.args.world_size:
             pairs = zip(samples, self.weights, strict=True)
             counted = [sample if weight else emptied(sample) for sample, weight in pairs]
             number = self._get_num_items_in_batch(counted, device)
@@ -214,8 +211,23 @@ class AnyRanks:
     weight = None  # of the micro-batch that training_step() has; None while it evaluates
 
     def compute_loss(self, model: Any, inputs: dict, *args: Any, **options: Any) -> Any:
+        given = []  # to the model
+        watch = model.register_forward_pre_hook(
+            lambda _, inputs, named: given.extend(named), with_kwargs=True
+        )
         result = super().compute_loss(model, inputs, *args, **options)
+        watch.remove()
+        if self.weight is None:
+            return result
         self.is_weighted = True
-        if self.weight != 0:
+        is_said = getattr(self, "loss_is_scaled_for_ga", None) is not None
+        divides = NUMBER in given or self.compute_loss_func or options.get(NUMBER) is None
+        if not divides and not is_said:
+            raise ValueError(
+                f"{type(self).__name__}.compute_loss() does not give {NUMBER} to the model: set "
+                "loss_is_scaled_for_ga in the class, to False if its loss is a mean, to True if it "
+                "is a sum divided by that number"
+            )
+        if self.weight:
             return result
         return (result[0] * 0, *result[1:]) if isinstance(result, tuple) else result * 0
