@@ -231,3 +231,17 @@ class AnyRanks:
         if self.weight:
             return result
         return (result[0] * 0, *result[1:]) if isinstance(result, tuple) else result * 0
+
+
+def on_any_ranks(trainer: type) -> type:
+    """A Trainer of the same name."""
+    if issubclass(trainer, AnyRanks):
+        return trainer
+    return type(trainer.__name__, (AnyRanks, trainer), {"__module__": trainer.__module__})
+
+
+def batch_config(batch: str, arguments: Any) -> dict[str, Any]:
+    """What DeepSpeed's config says of a batch, by TrainingArguments. Raises ValueError."""
+    if not batch.isdecimal():
+        raise ValueError(f"UNIVERSAL_BATCH={batch} is no number of samples")
+    return batches.config(int(batch), arguments.per_device_train_batch_size, arguments.world_size)
