@@ -110,16 +110,16 @@ class AnyRanks:
     Its methods raise ValueError where the batch would not be kept, and say what to change.
     """
 
-    def __init__(self, *args: Any, **options: Any):
+    def __new__(cls, *args: Any, **options: Any):  # Trainer's __init__() keeps its signature
         for name in ("get_train_dataloader", "get_batch_samples"):
-            for cls in type(self).__mro__:
-                package = cls.__module__.partition(".")[0]
-                if name in vars(cls) and package not in ("transformers", "universal"):
+            for base in cls.__mro__:
+                package = base.__module__.partition(".")[0]
+                if name in vars(base) and package not in ("transformers", "universal"):
                     raise ValueError(
-                        f"{cls.__module__}.{cls.__name__} has a {name}() of its own: AnyRanks can "
-                        "keep the batch of Trainer's alone"
+                        f"{base.__module__}.{base.__name__} has a {name}() of its own: AnyRanks "
+                        "can keep the batch of Trainer's alone"
                     )
-        super().__init__(*args, **options)
+        return super().__new__(cls)
 
     def share(self) -> batches.Share:
         """This rank's part of every step."""
