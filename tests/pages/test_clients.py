@@ -223,6 +223,92 @@ def test_a_cure_is_needed(work, trained, script, ranks, changes):
     assert re.search(r"universal: (WARNING|NOTE): step .*, trained before on 4 ranks", result.out)
 
 
+MODEL = "model = AutoModelForCausalLM.from_config(config)"
+TRAINER = "class AnyRanksTrainer(AnyRanks, Trainer):"
+OF_ITS_OWN = """class OwnLoss(Trainer):
+    loss_is_scaled_for_ga = {is_scaled}
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.mT.float(), inputs["labels"][:, 1:])
+        return (loss, logits) if return_outputs else loss
+
+
+class AnyRanksTrainer({bases}):"""
+BEHIND = OF_ITS_OWN.format(is_scaled="False", bases="AnyRanks, OwnLoss")
+UNSAID = OF_ITS_OWN.format(is_scaled="None", bases="AnyRanks, OwnLoss")
+BEFORE = """class AnyRanksTrainer(AnyRanks, Trainer):
+    def compute_loss(self, *args, **options):
+        return Trainer.compute_loss(self, *args, **options)
+
+"""
+LOADER = """class AnyRanksTrainer(AnyRanks, Trainer):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(self.train_dataset)
+
+"""
+ARGUMENT = "    max_steps=STEPS,\n"
+
+
+@clients
+@pytest.mark.parametrize(
+    "change", [(MODEL, f"{MODEL}\nmodel.accepts_loss_kwargs = False"), (TRAINER, BEHIND)]
+)
+def test_a_loss_that_is_a_mean(work, trained, change):
+    """No number of tokens divides it; the epoch's last step, 15, has fewer micro-batches."""
+    changed = without(work, "hf_trainer.py", change)
+    name = trained("hf_trainer.py", *FLAGS, source=changed)
+    result = go_on(work, name, 5, changed, *FLAGS)
+    assert result.code == 0, result.errors
+    assert result.difference <= FP32 and "now on 5: the loss differs by at most" in result.out
+
+
+@clients
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ((TRAINER, BEFORE), "AnyRanksTrainer.compute_loss() does not call AnyRanks'"),
+        ((TRAINER, UNSAID), "compute_loss() does not give num_items_in_batch to the model"),
+        ((TRAINER, LOADER), "AnyRanksTrainer has a get_train_dataloader() of its own"),
+        (("**batch_config", '"train_batch_size": "auto"'), "that DeepSpeed's config names"),
+        (("batch_size=MICRO,\n    per_device_eval", "batch_size=3,\n    per_device_eval"), "=2"),
+        (
+            (ARGUMENT, f'{ARGUMENT}    train_sampling_strategy="group_by_length",\n'),
+            "group_by_length orders the samples",
+        ),
+        (
+            (ARGUMENT, f'{ARGUMENT}    accelerator_config={{"dispatch_batches": True}},\n'),
+            "no IterableDataset, dispatch_batches",
+        ),
+        (
+            (ARGUMENT, f"{ARGUMENT}    average_tokens_across_devices=False,\n"),
+            "wants average_tokens_across_devices=True",
+        ),
+    ],
+)
+def test_trainer_refuses(work, trained, change, words):
+    """Before the first step is done."""
+    trained("hf_trainer.py", *FLAGS)
+    changed = without(work, "hf_trainer.py", change)
+    result = launch(work, 2, changed, *FLAGS, "--output_dir", "refused", "--run_name", "refused")
+    assert result.code == 1 and words in result.errors
+    assert not list((work / "refused").glob("checkpoint-*"))
+
+
+@clients
+def test_a_checkpoint_of_before(work, trained):
+    """accelerate has filled up the epoch's last step, 15, by the number of ranks: AnyRanks says so
+    and from there on the samples are others, as the proof says."""
+    plain = ("**batch_config", '"train_batch_size": BATCH, "gradient_accumulation_steps": "auto"')
+    source = without(work, "hf_trainer.py", *PLAIN_TRAINER, plain)
+    name = trained("hf_trainer.py", *FLAGS, source=source)
+    result = go_on(work, name, 5, "hf_trainer.py", *FLAGS)
+    assert (
+        "the checkpoint was saved without AnyRanks, and 347 samples are no multiple" in result.out
+    )
+    assert re.search("WARNING: step 15, trained before on 4 ranks.*: other samples", result.out)
+
+
 def without_weights():
     """What AnyRanks and accelerate's DataLoader compute again counts as much as the rest."""
     from universal.trainer import AnyRanks, FilledSteps
