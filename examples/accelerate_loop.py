@@ -1,12 +1,12 @@
-"""A training loop with accelerate on any number of ranks: run it, let it die, run it again on
-another number of ranks.
+"""A training loop with accelerate, and its DataLoader, on any number of ranks: run it, let it die,
+run it again on another number of ranks.
 
     torchrun --standalone --nproc-per-node 4 examples/accelerate_loop.py
     rm -r ckpt_accelerate/step_14             # as if it had died after step 13
-    torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
+    torchrun --standalone --nproc-per-node 5 examples/accelerate_loop.py
 
 It saves at steps 7 and 14, and resumes from the newest checkpoint. The loop needs the lines marked
-(1) to (3) so that the number of ranks can change. Requires accelerate, and the package universal:
+(1) to (6) so that the number of ranks can change. Requires accelerate, and the package universal:
 installed (pip install .), or as a folder next to the script or one level up."""
 
 import argparse
@@ -14,6 +14,7 @@ import csv
 import os
 import sys
 import warnings
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -21,10 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import deepspeed
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, PartialState
+from accelerate.utils import DataLoaderConfiguration
 from torch import nn
+from torch.utils.data import DataLoader
 
 import universal
 from universal import batches
+from universal.trainer import fill_steps
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=3)
@@ -40,7 +44,6 @@ RANKS = int(os.environ["WORLD_SIZE"])
 BATCH = 24
 MICRO = 2
 STEPS = 20
-share = batches.Share(BATCH, MICRO, RANKS)  # (1) keep the global batch
 if not torch.cuda.is_available():
     torch.set_num_threads(1)  # the number of threads affects the last bits of a sum
     # It compiles for a minute, and leaks memory.
@@ -51,13 +54,16 @@ if not torch.cuda.is_available():
 warnings.simplefilter("ignore", FutureWarning)
 
 config = {
-    **batches.config(BATCH, MICRO),
+    **batches.config(BATCH, MICRO),  # (1) keep the global batch
     "gradient_clipping": 1.0,
     "zero_optimization": {"stage": args.zero_stage},
     "bf16": {"enabled": args.dtype == "bf16"},
 }
 plugin = DeepSpeedPlugin(hf_ds_config=config)
-accelerator = Accelerator(deepspeed_plugin=plugin)
+# (2) Each epoch has an order of its own, drawn from the seed. The default draws it from the
+# generator of the moment, which is another one after a resume.
+in_order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)
+accelerator = Accelerator(deepspeed_plugin=plugin, dataloader_config=in_order)
 assert accelerator.distributed_type == DistributedType.DEEPSPEED
 assert accelerator.num_processes == RANKS
 
@@ -69,24 +75,22 @@ groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight
 optimizer = torch.optim.AdamW(groups, 3e-3)
 # The prepared scheduler takes RANKS steps per optimizer step, so its length is counted in those.
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 - count / (STEPS * RANKS))
-model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 
-
-def micro_batch(step, number):
-    """Sequences that count in steps of 1 to 5; they depend on (step, micro-batch), not on the
-    rank."""
-    generator = torch.Generator().manual_seed(step * BATCH + number)
-    start = torch.randint(0, 64, (MICRO, 1), generator=generator)
-    stride = torch.randint(1, 6, (MICRO, 1), generator=generator)
-    tokens = (start + stride * torch.arange(33)) % 64
-    return tokens.to(accelerator.device)
-
+# Sequences that count in steps of 1 to 5. They do not fill the last step of an epoch.
+SAMPLES = 5 * BATCH + 11
+generator = torch.Generator().manual_seed(1)
+starts = torch.randint(0, 64, (SAMPLES, 1), generator=generator)
+data = (starts + (torch.arange(SAMPLES)[:, None] % 5 + 1) * torch.arange(33)) % 64
+loader = DataLoader(data, batch_size=MICRO, shuffle=True)
+model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+steps = fill_steps(loader, batches.share(model))  # (3) the same samples in each step
+accumulation = config["gradient_accumulation_steps"]
 
 done = max((int(path.name[5:]) for path in Path(args.output_dir).glob("step_*")), default=0)
 if done:
     accelerator.load_state(Path(args.output_dir, f"step_{done}"))
-    scheduler.scheduler.last_epoch = done * RANKS  # (2) its saved count is for the old ranks
-    accelerator.step = 0  # (3) it counts micro-batches; new ranks start at 0, so all do
+    scheduler.scheduler.last_epoch = done * RANKS  # (4) its saved count is for the old ranks
+    accelerator.step = 0  # (5) it counts micro-batches; new ranks start at 0, so all do
 
 run_name = args.run_name or f"accelerate_{RANKS}_ranks"
 os.makedirs("logs", exist_ok=True)
@@ -94,21 +98,30 @@ path = f"logs/{run_name}.csv" if RANK == 0 else os.devnull
 with open(path, "w", newline="", buffering=1) as file:
     log = csv.writer(file)
     log.writerow(["step", "loss", "lr"])
-    for step in range(done + 1, STEPS + 1):
-        total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-        lr = scheduler.get_last_lr()[0]
-        for number in range(RANK, share.accumulation * RANKS, RANKS):
-            weight = share.weight if number < share.micro_batches else 0.0
+    step = done
+    while step < STEPS:
+        epoch, skipped = divmod(step, steps.steps)
+        loader.set_epoch(epoch)
+        rest = accelerator.skip_first_batches(loader, skipped * accumulation)  # (6)
+        weights = chain.from_iterable(map(steps.weights, range(skipped, steps.steps)))
+        total = 0
+        for tokens, weight in zip(rest, weights, strict=True):
+            lr = scheduler.get_last_lr()[0]
             with accelerator.accumulate(model):
-                tokens = micro_batch(step, number % share.micro_batches)
                 logits = model(tokens[:, :-1]).float()
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
                 accelerator.backward(weight * loss)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            total += weight * loss.detach()
-        log.writerow([step, accelerator.reduce(total / share.accumulation, "mean").item(), lr])
-        if step % 7 == 0:
-            accelerator.save_state(Path(args.output_dir, f"step_{step}"))
+            total += weight * loss.detach().double()
+            if not accelerator.sync_gradients:
+                continue
+            step += 1
+            log.writerow([step, accelerator.reduce(total / accumulation, "mean").item(), lr])
+            total = 0
+            if step % 7 == 0:
+                accelerator.save_state(Path(args.output_dir, f"step_{step}"))
+            if step == STEPS:
+                break
 accelerator.end_training()

@@ -3,8 +3,8 @@ of ranks.
 
     torchrun --standalone --nproc-per-node 4 examples/hf_trainer.py
     rm -r ckpt_trainer/checkpoint-20          # as if it had died after step 19
-    torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
-    python plot.py logs/trainer_4_ranks.csv logs/trainer_2_ranks.csv --tolerance 1e-5
+    torchrun --standalone --nproc-per-node 5 examples/hf_trainer.py
+    python plot.py logs/trainer_4_ranks.csv logs/trainer_5_ranks.csv --tolerance 1e-5
 
 It trains a tiny Llama on data that it makes itself, so there is nothing to download; on a CPU or on
 GPUs. Requires transformers, accelerate, peft for --lora, and the package universal: installed (pip
@@ -33,6 +33,8 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 import universal
+from universal import batches
+from universal.trainer import AnyRanks
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=3)
@@ -52,12 +54,7 @@ RANKS = int(os.environ["WORLD_SIZE"])
 BATCH = 24
 MICRO = 2
 STEPS = 20
-# The global batch stays the same, so fewer ranks take more accumulation steps each.
-accumulation, rest = divmod(BATCH, MICRO * RANKS)
-if rest:
-    sys.exit(
-        f"hf_trainer.py: a batch of {BATCH} is no multiple of {MICRO} per rank x {RANKS} ranks"
-    )
+batch_config = batches.config(BATCH, MICRO)  # fewer ranks take more accumulation steps each
 if not torch.cuda.is_available():
     torch.set_num_threads(1)  # the number of threads affects the last bits of a sum
     # It compiles for a minute, and leaks memory.
@@ -68,8 +65,9 @@ warnings.simplefilter("ignore", FutureWarning)  # torch warns about DeepSpeed's 
 
 class SeedDropout(TrainerCallback):
     """Seeds what the model draws (dropout; not what a collator draws) by step and micro-batch, not
-    by rank: Trainer gives micro-batch m of a step to rank m % ranks. It can be copied as it is,
-    with `from transformers import TrainerCallback, set_seed`."""
+    by rank: Trainer gives micro-batch m of a step to rank m % ranks. One that AnyRanks computes
+    again may draw something else, as it has no weight. It can be copied as it is, with `from
+    transformers import TrainerCallback, set_seed`."""
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.micro_batch = args.process_index
@@ -83,6 +81,10 @@ class SeedDropout(TrainerCallback):
         set_seed((args.seed + state.global_step * 100_000 + self.micro_batch) % 2**32)
 
 
+class AnyRanksTrainer(AnyRanks, Trainer):
+    """Trainer, but the ranks need not divide the batch."""
+
+
 class Log(TrainerCallback):
     def on_log(self, args, state, control, logs, **kwargs):
         if state.is_world_process_zero and "loss" in logs:
@@ -94,7 +96,7 @@ arguments = TrainingArguments(
     max_steps=STEPS,
     per_device_train_batch_size=MICRO,
     per_device_eval_batch_size=MICRO,
-    gradient_accumulation_steps=accumulation,
+    gradient_accumulation_steps=batch_config["gradient_accumulation_steps"],
     learning_rate=3e-3,
     lr_scheduler_type="cosine",
     warmup_steps=5,
@@ -111,10 +113,7 @@ arguments = TrainingArguments(
     use_cpu=not torch.cuda.is_available(),
     disable_tqdm=True,
     deepspeed={
-        # A number, not "auto", so that accumulation steps that do not fit are an error.
-        "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
+        **batch_config,
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
         "zero_optimization": {"stage": args.zero_stage},
@@ -139,13 +138,17 @@ if args.freeze:
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[0].requires_grad_(False)
 
-# Sequences that count in steps of 1 to 5. Exactly 15 global batches: how Trainer distributes a
-# remainder depends on the number of ranks.
+# Sequences that count in steps of 1 to 5, of 8 to 32 tokens with a label. They do not fill the last
+# step of an epoch.
+SAMPLES = 15 * BATCH + 11
 generator = torch.Generator().manual_seed(0)
-starts = torch.randint(0, 64, (16 * BATCH, 1), generator=generator)
-strides = torch.arange(16 * BATCH)[:, None] % 5 + 1
-data = [{"input_ids": row, "labels": row} for row in (starts + strides * torch.arange(32)) % 64]
-trainer = Trainer(
+starts = torch.randint(0, 64, (SAMPLES, 1), generator=generator)
+strides = torch.arange(SAMPLES)[:, None] % 5 + 1
+tokens = (starts + strides * torch.arange(32)) % 64
+lengths = torch.randint(8, 33, (SAMPLES, 1), generator=generator)
+labels = tokens.where(torch.arange(32) < lengths, -100)
+data = [{"input_ids": row, "labels": target} for row, target in zip(tokens, labels, strict=True)]
+trainer = AnyRanksTrainer(
     model,
     arguments,
     train_dataset=data[BATCH:],

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 examples/lightning_module.py
     rm -r ckpt_lightning/step=14.ckpt         # as if it had died after step 13
-    torchrun --standalone --nproc-per-node 2 examples/lightning_module.py
+    torchrun --standalone --nproc-per-node 5 examples/lightning_module.py
 
 It saves at steps 7 and 14, and resumes from the newest checkpoint. The module needs the lines
 marked (1) to (4) so that the number of ranks can change. Requires lightning, and the package
@@ -25,6 +25,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import nn
 
 import universal
+from universal import batches
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=3)
@@ -41,12 +42,8 @@ BATCH = 24
 MICRO = 2
 STEPS = 20
 GPU = torch.cuda.is_available()
-accumulation, rest = divmod(BATCH, MICRO * RANKS)  # (1) keep the global batch
-if rest:
-    sys.exit(
-        f"lightning_module.py: a batch of {BATCH} is no multiple of {MICRO} per rank "
-        f"x {RANKS} ranks"
-    )
+batch_config = batches.config(BATCH, MICRO)  # (1) keep the global batch
+accumulation = batch_config.pop("gradient_accumulation_steps")  # Lightning says it to DeepSpeed
 if not GPU:
     torch.set_num_threads(1)  # the number of threads affects the last bits of a sum
     # It compiles for a minute, and leaks memory.
@@ -78,23 +75,27 @@ class Module(lightning.LightningModule):
         """(2) Start at the next step: when it resumes within an epoch, Lightning starts the data
         over."""
 
-        def batches():
+        share = batches.share(self.trainer.strategy.deepspeed_engine)
+
+        def micro_batches():
             for step in range(self.trainer.global_step, STEPS):
-                for number in range(RANK, BATCH // MICRO, RANKS):
+                for m, weight in share:
                     # Sequences that count in steps of 1 to 5; they depend on (step, micro-batch),
                     # not on the rank.
-                    generator = torch.Generator().manual_seed(step * BATCH + number)
+                    generator = torch.Generator().manual_seed(step * BATCH + m)
                     start = torch.randint(0, 64, (MICRO, 1), generator=generator)
                     stride = torch.randint(1, 6, (MICRO, 1), generator=generator)
-                    yield (start + stride * torch.arange(33)) % 64
+                    yield (start + stride * torch.arange(33)) % 64, weight
 
-        return type("Batches", (), {"__iter__": lambda _: batches()})()
+        return type("Batches", (), {"__iter__": lambda _: micro_batches()})()
 
-    def training_step(self, tokens, _):
+    def training_step(self, micro_batch, _):
+        tokens, weight = micro_batch
         logits = self.net(tokens[:, :-1]).float()
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        self.losses.append(loss.detach().double())
-        return loss * accumulation  # (3) Lightning divides by it, and DeepSpeed divides again
+        self.losses.append(weight * loss.detach().double())
+        # (3) Lightning divides by the accumulation steps, and DeepSpeed divides again.
+        return weight * loss * accumulation
 
     def on_train_batch_end(self, *_):
         if len(self.losses) == accumulation:
@@ -131,7 +132,7 @@ class OnCPU(DeepSpeedStrategy):
 
 
 config = {
-    "train_micro_batch_size_per_gpu": MICRO,
+    **batch_config,
     "gradient_clipping": 1.0,
     "zero_optimization": {"stage": args.zero_stage},
     "zero_allow_untested_optimizer": True,

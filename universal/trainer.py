@@ -11,77 +11,237 @@
         ...
     )
 
-Trainer gives micro-batch m of a step to rank m % ranks. Where the ranks do not divide a step's
-micro-batches, AnyRanks adds its first one again behind them, and takes its labels away (-100):
-Trainer divides the sum of the losses of all tokens by the number of tokens, so what has no labels
-has no weight.
+accelerate, whose DataLoader Trainer uses, gives micro-batch m of a step to rank m % ranks. Where
+the ranks do not divide a step's micro-batches, the first ones follow once more, with a loss of
+weight 0, so that every rank has as many; so, too, in an epoch's last step, which has those that are
+left.
+
+fill_steps() does it for a loop over accelerate's DataLoader, as in examples/accelerate_loop.py.
 """
 
 import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
 from universal import batches
+from universal.collective import say
+
+NUMBER = "num_items_in_batch"
 
 
 class FilledSteps:
-    """The micro-batches of a batch sampler; behind those of each step, the first one again."""
+    """A batch sampler: this rank's micro-batches of an epoch, as many in each step.
 
-    def __init__(self, micro_batches, share):
+    micro_batches: those of all ranks, without repeats.
+    """
+
+    def __init__(self, micro_batches: Iterable[list[int]], share: batches.Share):
         self.micro_batches = micro_batches
         self.share = share
 
-    def __getattr__(self, name):  # batch_size, drop_last, sampler
+    def __getattr__(self, name):  # accelerate and Trainer set the epoch of its sampler
         return getattr(self.micro_batches, name)
 
-    def __len__(self):
-        steps = -(-len(self.micro_batches) // self.share.micro_batches)
-        return steps * self.share.accumulation * self.share.ranks
+    @property
+    def steps(self) -> int:
+        """Of an epoch."""
+        return -(-len(self.micro_batches) // self.share.micro_batches)
 
-    def __iter__(self):
+    def count(self, step: int) -> int:
+        """Micro-batches of a step, on all ranks. step: of the epoch, from 0."""
+        before = step * self.share.micro_batches
+        return min(self.share.micro_batches, len(self.micro_batches) - before)
+
+    def weights(self, step: int) -> list[float]:
+        """Of the losses of this rank's micro-batches of a step, if DeepSpeed takes their mean."""
+        count = self.count(step)
         places = self.share.accumulation * self.share.ranks
+        numbers = range(self.share.rank, places, self.share.ranks)
+        return [places / count if number < count else 0.0 for number in numbers]
+
+    def __len__(self):
+        return self.steps * self.share.accumulation
+
+    def __iter__(self) -> Iterator[list[int]]:
         micro_batches = iter(self.micro_batches)
+        places = self.share.accumulation * self.share.ranks
         while step := list(itertools.islice(micro_batches, self.share.micro_batches)):
-            yield from step
-            yield from [step[0]] * (places - len(step))
+            filled = itertools.cycle(step)
+            yield from itertools.islice(filled, self.share.rank, places, self.share.ranks)
+
+
+def fill_steps(loader: torch.utils.data.DataLoader, share: batches.Share) -> FilledSteps:
+    """Let accelerate's DataLoader deal the same samples in each step, on any number of ranks.
+
+    loader: prepared. Raises ValueError if what it deals depends on the number of ranks.
+    """
+    sampler = loader.batch_sampler  # of this rank, around that of all; on a single rank that alone
+    whole = getattr(sampler, "batch_sampler", sampler)
+    deals = getattr(sampler, "num_processes", 1) == share.ranks
+    is_iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    if is_iterable or not deals or getattr(sampler, "split_batches", False):
+        raise ValueError(
+            "only micro-batches that accelerate deals, each as a whole, are the same on any number "
+            "of ranks: no IterableDataset, dispatch_batches, split_batches or batch_rebalance"
+        )
+    if type(getattr(whole, "sampler", None)).__name__ == "LengthGroupedSampler":
+        raise ValueError(
+            "group_by_length orders the samples by the number of accumulation steps, which another "
+            "number of ranks changes: leave it out, or group them beforehand"
+        )
+    filled_steps = FilledSteps(whole, share)
+    # torch allows no other one after __init__(), as a loader that has begun would not see it.
+    object.__setattr__(loader.base_dataloader, "batch_sampler", filled_steps)
+    return filled_steps
+
+
+def emptied(inputs):
+    """A micro-batch of no samples."""
+    return {
+        name: value[:0] if getattr(value, "ndim", 0) else value for name, value in inputs.items()
+    }
 
 
 class AnyRanks:
-    """Comes before Trainer in the list of base classes."""
+    """Comes before Trainer in the list of base classes.
 
-    def share(self):
-        batch = self.args.hf_deepspeed_config.config[batches.TRUE_BATCH]
-        return batches.Share(batch, self.args.per_device_train_batch_size, self.args.world_size)
+    Its methods raise ValueError where the batch would not be kept, and say what to change.
+    """
 
-    def get_train_dataloader(self):
+    def __new__(cls, *args: Any, **options: Any):  # Trainer's __init__() keeps its signature
+        for name in ("get_train_dataloader", "get_batch_samples"):
+            for base in cls.__mro__:
+                package = base.__module__.partition(".")[0]
+                if name in vars(base) and package not in ("transformers", "universal"):
+                    raise ValueError(
+                        f"{base.__module__}.{base.__name__} has a {name}() of its own: AnyRanks "
+                        "can keep the batch of Trainer's alone"
+                    )
+        return super().__new__(cls)
+
+    def share(self) -> batches.Share:
+        """This rank's part of every step."""
+        plugin = self.accelerator.state.deepspeed_plugin
+        config = plugin.deepspeed_config if plugin else {}
+        if batches.TRUE_BATCH not in config:
+            raise ValueError(
+                "AnyRanks keeps the batch that DeepSpeed's config names: "
+                "TrainingArguments(deepspeed={**batches.config(batch, micro_batch), ...})"
+            )
+        batch, micro_batch = config[batches.TRUE_BATCH], config["train_micro_batch_size_per_gpu"]
+        ranks, rank = self.args.world_size, self.args.process_index
+        share = batches.Share(batch, micro_batch, ranks, rank)
+        wanted = {
+            "per_device_train_batch_size": micro_batch,
+            "gradient_accumulation_steps": share.accumulation,
+            "average_tokens_across_devices": True,
+        }
+        for name, value in wanted.items():
+            if getattr(self.args, name) != value:
+                raise ValueError(
+                    f"TrainingArguments has {name}={getattr(self.args, name)}: a batch of {batch} "
+                    f"in micro-batches of {micro_batch} on {ranks} ranks wants {name}={value}"
+                )
+        return share
+
+    def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         loader = super().get_train_dataloader()
-        # accelerate's sampler of this rank's micro-batches has the one of all; one rank has no such
-        shard = getattr(loader.batch_sampler, "batch_sampler", None)
-        self.micro_batches = len(shard or loader.batch_sampler)  # of an epoch, on all ranks
-        if shard:
-            loader.batch_sampler.batch_sampler = FilledSteps(shard, self.share())
+        self.filled_steps = fill_steps(loader, self.share())
+        self.epoch_iterator = None
+        self.weights = []
         return loader
 
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return self.filled_steps.share.batch
+
+    def begin_training(self):
+        """The engine has been made, and may have loaded a checkpoint."""
+        share = batches.share(self.model_wrapped)
+        samples = len(self.train_dataset)
+        saved = self.state.stateful_callbacks  # what trainer_state.json has room for
+        if self.state.global_step and AnyRanks.__name__ not in saved and samples % share.batch:
+            say(
+                f"WARNING: the checkpoint was saved without AnyRanks, and {samples} samples are no "
+                f"multiple of the batch, {share.batch}: the last step of each epoch, which was "
+                "filled up then, has other samples than it would have had"
+            )
+        saved[AnyRanks.__name__] = {}
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: Any) -> tuple:
         """A step's micro-batches of this rank, and the number of tokens on all ranks."""
         samples, number = super().get_batch_samples(epoch_iterator, num_batches, device)
-        share = self.share()
-        step = self.state.global_step % -(-self.micro_batches // share.micro_batches)
-        rest = self.micro_batches - step * share.micro_batches  # the epoch's last step has fewer
-        count = min(share.micro_batches, rest)
-        # Without a number of tokens, Trainer takes the mean over all micro-batches.
-        weight = 1 if number is not None else len(samples) * share.ranks / count
-        numbers = range(self.args.process_index, len(samples) * share.ranks, share.ranks)
-        self.weights = [weight * (m < count) for m in numbers]
-        if number is None:
-            return samples, None
-        for sample, weight in zip(samples, self.weights, strict=True):
-            if not weight:
-                sample["labels"] = torch.full_like(sample["labels"], -100)
-        return samples, self._get_num_items_in_batch(samples, device)
+        if self.weights:
+            raise ValueError(f"{type(self).__name__}.training_step() does not call AnyRanks'")
+        if self.epoch_iterator is None:
+            self.begin_training()
+            # Trainer skips those of the epoch that the checkpoint's run has trained.
+            is_at_begin = self.args.ignore_data_skip
+            self.step = 0 if is_at_begin else self.state.global_step % self.filled_steps.steps
+        elif epoch_iterator is not self.epoch_iterator:
+            self.step = 0
+        self.epoch_iterator = epoch_iterator
+        self.weights = self.filled_steps.weights(self.step)
+        self.count = self.filled_steps.count(self.step)
+        self.step += 1
+        if number is not None and self.count < len(samples) * self.args.world_size:
+            pairs = zip(samples, self.weights, strict=True)
+            counted = [sample if weight else emptied(sample) for sample, weight in pairs]
+            number = self._get_num_items_in_batch(counted, device)
+        return samples, number
 
-    def compute_loss(self, model, inputs, return_outputs=False, **options):
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
-        if model.training:
-            loss = loss * self.weights.pop(0)  # what else is in it, as the experts' balance
-        return (loss, outputs) if return_outputs else loss
+    def training_step(self, model: Any, inputs: dict, *args: Any, **options: Any) -> torch.Tensor:
+        self.weight = self.weights.pop(0)
+        self.is_weighted = False
+        # By this Trainer divides a loss that no number of tokens has divided; then comes the mean
+        # over the ranks.
+        self.current_gradient_accumulation_steps = self.count / self.args.world_size
+        loss = super().training_step(model, inputs, *args, **options)
+        if not self.is_weighted:
+            raise ValueError(
+                f"{type(self).__name__}.compute_loss() does not call AnyRanks': give it to a class "
+                "that comes behind AnyRanks among the base classes"
+            )
+        if not self.weight:  # what Trainer counts next, tokens and operations, is not of the batch
+            inputs.update(emptied(inputs))
+        self.weight = None
+        return loss
+
+    weight = None  # of the micro-batch that training_step() has; None while it evaluates
+
+    def compute_loss(self, model: Any, inputs: dict, *args: Any, **options: Any) -> Any:
+        given = []  # to the model
+        watch = model.register_forward_pre_hook(
+            lambda _, inputs, named: given.extend(named), with_kwargs=True
+        )
+        result = super().compute_loss(model, inputs, *args, **options)
+        watch.remove()
+        if self.weight is None:
+            return result
+        self.is_weighted = True
+        is_said = getattr(self, "loss_is_scaled_for_ga", None) is not None
+        divides = NUMBER in given or self.compute_loss_func or options.get(NUMBER) is None
+        if not divides and not is_said:
+            raise ValueError(
+                f"{type(self).__name__}.compute_loss() does not give {NUMBER} to the model: set "
+                "loss_is_scaled_for_ga in the class, to False if its loss is a mean, to True if it "
+                "is a sum divided by that number"
+            )
+        if self.weight:
+            return result
+        return (result[0] * 0, *result[1:]) if isinstance(result, tuple) else result * 0
+
+
+def on_any_ranks(trainer: type) -> type:
+    """A Trainer of the same name."""
+    if issubclass(trainer, AnyRanks):
+        return trainer
+    return type(trainer.__name__, (AnyRanks, trainer), {"__module__": trainer.__module__})
+
+
+def batch_config(batch: str, arguments: Any) -> dict[str, Any]:
+    """What DeepSpeed's config says of a batch, by TrainingArguments. Raises ValueError."""
+    if not batch.isdecimal():
+        raise ValueError(f"UNIVERSAL_BATCH={batch} is no number of samples")
+    return batches.config(int(batch), arguments.per_device_train_batch_size, arguments.world_size)

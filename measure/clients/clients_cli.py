@@ -7,8 +7,10 @@ Installs both below .venv-clients-cli/, beside the torch and the DeepSpeed of th
 Llama of two layers and 288 rows, and starts their commands with universal/start on PYTHONPATH: 20
 steps on 4 ranks; then the checkpoint of step 10 continues with the same command on other ranks. A
 number is the largest difference of the losses of steps 11 to 20 from those of the run that went
-through; `said` is what the resume itself has printed. Ends with an error where a number is no
-rounding, or where what was left out on purpose is not seen."""
+through; `said` is what the resume itself has printed. UNIVERSAL_BATCH keeps the batch on 5 ranks,
+which do not divide its 12 micro-batches; ms-swift, whose DataLoader is its own, must refuse it.
+Ends with an error where a number is no rounding, or where what was left out on purpose is not
+seen."""
 
 import json
 import os
@@ -103,7 +105,7 @@ def run(client, case, ranks, how=""):
     """Run the client's command, on other ranks than 4 from the checkpoint of those.
 
     how: "without" universal/start; "left", with the accumulation steps of 4 ranks, which a number
-    in the JSON mends. Returns the folder that it writes."""
+    in the JSON mends; "any", with UNIVERSAL_BATCH. Returns the folder that it writes."""
     output = WORK / f"{client.name}-{case.trains}-{ranks}{how}"
     keeps_steps = how == "left" or case.batch == BATCH
     flags = {
@@ -130,6 +132,8 @@ def run(client, case, ranks, how=""):
         "HF_HOME": str(WORK / "home"),
         "MODELSCOPE_CACHE": str(WORK / "home"),
     }
+    if how == "any":
+        environment["UNIVERSAL_BATCH"] = str(BATCH)
     words = [f"{client.dashes}{key}={value}" for key, value in flags.items()]
     with open(f"{output}.log", "w") as log:
         subprocess.run(
@@ -159,14 +163,17 @@ def said(output, pattern):
     return line and line[0]
 
 
-def resume(client, case, ranks, baseline):
+def resume(client, case, ranks, baseline, how=""):
     """Print a row. Returns whether all of it is as it should be."""
-    resumed = run(client, case, ranks)
+    resumed = run(client, case, ranks, how)
     difference = gap(resumed, baseline)
     proof = said(resumed, rf"steps {SAVED + 1} to {STEPS}, trained before on 4 ranks, now on .*")
     proved = float((proof or "nan").split()[-1])
-    how = f'ZeRO-{case.stage}, "train_batch_size": {json.dumps(case.batch)}, 4 to {ranks} ranks'
-    print(f"{client.name:<15}{case.trains}, {how}: {difference:.1e}, said {proved:.1e}", flush=True)
+    batch = f'"train_batch_size": {json.dumps(case.batch)}'
+    if how == "any":
+        batch = f"UNIVERSAL_BATCH={BATCH}"
+    row = f"{case.trains}, ZeRO-{case.stage}, {batch}, 4 to {ranks} ranks"
+    print(f"{client.name:<15}{row}: {difference:.1e}, said {proved:.1e}", flush=True)
     loaded = said(resumed, f"written by 4 ranks, loaded on {ranks}")
     return loaded and difference <= ROUNDING and proved <= ROUNDING
 
@@ -185,6 +192,14 @@ def leave_out(client, case, baseline):
     return refused and batch and proof and difference >= SEEN
 
 
+def refuse(client, case):
+    """Print why the client cannot keep the batch on any number of ranks. Returns whether it says
+    so."""
+    refused = said(run(client, case, 5, "any"), "ValueError: .* of its own.*")
+    print(f"{client.name}, UNIVERSAL_BATCH={BATCH}, 4 to 5 ranks: {refused}", flush=True)
+    return refused
+
+
 def main():
     os.environ["DS_ACCELERATOR"] = "cpu"
     prepare()
@@ -194,6 +209,10 @@ def main():
             baseline = run(client, case, 4)
             right += [resume(client, case, ranks, baseline) for ranks in (2, 3)]
         right.append(leave_out(client, LORA, baseline))
+        if client is SWIFT:
+            right.append(refuse(client, LORA))
+        else:
+            right.append(resume(client, LORA, 5, baseline, "any"))
     if not all(right):
         sys.exit("measure/clients/clients_cli.py: not all is as it should be")
 

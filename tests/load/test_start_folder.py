@@ -51,9 +51,9 @@ def theirs(tmp_path):
     return folder
 
 
-def python(code, *path):
+def python(code, *path, **variables):
     pythonpath = os.pathsep.join(map(str, path))
-    environment = os.environ | {"PYTHONPATH": pythonpath, "DS_ACCELERATOR": "cpu"}
+    environment = os.environ | {"PYTHONPATH": pythonpath, "DS_ACCELERATOR": "cpu"} | variables
     # -c looks first in the working directory.
     options = dict(capture_output=True, text=True, timeout=120, env=environment, cwd="/")
     result = subprocess.run([sys.executable, "-c", code], **options)
@@ -130,7 +130,7 @@ def test_universal_is_the_one_beside_it(copy, theirs):
 
 def test_survives_a_second_hook_of_its_kind(copy, theirs):
     """Both take part: neither asks the other for ever, and neither hides the other."""
-    other = copy("two", ("universal.install()\n    sys", "print('two')\n    sys"))
+    other = copy("two", ("universal.install()\n\n", "print('two')\n\n"))
     for path in ([copy(), other], [other, copy()]):
         words = python("import deepspeed", *path, theirs)
         assert sorted(words) == ["deepspeed", "installed", "two"]
@@ -156,3 +156,50 @@ def test_the_batch_in_the_json_decides(copy, theirs, ranks, batch, steps):
     config = {"train_batch_size": batch} if batch else {}
     words = python(PROCESS.format(ranks=ranks, config=config), copy(), theirs)
     assert words == [str(steps), "True"]
+
+
+BATCH = """
+try:
+    {process}
+    print(*config.config.values())
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("batch, words", [("24", "3 True 2 3 24"), ("25", "25"), ("x", "=x")])
+def test_a_batch_in_the_environment(theirs, batch, words):
+    """It comes before that of the JSON, and may be one that the ranks do not divide."""
+    process = PROCESS.format(ranks=5, config={"train_batch_size": 16}).replace("\n", "\n    ")
+    printed = python(BATCH.format(process=process), START, theirs, UNIVERSAL_BATCH=batch)
+    assert words in " ".join(printed)
+
+
+CLASSES = """
+class Trainer:
+    pass
+"""
+USED = """
+from transformers.trainer import Trainer
+class Inherits(Trainer):
+    pass
+class Brings(Trainer):
+    def {method}(self):
+        pass
+print(Inherits().__class__.__mro__[2].__name__)
+try:
+    Brings()
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("method", ["get_train_dataloader", "get_batch_samples"])
+def test_a_trainer_of_any_ranks(theirs, method):
+    """Whoever derives one of that name gets it, but not with a loader or a count of its own."""
+    write(theirs / "transformers" / "trainer.py", CLASSES)
+    code = USED.format(method=method)
+    base, *words = python(code, START, theirs, UNIVERSAL_BATCH="24")
+    assert base == "AnyRanks"
+    assert f"Brings has a {method}() of its own" in " ".join(words)
+    assert python(code, START, theirs) == ["object"]

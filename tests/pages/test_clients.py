@@ -37,7 +37,7 @@ SAME = 0.0
 FP32 = 1e-5
 BF16 = 1e-3
 SEEN = 1e-4
-RANKS = (4, 2, 6)
+RANKS = (4, 2, 5)  # 5 do not divide the 12 micro-batches
 
 
 @pytest.fixture(scope="module")
@@ -176,57 +176,169 @@ def test_the_page_says_what_was_measured():
 # every cure is needed
 
 DROPOUT_BY_RANK = [("callbacks=[SeedDropout(), Log()]", "callbacks=[Log()]")]
-# Sequences that make no whole global batch at the end of an epoch: each number of ranks deals them
-# out its way.
-REST_OF_DATA = [
-    ("torch.arange(16 * BATCH)[", "torch.arange(16 * BATCH + 11)["),
-    ("(0, 64, (16 * BATCH, 1)", "(0, 64, (16 * BATCH + 11, 1)"),
-]
-# train_batch_size as a number makes an accumulation that does not fit an error; "auto" makes it
-# silent.
-KEPT = ("gradient_accumulation_steps=accumulation", "gradient_accumulation_steps=3")
-AUTO = ('"train_batch_size": BATCH', '"train_batch_size": "auto"')
+# Trainer deals 5 ranks 15 micro-batches in place of 12.
+PLAIN_TRAINER = [("class AnyRanksTrainer(AnyRanks, Trainer)", "class AnyRanksTrainer(Trainer)")]
+SEEDABLE = [("use_seedable_sampler=True, data_seed=7", "use_seedable_sampler=False")]
+KEPT = ('gradient_accumulation_steps=batch_config["gradient_accumulation_steps"]',)
+KEPT += ("gradient_accumulation_steps=2",)
+SKIPPED = "accelerator.skip_first_batches(loader, skipped * accumulation)"
+# Script, ranks, what is left out. 2 ranks take other accumulation steps than 4, 5 take as many.
 RESUME_ONLY = [
-    ("hf_trainer.py", DROPOUT_BY_RANK),
-    ("hf_trainer.py", [KEPT, AUTO]),
-    ("accelerate_loop.py", [("scheduler.scheduler.last_epoch = done * RANKS", "pass")]),
-    ("accelerate_loop.py", [("accelerator.step = 0", "pass")]),
+    ("hf_trainer.py", 2, DROPOUT_BY_RANK),
+    ("hf_trainer.py", 5, PLAIN_TRAINER),
+    ("accelerate_loop.py", 2, [("scheduler.scheduler.last_epoch = done * RANKS", "pass")]),
+    ("accelerate_loop.py", 2, [("accelerator.step = 0", "pass")]),
+    ("accelerate_loop.py", 5, [("loader.set_epoch(epoch)", "pass")]),
+    ("accelerate_loop.py", 5, [(SKIPPED, "loader"), ("strict=True", "strict=False")]),
+    ("accelerate_loop.py", 5, [("backward(weight * loss)", "backward(loss)")]),
     (
         "lightning_module.py",
+        2,
         [("counts[key] += steps * (accumulation - checkpoint", "0 * (checkpoint")],
     ),
-    ("lightning_module.py", [("range(self.trainer.global_step, STEPS)", "range(STEPS)")]),
+    ("lightning_module.py", 2, [("range(self.trainer.global_step, STEPS)", "range(STEPS)")]),
+    ("lightning_module.py", 5, [("return weight * loss", "return loss")]),
 ]
 BOTH_RUNS = [
-    ("hf_trainer.py", REST_OF_DATA),
+    ("accelerate_loop.py", 5, SEEDABLE),
     # The loss is divided twice, by another number on other ranks: Adam hides it, clipping does not.
-    ("lightning_module.py", [("return loss * accumulation", "return loss")]),
+    ("lightning_module.py", 2, [("weight * loss * accumulation", "weight * loss")]),
 ]
 FLAGS = ("--zero_stage", 2)
 
 
-@pytest.mark.parametrize("script, changes", [*RESUME_ONLY, *BOTH_RUNS])
-def test_every_cure_is_in_its_script(tmp_path, script, changes):
+@pytest.mark.parametrize("script, ranks, changes", [*RESUME_ONLY, *BOTH_RUNS])
+def test_every_cure_is_in_its_script(tmp_path, script, ranks, changes):
     without(tmp_path, script, *changes)
 
 
 @clients
-@pytest.mark.parametrize("script, changes", [*RESUME_ONLY, *BOTH_RUNS])
-def test_a_cure_is_needed(work, trained, script, changes):
+@pytest.mark.parametrize("script, ranks, changes", [*RESUME_ONLY, *BOTH_RUNS])
+def test_a_cure_is_needed(work, trained, script, ranks, changes):
     changed = without(work, script, *changes)
-    name = trained(script, *FLAGS, source=changed if (script, changes) in BOTH_RUNS else None)
-    assert go_on(work, name, 2, changed, *FLAGS).difference > SEEN
+    both = (script, ranks, changes) in BOTH_RUNS
+    name = trained(script, *FLAGS, source=changed if both else None)
+    result = go_on(work, name, ranks, changed, *FLAGS)
+    assert result.difference > SEEN
+    assert re.search(r"universal: (WARNING|NOTE): step .*, trained before on 4 ranks", result.out)
+
+
+MODEL = "model = AutoModelForCausalLM.from_config(config)"
+TRAINER = "class AnyRanksTrainer(AnyRanks, Trainer):"
+OF_ITS_OWN = """class OwnLoss(Trainer):
+    loss_is_scaled_for_ga = {is_scaled}
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.mT.float(), inputs["labels"][:, 1:])
+        return (loss, logits) if return_outputs else loss
+
+
+class AnyRanksTrainer({bases}):"""
+BEHIND = OF_ITS_OWN.format(is_scaled="False", bases="AnyRanks, OwnLoss")
+UNSAID = OF_ITS_OWN.format(is_scaled="None", bases="AnyRanks, OwnLoss")
+BEFORE = """class AnyRanksTrainer(AnyRanks, Trainer):
+    def compute_loss(self, *args, **options):
+        return Trainer.compute_loss(self, *args, **options)
+
+"""
+LOADER = """class AnyRanksTrainer(AnyRanks, Trainer):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(self.train_dataset)
+
+"""
+ARGUMENT = "    max_steps=STEPS,\n"
+
+
+@clients
+@pytest.mark.parametrize(
+    "change", [(MODEL, f"{MODEL}\nmodel.accepts_loss_kwargs = False"), (TRAINER, BEHIND)]
+)
+def test_a_loss_that_is_a_mean(work, trained, change):
+    """No number of tokens divides it; the epoch's last step, 15, has fewer micro-batches."""
+    changed = without(work, "hf_trainer.py", change)
+    name = trained("hf_trainer.py", *FLAGS, source=changed)
+    result = go_on(work, name, 5, changed, *FLAGS)
+    assert result.code == 0, result.errors
+    assert result.difference <= FP32 and "now on 5: the loss differs by at most" in result.out
 
 
 @clients
 @pytest.mark.parametrize(
     "change, words",
-    [(KEPT, "train_batch_size"), (("universal.install()", "pass"), "DP world size of 4")],
+    [
+        ((TRAINER, BEFORE), "AnyRanksTrainer.compute_loss() does not call AnyRanks'"),
+        ((TRAINER, UNSAID), "compute_loss() does not give num_items_in_batch to the model"),
+        ((TRAINER, LOADER), "AnyRanksTrainer has a get_train_dataloader() of its own"),
+        (("**batch_config", '"train_batch_size": "auto"'), "that DeepSpeed's config names"),
+        (("batch_size=MICRO,\n    per_device_eval", "batch_size=3,\n    per_device_eval"), "=2"),
+        (
+            (ARGUMENT, f'{ARGUMENT}    train_sampling_strategy="group_by_length",\n'),
+            "group_by_length orders the samples",
+        ),
+        (
+            (ARGUMENT, f'{ARGUMENT}    accelerator_config={{"dispatch_batches": True}},\n'),
+            "no IterableDataset, dispatch_batches",
+        ),
+        (
+            (ARGUMENT, f"{ARGUMENT}    average_tokens_across_devices=False,\n"),
+            "wants average_tokens_across_devices=True",
+        ),
+    ],
+)
+def test_trainer_refuses(work, trained, change, words):
+    """Before the first step is done."""
+    trained("hf_trainer.py", *FLAGS)
+    changed = without(work, "hf_trainer.py", change)
+    result = launch(work, 2, changed, *FLAGS, "--output_dir", "refused", "--run_name", "refused")
+    assert result.code == 1 and words in result.errors
+    assert not list((work / "refused").glob("checkpoint-*"))
+
+
+@clients
+def test_a_checkpoint_of_before(work, trained):
+    """accelerate has filled up the epoch's last step, 15, by the number of ranks: AnyRanks says so
+    and from there on the samples are others, as the proof says."""
+    plain = ("**batch_config", '"train_batch_size": BATCH, "gradient_accumulation_steps": "auto"')
+    source = without(work, "hf_trainer.py", *PLAIN_TRAINER, plain)
+    name = trained("hf_trainer.py", *FLAGS, source=source)
+    result = go_on(work, name, 5, "hf_trainer.py", *FLAGS)
+    assert (
+        "the checkpoint was saved without AnyRanks, and 347 samples are no multiple" in result.out
+    )
+    assert re.search("WARNING: step 15, trained before on 4 ranks.*: other samples", result.out)
+
+
+def without_weights():
+    """What AnyRanks and accelerate's DataLoader compute again counts as much as the rest."""
+    from universal.trainer import AnyRanks, FilledSteps
+
+    other_weights()
+    FilledSteps.weights = lambda steps, step: [1.0] * steps.share.accumulation
+    AnyRanks.weight = property(lambda trainer: 1.0, lambda trainer, weight: None)
+
+
+@clients
+@pytest.mark.parametrize("script", ["hf_trainer.py", "accelerate_loop.py"])
+def test_weights_are_needed(work, trained, script):
+    name = trained(script, *FLAGS)
+    result = go_on(work, name, 5, script, *FLAGS, patch=without_weights)
+    assert result.difference > SEEN
+    assert f"universal: WARNING: step {FIRST[script]}, trained before on 4 ranks" in result.out
+
+
+@clients
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (KEPT, "on 5 ranks wants gradient_accumulation_steps=3"),
+        (("universal.install()", "pass"), "DP world size of 4"),
+    ],
 )
 def test_trainer_stops(work, trained, change, words):
     """Without install() DeepSpeed refuses, and without its check there would be nothing to load."""
     name = trained("hf_trainer.py", *FLAGS)
-    result = go_on(work, name, 2, without(work, "hf_trainer.py", change), *FLAGS)
+    result = go_on(work, name, 5, without(work, "hf_trainer.py", change), *FLAGS)
     assert result.code == 1 and words in result.errors
 
 

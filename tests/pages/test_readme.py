@@ -19,6 +19,7 @@ from torch.distributed.run import get_args_parser
 import universal.elastic
 import universal.exact
 import universal.mirror
+import universal.trainer
 import universal.safetensors
 from measure.logs import compare
 from measure.ranks import run

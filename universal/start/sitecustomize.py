@@ -1,6 +1,9 @@
 """Python runs this file at its start if this folder is on PYTHONPATH: llamafactory-cli or another
 command then resumes a DeepSpeed run on any number of ranks. It imports nothing that the command
-itself does not import."""
+itself does not import.
+
+UNIVERSAL_BATCH=24 keeps Trainer's global batch at 24 samples, also where the ranks do not divide
+it: universal/trainer.py."""
 
 import os
 import sys
@@ -8,14 +11,20 @@ from importlib import import_module, machinery, util
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+ANY_RANKS = "UNIVERSAL_BATCH"
+
+
+def import_ours(name):
+    sys.path.insert(0, ROOT)  # for this import only: its other modules must not shadow anyone's
+    module = import_module(name)
+    sys.path.remove(ROOT)
+    return module
 
 
 def install_universal(deepspeed):
-    sys.path.insert(0, ROOT)  # for this import only: its other modules must not shadow anyone's
-    universal = import_module("universal")
+    universal = import_ours("universal")
     if hasattr(universal, "install"):  # absent while a script imports it; that script installs it
         universal.install()
-    sys.path.remove(ROOT)
 
 
 def keep_batch(integration):
@@ -25,11 +34,22 @@ def keep_batch(integration):
     def trainer_config_process(self, args, *rest, **named):
         batch = self.config.get("train_batch_size")
         micro_batches = args.per_device_train_batch_size * args.world_size
-        if isinstance(batch, int) and batch % micro_batches == 0:  # or Trainer prints its error
+        if ANY_RANKS in os.environ:
+            config = import_ours("universal.trainer").batch_config(os.environ[ANY_RANKS], args)
+            self.config.pop("train_batch_size", None)
+            self.config.update(config)
+            args.gradient_accumulation_steps = config["gradient_accumulation_steps"]
+        elif isinstance(batch, int) and batch % micro_batches == 0:  # or Trainer prints its error
             args.gradient_accumulation_steps = batch // micro_batches
         return process(self, args, *rest, **named)
 
     integration.HfTrainerDeepSpeedConfig.trainer_config_process = trainer_config_process
+
+
+def keep_any_batch(trainer):
+    """Every Trainer keeps the batch, on any number of ranks."""
+    if ANY_RANKS in os.environ:
+        trainer.Trainer = import_ours("universal.trainer").on_any_ranks(trainer.Trainer)
 
 
 class AfterImport:
@@ -39,6 +59,7 @@ class AfterImport:
     functions = {
         "deepspeed": install_universal,
         "transformers.integrations.deepspeed": keep_batch,
+        "transformers.trainer": keep_any_batch,
     }
 
     def find_spec(self, name, path=None, target=None):
