@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import nn
+from torch.utils.data import DataLoader
 
 import universal
 from universal import batches
@@ -50,6 +51,12 @@ if not GPU:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 warnings.simplefilter("ignore")
 
+# Sequences that count in steps of 1 to 5.
+SAMPLES = 5 * BATCH + 11
+generator = torch.Generator().manual_seed(1)
+starts = torch.randint(0, 64, (SAMPLES, 1), generator=generator)
+data = (starts + (torch.arange(SAMPLES)[:, None] % 5 + 1) * torch.arange(33)) % 64
+
 
 class Module(lightning.LightningModule):
     def __init__(self):
@@ -74,23 +81,14 @@ class Module(lightning.LightningModule):
     def train_dataloader(self):
         """(2) Start at the next step: when it resumes within an epoch, Lightning starts the data
         over."""
-
         share = batches.share(self.trainer.strategy.deepspeed_engine)
+        self.weights = [weight for _, weight in share]
+        sampler = batches.Sampler(len(data), share)
+        sampler.set_step(self.trainer.global_step + 1)
+        return DataLoader(data, batch_sampler=sampler)
 
-        def micro_batches():
-            for step in range(self.trainer.global_step, STEPS):
-                for m, weight in share:
-                    # Sequences that count in steps of 1 to 5; they depend on (step, micro-batch),
-                    # not on the rank.
-                    generator = torch.Generator().manual_seed(step * BATCH + m)
-                    start = torch.randint(0, 64, (MICRO, 1), generator=generator)
-                    stride = torch.randint(1, 6, (MICRO, 1), generator=generator)
-                    yield (start + stride * torch.arange(33)) % 64, weight
-
-        return type("Batches", (), {"__iter__": lambda _: micro_batches()})()
-
-    def training_step(self, micro_batch, _):
-        tokens, weight = micro_batch
+    def training_step(self, tokens, _):
+        weight = self.weights[len(self.losses)]
         logits = self.net(tokens[:, :-1]).float()
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         self.losses.append(weight * loss.detach().double())
@@ -144,7 +142,8 @@ trainer = lightning.Trainer(
     precision="bf16-true" if args.dtype == "bf16" else "32-true",
     accumulate_grad_batches=accumulation,
     max_steps=STEPS,
-    max_epochs=1,
+    max_epochs=1,  # the sampler goes on through all epochs
+    use_distributed_sampler=False,
     callbacks=[ModelCheckpoint(args.output_dir, "{step}", every_n_train_steps=7, save_top_k=-1)],
     logger=False,
     enable_progress_bar=False,

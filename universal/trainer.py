@@ -20,6 +20,7 @@ fill_steps() does it for a loop over accelerate's DataLoader, as in examples/acc
 """
 
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -45,8 +46,8 @@ class FilledSteps:
         return getattr(self.micro_batches, name)
 
     @property
-    def steps(self) -> int:
-        """Of an epoch."""
+    def per_epoch(self) -> int:
+        """Steps of an epoch."""
         return -(-len(self.micro_batches) // self.share.micro_batches)
 
     def count(self, step: int) -> int:
@@ -62,7 +63,7 @@ class FilledSteps:
         return [places / count if number < count else 0.0 for number in numbers]
 
     def __len__(self):
-        return self.steps * self.share.accumulation
+        return self.per_epoch * self.share.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
         micro_batches = iter(self.micro_batches)
@@ -121,7 +122,7 @@ class AnyRanks:
                     )
         return super().__new__(cls)
 
-    def share(self) -> batches.Share:
+    def batch_share(self) -> batches.Share:
         """This rank's part of every step."""
         plugin = self.accelerator.state.deepspeed_plugin
         config = plugin.deepspeed_config if plugin else {}
@@ -148,9 +149,9 @@ class AnyRanks:
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         loader = super().get_train_dataloader()
-        self.filled_steps = fill_steps(loader, self.share())
+        self.filled_steps = fill_steps(loader, self.batch_share())
         self.epoch_iterator = None
-        self.weights = []
+        self.step_weights = []
         return loader
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -172,43 +173,45 @@ class AnyRanks:
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: Any) -> tuple:
         """A step's micro-batches of this rank, and the number of tokens on all ranks."""
         samples, number = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self.weights:
+        if self.step_weights:
             raise ValueError(f"{type(self).__name__}.training_step() does not call AnyRanks'")
         if self.epoch_iterator is None:
             self.begin_training()
             # Trainer skips those of the epoch that the checkpoint's run has trained.
             is_at_begin = self.args.ignore_data_skip
-            self.step = 0 if is_at_begin else self.state.global_step % self.filled_steps.steps
-        elif epoch_iterator is not self.epoch_iterator:
-            self.step = 0
-        self.epoch_iterator = epoch_iterator
-        self.weights = self.filled_steps.weights(self.step)
-        self.count = self.filled_steps.count(self.step)
-        self.step += 1
-        if number is not None and self.count < len(samples) * self.args.world_size:
-            pairs = zip(samples, self.weights, strict=True)
+            self.epoch_step = (
+                0 if is_at_begin else self.state.global_step % self.filled_steps.per_epoch
+            )
+        elif epoch_iterator is not self.epoch_iterator():
+            self.epoch_step = 0
+        self.epoch_iterator = weakref.ref(epoch_iterator)  # or else its workers would not end
+        self.step_weights = self.filled_steps.weights(self.epoch_step)
+        self.step_count = self.filled_steps.count(self.epoch_step)
+        self.epoch_step += 1
+        if number is not None and self.step_count < len(samples) * self.args.world_size:
+            pairs = zip(samples, self.step_weights, strict=True)
             counted = [sample if weight else emptied(sample) for sample, weight in pairs]
             number = self._get_num_items_in_batch(counted, device)
         return samples, number
 
     def training_step(self, model: Any, inputs: dict, *args: Any, **options: Any) -> torch.Tensor:
-        self.weight = self.weights.pop(0)
+        self.loss_weight = self.step_weights.pop(0)
         self.is_weighted = False
         # By this Trainer divides a loss that no number of tokens has divided; then comes the mean
         # over the ranks.
-        self.current_gradient_accumulation_steps = self.count / self.args.world_size
+        self.current_gradient_accumulation_steps = self.step_count / self.args.world_size
         loss = super().training_step(model, inputs, *args, **options)
         if not self.is_weighted:
             raise ValueError(
                 f"{type(self).__name__}.compute_loss() does not call AnyRanks': give it to a class "
                 "that comes behind AnyRanks among the base classes"
             )
-        if not self.weight:  # what Trainer counts next, tokens and operations, is not of the batch
+        if not self.loss_weight:  # what Trainer counts next is not of the batch
             inputs.update(emptied(inputs))
-        self.weight = None
+        self.loss_weight = None
         return loss
 
-    weight = None  # of the micro-batch that training_step() has; None while it evaluates
+    loss_weight = None  # of the micro-batch that training_step() has; None while it evaluates
 
     def compute_loss(self, model: Any, inputs: dict, *args: Any, **options: Any) -> Any:
         given = []  # to the model
@@ -217,7 +220,7 @@ class AnyRanks:
         )
         result = super().compute_loss(model, inputs, *args, **options)
         watch.remove()
-        if self.weight is None:
+        if self.loss_weight is None:
             return result
         self.is_weighted = True
         is_said = getattr(self, "loss_is_scaled_for_ga", None) is not None
@@ -228,7 +231,7 @@ class AnyRanks:
                 "loss_is_scaled_for_ga in the class, to False if its loss is a mean, to True if it "
                 "is a sum divided by that number"
             )
-        if self.weight:
+        if self.loss_weight:
             return result
         return (result[0] * 0, *result[1:]) if isinstance(result, tuple) else result * 0
 

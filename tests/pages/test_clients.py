@@ -196,7 +196,7 @@ RESUME_ONLY = [
         2,
         [("counts[key] += steps * (accumulation - checkpoint", "0 * (checkpoint")],
     ),
-    ("lightning_module.py", 2, [("range(self.trainer.global_step, STEPS)", "range(STEPS)")]),
+    ("lightning_module.py", 2, [("set_step(self.trainer.global_step + 1)", "set_step(1)")]),
     ("lightning_module.py", 5, [("return weight * loss", "return loss")]),
 ]
 BOTH_RUNS = [

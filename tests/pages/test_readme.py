@@ -19,8 +19,8 @@ from torch.distributed.run import get_args_parser
 import universal.elastic
 import universal.exact
 import universal.mirror
-import universal.trainer
 import universal.safetensors
+import universal.trainer
 from measure.logs import compare
 from measure.ranks import run
 
