@@ -72,6 +72,12 @@ class Stepped(NamedTuple):
 
 
 MASTERS = {"fp32_groups?": [[tensor_of]], "fp32_groups_flat?": [is_flat]}
+
+
+class NeedsEngine(CheckpointError):
+    """The checkpoint may be whole; only an engine can tell which parameters its optimizer has."""
+
+
 NOWHERE = Stepped(None, {}, False)
 NO_OPTIMIZER = {"state": {}, "param_groups": []}
 
@@ -238,7 +244,7 @@ def names_by_shape(weights, groups, opened):
     none, which are frozen, have other shapes. Raises CheckpointError if they do not.
     """
     if not weights:
-        raise CheckpointError(
+        raise NeedsEngine(
             "a pipeline or tensor-parallel ranks saved it without ZeRO, which nobody converts: "
             "it loads on its own layout only"
         )
@@ -260,7 +266,7 @@ def names_by_shape(weights, groups, opened):
         unclear |= NOWHERE in places_of(chosen, group)
         unclear |= any(weight.size in frozen for weight in chosen)
     if unclear:
-        raise CheckpointError(
+        raise NeedsEngine(
             "it does not say which parameters are in which group of the optimizer, and their "
             "shapes do not tell: load it without converting it"
         )

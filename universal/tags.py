@@ -71,7 +71,8 @@ def list_tags(folder):
     """The names of the checkpoints in a folder, whole or not. A tag like epoch1/step5 is a folder
     in a folder; such tags are found if they are next to the one that `latest` names."""
     tags = set()
-    for place in {folder, (folder / named_by_latest(folder)).parent}:
+    name = named_by_latest(folder)
+    for place in {folder, (folder / name).parent if name else folder}:
         for path in place.glob("[!.]*/*mp_rank_00_model_states.pt"):
             if not path.parent.name.endswith((".unfinished", ".replaced")):
                 tags.add(os.path.relpath(path.parent, folder))
