@@ -3,36 +3,158 @@
 
     python -m universal.diff checkpoints/global_step100 other/global_step100 [--tolerance 1e-6]
 
-Compares every state of every parameter, in the precision in which it is saved; buffers; the
-parameter groups' hyperparameters, the scheduler, the counters and the client state. Exit code 0: no
-tensor differs by more than the tolerance, and nothing else; 1: something does; 2: one of them is
-damaged, or there is none. Torch is needed only where tensors differ."""
+Compares every state of every parameter, in the precision in which it is saved; buffers and frozen
+parameters; hyperparameters, the scheduler, the counters and the client state. Exit code 0: no
+number of a tensor differs by more than the tolerance, and nothing else differs; 1: something does;
+2: one of them is damaged, or there is none. Torch is needed only where numbers differ. If the
+package is installed, the command is ds_diff."""
 
 import argparse
-import heapq
+import json
 import math
 import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from array import array
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from universal.blocks import in_order_of_indices
-from universal.byte_ranges import CHUNK, Reader, nbytes_of, width
+from universal.byte_ranges import Reader, check_all, keep_open, nbytes_of, width
 from universal.checkpoint import describe
 from universal.console import bar, in_one_line
 from universal.description import Described
 from universal.errors import CheckpointError
 from universal.module_states import client_state_of
+from universal.screen import counted, short, size, wrapped
+from universal.stage_0 import NeedsEngine
 from universal.tags import find_tag
-from universal.torch_file import Tensor, number_in, packed
+from universal.torch_file import Stub, Tensor, number_in, packed, tensor_of
 
+WORKERS = 4
+PER_JOB = 1 << 24  # bytes that a thread compares in one go, and by which the progress bar moves
+PER_READ = 1 << 18  # bytes
+PER_GAP = 1 << 16  # elements of which torch gets copies in float64
 WORST = 10
 SIDES = ("first", "second")
-COUNTERS = ("global_steps", "skipped_steps", "global_samples")
+COUNTERS = ("global_steps", "skipped_steps", "global_samples", "data_sampler", "random_ltd")
 
 # --------------------------------------------------------------------------------------------------
-# 1. tensors
+# 1. what there is to compare
+
+
+class Pair(NamedTuple):
+    """Two sources (byte_ranges.py) of the same elements."""
+
+    name: str
+    first: Any
+    second: Any
+
+
+class Piece(NamedTuple):
+    """Elements of a pair; all of them where a source can only be read from its begin."""
+
+    pair: Pair
+    start: int
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * width(self.pair.first.dtype)
+
+
+def described_in(folder):
+    """The Described of a folder. Without ZeRO, if nothing tells which parameters are trained, all
+    weights are the module's, and the optimizer's states have numbers in place of names."""
+    try:
+        return describe(folder, WORKERS)
+    except NeedsEngine:
+        return describe(folder, WORKERS, names=[])
+
+
+def sources_of(described: Described) -> dict[str, tuple]:
+    """{name: (shape, source)} of every state of every parameter, and of what else is a tensor."""
+    checkpoint, raw = described
+    parameters = checkpoint.parameters.items()
+    keys = dict.fromkeys(key for _, parameter in parameters for key in parameter.states)
+    sources = {
+        f"{name} {key}": (parameter.shape, parameter.states[key])
+        for key in keys  # so neighbors are read one after the other
+        for name, parameter in parameters
+        if key in parameter.states
+    }
+    tensors = checkpoint.module.tensors | ({} if parameters else unnamed_states(raw))
+    for name, tensor in tensors.items():
+        sources[name] = (tensor.size, in_order_of_indices(name, tensor))
+    return sources
+
+
+def unnamed_states(raw):
+    """{name: Tensor} of the optimizer's states, by the number of the parameter."""
+    states = (raw.optimizer.get("base_optimizer_state") or {}).get("state", {})
+    return {
+        f"parameter {number} {key}": tensor
+        for number, state in states.items()
+        if isinstance(state, dict)
+        for key, value in state.items()
+        if (tensor := tensor_of(value))
+    }
+
+
+def match(first: dict, second: dict) -> tuple[list[Pair], list[str]]:
+    """The pairs of what has the same name, and in words what has no partner, or another dtype."""
+    pairs = []
+    words = []
+    for side, lone in zip(SIDES, (first.keys() - second, second.keys() - first), strict=True):
+        if lone:
+            names = ", ".join(sorted(lone)[:3])
+            words.append(f"in the {side} alone, {counted(len(lone), 'tensor')}: {names}")
+    dtypes = {}
+    for name in (name for name in first if name in second):
+        (shape, source), (other_shape, other) = first[name], second[name]
+        if source.dtype != other.dtype:
+            dtypes.setdefault((source.dtype, other.dtype), []).append(name)
+        # DeepSpeed's converter may leave only the number of elements.
+        if tuple(shape) != tuple(other_shape) and (
+            source.numel != other.numel or 1 not in (len(shape), len(other_shape))
+        ):
+            sizes = f"{tuple(shape)} in the first, {tuple(other_shape)} in the second"
+            words.append(f"{name} is {sizes}")
+        else:
+            pairs.append(Pair(name, source, other))
+    for (dtype, other), names in dtypes.items():
+        of = f"{names[0]} and {len(names) - 1} more" if names[1:] else names[0]
+        words.append(f"{dtype} in the first, {other} in the second: {of}")
+    return pairs, words
+
+
+def pieces_of(pairs: Iterable[Pair]) -> Iterator[Piece]:
+    for pair in pairs:
+        numel = pair.first.numel
+        per_piece = max(1, PER_JOB // width(pair.first.dtype))
+        if any(hasattr(source, "chunks") for source in pair[1:]):
+            per_piece = max(1, numel)
+        for start in range(0, numel, per_piece):
+            yield Piece(pair, start, min(per_piece, numel - start))
+
+
+def jobs_of(pieces):
+    """The pieces in lists of about PER_JOB bytes."""
+    job = []
+    nbytes = 0
+    for piece in pieces:
+        job.append(piece)
+        nbytes += piece.nbytes
+        if nbytes >= PER_JOB:
+            yield job
+            job = []
+            nbytes = 0
+    if job:
+        yield job
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. tensors
 
 
 class Gap(NamedTuple):
@@ -44,166 +166,157 @@ class Gap(NamedTuple):
     absolute: float
     relative: float
     elements: int
-    name: str
+
+    def joined(self, other: "Gap") -> "Gap":
+        return Gap(
+            max(self.absolute, other.absolute),
+            max(self.relative, other.relative),
+            self.elements + other.elements,
+        )
 
 
-class Pair(NamedTuple):
-    """Two sources (byte_ranges.py) of the same elements."""
-
-    name: str
-    first: Any
-    second: Any
-
-    @property
-    def nbytes(self) -> int:
-        return nbytes_of(self.first)
+NO_GAP = Gap(0.0, 0.0, 0)
 
 
-def sources_of(described: Described) -> dict[str, tuple]:
-    """{name: (shape, source)} of every state of every parameter, and of what else is a tensor."""
-    checkpoint = described.checkpoint
-    sources = {
-        f"{name} {key}": (parameter.shape, source)
-        for name, parameter in checkpoint.parameters.items()
-        for key, source in parameter.states.items()
-    }
-    for name, tensor in checkpoint.module.tensors.items():
-        sources[name] = (tensor.size, in_order_of_indices(name, tensor))
-    return sources
+class Stream:
+    """Reads the elements of a source in order, so many at a time."""
+
+    def __init__(self, source, start, reader):
+        self.source = source
+        self.position = start
+        self.reader = reader
+        self.chunks = reader.chunks(source) if hasattr(source, "chunks") else None
+        self.left = bytearray()
+        self.buffer = bytearray()
+
+    def read(self, numel: int) -> bytearray:
+        """The bytes of the next elements. Use them before you ask for more."""
+        nbytes = numel * width(self.source.dtype)
+        if self.chunks:
+            while len(self.left) < nbytes:
+                chunk, _ = next(self.chunks)
+                self.left += chunk
+            data = self.left[:nbytes]
+            del self.left[:nbytes]
+            return data
+        if nbytes != len(self.buffer):
+            self.buffer = bytearray(nbytes)
+        self.reader.read_elements(memoryview(self.buffer), self.source, self.position)
+        self.position += numel
+        return self.buffer
+
+    def end(self) -> None:
+        """Read to the end of what can only be read as a whole: only then is it checked."""
+        for _ in self.chunks or ():
+            pass
 
 
-def match(first: dict, second: dict) -> tuple[list[Pair], list[str]]:
-    """The pairs of what has the same name, and in words what has no partner."""
-    pairs = []
-    words = []
-    alone = first.keys() - second.keys(), second.keys() - first.keys()
-    for side, lone in zip(SIDES, alone, strict=True):
-        if lone:
-            words.append(f"in the {side} alone ({len(lone)}): {', '.join(sorted(lone)[:3])}")
-    for name in first.keys() & second.keys():
-        (shape, source), (other_shape, other) = first[name], second[name]
-        # DeepSpeed's converter may leave only the number of elements.
-        if tuple(shape) != tuple(other_shape) and source.numel != other.numel:
-            words.append(
-                f"{name} is {tuple(shape)} in the first, {tuple(other_shape)} in the second"
-            )
-        else:
-            pairs.append(Pair(name, source, other))
-    return sorted(pairs), sorted(words)
+def compare(piece: Piece, readers: tuple[Reader, Reader]) -> Gap:
+    """By how much the elements of a piece differ. Raises: CheckpointError, OSError."""
+    sources = piece.pair[1:]
+    dtypes = [source.dtype for source in sources]
+    streams = [Stream(*pair) for pair in zip(sources, [piece.start] * 2, readers, strict=True)]
+    per_read = max(1, PER_READ // max(map(width, dtypes)))
+    gap = NO_GAP
+    for start in range(0, piece.numel, per_read):
+        first, second = (stream.read(min(per_read, piece.numel - start)) for stream in streams)
+        if dtypes[0] != dtypes[1] or first != second:
+            gap = gap.joined(gap_of(first, second, *dtypes))
+    for stream in streams:
+        stream.end()
+    return gap
 
 
-def chunks(reader: Reader, source: Any) -> Iterator[bytes]:
-    """The bytes of a source in chunks of CHUNK elements, whatever its own chunks are."""
-    size = CHUNK * width(source.dtype)
-    data = bytearray()
-    for chunk, _ in reader.chunks(source):
-        data += chunk
-        while len(data) >= size:
-            yield bytes(data[:size])
-            del data[:size]
-    yield bytes(data)
+def gap_of(first: bytearray, second: bytearray, dtype: str, other_dtype: str) -> Gap:
+    """The Gap between elements. Two of the same bits are equal, be they NaN; +0 and -0 are not."""
+    try:
+        import torch
+    except ImportError:
+        raise CheckpointError("numbers differ, and only torch tells by how much") from None
+    a = torch.frombuffer(first, dtype=getattr(torch, dtype))
+    b = torch.frombuffer(second, dtype=getattr(torch, other_dtype))
+    gap = NO_GAP
+    for parts in zip(a.split(PER_GAP), b.split(PER_GAP), strict=True):
+        gap = gap.joined(gap_of_tensors(*parts))
+    return gap
 
 
-def compare(pair: Pair, readers: tuple[Reader, Reader], show_more: Any) -> Gap | None:
-    """The Gap between two tensors; None if all of their bytes are the same."""
-    absolute = relative = 0.0
-    elements = 0
-    same_dtype = pair.first.dtype == pair.second.dtype
-    streams = map(chunks, readers, pair[1:])
-    for first, second in zip(*streams, strict=True):
-        show_more(len(first))
-        if same_dtype and first == second:
-            continue
-        gap = gap_of(first, pair.first.dtype, second, pair.second.dtype)
-        absolute = max(absolute, gap.absolute)
-        relative = max(relative, gap.relative)
-        elements += gap.elements
-    return Gap(absolute, relative, elements, pair.name) if elements else None
-
-
-def gap_of(first, dtype, second, other_dtype):
-    """The Gap between chunks. Two of the same bits are equal, be they NaN; +0 and -0 are not."""
+def gap_of_tensors(a, b):
     import torch
 
-    chunks = [torch.frombuffer(bytearray(first), dtype=getattr(torch, dtype))]
-    chunks += [torch.frombuffer(bytearray(second), dtype=getattr(torch, other_dtype))]
-    if dtype == other_dtype:
-        bits = [chunk.view(torch.uint8).view(len(chunk), -1) for chunk in chunks]
+    kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    if a.dtype == b.dtype:
+        bits = [part.view(torch.uint8).view(len(part), -1) for part in (a, b)]
         differ = (bits[0] != bits[1]).any(1)
     else:
-        differ = chunks[0].double() != chunks[1].double()
-    kind = torch.complex128 if any(chunk.is_complex() for chunk in chunks) else torch.float64
-    a, b = (chunk[differ].to(kind) for chunk in chunks)
+        differ = a.to(kind) != b.to(kind)
+    a, b = a[differ].to(kind), b[differ].to(kind)
     if not len(a):
-        return Gap(0.0, 0.0, 0, "")
+        return NO_GAP
     absolute = (a - b).abs().nan_to_num(math.inf, math.inf)
     larger = torch.maximum(a.abs(), b.abs())
     relative = torch.where(larger > 0, absolute / larger, 0).nan_to_num(math.inf, math.inf)
-    return Gap(absolute.max().item(), relative.max().item(), len(a), "")
+    return Gap(absolute.max().item(), relative.max().item(), len(a))
+
+
+def compare_all(pairs: list[Pair], progress: bool) -> dict[str, Gap]:
+    """The Gap of each pair, by its name. Raises: CheckpointError, also if what was read is damaged; OSError."""
+    opened = keep_open()
+
+    def compare_job(job):
+        readers = Reader(opened), Reader(opened)
+        return [compare(piece, readers) for piece in job], readers
+
+    gaps = {pair.name: NO_GAP for pair in pairs}
+    spans = {}
+    jobs = [*jobs_of(pieces_of(pairs))]
+    total = sum(piece.nbytes for job in jobs for piece in job)
+    with ThreadPoolExecutor(WORKERS) as pool, bar(total, progress) as show_more:
+        for job, (of_job, readers) in zip(jobs, pool.map(compare_job, jobs), strict=True):
+            for piece, gap in zip(job, of_job, strict=True):
+                gaps[piece.pair.name] = gaps[piece.pair.name].joined(gap)
+                show_more(piece.nbytes)
+            for reader in readers:
+                for record, more in reader.spans.items():
+                    spans.setdefault(record, array("Q")).extend(more)
+    check_all(spans, opened)
+    return gaps
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. all else
+# 3. all else
 
 
 def is_equal(a: Any, b: Any) -> bool:
     """Whether two values that were pickled are the same; tensors, in each of their bytes."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(is_equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and not is_tensor(a, b):
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return packed(a) == packed(b)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(is_equal, a, b))
     if isinstance(a, (bool, int, float, str)) and a == b:
         return type(a) is type(b)
     return packed(a) == packed(b)
 
 
-def is_tensor(*values):
-    return any(isinstance(value, Tensor) for value in values)
-
-
 def rest_of(described: Described) -> dict[str, Any]:
     """{what it is: value} of all that is in no tensor of a parameter or of the module."""
     checkpoint, raw = described
     model = raw.models[0]
-    rest = {f"counter {key}": model.get(key) for key in COUNTERS}
+    optimizer = checkpoint.optimizer
+    rest = {f"counter {key}": model[key] for key in COUNTERS if model.get(key) is not None}
     rest["scheduler"] = model.get("lr_scheduler")
     rest |= {f"client state {key}": value for key, value in client_state_of(model).items()}
-    for i, group in enumerate(checkpoint.optimizer.param_groups):
+    for i, group in enumerate(optimizer.param_groups):
         rest |= {f"group {i} {key}": group[key] for key in group if key != "params"}
+    extra = optimizer.extra_states | optimizer.extra_keys
+    rest |= {f"optimizer's {key}": value for key, value in extra.items()}
+    scaler = raw.optimizer.get("loss_scaler")
+    if isinstance(scaler, Stub) and isinstance(scaler.state, dict) and scaler.state.get("dynamic"):
+        rest["loss scale"] = {key: scaler.state.get(key) for key in ("cur_scale", "cur_iter")}
     module = model["module"] or {}
     return rest | {f"module's {name}": module.get(name) for name in checkpoint.module.objects}
-
-
-def scalars_of(described: Described) -> dict[str, Any]:
-    """{state: {parameter: value}} of the states that have no value for each element."""
-    scalars = {}
-    for name, parameter in described.checkpoint.parameters.items():
-        for key, value in parameter.scalars.items():
-            scalars.setdefault(key, {})[name] = number_of(value)
-    return scalars
-
-
-def differing_scalars(first: dict, second: dict) -> list[str]:
-    """In words, which of them are not the same; those of all parameters in one line."""
-    words = []
-    for key in sorted(first.keys() | second.keys()):
-        ours, theirs = first.get(key, {}), second.get(key, {})
-        common = ours.keys() & theirs.keys()
-        names = sorted(name for name in common if not is_equal(ours[name], theirs[name]))
-        if names:
-            of = f"{names[0]} and {len(names) - 1} more" if names[1:] else names[0]
-            words.append(f"{key} of {of}: {short(ours[names[0]])}, {short(theirs[names[0]])}")
-        elif not common:
-            words.append(f"{key} of parameters is in the {SIDES[not ours]} alone")
-    return words
-
-
-def number_of(value):
-    """3.0 and 3 are one step count, and torch has both kinds."""
-    try:
-        return float(number_in(value))
-    except (CheckpointError, TypeError, ValueError):
-        return value
 
 
 def differing(first: dict, second: dict) -> list[str]:
@@ -215,84 +328,162 @@ def differing(first: dict, second: dict) -> list[str]:
         if absent in values:
             words.append(f"{key} is in the {SIDES[values[0] is absent]} alone")
         elif not is_equal(*values):
-            words.append(f"{key}: {short(values[0])}, {short(values[1])}")
+            words.append(f"{key}: {', '.join(texts_of(values))}")
     return words
 
 
-def short(value):
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def scalars_of(described: Described) -> dict[str, dict]:
+    """{state: {parameter: value}} of the states that have no value for each element."""
+    scalars = {}
+    for name, parameter in described.checkpoint.parameters.items():
+        for key, value in parameter.scalars.items():
+            scalars.setdefault(key, {})[name] = number_of(value)
+    return scalars
+
+
+def number_of(value):
+    """3.0 and 3 are one step count, and torch has both kinds."""
+    try:
+        return float(number_in(value))
+    except (CheckpointError, TypeError, ValueError):
+        return value
+
+
+def differing_scalars(first: dict, second: dict) -> list[str]:
+    """In words, which of them are not the same; those of all parameters in one line."""
+    words = []
+    for key in sorted(first.keys() | second.keys()):
+        values, others = first.get(key, {}), second.get(key, {})
+        common = values.keys() & others.keys()
+        names = sorted(name for name in common if not is_equal(values[name], others[name]))
+        if names:
+            of = f"{names[0]} and {len(names) - 1} more" if names[1:] else names[0]
+            pair = texts_of((values[names[0]], others[names[0]]))
+            words.append(f"{key} of {of}: {', '.join(pair)}")
+        elif not common:
+            words.append(f"{key} of parameters is in the {SIDES[not values]} alone")
+    return words
+
+
+def not_comparable(described: Described) -> Iterator[str]:
+    """In words, what belongs to a rank, and has no partner on others."""
+    checkpoint = described.checkpoint
+    for key in sorted({str(key) for _, key in checkpoint.optimizer.rank_dependent}):
+        yield f"{checkpoint.folder}: {key} of the optimizer belongs to a rank: it is not compared"
+
+
+def texts_of(values):
+    """Two values in words: short, if that tells them apart."""
+    texts = [short(value) for value in values]
+    if texts[0] == texts[1]:
+        texts = [*map(repr, values)]
+    return [text if len(text) <= 60 else f"{text[:57]}..." for text in texts]
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. the command
+# 4. the command
 
 
-def diff(first: str, second: str, tolerance: float = 0.0, progress: bool = False) -> dict:
+def diff(first: str, second: str, tolerance: float = 0.0, progress: bool = False) -> dict[str, Any]:
     """Compare the checkpoints in two folders, or in those below them that find_tag() finds.
 
-    Returns: {"folders", "tensors", "equal": how many are so in every bit, "gaps": [Gap] of the
-        others, the largest first, "others": what else differs, in words, "same": whether nothing
-        differs but by the tolerance}. Raises: CheckpointError, OSError.
+    Returns: lists, dicts, numbers and text; docs/inspect.md explains each key.
+    Raises: CheckpointError, if one of them is damaged, or cannot be read.
     """
-    folders = [find_tag(folder) for folder in (first, second)]
-    described = [describe(folder) for folder in folders]
-    pairs, words = match(*map(sources_of, described))
-    readers = Reader(), Reader()
-    gaps = []
-    with bar(sum(pair.nbytes for pair in pairs), progress) as show_more:
-        for pair in pairs:
-            if gap := compare(pair, readers, show_more):
-                gaps.append(gap)
-    for reader in readers:
-        reader.check()
-    words += differing(*map(rest_of, described))
-    words += differing_scalars(*map(scalars_of, described))
-    gaps.sort(reverse=True)
+    try:
+        folders = [find_tag(folder) for folder in (first, second)]
+        described = [described_in(folder) for folder in folders]
+        pairs, words = match(*map(sources_of, described))
+        gaps = compare_all(pairs, progress)
+        words += differing(*map(rest_of, described))
+        words += differing_scalars(*map(scalars_of, described))
+        words += dict.fromkeys(text for side in described for text in not_comparable(side))
+    except OSError as error:
+        raise CheckpointError(error) from error
+    worst = [
+        {"name": pair.name, "of": pair.first.numel} | gaps[pair.name]._asdict()
+        for pair in pairs
+        if gaps[pair.name].elements
+    ]
+    worst.sort(key=lambda gap: (-gap["absolute"], gap["name"]))
     return {
         "folders": [os.fspath(folder) for folder in folders],
+        "tolerance": tolerance,
+        "same": not words and all(gap["absolute"] <= tolerance for gap in worst),
         "tensors": len(pairs),
-        "equal": len(pairs) - len(gaps),
-        "gaps": gaps,
+        "equal": len(pairs) - len(worst),
+        "bytes": sum(nbytes_of(pair.first) for pair in pairs),
+        "gaps": worst,
         "others": words,
-        "same": not words and all(gap.absolute <= tolerance for gap in gaps),
     }
 
 
-def lines_of(found: dict, tolerance: float) -> Iterator[str]:
-    first, second = found["folders"]
-    yield f"{first}, {second}: {found['equal']} of {found['tensors']} tensors are equal bit by bit"
-    gaps = found["gaps"]
+def lines_of(view: dict[str, Any]) -> Iterator[str]:
+    """The screen. view: what diff() returns."""
+    first, second = view["folders"]
+    yield from wrapped(f"{first} and {second}:")
+    tensors = counted(view["tensors"], "tensor")
+    yield f"{view['equal']} of {tensors} equal bit by bit, {size(view['bytes'])} compared"
+    gaps = view["gaps"]
     if gaps:
-        yield f"{'absolute':>9}  {'relative':>9}  {'elements':>9}  the largest differences"
-    for gap in heapq.nlargest(WORST, gaps):
-        yield f"{gap.absolute:9.1e}  {gap.relative:9.1e}  {gap.elements:9,}  {gap.name}"
+        yield f"{'absolute':>10}{'relative':>10}{'elements':>20}"
+    for gap in gaps[:WORST]:
+        elements = f"{short(gap['elements'])} of {short(gap['of'])}"
+        yield f"{gap['absolute']:10.1e}{gap['relative']:10.1e}{elements:>20}  {gap['name']}"
     if len(gaps) > WORST:
-        yield f"and {len(gaps) - WORST} more"
-    words = found["others"]
-    yield from words[: 2 * WORST]
+        yield f"and {counted(len(gaps) - WORST, 'more tensor')}"
+    words = view["others"]
+    for text in words[: 2 * WORST]:
+        yield from wrapped(text)
     if len(words) > 2 * WORST:
-        yield f"and {len(words) - 2 * WORST} more"
-    worst = gaps[0].absolute if gaps else 0.0
-    verdict = "SAME" if found["same"] else "DIFFERENT"
-    more = f"{worst:.1e}, tolerance {tolerance:g}" if gaps else "nothing differs in a tensor"
-    yield f"{verdict}: {more}"
+        yield f"and {len(words) - 2 * WORST} more lines"
+    yield verdict(view)
+
+
+def verdict(view):
+    largest = max((gap["absolute"] for gap in view["gaps"]), default=0.0)
+    numbers = f"numbers differ by at most {largest:.1e}" if view["gaps"] else "every bit is equal"
+    limit = f", and may by {view['tolerance']:g}" if view["gaps"] and view["tolerance"] else ""
+    rest = "" if view["same"] or not view["others"] else "; all else: see above"
+    return f"{'EQUAL' if view['same'] else 'DIFFERENT'}: {numbers}{limit}{rest}"
+
+
+def jsonable(view):
+    """JSON has no infinity."""
+    gaps = [
+        {key: None if value == math.inf else value for key, value in gap.items()}
+        for gap in view["gaps"]
+    ]
+    return view | {"gaps": gaps}
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("first", type=Path, help="a checkpoint, or the folder above it")
-    parser.add_argument("second", type=Path)
+    parser.add_argument("first", help="a checkpoint, or the folder above it")
+    parser.add_argument("second")
     parser.add_argument(
-        "--tolerance", type=float, default=0.0, help="how far apart numbers may be; default: 0"
+        "--tolerance",
+        type=tolerance,
+        default=0.0,
+        metavar="X",
+        help="how far apart numbers of tensors may be; default: 0",
     )
+    parser.add_argument("--json", action="store_true", help="for machines")
     args = parser.parse_args()
     with in_one_line("universal.diff"):
-        found = diff(args.first, args.second, args.tolerance, progress=True)
-    print("\n".join(lines_of(found, args.tolerance)))
-    sys.exit(0 if found["same"] else 1)
+        view = diff(args.first, args.second, args.tolerance, progress=not args.json)
+    text = json.dumps(jsonable(view), indent=1) if args.json else "\n".join(lines_of(view))
+    print(text)
+    sys.exit(0 if view["same"] else 1)
+
+
+def tolerance(text):
+    number = float(text)
+    if not number >= 0:
+        raise ValueError
+    return number
 
 
 if __name__ == "__main__":

@@ -1,329 +1,285 @@
 # SPDX-License-Identifier: MIT
-"""Say what is in a folder of checkpoints, and what a resume would take.
+"""Say what is in a folder of checkpoints, and where a resume can go on.
 
-    python -m universal.inspect checkpoints [--tag global_step100] [--quick] [--json]
+    python -m universal.inspect checkpoints [--tag global_step100] [--ranks 3] [--quick] [--json]
 
-The folder is the one with the tags, or a checkpoint. Exit code 0: all is whole; 1: a checkpoint is
-damaged or incomplete; 2: there is none. --quick compares no checksums. This needs nothing but
-Python 3.10."""
+The folder is the one with the tags, or a checkpoint. Of the checkpoint that a resume would take,
+every checksum is compared; not so with --quick. --ranks prints the lines of a config with which so
+many data-parallel ranks keep the batch. Exit code 0: all checkpoints are complete; 1: one is
+damaged or incomplete; 2: there is none. This needs nothing but Python 3.10. If the package is
+installed, the command is ds_inspect."""
 
 import argparse
-import collections
+import itertools
 import json
-import math
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from universal.byte_ranges import nbytes_of
-from universal.checkpoint import describe, left_over, paths_of
+from universal.byte_ranges import Reader, Record, checksum, join_crcs, keep_open
+from universal.checkpoint import describe, paths_of
 from universal.console import bar, in_one_line
-from universal.description import NEXT_STEPS, Described, Description
+from universal.description import Described
 from universal.errors import CheckpointError
-from universal.module_states import batch_of, client_state_of, config_of
-from universal.next_steps import read_rows
-from universal.stage_0 import NeedsEngine
+from universal.facts import facts_of, settings_on
+from universal.screen import lines_of
+from universal.stage_0 import NeedsEngine, rounded
 from universal.tags import list_tags, newest_first
-from universal.torch_file import Stub, verify
+from universal.torch_file import extent_of, load, records_of, tensor_of
 
 WORKERS = 4
-PLAIN = (bool, int, float, str)
+SPAN = 1 << 24  # bytes that a thread checks in one go, and by which the progress bar moves
+SAMPLE = 64  # elements of each range that are compared
 
 # --------------------------------------------------------------------------------------------------
 # 1. the tags of a folder
 
 
-def look(folder: str, tag: str | None = None, quick: bool = False, progress: bool = False) -> dict:
-    """What is in a folder, as lists, dicts, numbers and text.
+def look(
+    folder: str,
+    tag: str | None = None,
+    quick: bool = False,
+    ranks: int | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """What is in a folder, as lists, dicts, numbers and text. docs/inspect.md explains each key.
 
-    Returns: {"folder", "tags": {name: {"problem": why it cannot be loaded, or None, ...}}, "takes":
-        the tag that a resume would take, or None, "says": what a resume would say of the tags}.
-    Raises: CheckpointError, if there is no checkpoint.
+    tag: look at this one alone. quick: compare no checksums. ranks: how many data-parallel ones
+    shall go on. Raises: CheckpointError, if there is no checkpoint; OSError.
     """
     folder = Path(folder)
     says = []
-    if any(folder.glob("*_states.pt")):
-        above, names, order = folder, ["."], ["."]
-    else:
-        above, names = folder, list_tags(folder)
-        order = newest_first(folder, says.append) if names else []
+    places = places_in(folder, tag, says)
+    order = [*places]
+    if len(places) > 1 or tag is None and folder not in places.values():
+        order = newest_first(folder, says.append)
+    tags = {name: facts_of_folder(place) for name, place in places.items()}
+    takes = first_whole(order, places, tags, quick, progress)
+    view = {"folder": str(folder), "takes": takes, "says": says, "tags": tags}
+    if ranks is not None:
+        view["on_ranks"] = settings_on(tags[takes], ranks) if takes else None
+    return view
+
+
+def places_in(folder, tag, says):
+    """{tag: its folder}, of a folder with tags, or of a checkpoint. Raises CheckpointError."""
+    if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+        raise CheckpointError(f"{folder} cannot be read: permission denied")
     if tag is not None:
-        names = order = [tag] if (folder / tag).is_dir() else []
-    if not names:
-        raise CheckpointError(f"{folder if tag is None else folder / tag} holds no checkpoint")
-    tags = {name: facts_of_folder(above / name) for name in names}
-    takes = first_whole(above, order, tags, quick, progress)
-    return {"folder": str(folder), "tags": tags, "takes": takes, "says": says}
+        places = {tag: folder / tag} if (folder / tag).is_dir() else {}
+    elif any(folder.glob("*_states.pt")):
+        places = {os.path.basename(os.path.abspath(folder)): folder}
+    else:
+        places = {name: folder / name for name in list_tags(folder)}
+        locked = [place for place in folder.glob("*/") if not os.access(place, os.R_OK | os.X_OK)]
+        says += [f"{place} cannot be read: permission denied" for place in locked]
+    if not places:
+        missing = folder if tag is None else folder / tag
+        below = sorted({path.parent.name for path in folder.glob("*/latest")})
+        more = f", but folders in it do: {', '.join(below)}" if below and tag is None else ""
+        raise CheckpointError("; ".join([f"{missing} holds no checkpoint{more}", *says]))
+    return places
 
 
 def facts_of_folder(folder):
+    """Its facts, with "problem": why a resume would not load it, or None; "readable": whether the
+    system lets it be read."""
+    base = {"problem": None, "readable": True, "checked": False, "unread_damage": []}
     try:
-        described = describe(folder, WORKERS)
-        return {"problem": None} | facts_of(described)
-    except NeedsEngine as error:
-        return {"problem": None, "odd": [str(error)]}
-    except (CheckpointError, OSError) as error:
-        return {"problem": str(error)}
+        try:
+            described = describe(folder, WORKERS)
+        except NeedsEngine as error:
+            facts = facts_of(describe(folder, WORKERS, names=[]), told=False)
+            return base | facts | {"notes": [*facts["notes"], str(error)]}
+        check_same_step(described)
+        return base | facts_of(described)
+    except CheckpointError as error:
+        return base | {"problem": str(error)}
+    except OSError as error:
+        return base | {"problem": str(error), "readable": False}
 
 
-def first_whole(above, order, tags, quick, progress):
+def first_whole(order, places, tags, quick, progress):
     """The first tag that is whole, as load_checkpoint() tries them; notes in `tags` what is not."""
     for name in order:
         facts = tags[name]
         if not quick and not facts["problem"]:
-            problems = damages(above / name, progress)
-            facts["problem"] = "; ".join(problems) or None
-            facts["checked"] = True
+            facts |= checked(places[name], progress)
         if not facts["problem"]:
             return name
+        if not facts["readable"]:  # a resume ends with that, too
+            return None
     return None
 
 
-def damages(folder, progress):
-    """Yields, of each file that does not match its checksums, why."""
+# --------------------------------------------------------------------------------------------------
+# 2. what load_checkpoint() would find
 
-    def damage(path):
-        try:
-            verify(path)
-        except CheckpointError as error:
-            return str(error)
 
+def check_same_step(described: Described) -> None:
+    """Check that model states and shards are of one step, where nothing else has told.
+
+    As reader.check_same_step() does, but of a sample: some elements of what each rank has of each
+    parameter. Raises: CheckpointError.
+    """
+    checkpoint = described.checkpoint
+    if not compares_weights(checkpoint):
+        return
+    path = checkpoint.files.model_states
+    module = load(path)["module"] or {}
+    reader = Reader()
+    for name, parameter in checkpoint.parameters.items():
+        weight = tensor_of(module.get(name))
+        if weight is None or weight.size != parameter.shape:  # at ZeRO-3 it is empty
+            continue
+        masters = parameter.states["fp32"]
+        size = 4  # bytes of an element
+        start = 0
+        for part in masters.ranges(0, masters.numel):
+            count = min(SAMPLE, part.nbytes // size)
+            halves = reader.read(extent_of(weight), start, count)
+            if halves != rounded(reader.read(masters, start, count), weight.dtype):
+                raise CheckpointError(
+                    f"{checkpoint.folder}: model states and shards are of different steps"
+                )
+            start += part.nbytes // size
+
+
+def compares_weights(checkpoint):
+    """Whether load_checkpoint() compares the weights in the model states with the masters."""
+    if not checkpoint.is_data_parallel or checkpoint.stage == 0:
+        return False
+    scalars = [parameter.scalars for parameter in checkpoint.parameters.values()]
+    counts_steps = any("step" in known for known in (*checkpoint.optimizer.param_groups, *scalars))
+    return not counts_steps or not all(problem.fatal for problem in checkpoint.problems)
+
+
+class Span(NamedTuple):
+    """A part of a record, which one thread reads."""
+
+    record: Record
+    start: int
+    end: int
+
+
+def checked(folder, progress):
+    """{"checked", "problem", "unread_damage"}: what the checksums of a checkpoint's files tell."""
     try:
-        paths = paths_of(describe(folder, WORKERS).checkpoint)
+        described = describe(folder, WORKERS)
     except NeedsEngine:
-        paths = sorted(folder.glob("*_states.pt"))
+        described = describe(folder, WORKERS, names=[])
+    damages = [*damages_of(paths_of(described.checkpoint), progress)]
+    unread = weights_not_read(described) if any(damage.record for damage in damages) else set()
+    needed = [damage.text for damage in damages if place_of(damage.record) not in unread]
+    others = [damage.text for damage in damages if place_of(damage.record) in unread]
+    return {"checked": True, "problem": "; ".join(needed) or None, "unread_damage": others}
+
+
+class Damage(NamedTuple):
+    """record: that does not match its checksum; None if the file as a whole cannot be read."""
+
+    text: str
+    record: Record | None
+
+
+def place_of(record):
+    return record and (record.path, record.offset)
+
+
+def damages_of(paths, progress):
+    """Yields the Damages of files."""
+    opened = keep_open()
+
+    def read_directory(path):
+        return attempt(lambda: records_of(path))
+
+    def read_spans(spans):
+        return [
+            attempt(lambda span=span: checksum(opened, span.record, span.start, span.end))
+            for span in spans
+        ]
+
     with ThreadPoolExecutor(WORKERS) as pool:
-        with bar(sum(path.stat().st_size for path in paths), progress) as show_more:
-            for path, problem in zip(paths, pool.map(damage, paths), strict=True):
-                show_more(path.stat().st_size)
-                if problem:
-                    yield problem
+        directories = [*pool.map(read_directory, paths)]
+        yield from (found for found in directories if isinstance(found, Damage))
+        records = [found for found in directories if not isinstance(found, Damage)]
+        jobs = [*jobs_of(spans_of(records))]
+        crcs = {}
+        with bar(sum(map(nbytes_in, jobs)), progress) as show_more:
+            for job, of_job in zip(jobs, pool.map(read_spans, jobs), strict=True):
+                for span, crc in zip(job, of_job, strict=True):
+                    crcs[span.record] = appended(crcs.get(span.record), crc, span)
+                show_more(nbytes_in(job))
+    for name, record in itertools.chain.from_iterable(found.items() for found in records):
+        crc = crcs.get(record, 0)
+        if isinstance(crc, Damage):
+            yield crc
+        elif record.crc not in (crc, None):
+            text = f"{record.path} is damaged: {name} does not match its checksum"
+            yield Damage(text, record)
+
+
+def attempt(read):
+    """What read() returns, or the Damage that it meets."""
+    try:
+        return read()
+    except (CheckpointError, OSError) as error:
+        return Damage(str(error), None)
+
+
+def appended(crc, more, span):
+    """The checksum of a record up to the end of a span, from those of what precedes it and of it;
+    or the Damage in one of them."""
+    if crc is None or isinstance(crc, Damage):
+        return more if crc is None else crc
+    return more if isinstance(more, Damage) else join_crcs(crc, more, span.end - span.start)
+
+
+def spans_of(directories):
+    for records in directories:
+        for record in records.values():
+            for start in range(0, record.nbytes, SPAN):
+                yield Span(record, start, min(start + SPAN, record.nbytes))
+
+
+def nbytes_in(spans):
+    return sum(span.end - span.start for span in spans)
+
+
+def jobs_of(spans):
+    """The spans in lists of about SPAN bytes."""
+    job = []
+    nbytes = 0
+    for span in spans:
+        job.append(span)
+        nbytes += span.end - span.start
+        if nbytes >= SPAN:
+            yield job
+            job = []
+            nbytes = 0
+    if job:
+        yield job
+
+
+def weights_not_read(described):
+    """{(path, offset)} of the trained weights in model states: a resume reads the masters."""
+    checkpoint = described.checkpoint
+    places = set()
+    if checkpoint.stage == 0 or compares_weights(checkpoint):
+        return places
+    for path in paths_of(checkpoint):
+        if path.name.endswith("model_states.pt"):
+            content = load(path)
+            module = content.get("module") or content
+            tensors = [tensor_of(module.get(name)) for name in checkpoint.parameters]
+            places |= {place_of(tensor.storage) for tensor in tensors if tensor}
+    return places
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. one of them
-
-
-def facts_of(described: Described) -> dict[str, Any]:
-    """What a checkpoint is."""
-    checkpoint, raw = described
-    model = raw.models[0]
-    batch = batch_of(model)
-    buffers, others = buffers_and_others(checkpoint, model)
-    return {
-        "step": model["global_steps"],
-        "skipped": model["skipped_steps"],
-        "samples": model.get("global_samples"),
-        "universal": checkpoint.is_universal,
-        "stage": stage_of(described),
-        "ranks": model["dp_world_size"],
-        "tensor": checkpoint.layout.tensor if checkpoint.layout else None,
-        "pipeline": checkpoint.layout.pipeline if checkpoint.layout else None,
-        "dtype": dtype_of(checkpoint, model),
-        "deepspeed": model.get("ds_version"),
-        "batch": batch and batch._asdict(),
-        "optimizer": optimizer_facts(checkpoint, model),
-        "scheduler": scheduler_facts(model),
-        "parameters": count(checkpoint.parameters, lambda parameter: parameter.shape),
-        "frozen": count(checkpoint.module.frozen, lambda shape: shape),
-        "buffers": count(buffers, lambda tensor: tensor.size),
-        "others": count(others, lambda tensor: tensor.size),
-        "bytes": sum(path.stat().st_size for path in paths_of(checkpoint)),
-        "files": len(paths_of(checkpoint)),
-        "client_state": {key: shown(value) for key, value in client_state_of(model).items()},
-        "next_steps": next_steps(checkpoint, model),
-        "resumes_on": resumes_on(checkpoint, batch),
-        "refused": [problem.text for problem in checkpoint.problems if problem.fatal],
-        "odd": [problem.text for problem in checkpoint.problems if not problem.fatal]
-        + left_over(checkpoint),
-    }
-
-
-def stage_of(described):
-    """0 to 3, as it was saved: the Description's 1 is 2, too, and a universal one's is None."""
-    stage = described.raw.optimizer.get("zero_stage")
-    if isinstance(stage, Stub) and stage.args:
-        return stage.args[0]
-    config = config_of(described.raw.models[0], "zero_optimization")
-    return config.get("stage", described.checkpoint.stage)
-
-
-def dtype_of(checkpoint, model):
-    for name in ("bf16", "fp16", "bfloat16"):
-        if config_of(model, name).get("enabled"):
-            return name.replace("bfloat16", "bf16")
-    if checkpoint.layout and checkpoint.layout.bf16:
-        return "bf16"
-    return "fp32" if config_of(model) else None
-
-
-def optimizer_facts(checkpoint, model):
-    """{"type", "class": of DeepSpeed's, "states", "groups", "bytes": of all states}."""
-    parameters = checkpoint.parameters.values()
-    in_group = collections.Counter(parameter.group for parameter in parameters)
-    groups = [
-        {"parameters": in_group[i]}
-        | {key: number for key, value in group.items() if (number := plain(value)) is not None}
-        for i, group in enumerate(checkpoint.optimizer.param_groups)
-    ]
-    sources = [source for parameter in parameters for source in parameter.states.values()]
-    return {
-        "type": config_of(model, "optimizer").get("type"),
-        "class": checkpoint.layout and checkpoint.layout.optimizer_class,
-        "states": sorted({key for parameter in parameters for key in parameter.states}),
-        "groups": groups,
-        "bytes": sum(map(nbytes_of, sources)),
-    }
-
-
-def plain(value):
-    """A number or text, or a tuple of them; None of anything else, such as a group's `params`."""
-    if isinstance(value, tuple):
-        return value if all(isinstance(part, PLAIN) for part in value) else None
-    return value if isinstance(value, PLAIN) else None
-
-
-def scheduler_facts(model):
-    state = model.get("lr_scheduler")
-    if state is None:
-        return None
-    return {"type": config_of(model, "scheduler").get("type"), "state": shown(state)}
-
-
-def buffers_and_others(checkpoint, model):
-    """({name: Tensor} of the buffers, and of what is neither that nor known to be frozen).
-
-    The latter is what modules add to their state and, at ZeRO-1 and without ZeRO, where DeepSpeed
-    saves no list of them, frozen parameters.
-    """
-    tensors = checkpoint.module.tensors
-    buffers = {name: tensors[name] for name in tensors.keys() & {*model["buffer_names"]}}
-    rest = tensors.keys() - buffers.keys() - checkpoint.module.frozen.keys()
-    return buffers, {name: tensors[name] for name in rest}
-
-
-def count(tensors, shape_of):
-    elements = sum(math.prod(shape_of(tensor)) for tensor in tensors.values())
-    return {"tensors": len(tensors), "elements": elements}
-
-
-def shown(value):
-    """A value in JSON: of what has no place there, the kind."""
-    if value is None or isinstance(value, PLAIN):
-        return value
-    if isinstance(value, (list, tuple)) and len(value) <= 16:
-        return [shown(part) for part in value]
-    if isinstance(value, dict) and len(value) <= 16:
-        return {str(key): shown(part) for key, part in value.items()}
-    return type(value).__name__
-
-
-def next_steps(checkpoint, model):
-    """The steps after this one of which rows were written down."""
-    path = checkpoint.folder / NEXT_STEPS
-    rows = read_rows(path, model["global_steps"] + 1)[0] if path.is_file() else {}
-    return sorted(rows)
-
-
-def resumes_on(checkpoint: Description, batch: Any) -> dict[int, int]:
-    """{ranks: bytes of optimizer state on each}, where global batch and micro-batch are the same.
-
-    Of a model-parallel checkpoint, ranks of the same layout.
-    """
-    if batch is None:
-        return {}
-    layout = checkpoint.layout
-    share = layout.tensor * layout.pipeline if layout else 1
-    states = [source for p in checkpoint.parameters.values() for source in p.states.values()]
-    nbytes = sum(map(nbytes_of, states))
-    micro_batches, rest = divmod(batch.samples, batch.micro)
-    divisors = [n for n in range(1, micro_batches + 1) if not micro_batches % n and not rest]
-    return {n * share: -(-nbytes // (n * share)) for n in divisors}
-
-
-# --------------------------------------------------------------------------------------------------
-# 3. for people
-
-
-def lines_of(found: dict) -> list[str]:
-    """One screen."""
-    tags = found["tags"]
-    takes = found["takes"]
-    lines = [f"{found['folder']}: a resume takes {takes or 'none of these'}"]
-    lines += [f"  ({text})" for text in found["says"]]
-    for name, facts in tags.items():
-        mark = "*" if name == takes else " "
-        whole = "whole" if facts.get("checked") else "complete"
-        state = f"NOT WHOLE: {facts['problem']}" if facts["problem"] else whole
-        kind = f"step {facts['step']}, {kind_of(facts)}, " if "step" in facts else ""
-        lines.append(f"{mark} {name}: {kind}{state}")
-    if takes:
-        facts = tags[takes]
-        rows = rows_of(facts) if "step" in facts else [("odd", text) for text in facts["odd"]]
-        lines += ["", *(f"{label:>13}  {text}" for label, text in rows)]
-    return lines
-
-
-def kind_of(facts):
-    stage = f"ZeRO-{facts['stage']}" if facts["stage"] else "no ZeRO"
-    ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
-    if facts["universal"]:
-        return f"universal (from {stage}, {ranks})"
-    kind = f"{stage}, {ranks}"
-    if facts["tensor"] * facts["pipeline"] > 1:
-        kind += f" x {facts['tensor']} tensor x {facts['pipeline']} pipeline"
-    return kind
-
-
-def rows_of(facts):
-    """(label, text) of each line about a checkpoint."""
-    optimizer = facts["optimizer"]
-    yield "saved by", f"DeepSpeed {facts['deepspeed']}, {kind_of(facts)}, {facts['dtype']}"
-    samples = "" if facts["samples"] is None else f", {facts['samples']:,} samples"
-    yield "step", f"{facts['step']} ({facts['skipped']} skipped){samples}"
-    if batch := facts["batch"]:
-        data = facts["ranks"]
-        yield "batch", f"{batch['samples']} = {batch['micro']} x {batch['steps']} x {data} ranks"
-    kind = optimizer["type"] or "of a type that is not saved"
-    if optimizer["class"]:
-        kind += f" in {optimizer['class']}"
-    yield "optimizer", f"{kind}: {', '.join(optimizer['states'])}; {size(optimizer['bytes'])}"
-    for i, group in enumerate(optimizer["groups"][:4]):
-        text = ", ".join(f"{key} {group[key]}" for key in ("lr", "weight_decay") if key in group)
-        yield f"group {i}", f"{group['parameters']} parameters, {text}"
-    if more := optimizer["groups"][4:]:
-        yield "", f"and {len(more)} more groups"
-    scheduler = facts["scheduler"]
-    words = f"{scheduler['type'] or ''} {scheduler['state']}".strip() if scheduler else "none"
-    yield "scheduler", words if len(words) <= 90 else f"{words[:87]}..."
-    parts = {"parameters": "trained", "frozen": "frozen", "buffers": "in buffers"}
-    parts["others"] = "frozen or added by modules"
-    texts = [
-        f"{facts[key]['elements']:,} {what} ({facts[key]['tensors']} tensors)"
-        for key, what in parts.items()
-        if facts[key]["tensors"]
-    ]
-    yield "parameters", ", ".join(texts) or "none"
-    yield "on disk", f"{size(facts['bytes'])} in {facts['files']} files"
-    yield "client state", ", ".join(facts["client_state"]) or "none"
-    steps = facts["next_steps"]
-    yield "next steps", f"{steps[0]} to {steps[-1]} are written down" if steps else "none"
-    if facts["resumes_on"]:
-        sizes = [f"{ranks} ({size(nbytes)})" for ranks, nbytes in facts["resumes_on"].items()]
-        yield "goes on on", f"{', '.join(sizes[:8])} ranks (bytes of optimizer state on each)"
-    for text in facts["refused"]:
-        yield "not converted", text
-    for text in facts["odd"]:
-        yield "odd", text
-
-
-def size(nbytes):
-    """In the largest of these units of which there is one."""
-    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
-        if nbytes >= 1000**power:
-            return f"{nbytes / 1000**power:.3g} {unit}"
-    return f"{nbytes} bytes"
+# 3. the command
 
 
 def main():
@@ -332,13 +288,24 @@ def main():
     )
     parser.add_argument("folder", help="the folder above the tags, or a checkpoint")
     parser.add_argument("--tag", help="look at this one alone")
+    parser.add_argument(
+        "--ranks", type=positive, metavar="N", help="data-parallel ranks that shall go on"
+    )
     parser.add_argument("--quick", action="store_true", help="compare no checksums")
     parser.add_argument("--json", action="store_true", help="for machines")
     args = parser.parse_args()
     with in_one_line("universal.inspect"):
-        found = look(args.folder, args.tag, args.quick, progress=not args.json)
-    print(json.dumps(found, indent=1) if args.json else "\n".join(lines_of(found)))
-    sys.exit(1 if any(facts["problem"] for facts in found["tags"].values()) else 0)
+        view = look(args.folder, args.tag, args.quick, args.ranks, progress=not args.json)
+    print(json.dumps(view, indent=1) if args.json else "\n".join(lines_of(view)))
+    damaged = (facts["problem"] or facts["unread_damage"] for facts in view["tags"].values())
+    sys.exit(1 if any(damaged) else 0)
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ nothing, of frozen ones this rank's part. Needs only Python 3.10."""
 import math
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 from universal.description import ModuleState
 from universal.errors import CheckpointError
@@ -38,8 +38,7 @@ WITHOUT_ZERO = {
     "universal_checkpoint_info?": (NoneType, dict),
 }
 MODEL_STATES = WITHOUT_ZERO | {"param_shapes": [{str: is_shape}]}
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-OF_DEEPSPEED = {  # the keys that engine.save_checkpoint() writes by itself
+OF_DEEPSPEED = {  # the keys that engine.save_checkpoint() writes itself
     "module",
     "buffer_names",
     "optimizer",
@@ -69,14 +68,6 @@ SAME_ON_ALL_RANKS = (
     "frozen_param_shapes",
     "global_steps",
 )
-
-
-class Batch(NamedTuple):
-    """samples: of a step, on all ranks. micro: of a micro-batch. steps: of accumulation."""
-
-    samples: int
-    micro: int
-    steps: int
 
 
 def read_model_states(path: Path) -> dict:
@@ -125,20 +116,6 @@ def config_of(model: dict, *keys: str) -> dict:
 def client_state_of(model: dict) -> dict:
     """What the script has passed to save_checkpoint()."""
     return {key: value for key, value in model.items() if key not in OF_DEEPSPEED}
-
-
-def batch_of(model: dict) -> Batch | None:
-    """By the rule of DeepSpeed's config, which names one or two of the three; None if none."""
-    known = config_of(model)
-    batch, micro, steps = (known.get(key) if is_natural(known.get(key)) else None for key in BATCH)
-    ranks = max(1, model["dp_world_size"])
-    if batch is None and micro is None:
-        return None
-    if batch is None:
-        batch = micro * (steps or 1) * ranks
-    if steps is None:
-        steps = max(1, batch // (micro * ranks)) if micro else 1
-    return Batch(batch, micro or batch // (steps * ranks), steps)
 
 
 def keep_untrained(

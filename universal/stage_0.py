@@ -58,6 +58,10 @@ MODEL_STATES = "mp_rank_00_model_states.pt"
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 
+class NeedsEngine(CheckpointError):
+    """The checkpoint may be whole, but only an engine can tell which parameters are trained."""
+
+
 class Stepped(NamedTuple):
     """A tensor that PyTorch's optimizer steps, and the state that it keeps for it.
 
@@ -72,12 +76,6 @@ class Stepped(NamedTuple):
 
 
 MASTERS = {"fp32_groups?": [[tensor_of]], "fp32_groups_flat?": [is_flat]}
-
-
-class NeedsEngine(CheckpointError):
-    """The checkpoint may be whole; only an engine can tell which parameters its optimizer has."""
-
-
 NOWHERE = Stepped(None, {}, False)
 NO_OPTIMIZER = {"state": {}, "param_groups": []}
 
@@ -296,11 +294,21 @@ def is_rounded(weight, masters, begin, opened):
     reader = Reader(opened)
     halves = reader.read(extent_of(weight, numel), 0, numel)
     floats = reader.read(extent_of(masters, begin + numel), begin, numel)
-    if weight.dtype == "float16":
-        return halves == struct.pack(f"<{numel}e", *struct.unpack(f"<{numel}f", floats))
+    return halves == rounded(floats, weight.dtype)
+
+
+def rounded(floats: bytes, dtype: str) -> bytes:
+    """The bytes of float32 numbers in the precision of a dtype."""
+    if dtype == "float32":
+        return floats
+    numel = len(floats) // 4
+    if dtype == "float16":
+        numbers = struct.unpack(f"<{numel}f", floats)
+        limited = [x if abs(x) < 65520 else math.copysign(math.inf, x) for x in numbers]
+        return struct.pack(f"<{numel}e", *limited)
     words = struct.unpack(f"<{numel}I", floats)  # bfloat16: half of a float, rounded to even
-    rounded = [(word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in words]
-    return halves == struct.pack(f"<{numel}H", *rounded)
+    halves = [(word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in words]
+    return struct.pack(f"<{numel}H", *halves)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -102,6 +102,7 @@ def newest_first(folder, say, converted_only=False):
     """The tags in a folder, in the order in which to try to resume from them: first the one that
     `latest` names, unless there is a later one. say(text) reports what is skipped."""
     tags = []
+    passed_over = set()
     for name in list_tags(folder):
         is_saved = not (folder / name / "zero").is_dir()
         if is_saved and converted_only:
@@ -110,6 +111,7 @@ def newest_first(folder, say, converted_only=False):
             path = rank_0_model_states(folder / name)
             tags.append(Tag(name, step_of(path), path.stat().st_mtime, is_saved))
         except (CheckpointError, OSError) as error:
+            passed_over.add(name)
             say(f"{name} is passed over: {type(error).__name__}: {error}")
     # A tag of fewer steps that was saved later means that the run went back.
     given_up = {
@@ -132,7 +134,7 @@ def newest_first(folder, say, converted_only=False):
                 "is taken, if it is complete"
             )
         return [tag.name for tag in dict.fromkeys([*later, named, *tags])]
-    if name:
+    if name and name not in passed_over:
         say(f"`latest` names {name}, which holds no checkpoint")
     if last in given_up:
         say(
