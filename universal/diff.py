@@ -26,16 +26,17 @@ from universal.console import bar, in_one_line
 from universal.description import Described
 from universal.errors import CheckpointError
 from universal.module_states import client_state_of
-from universal.screen import counted, short, size, wrapped
-from universal.stage_0 import NeedsEngine
+from universal.screen import WIDTH, counted, short, size, wrapped
+from universal.stage_0 import NeedsEngine, unnamed_states
 from universal.tags import find_tag
-from universal.torch_file import Stub, Tensor, number_in, packed, tensor_of
+from universal.torch_file import Stub, Tensor, number_in, packed
 
 WORKERS = 4
 PER_JOB = 1 << 24  # bytes that a thread compares in one go, and by which the progress bar moves
 PER_READ = 1 << 18  # bytes
 PER_GAP = 1 << 16  # elements of which torch gets copies in float64
 WORST = 10
+LONGEST_TEXT = 60
 SIDES = ("first", "second")
 COUNTERS = ("global_steps", "skipped_steps", "global_samples", "data_sampler", "random_ltd")
 
@@ -63,13 +64,34 @@ class Piece(NamedTuple):
         return self.numel * width(self.pair.first.dtype)
 
 
-def described_in(folder):
-    """The Described of a folder. Without ZeRO, if nothing tells which parameters are trained, all
-    weights are the module's, and the optimizer's states have numbers in place of names."""
-    try:
-        return describe(folder, WORKERS)
-    except NeedsEngine:
-        return describe(folder, WORKERS, names=[])
+def describe_both(folders: list) -> list[Described]:
+    """The Described of two folders.
+
+    Without ZeRO it may be that nothing tells which parameters are trained. Then the other one does;
+    or else all weights are the module's, and the optimizer's states have numbers in place of names.
+    """
+    described = []
+    for folder in folders:
+        try:
+            described.append(describe(folder, WORKERS))
+        except NeedsEngine:
+            described.append(None)
+    known = [names_by_group(each.checkpoint) for each in described if each]
+    names = known[0] if known else []
+    return [
+        each or describe(folder, WORKERS, names=names)
+        for each, folder in zip(described, folders, strict=True)
+    ]
+
+
+def names_by_group(checkpoint):
+    """[[name]] by parameter group, in the order in which the optimizer got them."""
+    names = [[] for _ in checkpoint.optimizer.param_groups]
+    for name in (name for of_flat in checkpoint.flat_names for name in of_flat):
+        parameter = checkpoint.parameters.get(name)
+        if parameter and parameter.group is not None:
+            names[parameter.group].append(name)
+    return names
 
 
 def sources_of(described: Described) -> dict[str, tuple]:
@@ -87,18 +109,6 @@ def sources_of(described: Described) -> dict[str, tuple]:
     for name, tensor in tensors.items():
         sources[name] = (tensor.size, in_order_of_indices(name, tensor))
     return sources
-
-
-def unnamed_states(raw):
-    """{name: Tensor} of the optimizer's states, by the number of the parameter."""
-    states = (raw.optimizer.get("base_optimizer_state") or {}).get("state", {})
-    return {
-        f"parameter {number} {key}": tensor
-        for number, state in states.items()
-        if isinstance(state, dict)
-        for key, value in state.items()
-        if (tensor := tensor_of(value))
-    }
 
 
 def match(first: dict, second: dict) -> tuple[list[Pair], list[str]]:
@@ -260,7 +270,10 @@ def gap_of_tensors(a, b):
 
 
 def compare_all(pairs: list[Pair], progress: bool) -> dict[str, Gap]:
-    """The Gap of each pair, by its name. Raises: CheckpointError, also if what was read is damaged; OSError."""
+    """The Gap of each pair, by its name.
+
+    Raises: CheckpointError, also if what was read does not match its checksum; OSError.
+    """
     opened = keep_open()
 
     def compare_job(job):
@@ -295,8 +308,8 @@ def is_equal(a: Any, b: Any) -> bool:
         return packed(a) == packed(b)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(is_equal, a, b))
-    if isinstance(a, (bool, int, float, str)) and a == b:
-        return type(a) is type(b)
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):  # NaN is NaN
+        return (a == b or a != a and b != b) and isinstance(a, bool) == isinstance(b, bool)
     return packed(a) == packed(b)
 
 
@@ -319,14 +332,18 @@ def rest_of(described: Described) -> dict[str, Any]:
     return rest | {f"module's {name}": module.get(name) for name in checkpoint.module.objects}
 
 
+ABSENT = object()
+
+
 def differing(first: dict, second: dict) -> list[str]:
-    """In words, what is not the same."""
+    """In words, what is not the same; of dicts, which of their entries."""
     words = []
-    absent = object()
-    for key in sorted(first.keys() | second.keys()):
-        values = first.get(key, absent), second.get(key, absent)
-        if absent in values:
-            words.append(f"{key} is in the {SIDES[values[0] is absent]} alone")
+    for key in sorted(first.keys() | second.keys(), key=str):
+        values = first.get(key, ABSENT), second.get(key, ABSENT)
+        if ABSENT in values:
+            words.append(f"{key} is in the {SIDES[values[0] is ABSENT]} alone")
+        elif all(isinstance(value, dict) for value in values):
+            words += (f"{key} {text}" for text in differing(*values))
         elif not is_equal(*values):
             words.append(f"{key}: {', '.join(texts_of(values))}")
     return words
@@ -377,7 +394,15 @@ def texts_of(values):
     texts = [short(value) for value in values]
     if texts[0] == texts[1]:
         texts = [*map(repr, values)]
-    return [text if len(text) <= 60 else f"{text[:57]}..." for text in texts]
+    return [text_of(*pair) for pair in zip(values, texts, strict=True)]
+
+
+def text_of(value, text):
+    if isinstance(value, Tensor):
+        return f"a tensor of {tuple(value.size)}"
+    if isinstance(value, Stub):
+        return f"a {type(value).__qualname__}"
+    return text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 3]}..."
 
 
 # --------------------------------------------------------------------------------------------------
@@ -392,7 +417,7 @@ def diff(first: str, second: str, tolerance: float = 0.0, progress: bool = False
     """
     try:
         folders = [find_tag(folder) for folder in (first, second)]
-        described = [described_in(folder) for folder in folders]
+        described = describe_both(folders)
         pairs, words = match(*map(sources_of, described))
         gaps = compare_all(pairs, progress)
         words += differing(*map(rest_of, described))
@@ -429,7 +454,8 @@ def lines_of(view: dict[str, Any]) -> Iterator[str]:
         yield f"{'absolute':>10}{'relative':>10}{'elements':>20}"
     for gap in gaps[:WORST]:
         elements = f"{short(gap['elements'])} of {short(gap['of'])}"
-        yield f"{gap['absolute']:10.1e}{gap['relative']:10.1e}{elements:>20}  {gap['name']}"
+        line = f"{gap['absolute']:10.1e}{gap['relative']:10.1e}{elements:>20}  "
+        yield line + fitting(gap["name"], WIDTH - len(line))
     if len(gaps) > WORST:
         yield f"and {counted(len(gaps) - WORST, 'more tensor')}"
     words = view["others"]
@@ -440,12 +466,23 @@ def lines_of(view: dict[str, Any]) -> Iterator[str]:
     yield verdict(view)
 
 
+def fitting(name, width):
+    """A name of at most so many characters: its middle goes."""
+    half = (width - 3) // 2
+    return name if len(name) <= width else f"{name[:half]}...{name[-half:]}"
+
+
 def verdict(view):
-    largest = max((gap["absolute"] for gap in view["gaps"]), default=0.0)
-    numbers = f"numbers differ by at most {largest:.1e}" if view["gaps"] else "every bit is equal"
-    limit = f", and may by {view['tolerance']:g}" if view["gaps"] and view["tolerance"] else ""
-    rest = "" if view["same"] or not view["others"] else "; all else: see above"
-    return f"{'EQUAL' if view['same'] else 'DIFFERENT'}: {numbers}{limit}{rest}"
+    if not view["tensors"]:
+        return "DIFFERENT: no tensor is in both"
+    limit = f", and may by {view['tolerance']:g}" if view["tolerance"] else ""
+    numbers = "both have the same bits"
+    if view["gaps"]:
+        numbers = f"numbers differ by at most {view['gaps'][0]['absolute']:.1e}{limit}"
+    if view["same"]:
+        return f"EQUAL: {numbers}, and all else is the same"
+    rest = ", and other things differ (see above)" if view["others"] else ""
+    return f"DIFFERENT: {numbers}{rest}"
 
 
 def jsonable(view):

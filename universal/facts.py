@@ -12,7 +12,8 @@ from universal.description import NEXT_STEPS, Described, Description
 from universal.expect import is_natural
 from universal.module_states import client_state_of, config_of, degrees_of
 from universal.next_steps import read_rows
-from universal.torch_file import Stub
+from universal.stage_0 import unnamed_states
+from universal.torch_file import Stub, extent_of
 
 PLAIN = (bool, int, float, str)
 LONGEST = 16  # list or dict of which all is shown
@@ -153,7 +154,8 @@ def sequence_degree(model: dict) -> int:
     ranks = saved_ranks(model)
     true, batch, micro, steps = numbers_of(model)
     named = config_of(model).get("sequence_parallel_size")
-    samples, count = model.get("global_samples"), model["global_steps"]
+    samples = model.get("global_samples")  # a float, if ranks share sequences
+    known = isinstance(samples, (int, float)) and samples > 0
     degrees = [named if is_natural(named) else None]
     if true and batch:  # DeepSpeed was told that each part of a sequence is one
         degrees.append(batch / true)
@@ -162,8 +164,8 @@ def sequence_degree(model: dict) -> int:
     elif batch and micro:
         micro_batches = batch / micro
         degrees += (n for n in range(1, ranks + 1) if micro_batches * n % ranks == 0)
-    elif micro and not true and is_natural(samples) and samples and count:
-        degrees.append(micro * (steps or 1) * ranks * count / samples)
+    elif micro and not true and known:
+        degrees.append(micro * (steps or 1) * ranks * model["global_steps"] / samples)
     return next((int(n) for n in degrees if n and n == int(n) and ranks % n == 0), 1)
 
 
@@ -184,11 +186,15 @@ def optimizer_facts(described):
         for i, group in enumerate(checkpoint.optimizer.param_groups)
     ]
     sources = [source for parameter in parameters for source in parameter.states.values()]
-    names = dict.fromkeys(key for parameter in parameters for key in parameter.states)
+    names = [key for parameter in parameters for key in parameter.states]
+    if not parameters:
+        unnamed = {k: v for k, v in unnamed_states(raw).items() if not k.endswith(" step")}
+        sources = [extent_of(tensor) for tensor in unnamed.values()]
+        names = [name.split()[-1] for name in unnamed]
     return {
         "type": config_of(raw.models[0], "optimizer").get("type"),
         "class": checkpoint.layout.optimizer_class if checkpoint.layout else None,
-        "states": [*names],
+        "states": [*dict.fromkeys(names)],
         "groups": groups,
         "bytes": sum(map(nbytes_of, sources)),
     }

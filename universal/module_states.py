@@ -60,6 +60,8 @@ OF_DEEPSPEED = {  # the keys that engine.save_checkpoint() writes itself
     "universal_checkpoint_info",
     "ds_config",
     "ds_version",
+    "ds_autoep_layers",
+    "autoep_layers",
 }
 SAME_ON_ALL_RANKS = (
     "dp_world_size",

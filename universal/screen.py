@@ -65,7 +65,7 @@ def kind_of(facts):
     if max(layout["tensor"], layout["pipeline"], layout["sequence"]) > 1:
         text = f"{stage}, {' x '.join(ways)}-parallel ranks"
     if facts["experts"]:
-        text += f", {facts['experts'][0]} experts on {layout['expert']}"
+        text += f", {facts['experts'][0]} experts shared by {layout['expert']}"
     return f"universal (from {text})" if facts["universal"] else text
 
 
@@ -112,14 +112,15 @@ def batch_text(batch):
 def optimizer_rows(optimizer):
     kinds = [kind for kind in (optimizer["type"], optimizer["class"]) if kind]
     kind = " in ".join(kinds) or "of a type that is not saved"
-    states = ", ".join(optimizer["states"]) or "states of parameters without a name"
+    states = ", ".join(optimizer["states"]) or "no states"
     yield "optimizer", f"{kind}: {states}; {size(optimizer['bytes'])}"
     groups = optimizer["groups"]
     for i, group in enumerate(groups[:MOST_GROUPS]):
         rates = {"lr": "rate", "weight_decay": "decay"}
         texts = [f"{what} {short(group[key])}" for key, what in rates.items() if key in group]
-        elements = f"{short(group['elements'])} in {counted(group['tensors'], 'parameter')}"
-        yield f"group {i}", ", ".join([*texts, elements])
+        if group["tensors"]:
+            texts.append(f"{short(group['elements'])} in {counted(group['tensors'], 'parameter')}")
+        yield f"group {i}", ", ".join(texts)
     if len(groups) > MOST_GROUPS:
         yield "", f"and {len(groups) - MOST_GROUPS} more groups"
 
@@ -129,7 +130,11 @@ def scheduler_text(scheduler):
         return "none"
     state = scheduler["state"]
     if isinstance(state, dict):
-        numbers = {key: value for key, value in state.items() if isinstance(value, (int, float))}
+        numbers = {
+            key: value
+            for key, value in state.items()
+            if isinstance(value, (int, float)) and not key.startswith("_")
+        }
         state = ", ".join(f"{key} {short(value)}" for key, value in [*numbers.items()][:3])
     return f"{scheduler['type'] or 'of a type that is not saved'}: {state}"
 
@@ -156,7 +161,7 @@ def table(facts):
     if facts["own_ranks_only"]:
         yield from wrapped(f"{'goes on':>13}  on its own ranks only: {facts['own_ranks_only']}")
     rows = {
-        "goes on on": [f"{share['ranks']}" for share in shares],
+        "resumes on": [f"{share['ranks']}" for share in shares],
         "GPUs": [f"{share['gpus']}" for share in shares],
         "steps": [f"{share['steps']}" for share in shares],
         "efficiency": [percent(share["efficiency"]) for share in shares],
@@ -167,7 +172,7 @@ def table(facts):
     if shares[0]["steps"] is None:
         del rows["steps"], rows["efficiency"]
     for label, cells in rows.items():
-        unit = " ranks" if label == "goes on on" else ""
+        unit = " ranks" if label == "resumes on" else ""
         yield f"{label:>13}  {' '.join(f'{cell:>8}' for cell in cells)}{unit}"
 
 

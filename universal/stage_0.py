@@ -136,6 +136,19 @@ def describe_whole(
     return Described(description, RawStates([model], settings))
 
 
+def unnamed_states(raw: RawStates) -> dict[str, Tensor]:
+    """{name: Tensor} of the optimizer's states by the number of the parameter, if nobody knows the
+    parameters' names."""
+    states = (raw.optimizer.get("base_optimizer_state") or {}).get("state", {})
+    return {
+        f"parameter {number} {key}": tensor
+        for number, state in states.items()
+        if isinstance(state, dict)
+        for key, value in state.items()
+        if (tensor := tensor_of(value))
+    }
+
+
 def class_of(optimizer):
     """The name of the class of DeepSpeed's optimizer; "" where it is PyTorch's own."""
     if "fp32_groups_flat" in optimizer:
