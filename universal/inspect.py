@@ -10,6 +10,7 @@ damaged or incomplete; 2: there is none. This needs nothing but Python 3.10. If 
 installed, the command is ds_inspect."""
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -271,10 +272,11 @@ def weights_not_read(described):
         return places
     for path in paths_of(checkpoint):
         if path.name.endswith("model_states.pt"):
-            content = load(path)
-            module = content.get("module") or content
-            tensors = [tensor_of(module.get(name)) for name in checkpoint.parameters]
-            places |= {place_of(tensor.storage) for tensor in tensors if tensor}
+            with contextlib.suppress(CheckpointError):  # a second name, which a conversion leaves
+                content = load(path)
+                module = content.get("module") or content
+                tensors = [tensor_of(module.get(name)) for name in checkpoint.parameters]
+                places |= {place_of(tensor.storage) for tensor in tensors if tensor}
     return places
 
 
