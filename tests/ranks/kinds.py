@@ -88,9 +88,7 @@ def sequence_parallel():
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}},
     }
     trained = [p for p in model.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=trained, config=config, mpu=mpu
-    )
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config, mpu=mpu)
     for _ in range(6):
         engine.backward(engine(torch.ones(2, 8)))
         engine.step()
