@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 from universal.byte_ranges import Reader, Record, checksum, join_crcs, keep_open
 from universal.checkpoint import describe, paths_of
 from universal.console import bar, in_one_line
-from universal.description import Described
+from universal.description import Described, Description
 from universal.errors import CheckpointError
 from universal.facts import facts_of, settings_on
 from universal.screen import lines_of
@@ -94,6 +95,7 @@ def facts_of_folder(folder):
         except NeedsEngine as error:
             facts = facts_of(describe(folder, WORKERS, names=[]), told=False)
             return base | facts | {"notes": [*facts["notes"], str(error)]}
+        check_all_saved(described.checkpoint)
         check_same_step(described)
         return base | facts_of(described)
     except CheckpointError as error:
@@ -117,6 +119,17 @@ def first_whole(order, places, tags, quick, progress):
 
 # --------------------------------------------------------------------------------------------------
 # 2. what load_checkpoint() would find
+
+
+def check_all_saved(checkpoint: Description) -> None:
+    """Check that each state is as large as its parameter. Raises: CheckpointError."""
+    for name, parameter in checkpoint.parameters.items():
+        numel = math.prod(parameter.shape)
+        for key, source in parameter.states.items():
+            if source.numel < numel:
+                raise CheckpointError(
+                    f"{checkpoint.folder}: not all of the state {key} of {name} was saved"
+                )
 
 
 def check_same_step(described: Described) -> None:
