@@ -235,12 +235,12 @@ def elements_of(checkpoint: Description, models: list[dict], told: bool) -> dict
     shapes = {name: tensor.size for name, tensor in module.tensors.items()} | module.frozen
     buffers = {name for model in models for name in model["buffer_names"]} - module.frozen.keys()
     listed = models[0].get("frozen_param_shapes") is not None
-    kinds = {"frozen": [], "buffers": [], "added": [], "untold": []}
+    kinds = {"trained": [], "frozen": [], "buffers": [], "added": [], "untold": []}
     for name, shape in shapes.items():
         frozen = name in module.frozen or not listed and not name.endswith("_extra_state")
         kind = "buffers" if name in buffers else "frozen" if frozen else "added"
         kinds[kind if told or kind != "frozen" else "untold"].append(shape)
-    kinds["trained"] = [parameter.shape for parameter in checkpoint.parameters.values()]
+    kinds["trained"] += [parameter.shape for parameter in checkpoint.parameters.values()]
     return {kind: counted(of_kind) for kind, of_kind in kinds.items()}
 
 

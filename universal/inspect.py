@@ -55,10 +55,11 @@ def look(
     says = []
     places = places_in(folder, tag, says)
     order = [*places]
-    if len(places) > 1 or tag is None and folder not in places.values():
+    if tag is None and folder not in places.values():
         order = newest_first(folder, says.append)
-    tags = {name: facts_of_folder(place) for name, place in places.items()}
-    takes = first_whole(order, places, tags, quick, progress)
+    looks = {name: look_at(place) for name, place in places.items()}
+    takes = first_whole(order, looks, quick, progress)
+    tags = {name: known.facts for name, known in looks.items()}
     view = {"folder": str(folder), "takes": takes, "says": says, "tags": tags}
     if ranks is not None:
         view["on_ranks"] = settings_on(tags[takes], ranks) if takes else None
@@ -67,7 +68,7 @@ def look(
 
 def places_in(folder, tag, says):
     """{tag: its folder}, of a folder with tags, or of a checkpoint. Raises CheckpointError."""
-    if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+    if folder.is_dir() and not is_readable(folder):
         raise CheckpointError(f"{folder} cannot be read: permission denied")
     if tag is not None:
         places = {tag: folder / tag} if (folder / tag).is_dir() else {}
@@ -75,8 +76,9 @@ def places_in(folder, tag, says):
         places = {os.path.basename(os.path.abspath(folder)): folder}
     else:
         places = {name: folder / name for name in list_tags(folder)}
-        locked = [place for place in folder.glob("*/") if not os.access(place, os.R_OK | os.X_OK)]
-        says += [f"{place} cannot be read: permission denied" for place in locked]
+        for place in folder.iterdir() if folder.is_dir() else ():
+            if place.is_dir() and not is_readable(place):
+                says.append(f"{place} cannot be read: permission denied")
     if not places:
         missing = folder if tag is None else folder / tag
         below = sorted({path.parent.name for path in folder.glob("*/latest")})
@@ -85,31 +87,50 @@ def places_in(folder, tag, says):
     return places
 
 
-def facts_of_folder(folder):
-    """Its facts, with "problem": why a resume would not load it, or None; "readable": whether the
-    system lets it be read."""
+def is_readable(folder):
+    return os.access(folder, os.R_OK | os.X_OK)
+
+
+class Look(NamedTuple):
+    """facts: of the checkpoint in a folder, with "problem": why a resume would not load it, or
+    None. paths: of its files, if it can be described."""
+
+    folder: Path
+    facts: dict[str, Any]
+    paths: list[Path]
+
+
+def look_at(folder: Path) -> Look:
+    """What is in the folder of a checkpoint."""
     base = {"problem": None, "readable": True, "checked": False, "unread_damage": []}
     try:
-        try:
-            described = describe(folder, WORKERS)
-        except NeedsEngine as error:
-            facts = facts_of(describe(folder, WORKERS, names=[]), told=False)
-            return base | facts | {"notes": [*facts["notes"], str(error)]}
+        described, untold = describe_any(folder)
         check_all_saved(described.checkpoint)
         check_same_step(described)
-        return base | facts_of(described)
+        facts = facts_of(described, told=not untold)
+        notes = {"notes": [*facts["notes"], *untold]}
+        return Look(folder, base | facts | notes, paths_of(described.checkpoint))
     except CheckpointError as error:
-        return base | {"problem": str(error)}
+        return Look(folder, base | {"problem": str(error)}, [])
     except OSError as error:
-        return base | {"problem": str(error), "readable": False}
+        return Look(folder, base | {"problem": str(error), "readable": False}, [])
 
 
-def first_whole(order, places, tags, quick, progress):
-    """The first tag that is whole, as load_checkpoint() tries them; notes in `tags` what is not."""
+def describe_any(folder):
+    """(Described, [why nothing tells which of its parameters are trained], or [])."""
+    try:
+        return describe(folder, WORKERS), []
+    except NeedsEngine as error:
+        return describe(folder, WORKERS, names=[]), [str(error)]
+
+
+def first_whole(order, looks, quick, progress):
+    """The first tag that is whole, as load_checkpoint() tries them; notes in its facts what is
+    not."""
     for name in order:
-        facts = tags[name]
+        facts = looks[name].facts
         if not quick and not facts["problem"]:
-            facts |= checked(places[name], progress)
+            facts |= checked(looks[name], progress)
         if not facts["problem"]:
             return name
         if not facts["readable"]:  # a resume ends with that, too
@@ -178,14 +199,10 @@ class Span(NamedTuple):
     end: int
 
 
-def checked(folder, progress):
+def checked(known, progress):
     """{"checked", "problem", "unread_damage"}: what the checksums of a checkpoint's files tell."""
-    try:
-        described = describe(folder, WORKERS)
-    except NeedsEngine:
-        described = describe(folder, WORKERS, names=[])
-    damages = [*damages_of(paths_of(described.checkpoint), progress)]
-    unread = weights_not_read(described) if any(damage.record for damage in damages) else set()
+    damages = [*damages_of(known.paths, progress)]
+    unread = weights_not_read(known.folder) if any(each.record for each in damages) else set()
     needed = [damage.text for damage in damages if place_of(damage.record) not in unread]
     others = [damage.text for damage in damages if place_of(damage.record) in unread]
     return {"checked": True, "problem": "; ".join(needed) or None, "unread_damage": others}
@@ -277,8 +294,9 @@ def jobs_of(spans):
         yield job
 
 
-def weights_not_read(described):
+def weights_not_read(folder):
     """{(path, offset)} of the trained weights in model states: a resume reads the masters."""
+    described, _ = describe_any(folder)
     checkpoint = described.checkpoint
     places = set()
     if checkpoint.stage == 0 or compares_weights(checkpoint):
