@@ -153,7 +153,10 @@ def main():
     # DeepSpeed knows nothing of sequence parallelism: it takes a rank's part of a sequence for a
     # sequence. All parts have the same size, so the mean of the gradients over all ranks is right,
     # at every ZeRO stage.
-    changes = {"train_batch_size": args.train_batch_size * sequence}
+    changes = {
+        "train_batch_size": args.train_batch_size * sequence,
+        "universal_train_batch_size": args.train_batch_size,
+    }
     if tensor > 1:
         changes |= autotp(tensor) | {"mpu": groups}
     engine, text, held_out, run = start(args, functools.partial(build, args), **changes)

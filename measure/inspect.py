@@ -5,7 +5,7 @@
 A ZeRO-1 checkpoint of 4 ranks, of a GPT of 86 million parameters or --times as many, is laid out
 twice, with the same bytes. All four commands run as whole processes, in turn, several rounds; the
 median counts, and the ratio is that of the two medians. "memory": the system has the files there;
-"disk": what it had there was dropped (as root). The last column is the peak of the process's own
+"disk": it has nothing of them. The last column is the peak of the process's own
 memory (VmHWM) as it ends; where numbers differ, less that of a process that imports torch alone."""
 
 import argparse
@@ -23,9 +23,8 @@ from measure.lay_out import groups_of, lay_out
 from measure.ranks import ROOT
 from train import GPT
 
-DROP = Path("/proc/sys/vm/drop_caches")
 SHARED = {"lm_head.weight": "wte.weight"}
-COLUMNS = "{:<24}{:>9}{:>9}{:>8}{:>11}"
+COLUMNS = "{:<28}{:>9}{:>9}{:>8}{:>11}"
 # Runs a command of the package, and tells its peak memory: that of a child would be this process's.
 PEAK = """import re, runpy, sys
 from pathlib import Path
@@ -40,11 +39,18 @@ from pathlib import Path
 print(re.findall(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[0])"""
 
 
-def timed(words, cold):
-    """(seconds of a whole process, what it prints). It may end with 1: numbers differ."""
-    if cold:
-        os.sync()
-        DROP.write_text("1\n")
+def forget(folders):
+    """Let the system have nothing of these folders' files in memory."""
+    os.sync()
+    for path in (path for folder in folders for path in folder.iterdir()):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def timed(words, cold=()):
+    """(seconds of a whole process, what it prints). It may end with 1: numbers differ. cold:
+    folders that it is to read from the disk."""
+    forget(cold)
     begin = time.perf_counter()
     done = subprocess.run([*map(str, words)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert done.returncode in (0, 1), words
@@ -82,6 +88,16 @@ def measure(what, ours, limit, rounds, cold):
     print(COLUMNS.format(name, f"{a:.2f} s", f"{b:.2f} s", f"{a / b:.1f}x", f"{peak:.0f} MB"))
 
 
+def measure_many_ranks(folder, stage):
+    """Two lines: 19 million parameters in the shards of 512 ranks, and the same with itself."""
+    net = GPT(n_layer=24, n_head=16, n_embd=256, seq_len=1024, dropout=0.1)
+    lay_out(folder, groups_of(net), 512, stage, SHARED)
+    for module, *folders in (("inspect", folder), ("diff", folder, folder)):
+        took, printed = timed(of_package(module, *folders))
+        name = f"{module}, 512 ranks, ZeRO-{stage}"
+        print(COLUMNS.format(name, f"{took:.2f} s", "", "", f"{megabytes(printed):.0f} MB"))
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -100,17 +116,19 @@ def main():
         gigabytes = sum(path.stat().st_size for path in first.iterdir()) / 1e9
         print(f"{gigabytes:.2f} GB in {len([*first.iterdir()])} files")
         print(COLUMNS.format("", "ours", "limit", "ratio", "memory"))
-        for cold in (False, True) if os.access(DROP, os.W_OK) else (False,):
+        for cold in ((), (first, second)):
             for what, (ours, limit) in pairs(first, second).items():
                 measure(what, ours, limit, args.rounds, cold)
         lay_out(second, groups, 3, 3, SHARED)
         measure_differing(first, second)
+        for stage in (1, 3):
+            measure_many_ranks(first, stage)
 
 
 def measure_differing(first, second):
     """A line: other ranks, another stage, and every number is another."""
-    took, printed = timed(of_package("diff", first, second), False)
-    of_torch = megabytes(timed([sys.executable, "-c", OF_TORCH], False)[1])
+    took, printed = timed(of_package("diff", first, second))
+    of_torch = megabytes(timed([sys.executable, "-c", OF_TORCH])[1])
     equal, total = re.search(r"(\d+) of (\d+) tensors equal", printed).groups()
     assert equal == "0" < total
     peak = f"{megabytes(printed) - of_torch:.0f} MB"

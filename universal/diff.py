@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from universal.blocks import in_order_of_indices
-from universal.byte_ranges import Reader, check_all, keep_open, nbytes_of, width
+from universal.byte_ranges import Reader, check_all, keep_open, nbytes_of, portions, width
 from universal.checkpoint import describe
 from universal.console import bar, in_one_line
 from universal.description import Described
@@ -148,21 +148,6 @@ def pieces_of(pairs: Iterable[Pair]) -> Iterator[Piece]:
             yield Piece(pair, start, min(per_piece, numel - start))
 
 
-def jobs_of(pieces):
-    """The pieces in lists of about PER_JOB bytes."""
-    job = []
-    nbytes = 0
-    for piece in pieces:
-        job.append(piece)
-        nbytes += piece.nbytes
-        if nbytes >= PER_JOB:
-            yield job
-            job = []
-            nbytes = 0
-    if job:
-        yield job
-
-
 # --------------------------------------------------------------------------------------------------
 # 2. tensors
 
@@ -282,7 +267,7 @@ def compare_all(pairs: list[Pair], progress: bool) -> dict[str, Gap]:
 
     gaps = {pair.name: NO_GAP for pair in pairs}
     spans = {}
-    jobs = [*jobs_of(pieces_of(pairs))]
+    jobs = [*portions(pieces_of(pairs), lambda piece: piece.nbytes, PER_JOB)]
     total = sum(piece.nbytes for job in jobs for piece in job)
     with ThreadPoolExecutor(WORKERS) as pool, bar(total, progress) as show_more:
         for job, (of_job, readers) in zip(jobs, pool.map(compare_job, jobs), strict=True):

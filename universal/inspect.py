@@ -20,14 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from universal.byte_ranges import Reader, Record, checksum, join_crcs, keep_open
+from universal.byte_ranges import Reader, Record, checksum, join_crcs, keep_open, portions, width
 from universal.checkpoint import describe, paths_of
 from universal.console import bar, in_one_line
 from universal.description import Described, Description
 from universal.errors import CheckpointError
 from universal.facts import facts_of, settings_on
 from universal.screen import lines_of
-from universal.stage_0 import NeedsEngine, rounded
+from universal.stage_0 import ROUNDED, NeedsEngine, rounded
 from universal.tags import list_tags, newest_first
 from universal.torch_file import extent_of, load, records_of, tensor_of
 
@@ -170,16 +170,18 @@ def check_same_step(described: Described) -> None:
         if weight is None or weight.size != parameter.shape:  # at ZeRO-3 it is empty
             continue
         masters = parameter.states["fp32"]
-        size = 4  # bytes of an element
+        if masters.dtype != "float32" or weight.dtype not in ROUNDED:
+            continue
         start = 0
         for part in masters.ranges(0, masters.numel):
-            count = min(SAMPLE, part.nbytes // size)
+            numel = part.nbytes // width(masters.dtype)
+            count = min(SAMPLE, numel)
             halves = reader.read(extent_of(weight), start, count)
             if halves != rounded(reader.read(masters, start, count), weight.dtype):
                 raise CheckpointError(
                     f"{checkpoint.folder}: model states and shards are of different steps"
                 )
-            start += part.nbytes // size
+            start += numel
 
 
 def compares_weights(checkpoint):
@@ -200,19 +202,26 @@ class Span(NamedTuple):
 
 
 def checked(known, progress):
-    """{"checked", "problem", "unread_damage"}: what the checksums of a checkpoint's files tell."""
+    """The facts that the checksums of a checkpoint's files tell."""
     damages = [*damages_of(known.paths, progress)]
     unread = weights_not_read(known.folder) if any(each.record for each in damages) else set()
     needed = [damage.text for damage in damages if place_of(damage.record) not in unread]
     others = [damage.text for damage in damages if place_of(damage.record) in unread]
-    return {"checked": True, "problem": "; ".join(needed) or None, "unread_damage": others}
+    return {
+        "problem": "; ".join(needed) or None,
+        "readable": all(damage.readable for damage in damages),
+        "checked": True,
+        "unread_damage": others,
+    }
 
 
 class Damage(NamedTuple):
-    """record: that does not match its checksum; None if the file as a whole cannot be read."""
+    """record: that does not match its checksum; None if the file as a whole cannot be read.
+    readable: whether the system lets it be read."""
 
     text: str
     record: Record | None
+    readable: bool = True
 
 
 def place_of(record):
@@ -236,7 +245,7 @@ def damages_of(paths, progress):
         directories = [*pool.map(read_directory, paths)]
         yield from (found for found in directories if isinstance(found, Damage))
         records = [found for found in directories if not isinstance(found, Damage)]
-        jobs = [*jobs_of(spans_of(records))]
+        jobs = [*portions(spans_of(records), lambda span: span.end - span.start, SPAN)]
         crcs = {}
         with bar(sum(map(nbytes_in, jobs)), progress) as show_more:
             for job, of_job in zip(jobs, pool.map(read_spans, jobs), strict=True):
@@ -257,7 +266,7 @@ def attempt(read):
     try:
         return read()
     except (CheckpointError, OSError) as error:
-        return Damage(str(error), None)
+        return Damage(str(error), None, isinstance(error, CheckpointError))
 
 
 def appended(crc, more, span):
@@ -277,21 +286,6 @@ def spans_of(directories):
 
 def nbytes_in(spans):
     return sum(span.end - span.start for span in spans)
-
-
-def jobs_of(spans):
-    """The spans in lists of about SPAN bytes."""
-    job = []
-    nbytes = 0
-    for span in spans:
-        job.append(span)
-        nbytes += span.end - span.start
-        if nbytes >= SPAN:
-            yield job
-            job = []
-            nbytes = 0
-    if job:
-        yield job
 
 
 def weights_not_read(folder):

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import weakref
+from pathlib import Path
 from typing import NamedTuple
 
 from universal.description import NEXT_STEPS
@@ -28,7 +29,8 @@ class Row(NamedTuple):
     grad_norm: float | None
     rates: list[float]
 
-    def text(self):
+    def text(self) -> str:
+        """A line of the file."""
         *cells, rates = self
         return json.dumps([*cells, *rates], separators=(",", ":"))[1:-1] + "\n"
 
@@ -36,7 +38,7 @@ class Row(NamedTuple):
 HEADER = ",".join(Row._fields) + "\n"
 
 
-def read_rows(path, first_step):
+def read_rows(path: Path, first_step: int) -> tuple[dict[int, Row], bool]:
     """The rows of the steps from first_step on, by step.
 
     Returns: the rows; whether others may follow them. Not so behind half a row of a job that was
@@ -60,18 +62,18 @@ class NextSteps:
     It belongs to the folder, which may get another name, or be removed, before they are trained.
     """
 
-    def __init__(self, folder, begin, end):
+    def __init__(self, folder: Path, begin: int, end: int):
         self.folder = os.open(folder, os.O_RDONLY)
         weakref.finalize(self, os.close, self.folder)
         self.begin = begin
         self.end = end
 
-    def write(self, text, mode):
+    def write(self, text: str, mode: str) -> None:
         opener = functools.partial(os.open, dir_fd=self.folder)
         with open(NEXT_STEPS, mode, opener=opener) as file:
             file.write(text)
 
-    def add(self, row):
+    def add(self, row: Row) -> None:
         if self.begin <= row.step <= self.end:
             with contextlib.suppress(FileNotFoundError):  # the checkpoint was removed
                 self.write(row.text(), "a")

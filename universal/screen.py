@@ -9,6 +9,7 @@ from typing import Any
 
 WIDTH = 100
 MOST_TAGS = 8
+LONGEST_PROBLEM = 400  # characters
 MOST_GROUPS = 4
 MOST_COLUMNS = 9
 INDENT = " " * 15
@@ -24,7 +25,7 @@ def lines_of(view: dict[str, Any]) -> list[str]:
             lines += wrapped(f"{label:>13}  {text}")
         lines += table(view["tags"][view["takes"]])
     if settings := view.get("on_ranks"):
-        lines += ["", *settings_lines(settings, view["tags"][view["takes"]])]
+        lines += ["", *settings_lines(settings)]
     return [line.rstrip() for line in lines]
 
 
@@ -41,18 +42,24 @@ def head(view):
         mark = "*" if name == takes else " "
         yield from wrapped(f"{mark} {name}: {state_of(tags[name])}")
         for text in tags[name]["unread_damage"]:
-            yield from wrapped(f"{INDENT}{text} (a resume does not read it)")
+            yield from wrapped(f"{INDENT}{text}")
     if len(names) > MOST_TAGS:
         yield f"  and {len(names) - MOST_TAGS} more"
 
 
 def state_of(facts):
     if "step" not in facts:
-        return f"NOT COMPLETE: {facts['problem']}"
+        return f"NOT COMPLETE: {cut(facts['problem'])}"
     kind = f"step {facts['step']}, {kind_of(facts)}"
     if facts["problem"]:
-        return f"{kind}, DAMAGED: {facts['problem']}"
+        return f"{kind}, DAMAGED: {cut(facts['problem'])}"
+    if facts["unread_damage"]:
+        return f"{kind}, complete, but for damage that a resume does not read:"
     return f"{kind}, {'complete, all checksums match' if facts['checked'] else 'complete'}"
+
+
+def cut(text):
+    return text if len(text) <= LONGEST_PROBLEM else f"{text[:LONGEST_PROBLEM]} ..."
 
 
 def kind_of(facts):
@@ -189,7 +196,7 @@ def chosen(shares):
 # 2. the lines of a config
 
 
-def settings_lines(settings, facts):
+def settings_lines(settings):
     ranks = counted(settings["ranks"], "data-parallel rank")
     if settings["problem"]:
         yield from wrapped(f"on {ranks}: {settings['problem']}")

@@ -56,6 +56,7 @@ from universal.zero import OPTIMIZER, differences, is_flat, optimizer_state, pro
 
 MODEL_STATES = "mp_rank_00_model_states.pt"
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
 
 
 class NeedsEngine(CheckpointError):
@@ -311,7 +312,7 @@ def is_rounded(weight, masters, begin, opened):
 
 
 def rounded(floats: bytes, dtype: str) -> bytes:
-    """The bytes of float32 numbers in the precision of a dtype."""
+    """The bytes of float32 numbers in one of the precisions ROUNDED."""
     if dtype == "float32":
         return floats
     numel = len(floats) // 4

@@ -185,7 +185,8 @@ def test_a_weight_that_a_resume_does_not_read(laid_out):
     flip(source / MODEL, weight)
     done = inspected(source)
     assert done.code == 1 and "a resume takes c" in done.out
-    assert "(a resume does not read it)" in done.out and "DAMAGED" not in done.out
+    assert "complete, but for damage that a resume does not read:" in done.out
+    assert f"{source / MODEL} is damaged: data/" in " ".join(done.out.split())
 
 
 def no_step(shard):
