@@ -25,11 +25,13 @@ PY      = .venv/bin/python
 CKPT    = ds_transformer_checkpoint
 export TORCH_EXTENSIONS_DIR = $(CURDIR)/.venv/torch_extensions
 
-TRAIN   = train.py --train_batch_size 256 --train_micro_batch_size_per_gpu 64 --steps 200 --checkpoint_dir $(CKPT)
+BATCHES = --train_batch_size 256 --train_micro_batch_size_per_gpu 64
+TRAIN   = train.py $(BATCHES) --steps 200 --checkpoint_dir $(CKPT)
 RESUME  = $(TRAIN) --resume --checkpoint_interval 400
 EXAMPLES = $(wildcard examples/train_*.py)
 PACKAGE = $(wildcard universal/*.py)
 OUT     = out
+RUN     = $(basename $(@F))
 
 # Four ranks want four GPUs. Where there are fewer, these train on the CPU.
 GPUS := $(shell nvidia-smi -L 2> /dev/null | grep -c ^GPU)
@@ -61,7 +63,7 @@ help:
 
 demo: $(OUT)/resume.png $(OUT)/stock.txt $(OUT)/resume_no_uc.png \
 	$(OUT)/folders.png $(OUT)/shares.txt $(OUT)/grad_accu.png $(OUT)/grad_accu_ds.png $(OUT)/resume_uc.png $(OUT)/stock_3.txt \
-	$(OUT)/traps.txt
+	$(OUT)/traps.txt $(OUT)/diff.txt
 
 # Without an NVIDIA driver torch's CPU build will do: 200 megabytes in place of gigabytes.
 .venv/installed: requirements.txt
@@ -103,12 +105,18 @@ clean:
 assets: .venv/installed
 	$(MAKE) OUT=assets demo elastic exact 3d resume
 
-# Test 1: a checkpoint of 4 ranks resumes on 3, and on 4; DeepSpeed alone refuses the 3
+# Test 1: a checkpoint of 4 ranks resumes on 3, and on 4; DeepSpeed alone refuses the 3. These two resumes see
+# global_step100 in a folder of their own, and save step 200 there, to be compared with that of the first run.
 logs/default.csv: .venv/installed train.py $(PACKAGE)
 	$(call run,$(RANKS) 4 $(TRAIN) --run_name default --checkpoint_interval 100,default)
 
-logs/resume.csv: logs/default.csv
-	$(call run,$(RANKS) 3 $(RESUME) --checkpoint_tag global_step100 --run_name resume,resume)
+AGAIN = train.py $(BATCHES) --steps 200 --checkpoint_dir ckpt_$(RUN) --resume --checkpoint_interval 200
+logs/resume.csv logs/resume_no_uc.csv: logs/default.csv
+	@mkdir -p ckpt_$(RUN)
+	@ln -sfn ../$(CKPT)/global_step100 ckpt_$(RUN)/global_step100
+	$(call run,$(RANKS) $(RANKS_OF_$(RUN)) $(AGAIN) --checkpoint_tag global_step100 --run_name $(RUN),$(RUN))
+RANKS_OF_resume = 3
+RANKS_OF_resume_no_uc = 4
 
 $(OUT)/resume.png: logs/default.csv logs/resume.csv plot.py
 	$(call plot,logs/default.csv logs/resume.csv,1e-5)
@@ -120,11 +128,14 @@ $(OUT)/stock.txt: logs/default.csv
 	@grep -o -m 1 "[A-Za-z]*Exception: The checkpoint.*" logs/stock.txt > $@
 	@cat $@
 
-logs/resume_no_uc.csv: logs/default.csv
-	$(call run,$(RANKS) 4 $(RESUME) --checkpoint_tag global_step100 --run_name resume_no_uc,resume_no_uc)
-
 $(OUT)/resume_no_uc.png: logs/default.csv logs/resume_no_uc.csv plot.py
 	$(call plot,logs/default.csv logs/resume_no_uc.csv,0)
+
+# The same of the weights and moments: of step 100 and what it converts into, of step 200 and both resumes'
+$(OUT)/diff.txt: logs/resume.csv logs/resume_no_uc.csv $(CKPT)/latest_universal measure/weights.py
+	@mkdir -p $(OUT)
+	$(PY) -m measure.weights $(CKPT) ckpt_resume_no_uc ckpt_resume > $@ || { cat $@; exit 1; }
+	@cat $@
 
 $(OUT)/folders.png: logs/default.csv measure/folders.py
 	$(PY) -m measure.folders $(CKPT)/global_step100 --output $@
@@ -134,25 +145,24 @@ $(OUT)/shares.txt: .venv/installed measure/shares.py universal/batches.py
 	$(PY) -m measure.shares --output $(OUT)/shares.png > $@
 
 # Test 2: accumulation, in PyTorch and on DeepSpeed
-RUN2 = $(basename $(notdir $@))
-ACCU = --steps 100 --run_name $(RUN2) --train_batch_size 32 --train_micro_batch_size_per_gpu
+ACCU = --steps 100 --run_name $(RUN) --train_batch_size 32 --train_micro_batch_size_per_gpu
 logs/no_grad_accu_pt.csv: .venv/installed grad_accu_pt.py
-	$(call run,$(PY) grad_accu_pt.py $(ACCU) 32,$(RUN2))
+	$(call run,$(PY) grad_accu_pt.py $(ACCU) 32,$(RUN))
 
 logs/grad_accu_4_pt.csv: .venv/installed grad_accu_pt.py
-	$(call run,$(PY) grad_accu_pt.py $(ACCU) 8,$(RUN2))
+	$(call run,$(PY) grad_accu_pt.py $(ACCU) 8,$(RUN))
 
 logs/no_grad_accu_ds.csv: .venv/installed grad_accu_ds.py
-	$(call run,$(RANKS) 1 grad_accu_ds.py $(ACCU) 32,$(RUN2))
+	$(call run,$(RANKS) 1 grad_accu_ds.py $(ACCU) 32,$(RUN))
 
 logs/grad_accu_4_ds.csv: .venv/installed grad_accu_ds.py
-	$(call run,$(RANKS) 1 grad_accu_ds.py $(ACCU) 8,$(RUN2))
+	$(call run,$(RANKS) 1 grad_accu_ds.py $(ACCU) 8,$(RUN))
 
 logs/grad_accu_2_ds_ws2.csv: .venv/installed grad_accu_ds.py
-	$(call run,$(RANKS) 2 grad_accu_ds.py $(ACCU) 8,$(RUN2))
+	$(call run,$(RANKS) 2 grad_accu_ds.py $(ACCU) 8,$(RUN))
 
 logs/grad_accu_2_ds_ws3.csv: .venv/installed grad_accu_ds.py
-	$(call run,$(RANKS) 3 grad_accu_ds.py $(ACCU) 8,$(RUN2))
+	$(call run,$(RANKS) 3 grad_accu_ds.py $(ACCU) 8,$(RUN))
 
 $(OUT)/grad_accu.png: $(addprefix logs/,$(addsuffix .csv,no_grad_accu_pt grad_accu_4_pt grad_accu_2_ds_ws2 grad_accu_2_ds_ws3))
 	$(call plot,$(filter %.csv,$^),1e-5)

@@ -9,6 +9,7 @@ elements that are contiguous in both, and the runs of all blocks are merged. Nee
 import functools
 import heapq
 import itertools
+import math
 import operator
 import zlib
 from array import array
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 from universal.byte_ranges import CHUNK, Reader, width
 from universal.errors import CheckpointError
-from universal.torch_file import contiguous_strides
+from universal.torch_file import Tensor, contiguous_strides
 
 PER_READ = 1 << 16  # elements read at a time if several ranks hold parts or copies
 CODES = {"float32": "f", "float64": "d"}  # of the module array
@@ -111,6 +112,13 @@ class Joined(NamedTuple):
                 yield joined
                 joined = bytearray()
         yield joined
+
+
+def in_order_of_indices(name: str, tensor: Tensor) -> Joined:
+    """The source of a tensor of any strides, which may be a view."""
+    strides = contiguous_strides(tensor.size)
+    block = Block(0, tensor.size, tensor.stride, tensor.offset, strides, 0)
+    return Joined(name, (tensor.storage,), (block,), math.prod(tensor.size))
 
 
 def runs(block):

@@ -177,6 +177,21 @@ class Reader:
         check_all(self.spans, self.opened)
 
 
+def portions(items: Iterable[Any], size_of: Callable[[Any], int], size: int) -> Iterator[list]:
+    """The items in lists of about `size` bytes, each the work of one thread."""
+    portion = []
+    nbytes = 0
+    for item in items:
+        portion.append(item)
+        nbytes += size_of(item)
+        if nbytes >= size:
+            yield portion
+            portion = []
+            nbytes = 0
+    if portion:
+        yield portion
+
+
 # --------------------------------------------------------------------------------------------------
 # 3. checksums
 
@@ -222,7 +237,7 @@ def check_again(record, triples, opened):
             )
 
 
-def checksum(opened, record, start, end, crc=0):
+def checksum(opened: OpenFile, record: Record, start: int, end: int, crc: int = 0) -> int:
     """The CRC-32 of bytes of a record, continued from `crc`."""
     buffer = memoryview(bytearray(max(0, min(CHUNK, end - start))))
     for position in range(start, end, CHUNK):
@@ -239,7 +254,7 @@ def append_crc(crc: int, data: bytes, crc_of_data: int) -> int:
     return join_crcs(crc, crc_of_data, len(data))
 
 
-def join_crcs(first, second, nbytes):
+def join_crcs(first: int, second: int, nbytes: int) -> int:
     """The CRC-32 of A + B from those of A and of B, which has nbytes.
 
     So each byte is summed once, though two files need it.

@@ -160,6 +160,13 @@ def left_over(checkpoint: Description) -> list[str]:
     ]
 
 
+def paths_of(checkpoint: Description) -> list[Path]:
+    """Its .pt files, without what an earlier save has left over, and none of somebody else."""
+    folder = checkpoint.folder
+    paths = [*folder.glob("*_states.pt"), *folder.glob("zero/**/*.pt")]
+    return sorted(path for path in paths if path.name not in checkpoint.files.left_over)
+
+
 # --------------------------------------------------------------------------------------------------
 # 1. the data-parallel ranks of one model-parallel rank
 

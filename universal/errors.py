@@ -40,7 +40,7 @@ def naming(path: Path) -> Iterator[None]:
     except CheckpointError as error:
         if (os.path.dirname(path) or str(path)) in str(error):
             raise
-        raise CheckpointError(f"{path}: {error}") from None
+        raise type(error)(f"{path}: {error}") from None
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(error.filename or path)) from error
 

@@ -38,6 +38,31 @@ WITHOUT_ZERO = {
     "universal_checkpoint_info?": (NoneType, dict),
 }
 MODEL_STATES = WITHOUT_ZERO | {"param_shapes": [{str: is_shape}]}
+OF_DEEPSPEED = {  # the keys that engine.save_checkpoint() writes itself
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    "lr_scheduler",
+    "data_sampler",
+    "random_ltd",
+    "sparse_tensor_module_names",
+    "skipped_steps",
+    "global_steps",
+    "global_samples",
+    "dp_world_size",
+    "mp_world_size",
+    "num_experts",
+    "checkpoint_parallel_dimensions",
+    "universal_checkpoint_info",
+    "ds_config",
+    "ds_version",
+    "ds_autoep_layers",
+    "autoep_layers",
+}
 SAME_ON_ALL_RANKS = (
     "dp_world_size",
     "param_shapes",
@@ -88,6 +113,11 @@ def config_of(model: dict, *keys: str) -> dict:
     for key in keys:
         config = config.get(key) if isinstance(config, dict) else None
     return config if isinstance(config, dict) else {}
+
+
+def client_state_of(model: dict) -> dict:
+    """What the script has passed to save_checkpoint()."""
+    return {key: value for key, value in model.items() if key not in OF_DEEPSPEED}
 
 
 def keep_untrained(

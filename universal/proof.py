@@ -18,13 +18,10 @@ DeepSpeed.
 
 import contextlib
 import functools
-import json
 import math
 import os
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import deepspeed
 import torch
@@ -35,6 +32,7 @@ from universal.collective import say
 from universal.description import NEXT_STEPS
 from universal.engine import Engine
 from universal.hooks import deepspeed_load, wrap_methods
+from universal.next_steps import HEADER, NextSteps, Row, read_rows
 
 STEPS = 10
 # By how much a loss may differ from rounding alone, by the dtype of matrix products: as a share of
@@ -46,76 +44,7 @@ GRAD_NORM = "the gradient norm"
 
 
 # --------------------------------------------------------------------------------------------------
-# 1. the file
-
-
-class Row(NamedTuple):
-    """What is written down of a step. samples, loss, grad_norm: None where they were not seen.
-
-    dtype: of matrix products. samples: the mean of their hashes, which no order of them, no cut
-    into micro-batches, and no rank that gets the same changes. rates: of the parameter groups.
-    """
-
-    step: int
-    ranks: int
-    dtype: str
-    samples: float | None
-    loss_scale: float
-    loss: float | None
-    grad_norm: float | None
-    rates: list[float]
-
-    def text(self):
-        *cells, rates = self
-        return json.dumps([*cells, *rates], separators=(",", ":"))[1:-1] + "\n"
-
-
-HEADER = ",".join(Row._fields) + "\n"
-
-
-def read_rows(path, first_step):
-    """The rows of the steps from first_step on, by step.
-
-    Returns: the rows; whether others may follow them. Not so behind half a row of a job that was
-        killed, nor in a file that is of another save.
-    """
-    header, *lines = path.read_text().splitlines(keepends=True) or [""]
-    rows = {}
-    with contextlib.suppress(ValueError, TypeError):
-        for step, line in enumerate(lines, first_step):
-            cells = json.loads(f"[{line}]")
-            row = Row(*cells[:7], rates=cells[7:])
-            if row.step != step or not line.endswith("\n"):
-                break
-            rows[step] = row
-    return rows, header == HEADER and len(rows) == len(lines)
-
-
-class NextSteps:
-    """The file of a checkpoint, for its steps `begin` to `end`.
-
-    It belongs to the folder, which may get another name, or be removed, before they are trained.
-    """
-
-    def __init__(self, folder, begin, end):
-        self.folder = os.open(folder, os.O_RDONLY)
-        weakref.finalize(self, os.close, self.folder)
-        self.begin = begin
-        self.end = end
-
-    def write(self, text, mode):
-        opener = functools.partial(os.open, dir_fd=self.folder)
-        with open(NEXT_STEPS, mode, opener=opener) as file:
-            file.write(text)
-
-    def add(self, row):
-        if self.begin <= row.step <= self.end:
-            with contextlib.suppress(FileNotFoundError):  # the checkpoint was removed
-                self.write(row.text(), "a")
-
-
-# --------------------------------------------------------------------------------------------------
-# 2. the samples of a step
+# 1. the samples of a step
 
 
 def tensors_in(value, name=""):
@@ -158,7 +87,7 @@ def generator_states():
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. steps that are trained again
+# 2. steps that are trained again
 
 
 class Comparison:
@@ -241,7 +170,7 @@ def pairs_of(before, now):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. ten steps of an engine
+# 3. ten steps of an engine
 
 
 class Proof:
@@ -354,7 +283,7 @@ class Proof:
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. DeepSpeed's methods
+# 4. DeepSpeed's methods
 
 
 def watch(wanted: bool = True) -> None:

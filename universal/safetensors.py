@@ -14,7 +14,6 @@ place of every tensor, and the tensors one after the other."""
 
 import argparse
 import json
-import math
 import os
 import struct
 import time
@@ -22,14 +21,13 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from universal.blocks import Block, Joined
+from universal.blocks import in_order_of_indices
 from universal.byte_ranges import Reader, nbytes_of, width
 from universal.checkpoint import describe, left_over
 from universal.console import bar, in_one_line, report, totals
 from universal.errors import CheckpointError, naming
 from universal.publish import sync, unfinished
 from universal.tags import find_tag
-from universal.torch_file import contiguous_strides
 
 FORMATS = {
     "float64": "F64",
@@ -73,11 +71,7 @@ def weights_of(folder: Path, workers: int, strict: bool) -> dict[str, Weight]:
         for name, parameter in checkpoint.parameters.items()
     }
     for name, tensor in checkpoint.module.tensors.items():
-        # It may be a view.
-        strides = contiguous_strides(tensor.size)
-        block = Block(0, tensor.size, tensor.stride, tensor.offset, strides, 0)
-        source = Joined(name, (tensor.storage,), (block,), math.prod(tensor.size))
-        weights[name] = Weight(tensor.size, source)
+        weights[name] = Weight(tensor.size, in_order_of_indices(name, tensor))
     lost = [name for name, weight in weights.items() if weight.source.dtype not in FORMATS]
     for name in (*lost, *checkpoint.module.objects):
         problem = f"{folder}: safetensors has no place for {name}"

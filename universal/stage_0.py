@@ -56,6 +56,11 @@ from universal.zero import OPTIMIZER, differences, is_flat, optimizer_state, pro
 
 MODEL_STATES = "mp_rank_00_model_states.pt"
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
+
+
+class NeedsEngine(CheckpointError):
+    """The checkpoint may be whole, but only an engine can tell which parameters are trained."""
 
 
 class Stepped(NamedTuple):
@@ -130,6 +135,19 @@ def describe_whole(
         problems=problem_of_loss(path, parameters, state),
     )
     return Described(description, RawStates([model], settings))
+
+
+def unnamed_states(raw: RawStates) -> dict[str, Tensor]:
+    """{name: Tensor} of the optimizer's states by the number of the parameter, if nobody knows the
+    parameters' names."""
+    states = (raw.optimizer.get("base_optimizer_state") or {}).get("state", {})
+    return {
+        f"parameter {number} {key}": tensor
+        for number, state in states.items()
+        if isinstance(state, dict)
+        for key, value in state.items()
+        if (tensor := tensor_of(value))
+    }
 
 
 def class_of(optimizer):
@@ -238,7 +256,7 @@ def names_by_shape(weights, groups, opened):
     none, which are frozen, have other shapes. Raises CheckpointError if they do not.
     """
     if not weights:
-        raise CheckpointError(
+        raise NeedsEngine(
             "a pipeline or tensor-parallel ranks saved it without ZeRO, which nobody converts: "
             "it loads on its own layout only"
         )
@@ -260,7 +278,7 @@ def names_by_shape(weights, groups, opened):
         unclear |= NOWHERE in places_of(chosen, group)
         unclear |= any(weight.size in frozen for weight in chosen)
     if unclear:
-        raise CheckpointError(
+        raise NeedsEngine(
             "it does not say which parameters are in which group of the optimizer, and their "
             "shapes do not tell: load it without converting it"
         )
@@ -290,11 +308,21 @@ def is_rounded(weight, masters, begin, opened):
     reader = Reader(opened)
     halves = reader.read(extent_of(weight, numel), 0, numel)
     floats = reader.read(extent_of(masters, begin + numel), begin, numel)
-    if weight.dtype == "float16":
-        return halves == struct.pack(f"<{numel}e", *struct.unpack(f"<{numel}f", floats))
+    return halves == rounded(floats, weight.dtype)
+
+
+def rounded(floats: bytes, dtype: str) -> bytes:
+    """The bytes of float32 numbers in one of the precisions ROUNDED."""
+    if dtype == "float32":
+        return floats
+    numel = len(floats) // 4
+    if dtype == "float16":
+        numbers = struct.unpack(f"<{numel}f", floats)
+        limited = [x if abs(x) < 65520 else math.copysign(math.inf, x) for x in numbers]
+        return struct.pack(f"<{numel}e", *limited)
     words = struct.unpack(f"<{numel}I", floats)  # bfloat16: half of a float, rounded to even
-    rounded = [(word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in words]
-    return halves == struct.pack(f"<{numel}H", *rounded)
+    halves = [(word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in words]
+    return struct.pack(f"<{numel}H", *halves)
 
 
 # --------------------------------------------------------------------------------------------------

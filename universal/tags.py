@@ -71,7 +71,8 @@ def list_tags(folder):
     """The names of the checkpoints in a folder, whole or not. A tag like epoch1/step5 is a folder
     in a folder; such tags are found if they are next to the one that `latest` names."""
     tags = set()
-    for place in {folder, (folder / named_by_latest(folder)).parent}:
+    name = named_by_latest(folder)
+    for place in {folder, (folder / name).parent if name else folder}:
         for path in place.glob("[!.]*/*mp_rank_00_model_states.pt"):
             if not path.parent.name.endswith((".unfinished", ".replaced")):
                 tags.add(os.path.relpath(path.parent, folder))
@@ -101,6 +102,7 @@ def newest_first(folder, say, converted_only=False):
     """The tags in a folder, in the order in which to try to resume from them: first the one that
     `latest` names, unless there is a later one. say(text) reports what is skipped."""
     tags = []
+    passed_over = set()
     for name in list_tags(folder):
         is_saved = not (folder / name / "zero").is_dir()
         if is_saved and converted_only:
@@ -109,6 +111,7 @@ def newest_first(folder, say, converted_only=False):
             path = rank_0_model_states(folder / name)
             tags.append(Tag(name, step_of(path), path.stat().st_mtime, is_saved))
         except (CheckpointError, OSError) as error:
+            passed_over.add(name)
             say(f"{name} is passed over: {type(error).__name__}: {error}")
     # A tag of fewer steps that was saved later means that the run went back.
     given_up = {
@@ -131,7 +134,7 @@ def newest_first(folder, say, converted_only=False):
                 "is taken, if it is complete"
             )
         return [tag.name for tag in dict.fromkeys([*later, named, *tags])]
-    if name:
+    if name and name not in passed_over:
         say(f"`latest` names {name}, which holds no checkpoint")
     if last in given_up:
         say(

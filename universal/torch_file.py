@@ -29,6 +29,8 @@ from universal.byte_ranges import (
     Reader,
     Record,
     append_crc,
+    checksum,
+    keep_open,
     nbytes_of,
     open_file,
     width,
@@ -338,10 +340,22 @@ class Unpickler(pickle.Unpickler):
         return record._replace(kind=kind)
 
 
+def records_of(path: Path) -> dict[str, Record]:
+    """{name: Record} of all that is in a file: tensors, and the pickle. Raises CheckpointError."""
+    with parsing(path), open_file(path) as file:
+        if is_unzipped(file):  # it has no checksums
+            return {"it": Record(str(path), 0, os.path.getsize(path), None)}
+        archive = archive_of(file)
+        names = [info.filename.partition("/")[2] for info in archive.infolist()]
+        infos = zip(names, archive.infolist(), strict=True)
+        return {name: record_of(path, file, info, name) for name, info in infos}
+
+
 def verify(path: Path) -> None:
     """Read a file, and check every record's checksum, if it has any. Raises CheckpointError."""
-    with parsing(path), open_file(path) as file:
-        if not is_unzipped(file) and (name := archive_of(file).testzip()):
+    opened = keep_open()
+    for name, record in records_of(path).items():
+        if record.crc not in (checksum(opened, record, 0, record.nbytes), None):
             raise CheckpointError(f"{path} is damaged: {name} does not match its checksum")
 
 

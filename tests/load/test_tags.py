@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from universal.tags import named_by_latest, newest_first
+from universal.tags import list_tags, named_by_latest, newest_first
 
 HOUR = 3600
 
@@ -62,6 +62,17 @@ def test_copied_without_their_times(place, tmp_path):
     assert "step900 was written after step1000" in line and "tell which tag to load" in line
     latest("latest", "step1000", 5)
     assert order(tmp_path) == (["step1000", "step900", "step200"], [])
+
+
+def test_a_folder_below_another_run(place, tmp_path):
+    """The tags of the run above are not its own: a first start finds none."""
+    tag, latest = place
+    tag("step100", 100, 1)
+    assert list_tags(tmp_path / "new") == []
+    (tmp_path / "new").mkdir()
+    assert list_tags(tmp_path / "new") == [] and order(tmp_path / "new") == ([], [])
+    (tmp_path / "new" / "latest").write_text("")
+    assert list_tags(tmp_path / "new") == []
 
 
 @pytest.mark.parametrize("text", ["step100/", "./step100", "../{0}/step100", "{1}/step100\n"])

@@ -95,6 +95,7 @@ def test_what_the_cells_print(lesson):
     assert "= 29632 parameters" in printed["look"] and 4 * 29632 == 118528 and "118,528" in PAGE
     assert "The TODO is still open" in printed["check"]
     assert "112 files are the same, bit for bit" in printed["check"]
+    assert "84 of 84 tensors equal bit by bit" in printed["check"]
     # `join` is written now.
     assert "TODO" not in execute(CODE["check"]["source"], lesson.names)
     assert "resumed from ckpt_lesson/mine" in printed["three"]

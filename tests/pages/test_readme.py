@@ -16,8 +16,10 @@ from deepspeed.launcher import runner
 from helpers import ROOT
 from torch.distributed.run import get_args_parser
 
+import universal.diff
 import universal.elastic
 import universal.exact
+import universal.inspect
 import universal.mirror
 import universal.safetensors
 import universal.trainer
@@ -41,6 +43,11 @@ COMMAND = re.compile(
     r"(python|deepspeed|torchrun) .*(\.py|-m(odule)? (examples|measure)\.)"
     r"|python -m universal(\.\w+)? \w|make [\w -]+$|pip install -r"
 )
+OF_PACKAGE = {  # python -m universal.COMMAND
+    "universal.safetensors": universal.safetensors.main,
+    "universal.inspect": universal.inspect.main,
+    "universal.diff": universal.diff.main,
+}
 PROGRAM = re.compile(r"\.py$|^(examples|measure)\.\w+$")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$|((?:^    [^\n]*\n)+)", re.M | re.S)
 
@@ -121,8 +128,8 @@ def test_command(page, command, monkeypatch):
         assert all(re.search(rf"^{target}:", makefile, re.M) for target in words[1:])
     elif words[0] == "pip":
         assert (ROOT / words[-1]).is_file()
-    elif words[1:3] == ["-m", "universal.safetensors"]:
-        parse_by(universal.safetensors.main, words[2:], monkeypatch)
+    elif words[1] == "-m" and words[2] in OF_PACKAGE:
+        parse_by(OF_PACKAGE[words[2]], words[2:], monkeypatch)
     elif COMMAND.match(" ".join(words)):  # any command may follow `python -m universal`
         if words[0] == "torchrun":
             get_args_parser().parse_args(words[1:])
@@ -161,6 +168,8 @@ WRONG = [
     "pip install -r no_such_file.txt",
     "python -m universal deepspeed train.py --no_such_flag",
     "python -m universal.safetensors no_output",
+    "python -m universal.inspect folder --no_such_flag",
+    "python -m universal.diff only_one",
     "python -m measure.warm --no_such_flag train.py",
     "python -m measure.warm --standalone -m examples.train_elastic --no_such_flag",
     "deepspeed --module examples.no_such_script",

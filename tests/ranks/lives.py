@@ -21,10 +21,14 @@ What must be loaded. A save that came back on all ranks is a promise, and so is 
   as either.
 - Every loss is within 1e-5 of one rank that was never killed. But bf16 departs from fp32 for good:
   the steps of such a life, and of those that go on from its saves, must be within BF16_GAP instead.
+- universal.inspect, asked before each load, names the tag that is loaded then, and finds damaged
+  what the load passes over.
 """
 
+import contextlib
 import functools
 import random
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -34,6 +38,7 @@ from typing import NamedTuple
 from life import LAST, Place, Plan, an_hour_passes, play_life
 
 import universal
+from universal.inspect import look
 
 LIVES = 6
 STEPS = 11  # of a life that does not come to its fatal save
@@ -240,6 +245,24 @@ def plan_life(draw, before, saves):
     return plan._replace(places=places)
 
 
+def looked_at(place, tag):
+    """What universal.inspect says of a folder; None if there is no such checkpoint."""
+    with contextlib.suppress(universal.CheckpointError):
+        return look(place, tag)
+
+
+def check_view(view, events, lines):
+    """Whether the load took the tag that inspect has named, or none; and whether each tag that it
+    passed over before that one is damaged for both."""
+    takes = view and view["takes"]
+    for event in events:
+        assert event.get("loaded", takes) == takes, f"inspect said {takes}: {event}"
+        assert "refused" not in event or not takes, f"inspect said {takes}: {event}"
+    for line in lines:
+        if passed := re.match(r"universal: (\S+) is (not complete, and is )?passed over", line):
+            assert view["tags"][passed[1]]["problem"], line
+
+
 def play(seed, above):
     """Play a history below a folder. Raises AssertionError with all that has happened."""
     folder = Folder(Path(above, "c"))
@@ -257,8 +280,10 @@ def play(seed, above):
                 plan = plan._replace(tag=folder.newest())
             story.append(str(plan))
             expected = folder.expected(plan.tag)
+            view = looked_at(folder.place, plan.tag)
             events, lines = play_life(above, folder.place, plan)
             story += lines
+            check_view(view, events, lines)
             if refusals := [event["refused"] for event in events if "refused" in event]:
                 assert not expected, f"refused: {refusals[0]}"
                 assert refusals == [refusals[0].replace("\n", " ")] * plan.ranks, refusals

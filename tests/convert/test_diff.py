@@ -1,0 +1,275 @@
+"""Two checkpoints compared, `python -m universal.diff`: nothing differs between a checkpoint and
+what it converts into; what was changed is what is named, and by how much."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import OrderedDict
+
+import pytest
+import torch
+from helpers import MODEL, ROOT, edit, failed, flip, forked, load
+
+import universal.diff
+from measure.lay_out import lay_out
+from universal import convert
+from universal.diff import diff
+
+
+def compared(*words, before=lambda: None):
+    """The command's exit code, and what it says. before() is called ahead of it."""
+
+    def work():
+        before()
+        sys.argv = ["diff.py", *map(str, words)]
+        universal.diff.main()
+
+    return forked(work)()
+
+
+def add_more(model):
+    """Buffers, one of them a view, and of the client state a list with a tensor."""
+    model["module"]["view"] = torch.arange(12.0).view(3, 4).T
+    model["module"]["nan"] = torch.tensor([math.nan, 1.0])
+    model["buffer_names"] = ["view", "nan"]
+    model["scores"] = [torch.ones(3), {"best": 1}]
+
+
+@pytest.fixture(params=[1, 3])
+def pair(request, laid_out, tmp_path):
+    """A checkpoint, and what it converts into."""
+    source = laid_out(request.param, add_more)
+    convert(source, tmp_path / "u")
+    return source, tmp_path / "u"
+
+
+def change(path, act):
+    saved = load(path)
+    act(saved["param"])
+    torch.save(saved, path)
+
+
+def test_the_same(pair):
+    view = diff(*pair)
+    assert (view["same"], view["gaps"], view["others"]) == (True, [], [])
+    assert view["tensors"] == view["equal"] == 3 * 3 + 2
+    assert view["bytes"] == 4 * (3 * (15 + 7 + 4) + 12 + 2)
+    done = compared(*pair)
+    assert (done.code, done.err) == (0, "") and "11 of 11 tensors equal bit by bit" in done.out
+
+
+def test_documented(pair):
+    """The page has a row for every key of the JSON, and for no other."""
+    page = (ROOT / "docs" / "inspect.md").read_text()
+    source, output = pair
+    change(output / "zero" / "a" / "exp_avg.pt", lambda tensor: tensor.add_(1))
+    done = compared(source, output, "--json")
+    view = json.loads(done.out)
+    assert done.code == 1 and view["gaps"][0]["name"] == "a exp_avg"
+    for title, known in (("Keys of diff", view), ("Keys of a gap", view["gaps"][0])):
+        section = page.split(f"## {title}\n")[1].split("\n## ")[0]
+        assert re.findall(r"^\| `(\w+)` \|", section, re.M) == [*known], title
+
+
+@pytest.mark.parametrize("chunk", [4, 1 << 20])
+def test_numbers(pair, monkeypatch, chunk):
+    """The largest gap of a tensor, in whichever piece it is, how many elements differ, and what the
+    tolerance permits."""
+    source, output = pair
+    for name in ("PER_JOB", "PER_READ", "PER_GAP"):
+        monkeypatch.setattr(universal.diff, name, chunk)
+    before = load(output / "zero" / "c" / "fp32.pt")
+    number = torch.zeros(5, 3)
+    number[1, 1], number[4, 2] = 0.5, -0.25
+    change(output / "zero" / "a" / "exp_avg.pt", lambda tensor: tensor.add_(number))
+    change(output / "zero" / "c" / "fp32.pt", lambda tensor: tensor[3:].fill_(math.nan))
+    view = diff(source, output)
+    of_c, of_a = view["gaps"]
+    assert (of_c["name"], of_c["absolute"], of_c["elements"]) == ("c fp32", math.inf, 1)
+    assert (of_a["name"], of_a["elements"], of_a["of"]) == ("a exp_avg", 2, 15)
+    assert of_a["absolute"] == pytest.approx(0.5, rel=1e-6)
+    saved = load(output / "zero" / "a" / "exp_avg.pt")["param"][1, 1]
+    last = load(output / "zero" / "a" / "exp_avg.pt")["param"][4, 2].double()
+    shares = [0.5 / saved.item(), 0.25 / max(abs(last), abs(last + 0.25)).item()]
+    assert of_a["relative"] == pytest.approx(max(shares), rel=1e-6)
+    assert view["equal"] == view["tensors"] - 2 and not view["others"]
+    assert json.loads(compared(source, output, "--json").out)["gaps"][0]["absolute"] is None
+    torch.save(before, output / "zero" / "c" / "fp32.pt")
+    assert compared(source, output, "--tolerance", 0.6).code == 0
+    done = compared(source, output, "--tolerance", 0.4)
+    assert done.code == 1 and "5.0e-01" in done.out and "DIFFERENT" in done.out
+
+
+def test_bits(pair, tmp_path):
+    """-0 is not +0; a gap of the last bit of a float32 is a gap; NaN of the same bits is NaN."""
+    _, output = pair
+    other = shutil.copytree(output, tmp_path / "v")
+    for number, changed, gap in (
+        (0.0, -0.0, 0.0),
+        (1.0, 1.0 + 2**-23, 2**-23),
+        (math.nan, 1.0, math.inf),
+        (math.inf, -math.inf, math.inf),
+    ):
+        for folder in (output, other):
+            change(folder / "zero" / "b" / "exp_avg.pt", lambda b, number=number: b.fill_(number))
+        assert diff(output, other)["same"]
+        change(other / "zero" / "b" / "exp_avg.pt", lambda b, value=changed: b[2:4].fill_(value))
+        view = diff(output, other)
+        (found,) = view["gaps"]
+        assert (found["elements"], found["absolute"]) == (2, gap)
+        assert view["same"] == (gap == 0) and view["equal"] == view["tensors"] - 1
+
+
+CHANGES = {
+    "scheduler last_batch_iteration: 100, 7": lambda model: model["lr_scheduler"].update(
+        last_batch_iteration=7
+    ),
+    "counter global_samples: 100, 7": lambda model: model.update(global_samples=7),
+    "client state scores: ": lambda model: model["scores"][0].add_(1),
+    "client state new is in the second alone": lambda model: model.update(new=None),
+    "in the first alone, 1 tensor: nan": lambda model: (
+        model["module"].pop("nan"),
+        model["buffer_names"].remove("nan"),
+    ),
+    "float32 in the first, float64 in the second: view": lambda model: model["module"].update(
+        view=model["module"]["view"].double()
+    ),
+    "view is (4, 3) in the first, (3, 4) in the second": lambda model: model["module"].update(
+        view=model["module"]["view"].T
+    ),
+    "module's word is in the second alone": lambda model: model["module"].update(word="x"),
+}
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_the_rest(pair, words):
+    """Each change is one line; nothing else is said."""
+    source, output = pair
+    (output / f"zero_pp_rank_0_{MODEL}").unlink()
+    edit(output, MODEL, CHANGES[words])
+    view = diff(source, output)
+    (line,) = view["others"]
+    assert line.startswith(words) and not view["gaps"] and not view["same"]
+    assert compared(source, output, "--tolerance", 10).code == 1
+
+
+def test_hyperparameters_and_step_counts(pair):
+    source, output = pair
+    edit(output / "zero", "optimizer_state.pt", lambda s: s["param_groups"][1].update(lr=1.0))
+    torch.save(torch.tensor(99.0), output / "zero" / "b" / "step.pt")
+    first, second = diff(source, output)["others"]
+    assert first == "group 1 lr: 0.0001, 1" and second == "step of b: 100, 99"
+
+
+def test_numbers_that_short_forms_do_not_tell_apart(pair):
+    source, output = pair
+    rate = 1e-4 + 1e-16
+    edit(output / "zero", "optimizer_state.pt", lambda s: s["param_groups"][1].update(lr=rate))
+    (line,) = diff(source, output)["others"]
+    assert line == f"group 1 lr: 0.0001, {rate!r}"
+
+
+def test_another_model(pair, laid_out, tmp_path):
+    """Parameters that one lacks, or that have another shape. One screen of 100 columns."""
+    source, output = pair
+    other = source.rename(tmp_path / "before")
+    shapes = [OrderedDict(a=torch.Size((3, 3)), d=torch.Size((7,)))]
+    shapes.append(OrderedDict((f"{'layer.' * 20}{i}", torch.Size((2,))) for i in range(20)))
+    third = laid_out(1, shapes=shapes)
+    text = "\n".join(diff(other, third)["others"])
+    for words in (
+        "in the first alone, 8 tensors: b exp_avg",
+        "in the second alone, 63 tensors: d exp_avg",
+        "a fp32 is (5, 3) in the first, (3, 3) in the second",
+    ):
+        assert words in text, text
+    convert(third, tmp_path / "w")
+    for path in (tmp_path / "w").glob("zero/*/exp_avg.pt"):
+        change(path, lambda tensor: tensor.add_(1))
+    for done in (compared(other, third), compared(third, tmp_path / "w")):
+        lines = done.out.splitlines()
+        assert done.code == 1 and len(lines) <= 40 and max(map(len, lines)) <= 100, done.out
+
+
+def test_unlike_ranks_and_stages(laid_out, tmp_path):
+    """Nothing in common but the model: the numbers of two lay-outs are others."""
+    shapes = [OrderedDict(a=torch.Size((5, 3)))]
+    lay_out(tmp_path / "x", shapes, 3, 3)
+    view = diff(laid_out(1, shapes=shapes), tmp_path / "x")
+    assert view["tensors"] == len(view["gaps"]) == 3
+
+
+def test_what_belongs_to_a_rank_is_not_said_to_be_equal(laid_out):
+    def add(shard):
+        state = shard["optimizer_state_dict"]["base_optimizer_state"]["state"]
+        state[0]["rows"] = torch.ones(3)
+
+    source = laid_out(1, shard=add)
+    (line,) = diff(source, source)["others"]
+    assert "rows of the optimizer belongs to a rank: it is not compared" in line
+
+
+def test_damage(pair, tmp_path):
+    """Exit code 2, and the file, in a line: a comparison of damaged bytes says nothing. Of both
+    sides, and also where all that was compared is equal."""
+    source, output = pair
+    absent = tmp_path / "absent"
+    failed(compared(source, absent), 2, "universal.diff: error: ", "does not exist")
+    flip(output / "zero" / "b" / "fp32.pt")
+    failed(compared(source, output), 2, "universal.diff: error: ", "fp32.pt is damaged")
+    failed(compared(output, source), 2, "universal.diff: error: ", "fp32.pt is damaged")
+    failed(compared(output, output), 2, "universal.diff: error: ", "fp32.pt is damaged")
+    (path,) = source.glob("*rank_1*optim*")
+    os.truncate(path, path.stat().st_size // 2)
+    failed(compared(source, output), 2, path.name)
+
+
+def no_permission():
+    os.setgid(65534)
+    os.setuid(65534)  # root may read everything
+
+
+def test_without_permission(pair, tmp_path):
+    """No answer: exit code 2, and not that of a difference."""
+    source, output = pair
+    tmp_path.chmod(0o755)
+    (output / "zero" / "b" / "fp32.pt").chmod(0)
+    done = compared(source, output, before=no_permission)
+    failed(done, 2, "Permission denied", "b/fp32.pt")
+
+
+def test_wrong_words(pair):
+    for words in ((*pair, "--tolerance", -1), (*pair, "--tolerance", "nan"), pair[:1]):
+        assert compared(*words).code == 2
+
+
+MEASURE = """
+import re, sys
+from pathlib import Path
+from universal.diff import diff
+view = diff(*sys.argv[1:])
+(peak,) = re.findall(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
+print(view["same"], "torch" in sys.modules, peak)
+"""
+
+
+def test_memory_and_torch(tmp_path):
+    """Of 150 MB and equal: below 100 MB, without torch, which is imported where numbers differ."""
+    shapes = [OrderedDict(a=torch.Size((2500, 5000))), OrderedDict(b=torch.Size((7,)))]
+    lay_out(tmp_path / "x", shapes, 2, 1)
+    lay_out(tmp_path / "y", shapes, 3, 3)
+
+    def peak(first, second):
+        words = [sys.executable, "-c", MEASURE, str(tmp_path / first), str(tmp_path / second)]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=100)
+        assert done.returncode == 0, done.stderr
+        same, has_torch, kilobytes = done.stdout.split()
+        return same, has_torch, int(kilobytes)
+
+    same, has_torch, kilobytes = peak("x", "x")
+    assert (same, has_torch) == ("True", "False") and kilobytes < 100_000
+    assert peak("x", "y")[:2] == ("False", "True")

@@ -1,0 +1,144 @@
+"""What inspect and diff say of checkpoints of every kind of engine: what the live engine says of
+itself; and that a load, or a conversion, loses no bit."""
+
+import json
+import tarfile
+
+import experts
+import kinds
+import pytest
+from helpers import ROOT, convert_with_deepspeed
+
+from measure.ranks import run
+from universal import convert
+from universal.diff import diff
+from universal.inspect import look
+
+SCRIPT = "tests/ranks/model_parallel.py"
+
+
+@pytest.fixture(scope="module")
+def saved(work):
+    """A folder with those of kinds.py, and with "moe"."""
+    run(work, 4, kinds.play)
+    run(work, 4, experts.play, experts.save, {"moe": ("moe", experts.Life(ep_size=2))})
+    return work
+
+
+def facts_in(folder):
+    view = look(folder)
+    facts = view["tags"][view["takes"]]
+    assert facts["checked"] and not facts["problem"] and not facts["unread_damage"]
+    return facts
+
+
+def truth_of(folder):
+    return json.loads((folder / "truth.json").read_text())
+
+
+STOCK = {"zero0", "zero1_to_zero0"}  # the optimizer's parameters have no names
+
+
+@pytest.mark.parametrize("name", [*kinds.KINDS, *map("_to_".join, kinds.AGAIN), "sequence"])
+def test_facts_of_the_live_engine(saved, name):
+    """Stage, ranks, counts of what is trained, frozen and in buffers, the batch, the groups."""
+    truth = truth_of(saved / name)
+    facts = facts_in(saved / name)
+    for key in ("step", "stage", "ranks"):
+        assert facts[key] == truth[key]
+    assert {key: facts["batch"][key] for key in ("samples", "micro", "steps")} == {
+        key: truth[key] for key in ("samples", "micro", "steps")
+    }
+    counts = {key: facts[key]["elements"] for key in ("trained", "frozen", "buffers")}
+    if name in STOCK:
+        assert facts["untold"]["elements"] == truth["trained"] + truth["frozen"]
+        assert counts == {"trained": 0, "frozen": 0, "buffers": truth["buffers"]}
+    else:
+        assert counts == {key: truth[key] for key in counts}
+        assert facts["optimizer"]["bytes"] == 3 * 4 * truth["trained"]
+    assert facts["added"]["elements"] == 0 and facts["client_state"] == ["note", "step"]
+    groups = facts["optimizer"]["groups"]
+    assert [group["lr"] for group in groups] == truth["rates"]
+    assert [group["weight_decay"] for group in groups] == truth["decay"]
+    is_bf16 = "bf16" in name
+    assert facts["dtype"] == ("bf16" if is_bf16 else "fp32")
+    assert (facts["optimizer"]["class"] == "BF16_Optimizer") == (name == "bf16_optimizer")
+    assert facts["layout"]["sequence"] == (2 if name == "sequence" else 1)
+
+
+@pytest.mark.parametrize("source, target", kinds.AGAIN)
+def test_a_load_loses_no_bit(saved, source, target):
+    """What was loaded at another stage and saved again is what was loaded: every tensor, every
+    hyperparameter, every counter."""
+    view = diff(saved / source, saved / f"{source}_to_{target}")
+    assert view["same"] and view["tensors"] == 3 * 5 + 3, view
+
+
+def test_what_differs(saved):
+    """The same steps at other stages: rounding alone. In bf16: more, and the dtype."""
+    view = diff(saved / "zero1", saved / "zero3", 1e-6)
+    assert view["same"] and 0 < view["gaps"][0]["absolute"] < 1e-6
+    assert not diff(saved / "zero1", saved / "zero3")["same"]
+    assert diff(saved / "zero0", saved / "zero1", 1e-6)["same"]
+    view = diff(saved / "zero2", saved / "zero2_bf16", 1e-2)
+    (line,) = view["others"]
+    assert line.startswith("float32 in the first, bfloat16 in the second: frozen.")
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2_bf16", "bf16_optimizer", "zero3"])
+def test_conversions(saved, tmp_path, name):
+    """Ours has all. DeepSpeed's loses the frozen parameters at ZeRO-3, and nothing else."""
+    source = saved / name / kinds.TAG
+    convert(source, tmp_path / "ours")
+    convert_with_deepspeed(source, tmp_path / "theirs")
+    assert diff(source, tmp_path / "ours")["same"]
+    lost = diff(source, tmp_path / "theirs")["others"]
+    frozen = "in the first alone, 2 tensors: frozen.bias, frozen.weight"
+    assert lost == ([frozen] if name == "zero3" else [])
+    of_theirs = facts_in(tmp_path / "theirs")
+    of_source = facts_in(saved / name)
+    for key in ("step", "stage", "ranks", "batch", "trained", "frozen", "buffers", "goes_on"):
+        assert of_theirs[key] == of_source[key], key
+
+
+def test_experts(saved):
+    facts = facts_in(saved / "moe")
+    assert facts["experts"] == [4, 4] and facts["layout"]["expert"] == 2
+    assert facts["client_state"] == ["word"]
+    expert = 8 * 11 + 11 + 11 * 8
+    layer = 4 * expert + 4 * 8  # with its gate
+    assert facts["trained"]["elements"] == 2 * layer + 2 * (8 * 8 + 8)
+    assert facts["frozen"]["elements"] == 0 and facts["batch"]["samples"] == experts.BATCH
+    assert diff(saved / "moe", saved / "moe")["same"]
+
+
+@pytest.mark.parametrize("name", ["tp2", "tp2pp2"])
+def test_model_parallel(tmp_path, name):
+    """Tensor parallelism at ZeRO-3, tensor and pipeline parallelism at ZeRO-1."""
+    words = {"tp2": ("autotp", 3, 2), "tp2pp2": ("pipeline", 2, 2)}[name]
+    ranks, data = {"tp2": (4, 2), "tp2pp2": (4, 1)}[name]
+    run(tmp_path, ranks, SCRIPT, tmp_path / "c", *words)
+    facts = facts_in(tmp_path / "c")
+    layout = {"tensor": 2, "pipeline": 2 if name == "tp2pp2" else 1, "sequence": 1, "expert": 1}
+    assert facts["layout"] == layout and facts["ranks"] == data
+    batch = facts["batch"]
+    assert batch["samples"] == 8 == batch["micro"] * batch["steps"] * data
+    assert [share["gpus"] for share in facts["goes_on"]][data - 1] == ranks
+    assert facts["goes_on"][data - 1]["nbytes"] == -(-facts["optimizer"]["bytes"] // ranks)
+    source = tmp_path / "c" / "global_step3"
+    convert(source, tmp_path / "u")
+    assert diff(source, tmp_path / "u")["same"]
+
+
+@pytest.mark.parametrize("name, pipeline", [("tp2-pp2-dp2", 2), ("tp2-dp2-no-pipeline", 1)])
+def test_megatron(tmp_path, name, pipeline):
+    """What Megatron-DeepSpeed itself has saved."""
+    with tarfile.open(ROOT / "tests" / "data" / f"megatron-{name}.tar.xz") as archive:
+        archive.extractall(tmp_path)  # of this repository
+    facts = facts_in(tmp_path)
+    assert facts["layout"] == {"tensor": 2, "pipeline": pipeline, "sequence": 1, "expert": 1}
+    assert (facts["ranks"], facts["dtype"], facts["stage"]) == (2, "bf16", 1)
+    assert facts["trained"]["tensors"] == 28 and facts["frozen"]["tensors"] == 0
+    assert facts["batch"]["samples"] == 16
+    assert {"args", "iteration", "rng_state"} <= {*facts["client_state"]}
+    assert diff(tmp_path, tmp_path / "global_step2")["same"]

@@ -1,0 +1,109 @@
+"""Saves a checkpoint of every kind of engine, and beside each truth.json: what the live engine says
+of itself. Then goes on from one kind to another and saves again, without a step in between."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from toy import Net, begin, make, split_groups, train
+
+import universal
+
+TAG = "global_step2"
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+KINDS = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero2_bf16": {"stage": 2, "bf16": {"enabled": True}},
+    "bf16_optimizer": {"stage": 1} | BF16,
+    "three_numbers": {"stage": 1, "gradient_accumulation_steps": 3},
+    "no_batch": {"stage": 1, "batch": None, "micro": 2, "gradient_accumulation_steps": 2},
+}
+AGAIN = [("zero1", "zero3"), ("zero3", "zero2"), ("zero2", "zero1"), ("zero1", "zero0")]
+
+
+def two_groups(parameters):
+    return torch.optim.AdamW(split_groups(parameters, 2), lr=0.01)
+
+
+def falling(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+
+def engine_of(options):
+    options = {"net": Net, "optimizer": two_groups, "scheduler": falling} | options
+    if options.get("batch", 12) is None:  # DeepSpeed multiplies
+        options["batch"] = 2 * 2 * dist.get_world_size()
+    return make(**options)
+
+
+def elements(tensors):
+    return sum(getattr(tensor, "ds_numel", tensor.numel()) for tensor in tensors)
+
+
+def write_truth(engine, folder, **more):
+    parameters = [*engine.module.parameters()]
+    groups = engine.optimizer.optimizer if engine.zero_optimization_stage() else engine.optimizer
+    truth = {
+        "step": engine.global_steps,
+        "stage": engine.zero_optimization_stage(),
+        "ranks": engine.seq_dp_world_size,
+        "trained": elements(p for p in parameters if p.requires_grad),
+        "frozen": elements(p for p in parameters if not p.requires_grad),
+        "buffers": elements(engine.module.buffers()),
+        "samples": engine.train_batch_size(),
+        "micro": engine.train_micro_batch_size_per_gpu(),
+        "steps": engine.gradient_accumulation_steps(),
+        "rates": [group["lr"] for group in groups.param_groups],
+        "decay": [group["weight_decay"] for group in groups.param_groups],
+    }
+    if dist.get_rank() == 0:
+        Path(folder, "truth.json").write_text(json.dumps(truth | more))
+
+
+def save(engine, folder, **more):
+    Path(folder).mkdir(exist_ok=True)
+    engine.save_checkpoint(folder, tag=TAG, client_state={"step": 2, "note": "x"})
+    write_truth(engine, folder, **more)
+    dist.barrier()
+
+
+def sequence_parallel():
+    """Two ranks share each sequence: of the batch, ZeRO's ranks count half."""
+    parallel_state_sp.initialize_sequence_parallel(2)
+    mpu = SimpleNamespace(**vars(parallel_state_sp))
+    mpu.get_tensor_model_parallel_world_size = lambda: 1
+    mpu.get_tensor_model_parallel_rank = lambda: 0
+    model = Net()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}},
+    }
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config, mpu=mpu)
+    for _ in range(6):
+        engine.backward(engine(torch.ones(2, 8)))
+        engine.step()
+    save(engine, "sequence")
+
+
+def play():
+    begin()
+    for name, options in KINDS.items():
+        engine = engine_of(options)
+        for step in (1, 2):
+            train(engine, step)
+        save(engine, name)
+    for source, target in AGAIN:
+        engine = engine_of(KINDS[target] | {"seed": 2})
+        universal.load_checkpoint(engine, source, TAG)
+        save(engine, f"{source}_to_{target}")
+    sequence_parallel()

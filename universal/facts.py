@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: MIT
+"""What a checkpoint is, in lists, dicts, numbers and text: who saved it and how, what is in it, and
+on how many ranks it can go on. inspect.py prints it. Needs only Python 3.10."""
+
+import collections
+import math
+from typing import Any, NamedTuple
+
+from universal.batches import TRUE_BATCH
+from universal.byte_ranges import nbytes_of
+from universal.checkpoint import BF16_SECTIONS, left_over, paths_of
+from universal.description import NEXT_STEPS, Described, Description
+from universal.expect import is_natural
+from universal.module_states import client_state_of, config_of, degrees_of
+from universal.next_steps import read_rows
+from universal.stage_0 import unnamed_states
+from universal.torch_file import Stub, extent_of
+
+PLAIN = (bool, int, float, str)
+LONGEST = 16  # list or dict of which all is shown
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def facts_of(described: Described, told: bool = True) -> dict[str, Any]:
+    """What a checkpoint is; docs/inspect.md explains each key.
+
+    told: whether it says which parameters are trained.
+    """
+    checkpoint, raw = described
+    model = raw.models[0]
+    layout = layout_of(described)
+    batch = batch_of(model)
+    optimizer = optimizer_facts(described)
+    steps = written_steps(checkpoint, model)
+    paths = paths_of(checkpoint)
+    return {
+        "step": model["global_steps"],
+        "skipped": model["skipped_steps"],
+        "samples": model.get("global_samples"),
+        "universal": checkpoint.is_universal,
+        "stage": stage_of(described),
+        "ranks": model["dp_world_size"],
+        "layout": layout,
+        "experts": model.get("num_experts") or [],
+        "dtype": dtype_of(checkpoint, model),
+        "deepspeed": model.get("ds_version"),
+        "batch": batch and batch._asdict() | {"micro_batches": batch.micro_batches},
+        "optimizer": optimizer,
+        "scheduler": scheduler_facts(model),
+        **elements_of(checkpoint, raw.models, told),
+        "bytes": sum(path.stat().st_size for path in paths),
+        "files": len(paths),
+        "client_state": sorted(map(str, client_state_of(model))),
+        "next_steps": steps and [steps[0], steps[-1]],
+        "own_ranks_only": own_ranks_only(checkpoint),
+        "goes_on": goes_on(described, layout, batch, optimizer["bytes"]),
+        "not_converted": [problem.text for problem in checkpoint.problems if problem.fatal],
+        "notes": [problem.text for problem in checkpoint.problems if not problem.fatal]
+        + left_over(checkpoint),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# 1. who saved it, and how
+
+
+def stage_of(described):
+    """0 to 3, as it was saved: the Description's 1 is 2, too, and a universal one's is None."""
+    stage = described.raw.optimizer.get("zero_stage")
+    if isinstance(stage, Stub) and stage.args:
+        return stage.args[0]
+    config = config_of(described.raw.models[0], "zero_optimization")
+    return config.get("stage", described.checkpoint.stage)
+
+
+def layout_of(described):
+    """{"tensor", "pipeline", "sequence", "expert": how many ranks share one, of the ranks that
+    saved it}."""
+    checkpoint, raw = described
+    model = raw.models[0]
+    if checkpoint.layout:
+        tensor, pipeline = checkpoint.layout.tensor, checkpoint.layout.pipeline
+    else:
+        tensor, pipeline = degrees_of(model, len(raw.models))
+    counts = raw.optimizer.get("partition_count")
+    expert = model["dp_world_size"] // min(counts) if isinstance(counts, list) else 1
+    return {
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "sequence": sequence_degree(model),
+        "expert": expert if model.get("num_experts") else 1,
+    }
+
+
+def dtype_of(checkpoint, model):
+    """That of the forward pass; None where nothing tells it."""
+    for name in (*BF16_SECTIONS, "fp16"):
+        if config_of(model, name).get("enabled") is True:
+            return "fp16" if name == "fp16" else "bf16"
+    if checkpoint.layout and checkpoint.layout.bf16:
+        return "bf16"
+    autocast = config_of(model, "torch_autocast")
+    if autocast.get("enabled") is True:
+        return f"fp32, autocast to {autocast.get('dtype', 'float16')}"
+    return "fp32" if config_of(model) else None
+
+
+class Batch(NamedTuple):
+    """samples: of a step, on all ranks. micro: of a micro-batch. steps: of accumulation. ranks: the
+    data-parallel ones, of which each computes micro-batches of its own."""
+
+    samples: int
+    micro: int
+    steps: int
+    ranks: int
+
+    @property
+    def micro_batches(self) -> int | None:
+        """How many make up the batch; None if they are not of one size."""
+        count, rest = divmod(self.samples, self.micro)
+        return None if rest else count
+
+
+def batch_of(model: dict) -> Batch | None:
+    """From the config, which names one or two of the three numbers, or all; None if it names none.
+
+    DeepSpeed's own rule, but for TRUE_BATCH, and where ranks share sequences.
+    """
+    true, batch, micro, steps = numbers_of(model)
+    ranks = saved_ranks(model) // sequence_degree(model)
+    samples = true or batch or micro and micro * (steps or 1) * ranks
+    if not samples:
+        return None
+    micro = micro or max(1, samples // ((steps or 1) * ranks))
+    return Batch(samples, micro, steps or -(-samples // (micro * ranks)), ranks)
+
+
+def numbers_of(model):
+    """Those of TRUE_BATCH and BATCH; None where there is none."""
+    config = config_of(model)
+    values = [config.get(key) for key in (TRUE_BATCH, *BATCH)]
+    return [value if is_natural(value) and value else None for value in values]
+
+
+def saved_ranks(model):
+    return max(1, model["dp_world_size"])
+
+
+def sequence_degree(model: dict) -> int:
+    """How many ranks shared a sequence. ZeRO counts them all, and the batch only one of them.
+
+    DeepSpeed saves it nowhere. It follows from the batch, if enough of that is known.
+    """
+    ranks = saved_ranks(model)
+    true, batch, micro, steps = numbers_of(model)
+    named = config_of(model).get("sequence_parallel_size")
+    samples = model.get("global_samples")  # a float, if ranks share sequences
+    known = isinstance(samples, (int, float)) and samples > 0
+    degrees = [named if is_natural(named) else None]
+    if true and batch:  # DeepSpeed was told that each part of a sequence is one
+        degrees.append(batch / true)
+    elif batch and micro and steps:
+        degrees.append(micro * steps * ranks / batch)
+    elif batch and micro:
+        micro_batches = batch / micro
+        degrees += (n for n in range(1, ranks + 1) if micro_batches * n % ranks == 0)
+    elif micro and not true and known:
+        degrees.append(micro * (steps or 1) * ranks * model["global_steps"] / samples)
+    return next((int(n) for n in degrees if n and n == int(n) and ranks % n == 0), 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. what is in it
+
+
+def optimizer_facts(described):
+    """{"type", "class": of DeepSpeed's, "states", "groups", "bytes": of the states of all}."""
+    checkpoint, raw = described
+    parameters = checkpoint.parameters.values()
+    in_group = collections.defaultdict(list)
+    for parameter in parameters:
+        in_group[parameter.group].append(parameter.shape)
+    groups = [
+        counted(in_group[i])
+        | {key: number for key, value in group.items() if (number := plain(value)) is not None}
+        for i, group in enumerate(checkpoint.optimizer.param_groups)
+    ]
+    sources = [source for parameter in parameters for source in parameter.states.values()]
+    names = [key for parameter in parameters for key in parameter.states]
+    if not parameters:
+        unnamed = {k: v for k, v in unnamed_states(raw).items() if not k.endswith(" step")}
+        sources = [extent_of(tensor) for tensor in unnamed.values()]
+        names = [name.split()[-1] for name in unnamed]
+    return {
+        "type": config_of(raw.models[0], "optimizer").get("type"),
+        "class": checkpoint.layout.optimizer_class if checkpoint.layout else None,
+        "states": [*dict.fromkeys(names)],
+        "groups": groups,
+        "bytes": sum(map(nbytes_of, sources)),
+    }
+
+
+def plain(value):
+    """A number or text, or a tuple of them; None of anything else, such as a group's `params`."""
+    if isinstance(value, tuple):
+        return value if all(isinstance(part, PLAIN) for part in value) else None
+    return value if isinstance(value, PLAIN) else None
+
+
+def scheduler_facts(model):
+    state = model.get("lr_scheduler")
+    if state is None:
+        return None
+    return {"type": config_of(model, "scheduler").get("type"), "state": shown(state)}
+
+
+def shown(value):
+    """A value in JSON: of what has no place there, the kind."""
+    if value is None or isinstance(value, PLAIN):
+        return value
+    if isinstance(value, (list, tuple)) and len(value) <= LONGEST:
+        return [shown(part) for part in value]
+    if isinstance(value, dict) and len(value) <= LONGEST:
+        return {str(key): shown(part) for key, part in value.items()}
+    return type(value).__name__
+
+
+def elements_of(checkpoint: Description, models: list[dict], told: bool) -> dict[str, Any]:
+    """{"trained", "frozen", "buffers", "added", "untold": counts}, by what holds the tensors.
+
+    DeepSpeed saves no list of what is frozen at ZeRO-1 and without ZeRO: there it is all that is
+    neither trained nor a buffer. What modules add to their state is told from it by its name alone.
+    """
+    module = checkpoint.module
+    shapes = {name: tensor.size for name, tensor in module.tensors.items()} | module.frozen
+    buffers = {name for model in models for name in model["buffer_names"]} - module.frozen.keys()
+    listed = models[0].get("frozen_param_shapes") is not None
+    kinds = {"trained": [], "frozen": [], "buffers": [], "added": [], "untold": []}
+    for name, shape in shapes.items():
+        frozen = name in module.frozen or not listed and not name.endswith("_extra_state")
+        kind = "buffers" if name in buffers else "frozen" if frozen else "added"
+        kinds[kind if told or kind != "frozen" else "untold"].append(shape)
+    kinds["trained"] += [parameter.shape for parameter in checkpoint.parameters.values()]
+    return {kind: counted(of_kind) for kind, of_kind in kinds.items()}
+
+
+def counted(shapes):
+    sizes = [math.prod(shape) for shape in shapes]
+    return {"tensors": len(sizes), "elements": sum(sizes)}
+
+
+def written_steps(checkpoint, model):
+    """The steps after this one that were written down, to be compared when they are trained
+    again."""
+    path = checkpoint.folder / NEXT_STEPS
+    rows = read_rows(path, model["global_steps"] + 1)[0] if path.is_file() else {}
+    return sorted(rows) or None
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. where it can go on
+
+
+def own_ranks_only(checkpoint: Description) -> str | None:
+    """Why it goes on only on the ranks that saved it; None if any number will do."""
+    layout = checkpoint.layout
+    if layout and layout.unsaved:
+        return f"no file holds {layout.unsaved}"
+    if layout and checkpoint.stage == 0 and not checkpoint.is_data_parallel:
+        return "tensor-parallel ranks or a pipeline saved it without ZeRO"
+    for (_, key), why in checkpoint.optimizer.rank_dependent.items():
+        return f"{key} of the optimizer {why}"
+    return None
+
+
+class Share(NamedTuple):
+    """What each of so many data-parallel ranks does of a batch.
+
+    gpus: as many, if several share a micro-batch. steps: of accumulation. efficiency: the part of
+    the micro-batches computed that counts. nbytes: of the optimizer's states on each GPU.
+    """
+
+    ranks: int
+    gpus: int
+    steps: int | None
+    efficiency: float | None
+    nbytes: int
+
+
+def goes_on(described: Described, layout: dict, batch: Batch | None, nbytes: int) -> list[dict]:
+    """The Shares of 1 to twice as many data-parallel ranks; of its own alone, if no others do."""
+    checkpoint = described.checkpoint
+    sequence = layout["sequence"]
+    ranks = saved_ranks(described.raw.models[0]) // sequence
+    together = layout["tensor"] * layout["pipeline"]
+    cut = stage_of(described) != 0
+    numbers = [ranks] if own_ranks_only(checkpoint) else range(1, 2 * ranks + 1)
+    shares = []
+    for n in numbers:
+        steps, efficiency = accumulation(batch, n)
+        pieces = together * (sequence * n if cut else 1)
+        share = Share(n, n * together * sequence, steps, efficiency, -(-nbytes // pieces))
+        shares.append(share._asdict())
+    return shares
+
+
+def accumulation(batch: Batch | None, ranks: int) -> tuple[int | None, float | None]:
+    """(steps, efficiency) with the same batch and micro-batch on so many data-parallel ranks."""
+    if batch is None or batch.micro_batches is None:
+        return None, None
+    steps = -(-batch.micro_batches // ranks)
+    return steps, batch.micro_batches / (steps * ranks)
+
+
+def settings_on(facts: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """What a config needs so that so many data-parallel ranks keep the batch, and a line in
+    "problem" if they cannot. docs/inspect.md explains each key."""
+    settings = {"ranks": ranks, "problem": None}
+    (own, *others) = facts["goes_on"]
+    if facts["own_ranks_only"] and ranks != own["ranks"]:
+        reason = f"it goes on only on {own['ranks']}: {facts['own_ranks_only']}"
+        return settings | {"problem": reason}
+    if facts["batch"] is None or facts["batch"]["micro_batches"] is None:
+        return settings | {"problem": "its config names no batch that micro-batches make up"}
+    batch = Batch(*(facts["batch"][key] for key in Batch._fields))
+    steps, efficiency = accumulation(batch, ranks)
+    config = {"train_micro_batch_size_per_gpu": batch.micro, "gradient_accumulation_steps": steps}
+    if efficiency == 1 and facts["layout"]["sequence"] == 1:
+        config["train_batch_size"] = batch.samples
+    else:  # DeepSpeed would take the product of these two and the ranks for the batch
+        config[TRUE_BATCH] = batch.samples
+    divisor = max(n for n in range(1, ranks + 1) if batch.micro_batches % n == 0)
+    return settings | {
+        "batch": batch.samples,
+        "steps": steps,
+        "efficiency": efficiency,
+        "config": config,
+        "training_arguments": arguments(batch.micro, steps),
+        "llamafactory_ranks": divisor,
+        "llamafactory": arguments(batch.micro, batch.micro_batches // divisor),
+    }
+
+
+def arguments(micro, steps):
+    return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": steps}
