@@ -2,24 +2,23 @@
 """A tensor that is joined from blocks of several parts, such as those of tensor-parallel ranks.
 
 A block is a box of elements that lies somewhere in a part and somewhere in the whole, with strides
-of its own in each. The whole is read in its own order: so blocks are broken up into runs of
-elements that are contiguous in both, and the runs of all blocks are merged. Needs only Python 3.10.
+of its own in each. Blocks are broken up into runs of elements that are contiguous in both, so any
+elements of the whole can be read from the parts; and the other way round: read from the other side,
+the same blocks are what a part has of the whole. Needs only Python 3.10.
 """
 
+import bisect
 import functools
-import heapq
 import itertools
 import operator
-import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from universal.byte_ranges import CHUNK, Reader, width
+from universal.byte_ranges import Reader, width
 from universal.errors import CheckpointError
 from universal.torch_file import contiguous_strides
 
-PER_READ = 1 << 16  # elements read at a time if several ranks hold parts or copies
 CODES = {"float32": "f", "float64": "d"}  # of the module array
 AVERAGED = CODES.keys()
 
@@ -38,8 +37,21 @@ class Block(NamedTuple):
         """Whether the source of its part has all of its elements."""
         if not len(self.shape) == len(self.stride) == len(self.whole_stride):
             return False
-        last = self.offset + dot([n - 1 for n in self.shape], self.stride)
-        return 0 in self.shape or last < source.numel
+        return 0 in self.shape or self.last < source.numel
+
+    def spans(self, source: Any) -> bool:
+        """Whether it reaches from the first element of its part to the last."""
+        return 0 not in self.shape and self.offset == 0 and self.last + 1 == source.numel
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its elements lie in the part as in the whole."""
+        return (self.stride, self.offset) == (self.whole_stride, self.whole_offset)
+
+    @property
+    def last(self) -> int:
+        """Its last element in the part."""
+        return self.offset + dot([n - 1 for n in self.shape], self.stride)
 
 
 class Run(NamedTuple):
@@ -54,6 +66,9 @@ class Run(NamedTuple):
 class Joined(NamedTuple):
     """A source (byte_ranges.py) whose elements are in several parts, which are sources themselves.
 
+    So is a whole of the parts of tensor-parallel ranks, and such a rank's part of a whole: then
+    that is the only one of the `parts` (part_of()).
+
     blocks: None if the whole is the mean of the parts. numel: of the whole, which may be less than
     the blocks hold, for a vocabulary may be padded.
     """
@@ -67,54 +82,106 @@ class Joined(NamedTuple):
     def dtype(self) -> str:
         return self.parts[0].dtype
 
-    def chunks(self, reader: Reader) -> Iterator[tuple[bytes, int]]:
-        """Yields (bytes of the whole, their CRC-32), in order. Raises CheckpointError."""
-        left = self.numel * width(self.dtype)
-        for chunk in self.mean(reader) if self.blocks is None else self.in_order(reader):
-            chunk = chunk[:left]
-            yield chunk, zlib.crc32(chunk)
-            left -= len(chunk)
-        if left:
+    def read_into(self, buffer: memoryview, start: int, reader: Reader) -> None:
+        """Fill the buffer with elements of the whole, from `start` on. Raises CheckpointError.
+
+        Where several parts have an element, they must have the same one.
+        """
+        size = width(self.dtype)
+        stop = start + len(buffer) // size
+        if self.blocks is None:
+            buffer[:] = self.mean(start, stop - start, reader)
+            return
+        end = start  # of what is filled
+        for run in runs_within(self.blocks, start, stop):
+            part = self.parts[run.part]
+            place = buffer[(run.whole_offset - start) * size :][: run.numel * size]
+            if run.whole_offset == end:
+                reader.read_elements(place, part, run.offset)
+                end += run.numel
+            elif run.whole_offset + run.numel > end:
+                raise self.not_covered()
+            elif reader.read(part, run.offset, run.numel) != place:
+                raise CheckpointError(f"{self.name} differs on tensor-parallel rank {run.part}")
+        if end != stop:
             raise self.not_covered()
+
+    def is_one_view(self) -> bool:
+        """Whether this is a tensor with gaps, or with its dimensions in another order."""
+        if self.blocks is None or len(self.blocks) != 1 or not hasattr(self.parts[0], "numel"):
+            return False
+        return self.blocks[0].spans(self.parts[0])
 
     def not_covered(self):
         return CheckpointError(f"the shards of {self.name} do not cover its elements exactly once")
 
-    def mean(self, reader):
+    def mean(self, start, numel, reader):
         """The mean, in the same order and precision as PyTorch's."""
         code = CODES[self.dtype]
         count = len(self.parts)
-        for start in range(0, self.numel, PER_READ):
-            numel = min(PER_READ, self.numel - start)
-            parts = [array(code, bytes(reader.read(part, start, numel))) for part in self.parts]
-            total = functools.reduce(
-                lambda sums, part: array(code, map(operator.add, sums, part)), parts
-            )
-            yield array(code, (value / count for value in total)).tobytes()
+        parts = [array(code, bytes(reader.read(part, start, numel))) for part in self.parts]
+        total = functools.reduce(
+            lambda sums, part: array(code, map(operator.add, sums, part)), parts
+        )
+        return array(code, (value / count for value in total)).tobytes()
 
-    def in_order(self, reader):
-        """The elements in the order of the whole; where several parts have them, they are equal."""
-        end = 0
-        last_data = b""
-        joined = bytearray()
-        for run in heapq.merge(*map(runs, self.blocks)):
-            data = reader.read(self.parts[run.part], run.offset, run.numel)
-            if run.whole_offset == end:
-                joined += data
-                last_data = data
-                end += run.numel
-            elif run.whole_offset + run.numel != end or len(data) != len(last_data):
-                raise self.not_covered()
-            elif data != last_data:
-                raise CheckpointError(f"{self.name} differs on tensor-parallel rank {run.part}")
-            if len(joined) >= CHUNK:
-                yield joined
-                joined = bytearray()
-        yield joined
+
+class Padded(NamedTuple):
+    """A source with zeros after another's elements, such as a vocabulary padded to divide."""
+
+    source: Any
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    def read_into(self, buffer: memoryview, start: int, reader: Reader) -> None:
+        held = max(0, self.source.numel - start) * width(self.dtype)
+        if held:
+            reader.read_elements(buffer[:held], self.source, start)
+        buffer[held:] = bytes(len(buffer[held:]))
+
+
+def part_of(whole: Any, blocks: Sequence[Block], numel: int) -> Joined:
+    """The source of a part, of which these blocks are all, in a whole. numel: of the part."""
+    name = getattr(whole, "name", "a parameter")
+    return Joined(name, (Padded(whole),), tuple(map(inverted, blocks)), numel)
+
+
+def inverted(block):
+    """The block with part and whole in each other's place."""
+    return Block(
+        part=0,
+        shape=block.shape,
+        stride=block.whole_stride,
+        offset=block.whole_offset,
+        whole_stride=block.stride,
+        whole_offset=block.offset,
+    )
+
+
+@functools.lru_cache(256)  # the layers of a model are alike
+def runs_of(blocks):
+    """(the Runs of all blocks in the order of the whole, elements of the longest)."""
+    in_order = sorted(itertools.chain(*map(runs, blocks)))
+    return in_order, max((run.numel for run in in_order), default=0)
+
+
+def runs_within(blocks, start, stop):
+    """Yields the Runs of these blocks, or parts of them, between two elements of the whole."""
+    in_order, longest = runs_of(blocks)
+    first = bisect.bisect_left(in_order, (start - longest,))
+    for whole_offset, part, offset, numel in itertools.islice(in_order, first, None):
+        if whole_offset >= stop:
+            return
+        begin = max(whole_offset, start)
+        end = min(whole_offset + numel, stop)
+        if begin < end:
+            yield Run(begin, part, offset + begin - whole_offset, end - begin)
 
 
 def runs(block):
-    """Yields the Runs of a block, in the order of the whole."""
+    """Yields the Runs of a block."""
     if 0 in block.shape:
         return
     dims = list(zip(block.shape, block.stride, block.whole_stride, strict=True))
@@ -125,11 +192,7 @@ def runs(block):
     whole_strides = [stride for _, _, stride in dims]
     for index in itertools.product(*(range(n) for n, _, _ in dims)):
         offset = block.offset + dot(index, strides)
-        whole_offset = block.whole_offset + dot(index, whole_strides)
-        for start in range(0, numel, PER_READ):
-            yield Run(
-                whole_offset + start, block.part, offset + start, min(PER_READ, numel - start)
-            )
+        yield Run(block.whole_offset + dot(index, whole_strides), block.part, offset, numel)
 
 
 def dot(index, strides):

@@ -36,7 +36,7 @@ from universal.module_states import (
     read_model_states,
 )
 from universal.stage_0 import describe_whole, read_whole
-from universal.tensor_parallel import TensorParallel
+from universal.tensor_parallel import INFO_KEY, TensorParallel
 from universal.torch_file import Tensor, load, number_in, tensor_of, trim_storage
 from universal.zero import (
     Shard,
@@ -317,8 +317,10 @@ def describe_zero(folder, shards, pool, opened):
     check_complete(folder, shards, tensor, pipeline)
     others = range(1, tensor * pipeline)
     ranks = [first, *(describe_ranks(folder, i, shards[i], pool, opened) for i in others)]
-    parameters, problems = join_ranks(folder, ranks, tensor)
-    module, differing = join_modules(folder, ranks, parameters)
+    joiner = TensorParallel(first.model.get(INFO_KEY), tensor, folder)
+    parameters = join_ranks(folder, ranks, joiner)
+    module, problems = join_modules(folder, ranks, parameters, joiner)
+    problems += joiner.problems + unused_patterns(joiner)
     models = [first.model | {"module": module}, *(rank.model for rank in ranks[1:])]
     kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
     if kind:
@@ -345,7 +347,7 @@ def describe_zero(folder, shards, pool, opened):
             model_states=first.files[0],
             left_over=sorted({path.name for path in folder.glob("*mp_rank_*_states.pt")} - used),
         ),
-        problems=[*(problem for rank in ranks for problem in rank.problems), *differing, *problems],
+        problems=[*(problem for rank in ranks for problem in rank.problems), *problems],
     )
     return Described(description, RawStates(models, first.shard.content))
 
@@ -360,8 +362,8 @@ def check_complete(folder, shards, tensor, pipeline):
         )
 
 
-def join_ranks(folder, ranks, tensor):
-    """({name: Parameter}, [Problem]), from the ModelParallelRanks of all pipeline stages."""
+def join_ranks(folder, ranks, joiner):
+    """{name: Parameter}, from the ModelParallelRanks of all pipeline stages."""
     model = ranks[0].model
     for rank in ranks:
         for key in ("global_steps", "dp_world_size"):
@@ -375,9 +377,8 @@ def join_ranks(folder, ranks, tensor):
                 f"{folder}: a pipeline stage lacks a parameter group that others have"
             )
     joined = {}
-    joiner = TensorParallel(model.get("universal_checkpoint_info"), tensor, folder)
-    for stage in range(0, len(ranks), tensor):
-        parts = [rank.parameters for rank in ranks[stage : stage + tensor]]
+    for stage in range(0, len(ranks), joiner.degree):
+        parts = [rank.parameters for rank in ranks[stage : stage + joiner.degree]]
         if any(part.keys() != parts[0].keys() for part in parts):
             raise CheckpointError(
                 f"{folder}: tensor-parallel ranks of stage {stage} hold different parameters"
@@ -389,16 +390,17 @@ def join_ranks(folder, ranks, tensor):
                 raise CheckpointError(
                     f"{folder}: {name} is in two pipeline stages and is not declared as tied"
                 )
-    if joiner.unused:
-        text = (
-            f"{folder}: universal_checkpoint_info has patterns that match no parameter: "
-            f"{', '.join(sorted(joiner.unused))}"
-        )
-        joiner.problems.append(Problem(True, text))
-    return joined, joiner.problems
+    return joined
 
 
-def join_modules(folder, ranks, parameters):
+def unused_patterns(joiner):
+    """[a Problem about patterns that match nothing], or []."""
+    names = ", ".join(sorted(joiner.unused))
+    text = f"{joiner.folder}: {INFO_KEY} has patterns that match no parameter: {names}"
+    return [Problem(True, text)] if names else []
+
+
+def join_modules(folder, ranks, parameters, joiner):
     """(the module of all ModelParallelRanks, [a Problem, if they do not agree]).
 
     The module is None, as DeepSpeed has it, where files of layers hold all.
@@ -409,11 +411,30 @@ def join_modules(folder, ranks, parameters):
         modules = modules_of_layers(folder, parameters)
         nothing = None
     module, different = common_entries(modules)
+    for name in frozen_parameters(modules, ranks[0].model, different, joiner):
+        module[name] = joiner.join_tensor(name, [of_rank[name] for of_rank in modules])
+    different = [name for name in different if name not in module]
     text = (
         f"{folder}: {', '.join(different)} is in no optimizer, and not the same on all "
         "tensor-parallel ranks"
     )
     return module or nothing, [Problem(True, text)] if different else []
+
+
+def frozen_parameters(modules, model, different, joiner):
+    """The names of those that tensor-parallel ranks may have cut.
+
+    ZeRO-1 does not save the names: so those that are described, or that differ and are no buffers.
+    """
+    if len(modules) < 2:
+        return []
+    named = [name for name in modules[0] if joiner.describes(name)]
+    names = model.get("frozen_param_shapes") or {*different, *named} - {*model["buffer_names"]}
+    return [
+        name
+        for name in sorted(names)
+        if all(name in module and tensor_of(module[name]) for module in modules)
+    ]
 
 
 def modules_of_layers(folder, parameters):

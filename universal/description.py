@@ -96,10 +96,14 @@ class Files(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What a conversion would lose. fatal: an error, unless --no_strict is given."""
+    """What would be lost. fatal: an error, unless the user continues without it.
+
+    of_conversion: only a universal checkpoint has no place for it.
+    """
 
     fatal: bool
     text: str
+    of_conversion: bool = False
 
 
 class PackedStates(NamedTuple):

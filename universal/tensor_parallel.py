@@ -14,7 +14,14 @@ from universal.blocks import AVERAGED, Block, Joined, blocks_along, resized
 from universal.description import Parameter, Problem
 from universal.errors import CheckpointError
 from universal.expect import expect, is_natural, is_shape
-from universal.torch_file import contiguous_strides, known_class, stub
+from universal.torch_file import (
+    Tensor,
+    contiguous,
+    contiguous_strides,
+    has_gaps,
+    known_class,
+    stub,
+)
 
 REPLICATED = "tp_replicated_parameter_patterns"
 AVERAGE = "parameter_to_average_patterns"
@@ -25,6 +32,17 @@ LISTS = (REPLICATED, AVERAGE, VOCABULARY, ROWS, TWO_SUB_PARAMS)
 SUB_PARAMS = "parameter_with_sub_params"
 TIED = "pipeline_replicated_parameter_patterns"
 UNKNOWN = "autotp_unsupported_parameter_patterns"
+INFO_KEY = "universal_checkpoint_info"  # in the model states, and of a model
+OF_ONE_DEGREE = ("affine_map", "sub_param_shard_widths", "universal_checkpoint_version")
+
+
+def elements_of(tensor):
+    """The source of a trimmed tensor's elements, in the order of its indices."""
+    if not has_gaps(tensor):
+        return tensor.storage
+    strides = contiguous_strides(tensor.size)
+    block = Block(0, tensor.size, tensor.stride, 0, strides, 0)
+    return Joined("a tensor", (tensor.storage,), (block,), math.prod(tensor.size))
 
 
 def is_pattern(value):
@@ -64,6 +82,11 @@ AFFINE_PARAMS = {
 }
 
 
+def for_another_degree(info: dict) -> dict:
+    """What a universal_checkpoint_info says of any number of tensor-parallel ranks."""
+    return {key: value for key, value in info.items() if key not in OF_ONE_DEGREE}
+
+
 class Whole(NamedTuple):
     """How a parameter is joined.
 
@@ -94,14 +117,15 @@ class TensorParallel:
         self.folder = folder
         self.unused = set()
         self.problems = []
+        subs = self.info.get(SUB_PARAMS, [])
+        lists = [self.info.get(key, []) for key in LISTS] + [sub["patterns"] for sub in subs]
+        self.patterns = set().union(*lists)
         affine = self.info.get("affine_map", {"params": {}})
         if affine.get("version", 1) > 1:
             raise self.error(f"affine map of version {affine['version']}, and only 1 is known")
         self.affine_params = expect(affine["params"], AFFINE_PARAMS, folder)
         if degree > 1:
-            subs = self.info.get(SUB_PARAMS, [])
-            lists = [self.info.get(key, []) for key in LISTS] + [sub["patterns"] for sub in subs]
-            self.unused = set().union(*lists)
+            self.unused = set(self.patterns)
         elif info and not (self.info.get(ROWS) or self.affine_params):
             text = (
                 f"{folder}: universal_checkpoint_info names no row-parallel weights ({ROWS}): "
@@ -111,6 +135,10 @@ class TensorParallel:
 
     def error(self, text):
         return CheckpointError(f"{self.folder}: {text}")
+
+    def describes(self, name: str) -> bool:
+        """Whether a pattern says how this is cut: all else is cut along the first dimension."""
+        return any(re.match(pattern, name) for pattern in (*self.patterns, *self.affine_params))
 
     def match(self, patterns, name):
         """The one of the patterns that matches a name, or None."""
@@ -134,11 +162,22 @@ class TensorParallel:
         for key in parts[0].states:
             sources = tuple(part.states[key] for part in parts)
             self.check_cover(name, whole, sources, numel)
-            if self.degree == 1 and not self.affine_params:
-                states[key] = sources[0].first(numel)
+            if self.degree == 1 and not self.affine_params and numel == sources[0].numel:
+                states[key] = sources[0]
             else:
                 states[key] = Joined(f"{key} of {name}", sources, whole.blocks, numel)
         return parts[0]._replace(shape=whole.shape, states=states, cut_info=whole.cut_info)
+
+    def join_tensor(self, name: str, parts: list[Tensor]) -> Tensor:
+        """One tensor of the module, such as a frozen parameter, from those of the ranks."""
+        states = [{"frozen": elements_of(part)} for part in parts]
+        shapes = [tuple(part.size) for part in parts]
+        parameters = [
+            Parameter(shape, 0, None, state, {}, {})
+            for shape, state in zip(shapes, states, strict=True)
+        ]
+        joined = self.join(name, parameters)
+        return contiguous(parts[0].dtype, joined.states["frozen"], joined.shape)
 
     def check_cover(self, name, whole, sources, numel):
         """Raises CheckpointError if the sources lack elements that the whole is made of."""
@@ -221,8 +260,15 @@ class TensorParallel:
                     raise self.error(f"{name} is stored scaled, its states cannot be converted")
                 whole_offset, whole_stride = piece["source"]
                 offset, stride = piece["dest"]
-                place = (stride, offset, whole_stride, whole_offset)
-                blocks.append(Block(int(rank), piece["shape"], *place))
+                block = Block(
+                    part=int(rank),
+                    shape=tuple(piece["shape"]),
+                    stride=tuple(stride),
+                    offset=offset,
+                    whole_stride=tuple(whole_stride),
+                    whole_offset=whole_offset,
+                )
+                blocks.append(block)
         return Whole(tuple(entry["logical_shape"]), tuple(blocks), {})
 
     def join_sub_params(self, name, shapes, sub_params):

@@ -461,4 +461,4 @@ def problem_of_loss(path: Path, parameters: dict, optimizer: OptimizerState) -> 
         f"{path}: {names} of the optimizer: a universal checkpoint has no place for what belongs "
         "to no single element"
     )
-    return [Problem(True, text)] if names else []
+    return [Problem(True, text, of_conversion=True)] if names else []
