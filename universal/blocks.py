@@ -2,17 +2,17 @@
 """A tensor that is joined from blocks of several parts, such as those of tensor-parallel ranks.
 
 A block is a box of elements that lies somewhere in a part and somewhere in the whole, with strides
-of its own in each. Blocks are broken up into runs of elements that are contiguous in both, so any
-elements of the whole can be read from the parts; and the other way round: read from the other side,
-the same blocks are what a part has of the whole. Needs only Python 3.10.
+of its own in each. So any elements of the whole can be read from the parts; and the other way
+round: read from the other side, the same blocks are what a part has of the whole. Needs only
+Python 3.10.
 """
 
-import bisect
 import functools
+import heapq
 import itertools
 import operator
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from universal.byte_ranges import Reader, width
@@ -34,24 +34,48 @@ class Block(NamedTuple):
     whole_offset: int
 
     def fits(self, source: Any) -> bool:
-        """Whether the source of its part has all of its elements."""
+        """Whether the source of its part has all of its elements, each in one place."""
         if not len(self.shape) == len(self.stride) == len(self.whole_stride):
             return False
-        return 0 in self.shape or self.last < source.numel
+        if 0 in self.shape:
+            return True
+        once = is_once(self.shape, self.stride) and is_once(self.shape, self.whole_stride)
+        return once and self.offset + reach(self.shape, self.stride) <= source.numel
 
-    def spans(self, source: Any) -> bool:
-        """Whether it reaches from the first element of its part to the last."""
-        return 0 not in self.shape and self.offset == 0 and self.last + 1 == source.numel
+    @property
+    def whole_end(self) -> int:
+        """The element of the whole that follows its last."""
+        return self.whole_offset + reach(self.shape, self.whole_stride)
 
     @property
     def is_in_place(self) -> bool:
         """Whether its elements lie in the part as in the whole."""
         return (self.stride, self.offset) == (self.whole_stride, self.whole_offset)
 
-    @property
-    def last(self) -> int:
-        """Its last element in the part."""
-        return self.offset + dot([n - 1 for n in self.shape], self.stride)
+    def rows(self, start: int, stop: int) -> "Block | None":
+        """Its rows that have elements of the whole from `start` to `stop`, and perhaps others.
+
+        Only of a block that is in order(). None, if there are none.
+        """
+        block = self
+        while True:
+            n, *shape = block.shape
+            stride, whole_stride = block.stride[0], block.whole_stride[0]
+            row = reach(shape, block.whole_stride[1:])
+            first = max(0, (start - block.whole_offset - row) // whole_stride + 1)
+            n = min(n, -((block.whole_offset - stop) // whole_stride)) - first
+            if n <= 0:
+                return None
+            block = block._replace(
+                shape=(n, *shape),
+                offset=block.offset + first * stride,
+                whole_offset=block.whole_offset + first * whole_stride,
+            )
+            if n > 1 or not shape:
+                return block
+            block = block._replace(
+                shape=block.shape[1:], stride=block.stride[1:], whole_stride=block.whole_stride[1:]
+            )
 
 
 class Run(NamedTuple):
@@ -66,8 +90,8 @@ class Run(NamedTuple):
 class Joined(NamedTuple):
     """A source (byte_ranges.py) whose elements are in several parts, which are sources themselves.
 
-    So is a whole of the parts of tensor-parallel ranks, and such a rank's part of a whole: then
-    that is the only one of the `parts` (part_of()).
+    So is a whole of the parts of tensor-parallel ranks, and such a rank's part of a whole
+    (part_of()).
 
     blocks: None if the whole is the mean of the parts. numel: of the whole, which may be less than
     the blocks hold, for a vocabulary may be padded.
@@ -93,27 +117,44 @@ class Joined(NamedTuple):
             buffer[:] = self.mean(start, stop - start, reader)
             return
         end = start  # of what is filled
-        for run in runs_within(self.blocks, start, stop):
+        for run in heapq.merge(*map(runs, self.rows(start, stop))):
+            begin = max(start, run.whole_offset)
+            run_end = min(stop, run.whole_offset + run.numel)
+            if begin >= run_end:  # another part of a row
+                continue
             part = self.parts[run.part]
-            place = buffer[(run.whole_offset - start) * size :][: run.numel * size]
-            if run.whole_offset == end:
-                reader.read_elements(place, part, run.offset)
-                end += run.numel
-            elif run.whole_offset + run.numel > end:
+            offset = run.offset + begin - run.whole_offset
+            place = buffer[(begin - start) * size : (run_end - start) * size]
+            if begin == end:
+                reader.read_elements(place, part, offset)
+                end = run_end
+            elif run_end > end:
                 raise self.not_covered()
-            elif reader.read(part, run.offset, run.numel) != place:
-                raise CheckpointError(f"{self.name} differs on tensor-parallel rank {run.part}")
+            elif reader.read(part, offset, run_end - begin) != place:
+                raise self.differs(run.part, reader)
         if end != stop:
             raise self.not_covered()
 
-    def is_one_view(self) -> bool:
-        """Whether this is a tensor with gaps, or with its dimensions in another order."""
-        if self.blocks is None or len(self.blocks) != 1 or not hasattr(self.parts[0], "numel"):
-            return False
-        return self.blocks[0].spans(self.parts[0])
+    def rows(self, start: int, stop: int) -> list[Block]:
+        """Blocks that have all elements of the whole from `start` to `stop`, and perhaps others."""
+        rows = [in_order(block).rows(start, stop) for block in self.blocks if 0 not in block.shape]
+        return [block for block in rows if block]
 
-    def not_covered(self):
+    def without_copies(self) -> "Joined":
+        """The same, but what several parts have is read from one alone, and not compared."""
+        places = {
+            (block.shape, block.whole_stride, block.whole_offset): block
+            for block in reversed(self.blocks or ())
+        }
+        return self._replace(blocks=self.blocks and tuple(places.values()))
+
+    def not_covered(self) -> CheckpointError:
         return CheckpointError(f"the shards of {self.name} do not cover its elements exactly once")
+
+    def differs(self, part: int, reader: Reader) -> CheckpointError:
+        """Raises CheckpointError itself, if damage is the reason."""
+        reader.check()
+        return CheckpointError(f"{self.name} differs on tensor-parallel rank {part}")
 
     def mean(self, start, numel, reader):
         """The mean, in the same order and precision as PyTorch's."""
@@ -136,16 +177,35 @@ class Padded(NamedTuple):
         return self.source.dtype
 
     def read_into(self, buffer: memoryview, start: int, reader: Reader) -> None:
-        held = max(0, self.source.numel - start) * width(self.dtype)
-        if held:
-            reader.read_elements(buffer[:held], self.source, start)
-        buffer[held:] = bytes(len(buffer[held:]))
+        """Fill the buffer with elements, from `start` on."""
+        nbytes = max(0, self.source.numel - start) * width(self.dtype)
+        if nbytes:  # to read nothing, behind the end of a record, would be damage
+            reader.read_elements(buffer[:nbytes], self.source, start)
+        buffer[nbytes:] = bytes(len(buffer[nbytes:]))
 
 
-def part_of(whole: Any, blocks: Sequence[Block], numel: int) -> Joined:
-    """The source of a part, of which these blocks are all, in a whole. numel: of the part."""
+def part_of(whole: Any, shape: tuple, blocks: Sequence[Block], numel: int) -> Joined:
+    """The source of a part, of which these blocks are all, in a whole.
+
+    shape: of the whole. numel: of the part.
+    """
     name = getattr(whole, "name", "a parameter")
-    return Joined(name, (Padded(whole),), tuple(map(inverted, blocks)), numel)
+    if max(block.whole_end for block in blocks) > whole.numel:
+        whole = Padded(whole)
+    of_whole = getattr(whole, "blocks", None) or ()
+    # So that a part is not read from the whole row by row, and that from saved parts.
+    if of_whole and all(is_box(block, shape) for block in (*of_whole, *blocks)):
+        common = [overlap(block, box) for block in of_whole for box in blocks]
+        return Joined(name, whole.parts, tuple(filter(None, common)), numel)
+    return Joined(name, (whole,), tuple(map(inverted, blocks)), numel)
+
+
+def is_box(block, shape):
+    """Whether it has what lies between two indices in each dimension of a tensor of this shape."""
+    if block.whole_stride != contiguous_strides(shape):
+        return False
+    ends = map(operator.add, indices(block.whole_offset, block.whole_stride), block.shape)
+    return all(map(operator.le, list(ends)[1:], shape[1:]))
 
 
 def inverted(block):
@@ -160,39 +220,83 @@ def inverted(block):
     )
 
 
-@functools.lru_cache(256)  # the layers of a model are alike
-def runs_of(blocks):
-    """(the Runs of all blocks in the order of the whole, elements of the longest)."""
-    in_order = sorted(itertools.chain(*map(runs, blocks)))
-    return in_order, max((run.numel for run in in_order), default=0)
+def overlap(block, box):
+    """What a saved part's block has of the box of another rank's part; None if nothing.
+
+    In the result that other part takes the place of the whole.
+    """
+    begins = indices(block.whole_offset, block.whole_stride)
+    box_begins = indices(box.whole_offset, box.whole_stride)
+    starts = list(map(max, begins, box_begins))
+    ends = map(operator.add, begins, block.shape)
+    box_ends = map(operator.add, box_begins, box.shape)
+    shape = tuple(map(operator.sub, map(min, ends, box_ends), starts))
+    if any(n <= 0 for n in shape):
+        return None
+    return Block(
+        part=block.part,
+        shape=shape,
+        stride=block.stride,
+        offset=block.offset + dot(map(operator.sub, starts, begins), block.stride),
+        whole_stride=box.stride,
+        whole_offset=box.offset + dot(map(operator.sub, starts, box_begins), box.stride),
+    )
 
 
-def runs_within(blocks, start, stop):
-    """Yields the Runs of these blocks, or parts of them, between two elements of the whole."""
-    in_order, longest = runs_of(blocks)
-    first = bisect.bisect_left(in_order, (start - longest,))
-    for whole_offset, part, offset, numel in itertools.islice(in_order, first, None):
-        if whole_offset >= stop:
-            return
-        begin = max(whole_offset, start)
-        end = min(whole_offset + numel, stop)
-        if begin < end:
-            yield Run(begin, part, offset + begin - whole_offset, end - begin)
+def indices(offset, strides):
+    """Of the element at this offset, in a tensor of these strides, which have no gaps."""
+    index = []
+    for stride in strides:
+        i, offset = divmod(offset, stride or 1)
+        index.append(i)
+    return index
 
 
-def runs(block):
-    """Yields the Runs of a block."""
-    if 0 in block.shape:
-        return
-    dims = list(zip(block.shape, block.stride, block.whole_stride, strict=True))
-    numel = 1  # of a run
-    while dims and (dims[-1][0] == 1 or dims[-1][1:] == (numel, numel)):
-        numel *= dims.pop()[0]
-    strides = [stride for _, stride, _ in dims]
-    whole_strides = [stride for _, _, stride in dims]
-    for index in itertools.product(*(range(n) for n, _, _ in dims)):
-        offset = block.offset + dot(index, strides)
-        yield Run(block.whole_offset + dot(index, whole_strides), block.part, offset, numel)
+@functools.lru_cache(4096)  # the layers of a model are alike
+def in_order(block: Block) -> Block:
+    """The same block, its dimensions in the order of the whole, as few of them as possible."""
+    dims = [(1, 1, 1)]  # (size, stride, stride in the whole), from the last on
+    for dim in sorted(zip(block.shape, block.stride, block.whole_stride, strict=True), key=last):
+        n, stride, whole_stride = dims[-1]
+        if n == 1 < dim[0]:
+            dims[-1] = dim
+        elif dim[1:] == (n * stride, n * whole_stride):
+            dims[-1] = (n * dim[0], stride, whole_stride)
+        elif dim[0] > 1:
+            dims.append(dim)
+    shape, stride, whole_stride = zip(*reversed(dims), strict=True)
+    return block._replace(shape=shape, stride=stride, whole_stride=whole_stride)
+
+
+def last(dim):
+    return dim[-1]
+
+
+def runs(block: Block) -> Iterator[Run]:
+    """The Runs of a block that is in order()."""
+    outer = len(block.shape)
+    numel = 1
+    if block.stride[-1] == block.whole_stride[-1] == 1:
+        outer -= 1
+        numel = block.shape[-1]
+    for index in itertools.product(*map(range, block.shape[:outer])):
+        whole_offset = block.whole_offset + dot(index, block.whole_stride)
+        yield Run(whole_offset, block.part, block.offset + dot(index, block.stride), numel)
+
+
+def reach(shape, stride):
+    """How many elements lie from the first of a box to its last."""
+    return 1 + dot([n - 1 for n in shape], stride)
+
+
+def is_once(shape, strides):
+    """Whether no two elements of a box are at the same place."""
+    end = 1
+    for stride, n in sorted(zip(strides, shape, strict=True)):
+        if n > 1 and stride < end:
+            return False
+        end += (n - 1) * stride
+    return True
 
 
 def dot(index, strides):

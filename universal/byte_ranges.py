@@ -73,9 +73,6 @@ class Extent(NamedTuple):
     byte_offset: int
     numel: int
 
-    def first(self, numel: int) -> "Extent":
-        return self.part(0, numel)
-
     def part(self, start: int, numel: int) -> "Extent":
         byte_offset = self.byte_offset + start * width(self.dtype)
         return Extent(self.dtype, self.record, byte_offset, numel)
@@ -144,11 +141,13 @@ class Reader:
         spans[-2] += len(buffer)
         return crc
 
-    def read_elements(self, buffer: memoryview, source: Any, start: int = 0) -> int:
-        """Fill the buffer with elements of a source, from `start` on. Returns their CRC-32."""
+    def read_elements(self, buffer: memoryview, source: Any, start: int = 0) -> int | None:
+        """Fill the buffer with elements of a source, from `start` on.
+
+        Returns their CRC-32, if it is known without another look at them.
+        """
         if hasattr(source, "read_into"):
-            source.read_into(buffer, start, self)
-            return zlib.crc32(buffer)
+            return source.read_into(buffer, start, self)
         done = 0
         crc = 0
         for part in source.ranges(start, len(buffer) // width(source.dtype)):
@@ -170,7 +169,8 @@ class Reader:
         buffer = memoryview(bytearray(min(CHUNK, source.numel * size)))
         for start in range(0, source.numel, per_chunk):
             chunk = buffer[: min(per_chunk, source.numel - start) * size]
-            yield chunk, self.read_elements(chunk, source, start)
+            crc = self.read_elements(chunk, source, start)
+            yield chunk, zlib.crc32(chunk) if crc is None else crc
 
     def check(self) -> None:
         """Check that what was read is what was saved. Raises CheckpointError."""

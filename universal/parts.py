@@ -7,11 +7,13 @@ parts, and its model says how they are cut in the same words as a checkpoint doe
 this rank's elements are. Needs torch and DeepSpeed.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 
 from universal.blocks import Joined, part_of
+from universal.byte_ranges import Extent
 from universal.collective import ProcessGroup
 from universal.description import Description
 from universal.engine import Engine
@@ -39,10 +41,12 @@ class Parts(NamedTuple):
         blocks = self.wholes[name].blocks
         if isinstance(whole, Joined) and self.is_cut_alike(whole, blocks):
             return whole.parts[self.rank]
+        if isinstance(whole, Joined) and self.rank:  # its rank 0 compares them
+            whole = whole.without_copies()
         own = self.own_blocks(name)
         if numel == whole.numel and all(block.is_in_place for block in own):
             return whole
-        return part_of(whole, own, numel)
+        return part_of(whole, self.wholes[name].shape, own, numel)
 
     def is_cut_alike(self, whole, blocks):
         """Whether the checkpoint has the very parts of this engine: then nothing has to be joined.
@@ -84,7 +88,10 @@ def parts_of(engine: Engine, checkpoint: Description, group: ProcessGroup) -> Pa
         for name in shapes:
             if any(name not in of_rank for of_rank in of_ranks.values()):
                 raise CheckpointError(f"not every tensor-parallel rank has a part of {name}")
-            wholes[name] = joiner.whole(name, [of_ranks[i][name] for i in range(degree)])
+            shapes_of_parts = [of_ranks[i][name] for i in range(degree)]
+            wholes[name] = joiner.whole(name, shapes_of_parts)
+            parts = [Extent("float32", None, 0, math.prod(shape)) for shape in shapes_of_parts]
+            joiner.check_cover(name, wholes[name], parts, math.prod(wholes[name].shape))
     return Parts(rank, degree, wholes)
 
 

@@ -188,9 +188,6 @@ class Slices(NamedTuple):
     def numel(self) -> int:
         return self.cut.numel
 
-    def first(self, numel: int) -> "Slices":
-        return self._replace(cut=self.cut._replace(numel=numel))
-
     def ranges(self, start: int, numel: int) -> Iterator[ByteRange]:
         rank, position = divmod(self.cut.origin + start, self.cut.share or 1)
         while numel:
