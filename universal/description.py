@@ -30,8 +30,6 @@ class Parameter(NamedTuple):
     states: {name: source of the elements (byte_ranges.py)}, fp32 first.
     scalars: {name: value, or Tensor with its bytes}, the rest of its optimizer state, which is the
         same for a whole flat tensor.
-    cut_info: what the files of a universal checkpoint say besides the tensor, so that ranks can cut
-        it again.
     """
 
     shape: tuple
@@ -39,7 +37,6 @@ class Parameter(NamedTuple):
     group: int | None
     states: dict
     scalars: dict
-    cut_info: dict
 
 
 class Layout(NamedTuple):

@@ -215,7 +215,7 @@ def describe_one(weight, group, stepped, opened):
             scalars[key] = read_scalar(value, opened)
         else:
             unsliced.add(key)
-    return Parameter(weight.size, group, group, states, scalars, {"cat_dim": 0}), unsliced
+    return Parameter(weight.size, group, group, states, scalars), unsliced
 
 
 def source_of(key, tensor, begin, numel):

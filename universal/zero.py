@@ -367,7 +367,6 @@ def join_shards(
                 group=group_of.get(number),
                 states=states_of_name,
                 scalars=of_ranks[0].scalars,
-                cut_info={"cat_dim": 0},
             )
     return parameters, rank_dependent
 
