@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What is known of a checkpoint without reading its tensors. Needs only Python 3.10."""
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +58,13 @@ class Layout(NamedTuple):
     def unsaved(self) -> str | None:
         """What is in no file of such a checkpoint."""
         return UNSAVED.get(self.optimizer_class)
+
+    def in_words(self, data: int, unit: str = "") -> str:
+        """How many ranks they are, say 8 (tensor 2 x data 4). data: how many share the batch."""
+        degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "data": data}
+        product = " x ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
+        shared = f" ({product})" if self.tensor * self.pipeline > 1 else ""
+        return f"{math.prod(degrees.values())}{unit}{shared}"
 
 
 class ModuleState(NamedTuple):

@@ -351,7 +351,7 @@ def pipelines_without_zero(stage):
     engine = pipeline(2, LayerSpec(nn.Linear, 8, 8), zero=0, optimizer=momentum)
     refused(engine, "of another optimizer: it has")
     load(pipeline(2, LayerSpec(nn.Linear, 8, 8), zero=0))
-    refused(pipeline(1, LayerSpec(nn.Linear, 8, 8), zero=0), "it loads on its own layout only")
+    refused(pipeline(1, LayerSpec(nn.Linear, 8, 8), zero=0), "it loads on its own ranks only")
     engine = pipeline(2, LayerSpec(nn.Linear, 8, 8), zero=0, bf16=BF16)
     refused(engine, "of BF16_Optimizer without ZeRO, which saves no shapes", tag="bf16")
 
