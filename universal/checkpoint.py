@@ -10,6 +10,7 @@ import itertools
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import NoneType
 from typing import NamedTuple
 
 from universal.byte_ranges import OpenFile, Record, keep_open
@@ -167,16 +168,25 @@ def left_over(checkpoint: Description) -> list[str]:
 class ModelParallelRank(NamedTuple):
     """A model-parallel rank, joined from its data-parallel ranks.
 
-    model: rank 0's model states, with an untrained module. shard: rank 0's. files: rank 0's model
-    states first.
+    model: rank 0's model states, with an untrained module. shard: rank 0's. settings: as of
+    zero.settings_of(). files: rank 0's model states first.
     """
 
     model: dict
     shard: Shard
     parameters: dict
+    settings: dict
     rank_dependent: dict
     problems: list[Problem]
     files: list[Path]
+
+    def renumbered(self, numbers: list[int]) -> "ModelParallelRank":
+        """With these numbers in place of those of its parameter groups."""
+        parameters = {
+            name: parameter._replace(group=numbers[parameter.group])
+            for name, parameter in self.parameters.items()
+        }
+        return self._replace(parameters=parameters)
 
 
 def describe_ranks(folder, mp_rank, paths, pool, opened):
@@ -199,7 +209,9 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
     if shard.stage == 3:
         read = functools.partial(read_fragments, first_path=model_paths[0], first=model)
         fragments = list(pool.map(read, model_paths))
-    parameters, rank_dependent = describe_shards(shard, shards, model, experts, pool, opened)
+    parameters, settings, rank_dependent = describe_shards(
+        shard, shards, model, experts, pool, opened
+    )
     problems = other_steps(model_paths[0], shards, model, parameters, shard.stage)
     state = optimizer_state(shard.optimizer, rank_dependent)
     problems += problem_of_loss(shards[0], parameters, state)
@@ -216,7 +228,7 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
             )
             problems.append(Problem(True, text))
     files = [*model_paths, *experts.files, *shards]
-    return ModelParallelRank(model, shard, parameters, rank_dependent, problems, files)
+    return ModelParallelRank(model, shard, parameters, settings, rank_dependent, problems, files)
 
 
 def check_present(folder, paths, ranks):
@@ -237,7 +249,8 @@ def model_states_of(folder, mp_rank, shard):
 
 
 def describe_shards(first, paths, model, experts, pool, opened):
-    """({name: Parameter}, {(flat tensor, name): why a state depends on the rank}).
+    """({name: Parameter}, settings_of() rank 0, {(flat tensor, name): why a state depends on the
+    rank}).
 
     first: rank 0's shard. paths: of the shards of all ranks.
     """
@@ -270,7 +283,7 @@ def describe_shards(first, paths, model, experts, pool, opened):
     with naming(paths[0]):
         param_groups = first.optimizer["param_groups"]
         parameters, rank_dependent = join_shards(paths, states, flat_cuts, shapes, param_groups)
-        return parameters, rank_dependent | differences(settings)
+        return parameters, settings[0], rank_dependent | differences(settings)
 
 
 def check_group_count(shard, shapes):
@@ -318,15 +331,15 @@ def describe_zero(folder, shards, pool, opened):
     others = range(1, tensor * pipeline)
     ranks = [first, *(describe_ranks(folder, i, shards[i], pool, opened) for i in others)]
     joiner = TensorParallel(first.model.get(INFO_KEY), tensor, folder)
-    parameters = join_ranks(folder, ranks, joiner)
-    module, problems = join_modules(folder, ranks, parameters, joiner)
-    problems += joiner.problems + unused_patterns(joiner)
-    models = [first.model | {"module": module}, *(rank.model for rank in ranks[1:])]
+    param_groups, ranks, problems = join_groups(folder, ranks, tensor)
+    parameters, rank_dependent = join_ranks(folder, ranks, joiner)
+    module, more_problems = join_modules(folder, ranks, parameters, joiner)
+    problems += more_problems + joiner.problems + unused_patterns(joiner)
+    models = [ranks[0].model | {"module": module}, *(rank.model for rank in ranks[1:])]
     kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
     if kind:
         problems.append(Problem(True, f"{folder}: no file holds {UNSAVED[kind]}"))
     used = {path.name for rank in ranks for path in rank.files}
-    rank_dependent = {key: why for rank in ranks for key, why in rank.rank_dependent.items()}
     layout = Layout(
         optimizer_class=kind or first.shard.optimizer_class,
         ranks=first.model["dp_world_size"],
@@ -342,7 +355,9 @@ def describe_zero(folder, shards, pool, opened):
         parameters=parameters,
         flat_names=[list(names) for names in first.model["param_shapes"]],
         module=module_state(models[0]),
-        optimizer=optimizer_state(first.shard.optimizer, rank_dependent),
+        optimizer=optimizer_state(
+            first.shard.optimizer | {"param_groups": param_groups}, rank_dependent
+        ),
         files=Files(
             model_states=first.files[0],
             left_over=sorted({path.name for path in folder.glob("*mp_rank_*_states.pt")} - used),
@@ -362,8 +377,76 @@ def check_complete(folder, shards, tensor, pipeline):
         )
 
 
+def join_groups(folder, ranks, degree):
+    """(the parameter groups of all pipeline stages, ModelParallelRanks that have their numbers, [a
+    Problem, if they had others]). degree: of tensor parallelism.
+
+    DeepSpeed drops a group of which a stage has nothing, and numbers the next ones anew.
+    """
+    settings = [settings_by_group(rank) for rank in ranks[::degree]]
+    groups = ranks[0].shard.optimizer["param_groups"]
+    if all(are_same_groups(settings[0], of_stage) for of_stage in settings):
+        return groups, ranks, []
+    merged = []
+    homes = []  # (rank, its number of a group)
+    renumbered = []
+    for i, rank in enumerate(ranks):
+        numbers = []
+        for number, of_group in enumerate(settings[i // degree]):
+            if not any(are_same_groups([known], [of_group]) for known in merged):
+                merged.append(of_group)
+                homes.append((rank, number))
+            same = [j for j, known in enumerate(merged) if are_same_groups([known], [of_group])]
+            numbers += same
+        if len({*numbers}) < len(numbers):
+            raise CheckpointError(
+                f"{folder}: a pipeline stage lacks a parameter group that others have: which one, "
+                "is not known, for two have the same settings"
+            )
+        renumbered.append(rank.renumbered(numbers))
+    model = ranks[0].model | {"lr_scheduler": join_schedulers(len(groups), homes)}
+    renumbered[0] = renumbered[0]._replace(model=model)
+    groups = [rank.shard.optimizer["param_groups"][number] for rank, number in homes]
+    text = (
+        f"{folder}: a pipeline stage lacks a parameter group that others have: DeepSpeed's "
+        "universal loader goes by number"
+    )
+    numbered = [group | {"params": [i]} for i, group in enumerate(groups)]
+    return numbered, renumbered, [Problem(True, text, of_conversion=True)]
+
+
+def settings_by_group(rank):
+    """[{name: value}] of its parameter groups."""
+    count = len(rank.shard.optimizer["param_groups"])
+    return [
+        {key: value for (group, key), value in rank.settings.items() if group == number}
+        for number in range(count)
+    ]
+
+
+def are_same_groups(a, b):
+    return len(a) == len(b) and not any(map(differences, zip(a, b, strict=True)))
+
+
+def join_schedulers(count, homes):
+    """Rank 0's scheduler, with a value of each group where it has a list of one for each of its
+    own, which are `count`. homes: of each group, (a ModelParallelRank, its number there)."""
+    schedulers = [rank.model.get("lr_scheduler") for rank, _ in homes]
+    if not all(isinstance(scheduler, dict) for scheduler in schedulers):
+        return schedulers[0]
+    joined = dict(schedulers[0])
+    for key, value in joined.items():
+        if isinstance(value, list) and len(value) == count:
+            numbers = [number for _, number in homes]
+            joined[key] = [of[key][i] for of, i in zip(schedulers, numbers, strict=True)]
+    return joined
+
+
 def join_ranks(folder, ranks, joiner):
-    """{name: Parameter}, from the ModelParallelRanks of all pipeline stages."""
+    """({name: Parameter}, {(flat tensor or group, name): why a state depends on the rank}).
+
+    ranks: the ModelParallelRanks of all pipeline stages.
+    """
     model = ranks[0].model
     for rank in ranks:
         for key in ("global_steps", "dp_world_size"):
@@ -371,26 +454,31 @@ def join_ranks(folder, ranks, joiner):
                 raise CheckpointError(
                     f"{folder}: its model-parallel ranks are of different saves: {key} differs"
                 )
-        # The loader goes by number.
-        if len(rank.model["param_shapes"]) != len(model["param_shapes"]):
-            raise CheckpointError(
-                f"{folder}: a pipeline stage lacks a parameter group that others have"
-            )
     joined = {}
+    rank_dependent = {}
     for stage in range(0, len(ranks), joiner.degree):
-        parts = [rank.parameters for rank in ranks[stage : stage + joiner.degree]]
+        of_stage = ranks[stage : stage + joiner.degree]
+        parts = [rank.parameters for rank in of_stage]
+        for rank in of_stage:
+            rank_dependent |= rank.rank_dependent
+        rank_dependent |= differences([rank.settings for rank in of_stage])
         if any(part.keys() != parts[0].keys() for part in parts):
             raise CheckpointError(
                 f"{folder}: tensor-parallel ranks of stage {stage} hold different parameters"
             )
         for name in parts[0]:
+            of_ranks = [part[name] for part in parts]
+            for key, why in differences([part.scalars for part in of_ranks]).items():
+                if key == "step":
+                    raise CheckpointError(f"{folder}: the optimizer's step of {name} {why}")
+                rank_dependent[of_ranks[0].flat, key] = why
             if name not in joined:
-                joined[name] = joiner.join(name, [part[name] for part in parts])
+                joined[name] = joiner.join(name, of_ranks)
             elif not joiner.is_tied(name):
                 raise CheckpointError(
                     f"{folder}: {name} is in two pipeline stages and is not declared as tied"
                 )
-    return joined
+    return joined, rank_dependent
 
 
 def unused_patterns(joiner):
@@ -408,7 +496,7 @@ def join_modules(folder, ranks, parameters, joiner):
     modules = [rank.model["module"] for rank in ranks]
     nothing = {}
     if modules[0] is None:
-        modules = modules_of_layers(folder, parameters)
+        modules = [trimmed(module) for module in modules_of_layers(folder, parameters)]
         nothing = None
     module, different = common_entries(modules)
     for name in frozen_parameters(modules, ranks[0].model, different, joiner):
@@ -438,7 +526,7 @@ def frozen_parameters(modules, model, different, joiner):
 
 
 def modules_of_layers(folder, parameters):
-    """[{name: tensor}]: what a pipeline's files of its layers hold besides trained parameters.
+    """[{name: tensor}]: what a pipeline's files of its layers hold besides these parameters.
 
     A name begins with the number of the layer. Each tensor-parallel rank has files of its own.
     """
@@ -450,9 +538,25 @@ def modules_of_layers(folder, parameters):
         for key, value in expect(load(path), {str: object}, path).items():
             name = f"{int(layer)}.{key}"
             if name not in parameters and key not in tied:
-                tensor = tensor_of(value)
-                module[name] = trim_storage(tensor) if tensor else value
+                module[name] = value
     return list(modules.values())
+
+
+def trimmed(module):
+    """The entries, of tensors what they span."""
+    tensors = {name: tensor_of(value) for name, value in module.items()}
+    return module | {name: trim_storage(tensor) for name, tensor in tensors.items() if tensor}
+
+
+def saved_modules(checkpoint: Description) -> list[dict]:
+    """[{name: value}]: the modules that tensor-parallel ranks have saved, with their weights."""
+    path = checkpoint.files.model_states
+    degree = checkpoint.layout.tensor if checkpoint.layout else 1
+    paths = [
+        path.with_name(path.name.replace("_rank_00_", f"_rank_{i:02d}_")) for i in range(degree)
+    ]
+    modules = [expect(load(path), {"module": (NoneType, dict)}, path)["module"] for path in paths]
+    return modules_of_layers(checkpoint.folder, ()) if None in modules else modules
 
 
 def common_entries(modules):
