@@ -114,8 +114,7 @@ class TensorParallel:
         if degree > 1 and not info:
             raise CheckpointError(
                 f"{folder} has {degree} tensor-parallel ranks and no universal_checkpoint_info, "
-                "which says how they are cut: it must be in the client state when the checkpoint "
-                "is saved"
+                "which says how they cut parameters: set it on the model"
             )
         self.info = expect(info or {}, INFO, folder)
         self.degree = degree
