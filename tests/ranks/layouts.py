@@ -85,14 +85,20 @@ KINDS = {
 }
 
 
-def halves(stage, degree, net=Halves, **options):
-    """An engine of so many tensor-parallel ranks."""
+def reset_mesh(degree):
+    """DeepSpeed's groups for so many tensor-parallel ranks, as an mpu; None of one."""
     for name in ("mpu", "_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP"):
         setattr(groups, name, None)  # of an earlier engine
-    mpu = None
-    if degree > 1:
-        groups._init_tp_mesh_device(degree)
-        mpu = groups
+    if degree == 1:
+        return None
+    groups._init_tp_mesh_device(degree)
+    return groups
+
+
+def halves(stage, degree, net=Halves, **options):
+    """An engine of so many tensor-parallel ranks."""
+    mpu = reset_mesh(degree)
+    if mpu:
         cuts = {"use_default_specs": False, "layer_specs": SPECS}
         options["tensor_parallel"] = {"autotp_size": degree, "partition_config": cuts}
     return make(stage, net, mpu=mpu, **options)

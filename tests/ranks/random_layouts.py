@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import groups
 from helpers import run_all
+from layouts import reset_mesh
 from torch import nn
 from toy import begin, in_turn, make
 
@@ -213,14 +213,8 @@ class Model(nn.Module):
 def engine_of(plan, side):
     """An engine of the plan's model, and its tensor-parallel rank."""
     degree, _ = plan.loaded if side else plan.saved
-    for name in ("mpu", "_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP"):
-        setattr(groups, name, None)  # of an earlier engine
-    mpu = None
-    rank = 0
-    if degree > 1:
-        groups._init_tp_mesh_device(degree)
-        mpu = groups
-        rank = groups.get_tensor_model_parallel_rank()
+    mpu = reset_mesh(degree)
+    rank = mpu.get_tensor_model_parallel_rank() if mpu else 0
 
     def optimizer(parameters):
         count = -(-len(parameters) // plan.groups)
