@@ -8,19 +8,20 @@ Python 3.10.
 """
 
 import functools
-import heapq
 import itertools
 import operator
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from universal.byte_ranges import Reader, width
+from universal.byte_ranges import SHORT, Reader, width
 from universal.errors import CheckpointError
 from universal.torch_file import contiguous_strides
 
 CODES = {"float32": "f", "float64": "d"}  # of the module array
 AVERAGED = CODES.keys()
+FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}  # of the module struct, by bytes
+MOST = 1 << 24  # bytes that are read at a time
 
 
 class Block(NamedTuple):
@@ -78,13 +79,36 @@ class Block(NamedTuple):
             )
 
 
-class Run(NamedTuple):
-    """Elements that are contiguous in the whole and in a part. In this order runs are merged."""
+class Target(NamedTuple):
+    """Elements of the whole, from `start` on, that are being read. filled: 1 for each that is."""
 
-    whole_offset: int
-    part: int
-    offset: int
-    numel: int
+    elements: memoryview
+    start: int
+    filled: bytearray
+
+    def take(self, box: Block, part: Any, reader: Reader, unit: int) -> bool:
+        """Read a block of a part, in units of bytes. Returns whether copies are the same."""
+        *shape, count = box.shape
+        *strides, stride = box.stride
+        *whole_strides, whole_stride = box.whole_stride
+        data = memoryview(bytearray(reach(box.shape, box.stride) * unit))
+        reader.read_elements(data, part, box.offset * unit // width(part.dtype))
+        data = data.cast(FORMATS[unit])
+        for index in itertools.product(*map(range, shape)):
+            offset = dot(index, strides)
+            place = box.whole_offset - self.start + dot(index, whole_strides)
+            first = max(0, -(place // whole_stride))
+            numel = min(count, -((place - len(self.elements)) // whole_stride)) - first
+            if numel <= 0:  # this row lies outside
+                continue
+            row = data[offset + first * stride :: stride][:numel]
+            begin = place + first * whole_stride
+            places = slice(begin, begin + (numel - 1) * whole_stride + 1, whole_stride)
+            if 1 in self.filled[places] and self.elements[places] != row:
+                return False
+            self.elements[places] = row
+            self.filled[places] = b"\1" * numel
+        return True
 
 
 class Joined(NamedTuple):
@@ -112,33 +136,25 @@ class Joined(NamedTuple):
         Where several parts have an element, they must have the same one.
         """
         size = width(self.dtype)
-        stop = start + len(buffer) // size
         if self.blocks is None:
-            buffer[:] = self.mean(start, stop - start, reader)
+            buffer[:] = self.mean(start, len(buffer) // size, reader)
             return
-        end = start  # of what is filled
-        for run in heapq.merge(*map(runs, self.rows(start, stop))):
-            begin = max(start, run.whole_offset)
-            run_end = min(stop, run.whole_offset + run.numel)
-            if begin >= run_end:  # another part of a row
-                continue
-            part = self.parts[run.part]
-            offset = run.offset + begin - run.whole_offset
-            place = buffer[(begin - start) * size : (run_end - start) * size]
-            if begin == end:
-                reader.read_elements(place, part, offset)
-                end = run_end
-            elif run_end > end:
-                raise self.not_covered()
-            elif reader.read(part, offset, run_end - begin) != place:
-                raise self.differs(run.part, reader)
-        if end != stop:
-            raise self.not_covered()
-
-    def rows(self, start: int, stop: int) -> list[Block]:
-        """Blocks that have all elements of the whole from `start` to `stop`, and perhaps others."""
-        rows = [in_order(block).rows(start, stop) for block in self.blocks if 0 not in block.shape]
-        return [block for block in rows if block]
+        unit = min(size, 8)
+        target = Target(
+            buffer.cast(FORMATS[unit]), start * size // unit, bytearray(len(buffer) // unit)
+        )
+        for block in self.blocks:
+            if 0 not in block.shape:
+                for box in boxes(in_order(block, size // unit), target, unit):
+                    if not target.take(box, self.parts[block.part], reader, unit):
+                        reader.check()  # damage is another reason
+                        raise CheckpointError(
+                            f"{self.name} differs on tensor-parallel rank {block.part}"
+                        )
+        if 0 in target.filled:
+            raise CheckpointError(
+                f"the shards of {self.name} do not cover its elements exactly once"
+            )
 
     def without_copies(self) -> "Joined":
         """The same, but what several parts have is read from one alone, and not compared."""
@@ -147,14 +163,6 @@ class Joined(NamedTuple):
             for block in reversed(self.blocks or ())
         }
         return self._replace(blocks=self.blocks and tuple(places.values()))
-
-    def not_covered(self) -> CheckpointError:
-        return CheckpointError(f"the shards of {self.name} do not cover its elements exactly once")
-
-    def differs(self, part: int, reader: Reader) -> CheckpointError:
-        """Raises CheckpointError itself, if damage is the reason."""
-        reader.check()
-        return CheckpointError(f"{self.name} differs on tensor-parallel rank {part}")
 
     def mean(self, start, numel, reader):
         """The mean, in the same order and precision as PyTorch's."""
@@ -253,10 +261,14 @@ def indices(offset, strides):
 
 
 @functools.lru_cache(4096)  # the layers of a model are alike
-def in_order(block: Block) -> Block:
-    """The same block, its dimensions in the order of the whole, as few of them as possible."""
-    dims = [(1, 1, 1)]  # (size, stride, stride in the whole), from the last on
+def in_order(block: Block, units: int = 1) -> Block:
+    """The same block, its dimensions in the order of the whole, as few of them as possible.
+
+    units: of what is counted, an element has so many.
+    """
+    dims = [(units, 1, 1)]  # (size, stride, stride in the whole), from the last on
     for dim in sorted(zip(block.shape, block.stride, block.whole_stride, strict=True), key=last):
+        dim = (dim[0], dim[1] * units, dim[2] * units)
         n, stride, whole_stride = dims[-1]
         if n == 1 < dim[0]:
             dims[-1] = dim
@@ -265,23 +277,35 @@ def in_order(block: Block) -> Block:
         elif dim[0] > 1:
             dims.append(dim)
     shape, stride, whole_stride = zip(*reversed(dims), strict=True)
-    return block._replace(shape=shape, stride=stride, whole_stride=whole_stride)
+    return Block(
+        part=block.part,
+        shape=shape,
+        stride=stride,
+        offset=block.offset * units,
+        whole_stride=whole_stride,
+        whole_offset=block.whole_offset * units,
+    )
 
 
 def last(dim):
     return dim[-1]
 
 
-def runs(block: Block) -> Iterator[Run]:
-    """The Runs of a block that is in order()."""
-    outer = len(block.shape)
-    numel = 1
-    if block.stride[-1] == block.whole_stride[-1] == 1:
-        outer -= 1
-        numel = block.shape[-1]
-    for index in itertools.product(*map(range, block.shape[:outer])):
-        whole_offset = block.whole_offset + dot(index, block.whole_stride)
-        yield Run(whole_offset, block.part, block.offset + dot(index, block.stride), numel)
+def boxes(block: Block, target: Target, unit: int) -> Iterator[Block]:
+    """Yields what of a block is read at a time. A short gap between two rows is read, too."""
+    rows = block.rows(target.start, target.start + len(target.elements))
+    if rows is None:
+        return
+    count, *shape = rows.shape
+    stride = rows.stride[0]
+    gap = stride - reach(shape, rows.stride[1:])
+    step = max(1, MOST // (stride * unit)) if gap * unit < SHORT else 1
+    for first in range(0, count, step):
+        yield rows._replace(
+            shape=(min(step, count - first), *shape),
+            offset=rows.offset + first * stride,
+            whole_offset=rows.whole_offset + first * rows.whole_stride[0],
+        )
 
 
 def reach(shape, stride):
