@@ -9,6 +9,7 @@ Python 3.10.
 
 import functools
 import itertools
+import math
 import operator
 from array import array
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from universal.byte_ranges import SHORT, Reader, width
 from universal.errors import CheckpointError
-from universal.torch_file import contiguous_strides
+from universal.torch_file import Tensor, contiguous_strides
 
 CODES = {"float32": "f", "float64": "d"}  # of the module array
 AVERAGED = CODES.keys()
@@ -190,6 +191,13 @@ class Padded(NamedTuple):
         if nbytes:  # to read nothing, behind the end of a record, would be damage
             reader.read_elements(buffer[:nbytes], self.source, start)
         buffer[nbytes:] = bytes(len(buffer[nbytes:]))
+
+
+def strided(name: str, tensor: Tensor) -> Joined:
+    """The source of the elements of a trimmed tensor with gaps, in the order of its indices."""
+    strides = contiguous_strides(tensor.size)
+    block = Block(0, tensor.size, tensor.stride, 0, strides, 0)
+    return Joined(name, (tensor.storage,), (block,), math.prod(tensor.size))
 
 
 def part_of(whole: Any, shape: tuple, blocks: Sequence[Block], numel: int) -> Joined:

@@ -385,7 +385,8 @@ def join_groups(folder, ranks, degree):
     """
     settings = [settings_by_group(rank) for rank in ranks[::degree]]
     groups = ranks[0].shard.optimizer["param_groups"]
-    if all(are_same_groups(settings[0], of_stage) for of_stage in settings):
+    counts = {len(of_stage) for of_stage in settings}
+    if len(counts) == 1 and not any(map(differences, zip(*settings, strict=True))):
         return groups, ranks, []
     merged = []
     homes = []  # (rank, its number of a group)
@@ -393,11 +394,11 @@ def join_groups(folder, ranks, degree):
     for i, rank in enumerate(ranks):
         numbers = []
         for number, of_group in enumerate(settings[i // degree]):
-            if not any(are_same_groups([known], [of_group]) for known in merged):
+            same = [j for j, known in enumerate(merged) if not differences([known, of_group])]
+            numbers += same or [len(merged)]
+            if not same:
                 merged.append(of_group)
                 homes.append((rank, number))
-            same = [j for j, known in enumerate(merged) if are_same_groups([known], [of_group])]
-            numbers += same
         if len({*numbers}) < len(numbers):
             raise CheckpointError(
                 f"{folder}: a pipeline stage lacks a parameter group that others have: which one, "
@@ -422,10 +423,6 @@ def settings_by_group(rank):
         {key: value for (group, key), value in rank.settings.items() if group == number}
         for number in range(count)
     ]
-
-
-def are_same_groups(a, b):
-    return len(a) == len(b) and not any(map(differences, zip(a, b, strict=True)))
 
 
 def join_schedulers(count, homes):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from universal.blocks import AVERAGED, Block, Joined, blocks_along, resized
+from universal.blocks import AVERAGED, Block, Joined, blocks_along, resized, strided
 from universal.description import Parameter, Problem
 from universal.errors import CheckpointError
 from universal.expect import expect, is_natural, is_shape
@@ -36,15 +36,6 @@ TIED = "pipeline_replicated_parameter_patterns"
 UNKNOWN = "autotp_unsupported_parameter_patterns"
 INFO_KEY = "universal_checkpoint_info"  # in the model states, and of a model
 OF_ONE_DEGREE = (AFFINE, "sub_param_shard_widths", "universal_checkpoint_version")
-
-
-def elements_of(tensor):
-    """The source of a trimmed tensor's elements, in the order of its indices."""
-    if not has_gaps(tensor):
-        return tensor.storage
-    strides = contiguous_strides(tensor.size)
-    block = Block(0, tensor.size, tensor.stride, 0, strides, 0)
-    return Joined("a tensor", (tensor.storage,), (block,), math.prod(tensor.size))
 
 
 def is_pattern(value):
@@ -174,7 +165,9 @@ class TensorParallel:
 
     def join_tensor(self, name: str, parts: list[Tensor]) -> Tensor:
         """One tensor of the module, such as a frozen parameter, from those of the ranks."""
-        states = [{"frozen": elements_of(part)} for part in parts]
+        states = [
+            {"frozen": strided(name, part) if has_gaps(part) else part.storage} for part in parts
+        ]
         shapes = [tuple(part.size) for part in parts]
         parameters = [
             Parameter(shape, 0, None, state, {})
