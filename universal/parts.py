@@ -20,7 +20,13 @@ from universal.engine import Engine
 from universal.errors import CheckpointError
 from universal.flat import whole_shape
 from universal.reader import unpack
-from universal.tensor_parallel import INFO_KEY, TensorParallel, Whole, for_another_degree
+from universal.tensor_parallel import (
+    AFFINE,
+    INFO_KEY,
+    TensorParallel,
+    Whole,
+    for_another_degree,
+)
 
 
 class Parts(NamedTuple):
@@ -39,7 +45,7 @@ class Parts(NamedTuple):
         whole: the source of all. numel: of the part.
         """
         blocks = self.wholes[name].blocks
-        if isinstance(whole, Joined) and self.is_cut_alike(whole, blocks):
+        if isinstance(whole, Joined) and self.is_cut_alike(whole, blocks, numel):
             return whole.parts[self.rank]
         if isinstance(whole, Joined) and self.rank:  # its rank 0 compares them
             whole = whole.without_copies()
@@ -48,12 +54,15 @@ class Parts(NamedTuple):
             return whole
         return part_of(whole, self.wholes[name].shape, own, numel)
 
-    def is_cut_alike(self, whole, blocks):
+    def is_cut_alike(self, whole, blocks, numel):
         """Whether the checkpoint has the very parts of this engine: then nothing has to be joined.
 
-        So each rank also gets its own again of what is averaged for other degrees.
+        So each rank also gets its own again of what is averaged for other degrees, whatever else is
+        said of the cuts.
         """
-        return len(whole.parts) == self.degree and whole.blocks == blocks
+        if len(whole.parts) != self.degree:
+            return False
+        return whole.blocks == blocks or self.degree > 1 and whole.parts[self.rank].numel == numel
 
     def own_blocks(self, name):
         """Those of this rank; none if it has the whole."""
@@ -83,7 +92,12 @@ def parts_of(engine: Engine, checkpoint: Description, group: ProcessGroup) -> Pa
         for of_rank, others in group.all_gather((rank, shapes)):
             of_ranks[of_rank] = others | of_ranks.get(of_rank, {})  # of all pipeline stages
     with group.all_or_none():
-        joiner = TensorParallel(description_of_cuts(engine, checkpoint), degree, "this engine")
+        saved = unpack(checkpoint.packed.model).get(INFO_KEY)
+        # One rank wants it, too: a vocabulary may be padded for one.
+        info = engine.cuts() or saved and for_another_degree(saved)
+        joiner = TensorParallel(info, degree, "this engine")
+        if checkpoint.layout is None or checkpoint.layout.tensor != degree:
+            check_same_words(joiner, TensorParallel(saved, 1, checkpoint.folder), shapes)
         wholes = {}
         for name in shapes:
             if any(name not in of_rank for of_rank in of_ranks.values()):
@@ -95,10 +109,16 @@ def parts_of(engine: Engine, checkpoint: Description, group: ProcessGroup) -> Pa
     return Parts(rank, degree, wholes)
 
 
-def description_of_cuts(engine, checkpoint):
-    """The engine's own universal_checkpoint_info; if it has none, the checkpoint's.
+def check_same_words(joiner, saved, names):
+    """Raises CheckpointError if model and checkpoint say different things of how ranks cut.
 
-    One rank wants it, too: a vocabulary may be padded for one.
+    Maps of every element are of one degree, and others may do without.
     """
-    saved = unpack(checkpoint.packed.model).get(INFO_KEY)
-    return engine.cuts() or saved and for_another_degree(saved)
+    for name in sorted(names) if joiner.info and saved.info else ():
+        here, there = (
+            sorted(filter(of.matched(name).get, of.matched(name))) for of in (joiner, saved)
+        )
+        if here != there and AFFINE not in (*here, *there):
+            raise CheckpointError(
+                f"{name} is of {here} in the model's {INFO_KEY}, and of {there} in the checkpoint's"
+            )

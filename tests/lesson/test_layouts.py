@@ -124,7 +124,7 @@ def test_more_stages(work):
 
 
 def test_a_stage_without_a_parameter_group(work, pipeline, tmp_path):
-    """DeepSpeed's loader would give the one group of such a stage's state to another: refused."""
+    """DeepSpeed's universal loader goes by number: such a checkpoint is not converted."""
     lists = (
         "param_shapes single_partition_of_fp32_groups group_paddings param_slice_mappings "
         "param_groups"

@@ -209,6 +209,26 @@ def parameters_new_or_gone(stage):
     assert all(torch.equal(held[name], truth[name]) for name in PartlyFrozen.frozen)
 
 
+def save_of_each_rank(stage):
+    engine = halves(stage, 2)
+    train(engine, 0)
+    engine.module.calls += dist.get_rank()
+    engine.save_checkpoint(".", "t", {"rank": dist.get_rank()})
+
+
+@tensor_parallel(quick_stages=(1, 3), save=save_of_each_rank)
+def of_each_rank(stage):
+    """On as many tensor-parallel ranks each gets its own buffers and client state."""
+    reason = "calls is in no optimizer, and not the same on all tensor-parallel ranks"
+    refused(halves(stage, 1), reason, "load_module_strict=False")
+    load(halves(stage, 1), load_module_strict=False)
+    if dist.get_world_size() == 2:
+        engine = halves(stage, 2)
+        rank = dist.get_rank()
+        assert load(engine)["rank"] == rank
+        assert engine.module.calls.tolist() == [12.0 + rank] * 3
+
+
 @tensor_parallel(quick_stages=(2,))
 def weights_alone(stage):
     for degree in (1, 2) if dist.get_world_size() == 2 else (1,):
@@ -363,6 +383,51 @@ def another_padding_of_the_vocabulary(stage):
         for key, value in snapshot(engine).items():
             if torch.is_tensor(value) and key.startswith("weight"):
                 assert torch.equal(value[:10], truth[key][:10]) and not value[12:].any()
+
+
+class Packed(nn.Module):
+    """A gate and a value in one matrix; `subs` says how many are cut by themselves."""
+
+    def __init__(self, rows, subs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, 8))
+        entry = {"patterns": ["^weight$"], "shape": [subs, 8], "partition_dim": 0}
+        self.universal_checkpoint_info = {
+            "universal_checkpoint_version": 0.2,
+            "parameter_with_row_parallelism_patterns": ["^none$"],
+            "parameter_with_sub_params": [entry] if subs else [],
+        }
+
+    def forward(self, x):
+        return (x @ self.weight.T).pow(2).mean()
+
+
+def packed(stage, degree, subs):
+    mpu = reset_mesh(degree)
+    torch.manual_seed(0)
+    return make(stage, lambda: Packed(16 // degree, subs), seed=dist.get_rank(), mpu=mpu)
+
+
+def save_packed(stage):
+    for tag, degree, subs in (("whole", 1, 2), ("cut", 2, 2)):
+        engine = packed(stage, degree, subs)
+        train(engine, 0)
+        engine.save_checkpoint(".", tag)
+        torch.save(snapshot(engine), f"{tag}.{dist.get_rank()}")
+
+
+@tensor_parallel(save=save_packed)
+def a_model_that_says_something_else(stage):
+    """Of another degree, its parts would be others. On the same one they are as they were."""
+    line = "weight is of [] in the model's universal_checkpoint_info, and of ["
+    refused(packed(stage, 1, 0), line, tag="cut")
+    load(packed(stage, 1, 2), "cut")
+    if dist.get_world_size() == 2:
+        refused(packed(stage, 2, 0), line, tag="whole")
+        engine = packed(stage, 2, 0)
+        load(engine, "cut")
+        truth = torch.load(f"cut.{dist.get_rank()}", weights_only=False)
+        assert not differences(truth, snapshot(engine))
 
 
 # --------------------------------------------------------------------------------------------------
