@@ -4,7 +4,7 @@
 # make hosts     three hosts whose cable is pulled, in network namespaces of this machine; 10 minutes
 # make exact     the same bits on 1, 3, 4, 7 and 8 ranks, from scratch and along a chain of checkpoints; 20 to 30 minutes
 # make 3d        change the tensor, pipeline and sequence layout; 30 minutes
-# make resume    what it costs to resume a model of 86 million parameters, in three ways
+# make resume    what it costs to resume a model of 86 million parameters, and by DeepSpeed's means
 # make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
 # make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; 20 minutes
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; 9 minutes

@@ -6,7 +6,7 @@ other layout. Start it from the root of the repository:
     deepspeed --num_gpus 4 --module examples.train_3d --pipeline_parallel 2 --tensor_parallel 2 \
         --run_name tp2_pp2_dp1 --checkpoint_dir ckpt_3d --resume --checkpoint_tag global_step100
 
-A resume on another layout converts the checkpoint first. A pipeline numbers its layers, so its
+It resumes on any layout. A pipeline numbers its layers, so its
 parameters have other names than train.py's, and neither script resumes the other's checkpoints.
 Also takes --elastic, --keep and --timeout, like train_elastic.py.
 """

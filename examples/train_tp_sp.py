@@ -7,7 +7,7 @@ of the repository:
     deepspeed --num_gpus 2 --module examples.train_tp_sp --sequence_parallel 2 --run_name sp2 \
         --checkpoint_dir ckpt_tp --resume --checkpoint_tag global_step100
 
-A resume on another layout converts the checkpoint first. Checkpoints of train.py have the layout
+It resumes on any layout. Checkpoints of train.py have the layout
 with both degrees 1, so this script resumes them, too. Also takes --elastic, --keep and --timeout,
 like train_elastic.py.
 """

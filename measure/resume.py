@@ -1,10 +1,9 @@
-"""A model of realistic size, trained on 4 ranks and resumed on 2, in three ways: what it costs and
+"""A model of realistic size, trained on 4 ranks and resumed on 2, in two ways: what it costs and
 how close it stays.
 
     python -m measure.resume
 
-    reshard     universal.load_checkpoint(), from the ZeRO checkpoint as it is
-    ours        ds_to_universal.py, DeepSpeed's universal loader, universal.mend()
+    universal   universal.load_checkpoint(), from the ZeRO checkpoint as it is
     DeepSpeed   DeepSpeed's converter and its universal loader
 
 Seconds: of the conversion, a process of its own, and of loading, the slowest rank. Memory: the
@@ -32,7 +31,7 @@ LENGTH = 32
 SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768}  # 86 million parameters
 SAVED = 2  # steps before the save
 STEPS = 12
-CONVERTED = ("ours", "DeepSpeed")
+WAYS = ("universal", "DeepSpeed")
 
 
 def make_engine(batch, micro, stage, load_universal=False):
@@ -63,12 +62,10 @@ def load(engine, folder, way):
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     dist.barrier()
     start = time.perf_counter()
-    if way == "reshard":
+    if way == "universal":
         universal.load_checkpoint(engine, folder, "saved")
     else:
         assert engine.load_checkpoint(folder, way)[0]
-        if way == "ours":
-            universal.mend(engine, f"{folder}/{way}")
     return time.perf_counter() - start, megabytes("VmHWM") - before
 
 
@@ -76,7 +73,7 @@ def train(folder, way=None):
     """What each rank does; rank 0 prints the losses, and what loading has cost every rank."""
     # Of other weights on each rank: what is resumed must come from the checkpoint.
     torch.manual_seed(int(os.environ["RANK"]) if way else 0)
-    engine = make_engine(BATCH, 1, STAGE, way in CONVERTED)
+    engine = make_engine(BATCH, 1, STAGE, way == "DeepSpeed")
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     costs = [None] * ranks
@@ -111,9 +108,9 @@ def main():
     print(row.format(f"ZeRO-{STAGE}", "converting", "it", "a rank", "converter", "of the loss"))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as work:
         baseline, _ = trained(work, 4)
-        for way in ("reshard", *CONVERTED):
+        for way in WAYS:
             converter = Run(0.0, 0.0, "")
-            if way in CONVERTED:
+            if way == "DeepSpeed":
                 command = commands(f"{work}/saved", f"{work}/{way}")[way]
                 converter = timed(command, work)
             losses, costs = trained(work, 2, way)

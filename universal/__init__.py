@@ -8,10 +8,9 @@ its checkpoint.
 
     python -m universal llamafactory-cli train full.yaml  # the same for a command without a script
 
-convert() turns a ZeRO checkpoint into a universal checkpoint, which DeepSpeed's own loader reads,
-and mend() restores what that loader leaves out. The modules elastic, mirror and exact are for jobs
-whose machines come and go. Each name is imported at its first use, so convert(), which needs
-neither torch nor DeepSpeed, runs without them."""
+convert() turns a ZeRO checkpoint into a universal checkpoint, which other tools read. The modules
+elastic, mirror and exact are for jobs whose machines come and go. Each name is imported at its
+first use, so convert(), which needs neither torch nor DeepSpeed, runs without them."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -19,12 +18,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from universal.converter import convert
     from universal.errors import CheckpointError
-    from universal.loader import install, load_checkpoint, mend
+    from universal.loader import install, load_checkpoint
 
 __version__ = "2.0"
-HOME = {"install": "loader", "load_checkpoint": "loader", "mend": "loader", "convert": "converter"}
+HOME = {"install": "loader", "load_checkpoint": "loader", "convert": "converter"}
 HOME |= {"CheckpointError": "errors"}
-__all__ = ["CheckpointError", "convert", "install", "load_checkpoint", "mend"]
+__all__ = ["CheckpointError", "convert", "install", "load_checkpoint"]
 
 
 def __getattr__(name):

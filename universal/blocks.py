@@ -2,27 +2,27 @@
 """A tensor that is joined from blocks of several parts, such as those of tensor-parallel ranks.
 
 A block is a box of elements that lies somewhere in a part and somewhere in the whole, with strides
-of its own in each. The whole is read in its own order: so blocks are broken up into runs of
-elements that are contiguous in both, and the runs of all blocks are merged. Needs only Python 3.10.
+of its own in each. So any elements of the whole can be read from the parts; and the other way
+round: read from the other side, the same blocks are what a part has of the whole. Needs only
+Python 3.10.
 """
 
 import functools
-import heapq
 import itertools
 import math
 import operator
-import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from universal.byte_ranges import CHUNK, Reader, width
+from universal.byte_ranges import SHORT, Reader, width
 from universal.errors import CheckpointError
 from universal.torch_file import Tensor, contiguous_strides
 
-PER_READ = 1 << 16  # elements read at a time if several ranks hold parts or copies
 CODES = {"float32": "f", "float64": "d"}  # of the module array
 AVERAGED = CODES.keys()
+FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}  # of the module struct, by bytes
+MOST = 1 << 24  # bytes that are read at a time
 
 
 class Block(NamedTuple):
@@ -36,24 +36,87 @@ class Block(NamedTuple):
     whole_offset: int
 
     def fits(self, source: Any) -> bool:
-        """Whether the source of its part has all of its elements."""
+        """Whether the source of its part has all of its elements, each in one place."""
         if not len(self.shape) == len(self.stride) == len(self.whole_stride):
             return False
-        last = self.offset + dot([n - 1 for n in self.shape], self.stride)
-        return 0 in self.shape or last < source.numel
+        if 0 in self.shape:
+            return True
+        once = is_once(self.shape, self.stride) and is_once(self.shape, self.whole_stride)
+        return once and self.offset + reach(self.shape, self.stride) <= source.numel
+
+    @property
+    def whole_end(self) -> int:
+        """The element of the whole that follows its last."""
+        return self.whole_offset + reach(self.shape, self.whole_stride)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its elements lie in the part as in the whole."""
+        return (self.stride, self.offset) == (self.whole_stride, self.whole_offset)
+
+    def rows(self, start: int, stop: int) -> "Block | None":
+        """Its rows that have elements of the whole from `start` to `stop`, and perhaps others.
+
+        Only of a block that is in order(). None, if there are none.
+        """
+        block = self
+        while True:
+            n, *shape = block.shape
+            stride, whole_stride = block.stride[0], block.whole_stride[0]
+            row = reach(shape, block.whole_stride[1:])
+            first = max(0, (start - block.whole_offset - row) // whole_stride + 1)
+            n = min(n, -((block.whole_offset - stop) // whole_stride)) - first
+            if n <= 0:
+                return None
+            block = block._replace(
+                shape=(n, *shape),
+                offset=block.offset + first * stride,
+                whole_offset=block.whole_offset + first * whole_stride,
+            )
+            if n > 1 or not shape:
+                return block
+            block = block._replace(
+                shape=block.shape[1:], stride=block.stride[1:], whole_stride=block.whole_stride[1:]
+            )
 
 
-class Run(NamedTuple):
-    """Elements that are contiguous in the whole and in a part. In this order runs are merged."""
+class Target(NamedTuple):
+    """Elements of the whole, from `start` on, that are being read. filled: 1 for each that is."""
 
-    whole_offset: int
-    part: int
-    offset: int
-    numel: int
+    elements: memoryview
+    start: int
+    filled: bytearray
+
+    def take(self, box: Block, part: Any, reader: Reader, unit: int) -> bool:
+        """Read a block of a part, in units of bytes. Returns whether copies are the same."""
+        *shape, count = box.shape
+        *strides, stride = box.stride
+        *whole_strides, whole_stride = box.whole_stride
+        data = memoryview(bytearray(reach(box.shape, box.stride) * unit))
+        reader.read_elements(data, part, box.offset * unit // width(part.dtype))
+        data = data.cast(FORMATS[unit])
+        for index in itertools.product(*map(range, shape)):
+            offset = dot(index, strides)
+            place = box.whole_offset - self.start + dot(index, whole_strides)
+            first = max(0, -(place // whole_stride))
+            numel = min(count, -((place - len(self.elements)) // whole_stride)) - first
+            if numel <= 0:  # this row lies outside
+                continue
+            row = data[offset + first * stride :: stride][:numel]
+            begin = place + first * whole_stride
+            places = slice(begin, begin + (numel - 1) * whole_stride + 1, whole_stride)
+            if 1 in self.filled[places] and self.elements[places] != row:
+                return False
+            self.elements[places] = row
+            self.filled[places] = b"\1" * numel
+        return True
 
 
 class Joined(NamedTuple):
     """A source (byte_ranges.py) whose elements are in several parts, which are sources themselves.
+
+    So is a whole of the parts of tensor-parallel ranks, and such a rank's part of a whole
+    (part_of()).
 
     blocks: None if the whole is the mean of the parts. numel: of the whole, which may be less than
     the blocks hold, for a vocabulary may be padded.
@@ -68,76 +131,204 @@ class Joined(NamedTuple):
     def dtype(self) -> str:
         return self.parts[0].dtype
 
-    def chunks(self, reader: Reader) -> Iterator[tuple[bytes, int]]:
-        """Yields (bytes of the whole, their CRC-32), in order. Raises CheckpointError."""
-        left = self.numel * width(self.dtype)
-        for chunk in self.mean(reader) if self.blocks is None else self.in_order(reader):
-            chunk = chunk[:left]
-            yield chunk, zlib.crc32(chunk)
-            left -= len(chunk)
-        if left:
-            raise self.not_covered()
+    def read_into(self, buffer: memoryview, start: int, reader: Reader) -> None:
+        """Fill the buffer with elements of the whole, from `start` on. Raises CheckpointError.
 
-    def not_covered(self):
-        return CheckpointError(f"the shards of {self.name} do not cover its elements exactly once")
+        Where several parts have an element, they must have the same one.
+        """
+        size = width(self.dtype)
+        if self.blocks is None:
+            buffer[:] = self.mean(start, len(buffer) // size, reader)
+            return
+        unit = min(size, 8)
+        target = Target(
+            buffer.cast(FORMATS[unit]), start * size // unit, bytearray(len(buffer) // unit)
+        )
+        for block in self.blocks:
+            if 0 not in block.shape:
+                for box in boxes(in_order(block, size // unit), target, unit):
+                    if not target.take(box, self.parts[block.part], reader, unit):
+                        reader.check()  # damage is another reason
+                        raise CheckpointError(
+                            f"{self.name} differs on tensor-parallel rank {block.part}"
+                        )
+        if 0 in target.filled:
+            raise CheckpointError(
+                f"the shards of {self.name} do not cover its elements exactly once"
+            )
 
-    def mean(self, reader):
+    def without_copies(self) -> "Joined":
+        """The same, but what several parts have is read from one alone, and not compared."""
+        places = {
+            (block.shape, block.whole_stride, block.whole_offset): block
+            for block in reversed(self.blocks or ())
+        }
+        return self._replace(blocks=self.blocks and tuple(places.values()))
+
+    def mean(self, start, numel, reader):
         """The mean, in the same order and precision as PyTorch's."""
         code = CODES[self.dtype]
         count = len(self.parts)
-        for start in range(0, self.numel, PER_READ):
-            numel = min(PER_READ, self.numel - start)
-            parts = [array(code, bytes(reader.read(part, start, numel))) for part in self.parts]
-            total = functools.reduce(
-                lambda sums, part: array(code, map(operator.add, sums, part)), parts
-            )
-            yield array(code, (value / count for value in total)).tobytes()
-
-    def in_order(self, reader):
-        """The elements in the order of the whole; where several parts have them, they are equal."""
-        end = 0
-        last_data = b""
-        joined = bytearray()
-        for run in heapq.merge(*map(runs, self.blocks)):
-            data = reader.read(self.parts[run.part], run.offset, run.numel)
-            if run.whole_offset == end:
-                joined += data
-                last_data = data
-                end += run.numel
-            elif run.whole_offset + run.numel != end or len(data) != len(last_data):
-                raise self.not_covered()
-            elif data != last_data:
-                raise CheckpointError(f"{self.name} differs on tensor-parallel rank {run.part}")
-            if len(joined) >= CHUNK:
-                yield joined
-                joined = bytearray()
-        yield joined
+        parts = [array(code, bytes(reader.read(part, start, numel))) for part in self.parts]
+        total = functools.reduce(
+            lambda sums, part: array(code, map(operator.add, sums, part)), parts
+        )
+        return array(code, (value / count for value in total)).tobytes()
 
 
-def in_order_of_indices(name: str, tensor: Tensor) -> Joined:
-    """The source of a tensor of any strides, which may be a view."""
+class Padded(NamedTuple):
+    """A source with zeros after another's elements, such as a vocabulary padded to divide."""
+
+    source: Any
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    def read_into(self, buffer: memoryview, start: int, reader: Reader) -> None:
+        """Fill the buffer with elements, from `start` on."""
+        nbytes = max(0, self.source.numel - start) * width(self.dtype)
+        if nbytes:  # to read nothing, behind the end of a record, would be damage
+            reader.read_elements(buffer[:nbytes], self.source, start)
+        buffer[nbytes:] = bytes(len(buffer[nbytes:]))
+
+
+def strided(name: str, tensor: Tensor) -> Joined:
+    """The source of a tensor of any strides, which may be a view, in the order of its indices."""
     strides = contiguous_strides(tensor.size)
     block = Block(0, tensor.size, tensor.stride, tensor.offset, strides, 0)
     return Joined(name, (tensor.storage,), (block,), math.prod(tensor.size))
 
 
-def runs(block):
-    """Yields the Runs of a block, in the order of the whole."""
-    if 0 in block.shape:
+def part_of(whole: Any, shape: tuple, blocks: Sequence[Block], numel: int) -> Joined:
+    """The source of a part, of which these blocks are all, in a whole.
+
+    shape: of the whole. numel: of the part.
+    """
+    name = getattr(whole, "name", "a parameter")
+    if max(block.whole_end for block in blocks) > whole.numel:
+        whole = Padded(whole)
+    of_whole = getattr(whole, "blocks", None) or ()
+    # So that a part is not read from the whole row by row, and that from saved parts.
+    if of_whole and all(is_box(block, shape) for block in (*of_whole, *blocks)):
+        common = [overlap(block, box) for block in of_whole for box in blocks]
+        return Joined(name, whole.parts, tuple(filter(None, common)), numel)
+    return Joined(name, (whole,), tuple(map(inverted, blocks)), numel)
+
+
+def is_box(block, shape):
+    """Whether it has what lies between two indices in each dimension of a tensor of this shape."""
+    if block.whole_stride != contiguous_strides(shape):
+        return False
+    ends = map(operator.add, indices(block.whole_offset, block.whole_stride), block.shape)
+    return all(map(operator.le, list(ends)[1:], shape[1:]))
+
+
+def inverted(block):
+    """The block with part and whole in each other's place."""
+    return Block(
+        part=0,
+        shape=block.shape,
+        stride=block.whole_stride,
+        offset=block.whole_offset,
+        whole_stride=block.stride,
+        whole_offset=block.offset,
+    )
+
+
+def overlap(block, box):
+    """What a saved part's block has of the box of another rank's part; None if nothing.
+
+    In the result that other part takes the place of the whole.
+    """
+    begins = indices(block.whole_offset, block.whole_stride)
+    box_begins = indices(box.whole_offset, box.whole_stride)
+    starts = list(map(max, begins, box_begins))
+    ends = map(operator.add, begins, block.shape)
+    box_ends = map(operator.add, box_begins, box.shape)
+    shape = tuple(map(operator.sub, map(min, ends, box_ends), starts))
+    if any(n <= 0 for n in shape):
+        return None
+    return Block(
+        part=block.part,
+        shape=shape,
+        stride=block.stride,
+        offset=block.offset + dot(map(operator.sub, starts, begins), block.stride),
+        whole_stride=box.stride,
+        whole_offset=box.offset + dot(map(operator.sub, starts, box_begins), box.stride),
+    )
+
+
+def indices(offset, strides):
+    """Of the element at this offset, in a tensor of these strides, which have no gaps."""
+    index = []
+    for stride in strides:
+        i, offset = divmod(offset, stride or 1)
+        index.append(i)
+    return index
+
+
+@functools.lru_cache(4096)  # the layers of a model are alike
+def in_order(block: Block, units: int = 1) -> Block:
+    """The same block, its dimensions in the order of the whole, as few of them as possible.
+
+    units: of what is counted, an element has so many.
+    """
+    dims = [(units, 1, 1)]  # (size, stride, stride in the whole), from the last on
+    for dim in sorted(zip(block.shape, block.stride, block.whole_stride, strict=True), key=last):
+        dim = (dim[0], dim[1] * units, dim[2] * units)
+        n, stride, whole_stride = dims[-1]
+        if n == 1 < dim[0]:
+            dims[-1] = dim
+        elif dim[1:] == (n * stride, n * whole_stride):
+            dims[-1] = (n * dim[0], stride, whole_stride)
+        elif dim[0] > 1:
+            dims.append(dim)
+    shape, stride, whole_stride = zip(*reversed(dims), strict=True)
+    return Block(
+        part=block.part,
+        shape=shape,
+        stride=stride,
+        offset=block.offset * units,
+        whole_stride=whole_stride,
+        whole_offset=block.whole_offset * units,
+    )
+
+
+def last(dim):
+    return dim[-1]
+
+
+def boxes(block: Block, target: Target, unit: int) -> Iterator[Block]:
+    """Yields what of a block is read at a time. A short gap between two rows is read, too."""
+    rows = block.rows(target.start, target.start + len(target.elements))
+    if rows is None:
         return
-    dims = list(zip(block.shape, block.stride, block.whole_stride, strict=True))
-    numel = 1  # of a run
-    while dims and (dims[-1][0] == 1 or dims[-1][1:] == (numel, numel)):
-        numel *= dims.pop()[0]
-    strides = [stride for _, stride, _ in dims]
-    whole_strides = [stride for _, _, stride in dims]
-    for index in itertools.product(*(range(n) for n, _, _ in dims)):
-        offset = block.offset + dot(index, strides)
-        whole_offset = block.whole_offset + dot(index, whole_strides)
-        for start in range(0, numel, PER_READ):
-            yield Run(
-                whole_offset + start, block.part, offset + start, min(PER_READ, numel - start)
-            )
+    count, *shape = rows.shape
+    stride = rows.stride[0]
+    gap = stride - reach(shape, rows.stride[1:])
+    step = max(1, MOST // (stride * unit)) if gap * unit < SHORT else 1
+    for first in range(0, count, step):
+        yield rows._replace(
+            shape=(min(step, count - first), *shape),
+            offset=rows.offset + first * stride,
+            whole_offset=rows.whole_offset + first * rows.whole_stride[0],
+        )
+
+
+def reach(shape, stride):
+    """How many elements lie from the first of a box to its last."""
+    return 1 + dot([n - 1 for n in shape], stride)
+
+
+def is_once(shape, strides):
+    """Whether no two elements of a box are at the same place."""
+    end = 1
+    for stride, n in sorted(zip(strides, shape, strict=True)):
+        if n > 1 and stride < end:
+            return False
+        end += (n - 1) * stride
+    return True
 
 
 def dot(index, strides):

@@ -10,6 +10,7 @@ import itertools
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import NoneType
 from typing import NamedTuple
 
 from universal.byte_ranges import OpenFile, Record, keep_open
@@ -36,7 +37,7 @@ from universal.module_states import (
     read_model_states,
 )
 from universal.stage_0 import describe_whole, read_whole
-from universal.tensor_parallel import TensorParallel
+from universal.tensor_parallel import INFO_KEY, TensorParallel
 from universal.torch_file import Tensor, load, number_in, tensor_of, trim_storage
 from universal.zero import (
     Shard,
@@ -174,16 +175,25 @@ def paths_of(checkpoint: Description) -> list[Path]:
 class ModelParallelRank(NamedTuple):
     """A model-parallel rank, joined from its data-parallel ranks.
 
-    model: rank 0's model states, with an untrained module. shard: rank 0's. files: rank 0's model
-    states first.
+    model: rank 0's model states, with an untrained module. shard: rank 0's. settings: as of
+    zero.settings_of(). files: rank 0's model states first.
     """
 
     model: dict
     shard: Shard
     parameters: dict
+    settings: dict
     rank_dependent: dict
     problems: list[Problem]
     files: list[Path]
+
+    def renumbered(self, numbers: list[int]) -> "ModelParallelRank":
+        """With these numbers in place of those of its parameter groups."""
+        parameters = {
+            name: parameter._replace(group=numbers[parameter.group])
+            for name, parameter in self.parameters.items()
+        }
+        return self._replace(parameters=parameters)
 
 
 def describe_ranks(folder, mp_rank, paths, pool, opened):
@@ -206,7 +216,9 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
     if shard.stage == 3:
         read = functools.partial(read_fragments, first_path=model_paths[0], first=model)
         fragments = list(pool.map(read, model_paths))
-    parameters, rank_dependent = describe_shards(shard, shards, model, experts, pool, opened)
+    parameters, settings, rank_dependent = describe_shards(
+        shard, shards, model, experts, pool, opened
+    )
     problems = other_steps(model_paths[0], shards, model, parameters, shard.stage)
     state = optimizer_state(shard.optimizer, rank_dependent)
     problems += problem_of_loss(shards[0], parameters, state)
@@ -223,7 +235,7 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
             )
             problems.append(Problem(True, text))
     files = [*model_paths, *experts.files, *shards]
-    return ModelParallelRank(model, shard, parameters, rank_dependent, problems, files)
+    return ModelParallelRank(model, shard, parameters, settings, rank_dependent, problems, files)
 
 
 def check_present(folder, paths, ranks):
@@ -244,7 +256,8 @@ def model_states_of(folder, mp_rank, shard):
 
 
 def describe_shards(first, paths, model, experts, pool, opened):
-    """({name: Parameter}, {(flat tensor, name): why a state depends on the rank}).
+    """({name: Parameter}, settings_of() rank 0, {(flat tensor, name): why a state depends on the
+    rank}).
 
     first: rank 0's shard. paths: of the shards of all ranks.
     """
@@ -277,7 +290,7 @@ def describe_shards(first, paths, model, experts, pool, opened):
     with naming(paths[0]):
         param_groups = first.optimizer["param_groups"]
         parameters, rank_dependent = join_shards(paths, states, flat_cuts, shapes, param_groups)
-        return parameters, rank_dependent | differences(settings)
+        return parameters, settings[0], rank_dependent | differences(settings)
 
 
 def check_group_count(shard, shapes):
@@ -324,14 +337,16 @@ def describe_zero(folder, shards, pool, opened):
     check_complete(folder, shards, tensor, pipeline)
     others = range(1, tensor * pipeline)
     ranks = [first, *(describe_ranks(folder, i, shards[i], pool, opened) for i in others)]
-    parameters, problems = join_ranks(folder, ranks, tensor)
-    module, differing = join_modules(folder, ranks, parameters)
-    models = [first.model | {"module": module}, *(rank.model for rank in ranks[1:])]
+    joiner = TensorParallel(first.model.get(INFO_KEY), tensor, folder)
+    param_groups, ranks, problems = join_groups(folder, ranks, tensor)
+    parameters, rank_dependent = join_ranks(folder, ranks, joiner)
+    module, more_problems = join_modules(folder, ranks, parameters, joiner)
+    problems += more_problems + joiner.problems + unused_patterns(joiner)
+    models = [ranks[0].model | {"module": module}, *(rank.model for rank in ranks[1:])]
     kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
     if kind:
         problems.append(Problem(True, f"{folder}: no file holds {UNSAVED[kind]}"))
     used = {path.name for rank in ranks for path in rank.files}
-    rank_dependent = {key: why for rank in ranks for key, why in rank.rank_dependent.items()}
     layout = Layout(
         optimizer_class=kind or first.shard.optimizer_class,
         ranks=first.model["dp_world_size"],
@@ -347,12 +362,14 @@ def describe_zero(folder, shards, pool, opened):
         parameters=parameters,
         flat_names=[list(names) for names in first.model["param_shapes"]],
         module=module_state(models[0]),
-        optimizer=optimizer_state(first.shard.optimizer, rank_dependent),
+        optimizer=optimizer_state(
+            first.shard.optimizer | {"param_groups": param_groups}, rank_dependent
+        ),
         files=Files(
             model_states=first.files[0],
             left_over=sorted({path.name for path in folder.glob("*mp_rank_*_states.pt")} - used),
         ),
-        problems=[*(problem for rank in ranks for problem in rank.problems), *differing, *problems],
+        problems=[*(problem for rank in ranks for problem in rank.problems), *problems],
     )
     return Described(description, RawStates(models, first.shard.content))
 
@@ -367,8 +384,73 @@ def check_complete(folder, shards, tensor, pipeline):
         )
 
 
-def join_ranks(folder, ranks, tensor):
-    """({name: Parameter}, [Problem]), from the ModelParallelRanks of all pipeline stages."""
+def join_groups(folder, ranks, degree):
+    """(the parameter groups of all pipeline stages, ModelParallelRanks that have their numbers, [a
+    Problem, if they had others]). degree: of tensor parallelism.
+
+    DeepSpeed drops a group of which a stage has nothing, and numbers the next ones anew.
+    """
+    settings = [settings_by_group(rank) for rank in ranks[::degree]]
+    groups = ranks[0].shard.optimizer["param_groups"]
+    counts = {len(of_stage) for of_stage in settings}
+    if len(counts) == 1 and not any(map(differences, zip(*settings, strict=True))):
+        return groups, ranks, []
+    merged = []
+    homes = []  # (rank, its number of a group)
+    renumbered = []
+    for i, rank in enumerate(ranks):
+        numbers = []
+        for number, of_group in enumerate(settings[i // degree]):
+            same = [j for j, known in enumerate(merged) if not differences([known, of_group])]
+            numbers += same or [len(merged)]
+            if not same:
+                merged.append(of_group)
+                homes.append((rank, number))
+        if len({*numbers}) < len(numbers):
+            raise CheckpointError(
+                f"{folder}: a pipeline stage lacks a parameter group that others have: which one, "
+                "is not known, for two have the same settings"
+            )
+        renumbered.append(rank.renumbered(numbers))
+    model = ranks[0].model | {"lr_scheduler": join_schedulers(len(groups), homes)}
+    renumbered[0] = renumbered[0]._replace(model=model)
+    groups = [rank.shard.optimizer["param_groups"][number] for rank, number in homes]
+    text = (
+        f"{folder}: a pipeline stage lacks a parameter group that others have: DeepSpeed's "
+        "universal loader goes by number"
+    )
+    numbered = [group | {"params": [i]} for i, group in enumerate(groups)]
+    return numbered, renumbered, [Problem(True, text, of_conversion=True)]
+
+
+def settings_by_group(rank):
+    """[{name: value}] of its parameter groups."""
+    count = len(rank.shard.optimizer["param_groups"])
+    return [
+        {key: value for (group, key), value in rank.settings.items() if group == number}
+        for number in range(count)
+    ]
+
+
+def join_schedulers(count, homes):
+    """Rank 0's scheduler, with a value of each group where it has a list of one for each of its
+    own, which are `count`. homes: of each group, (a ModelParallelRank, its number there)."""
+    schedulers = [rank.model.get("lr_scheduler") for rank, _ in homes]
+    if not all(isinstance(scheduler, dict) for scheduler in schedulers):
+        return schedulers[0]
+    joined = dict(schedulers[0])
+    for key, value in joined.items():
+        if isinstance(value, list) and len(value) == count:
+            numbers = [number for _, number in homes]
+            joined[key] = [of[key][i] for of, i in zip(schedulers, numbers, strict=True)]
+    return joined
+
+
+def join_ranks(folder, ranks, joiner):
+    """({name: Parameter}, {(flat tensor or group, name): why a state depends on the rank}).
+
+    ranks: the ModelParallelRanks of all pipeline stages.
+    """
     model = ranks[0].model
     for rank in ranks:
         for key in ("global_steps", "dp_world_size"):
@@ -376,36 +458,41 @@ def join_ranks(folder, ranks, tensor):
                 raise CheckpointError(
                     f"{folder}: its model-parallel ranks are of different saves: {key} differs"
                 )
-        # The loader goes by number.
-        if len(rank.model["param_shapes"]) != len(model["param_shapes"]):
-            raise CheckpointError(
-                f"{folder}: a pipeline stage lacks a parameter group that others have"
-            )
     joined = {}
-    joiner = TensorParallel(model.get("universal_checkpoint_info"), tensor, folder)
-    for stage in range(0, len(ranks), tensor):
-        parts = [rank.parameters for rank in ranks[stage : stage + tensor]]
+    rank_dependent = {}
+    for stage in range(0, len(ranks), joiner.degree):
+        of_stage = ranks[stage : stage + joiner.degree]
+        parts = [rank.parameters for rank in of_stage]
+        for rank in of_stage:
+            rank_dependent |= rank.rank_dependent
+        rank_dependent |= differences([rank.settings for rank in of_stage])
         if any(part.keys() != parts[0].keys() for part in parts):
             raise CheckpointError(
                 f"{folder}: tensor-parallel ranks of stage {stage} hold different parameters"
             )
         for name in parts[0]:
+            of_ranks = [part[name] for part in parts]
+            for key, why in differences([part.scalars for part in of_ranks]).items():
+                if key == "step":
+                    raise CheckpointError(f"{folder}: the optimizer's step of {name} {why}")
+                rank_dependent[of_ranks[0].flat, key] = why
             if name not in joined:
-                joined[name] = joiner.join(name, [part[name] for part in parts])
+                joined[name] = joiner.join(name, of_ranks)
             elif not joiner.is_tied(name):
                 raise CheckpointError(
                     f"{folder}: {name} is in two pipeline stages and is not declared as tied"
                 )
-    if joiner.unused:
-        text = (
-            f"{folder}: universal_checkpoint_info has patterns that match no parameter: "
-            f"{', '.join(sorted(joiner.unused))}"
-        )
-        joiner.problems.append(Problem(True, text))
-    return joined, joiner.problems
+    return joined, rank_dependent
 
 
-def join_modules(folder, ranks, parameters):
+def unused_patterns(joiner):
+    """[a Problem about patterns that match nothing], or []."""
+    names = ", ".join(sorted(joiner.unused))
+    text = f"{joiner.folder}: {INFO_KEY} has patterns that match no parameter: {names}"
+    return [Problem(True, text)] if names else []
+
+
+def join_modules(folder, ranks, parameters, joiner):
     """(the module of all ModelParallelRanks, [a Problem, if they do not agree]).
 
     The module is None, as DeepSpeed has it, where files of layers hold all.
@@ -413,9 +500,12 @@ def join_modules(folder, ranks, parameters):
     modules = [rank.model["module"] for rank in ranks]
     nothing = {}
     if modules[0] is None:
-        modules = modules_of_layers(folder, parameters)
+        modules = [trimmed(module) for module in modules_of_layers(folder, parameters)]
         nothing = None
     module, different = common_entries(modules)
+    for name in frozen_parameters(modules, ranks[0].model, different, joiner):
+        module[name] = joiner.join_tensor(name, [of_rank[name] for of_rank in modules])
+    different = [name for name in different if name not in module]
     text = (
         f"{folder}: {', '.join(different)} is in no optimizer, and not the same on all "
         "tensor-parallel ranks"
@@ -423,8 +513,24 @@ def join_modules(folder, ranks, parameters):
     return module or nothing, [Problem(True, text)] if different else []
 
 
+def frozen_parameters(modules, model, different, joiner):
+    """The names of those that tensor-parallel ranks may have cut.
+
+    ZeRO-1 does not save the names: so those that are described, or that differ and are no buffers.
+    """
+    if len(modules) < 2:
+        return []
+    named = [name for name in modules[0] if joiner.describes(name)]
+    names = model.get("frozen_param_shapes") or {*different, *named} - {*model["buffer_names"]}
+    return [
+        name
+        for name in sorted(names)
+        if all(name in module and tensor_of(module[name]) for module in modules)
+    ]
+
+
 def modules_of_layers(folder, parameters):
-    """[{name: tensor}]: what a pipeline's files of its layers hold besides trained parameters.
+    """[{name: tensor}]: what a pipeline's files of its layers hold besides these parameters.
 
     A name begins with the number of the layer. Each tensor-parallel rank has files of its own.
     """
@@ -436,9 +542,25 @@ def modules_of_layers(folder, parameters):
         for key, value in expect(load(path), {str: object}, path).items():
             name = f"{int(layer)}.{key}"
             if name not in parameters and key not in tied:
-                tensor = tensor_of(value)
-                module[name] = trim_storage(tensor) if tensor else value
+                module[name] = value
     return list(modules.values())
+
+
+def trimmed(module):
+    """The entries, of tensors what they span."""
+    tensors = {name: tensor_of(value) for name, value in module.items()}
+    return module | {name: trim_storage(tensor) for name, tensor in tensors.items() if tensor}
+
+
+def saved_modules(checkpoint: Description) -> list[dict]:
+    """[{name: value}]: the modules that tensor-parallel ranks have saved, with their weights."""
+    path = checkpoint.files.model_states
+    degree = checkpoint.layout.tensor if checkpoint.layout else 1
+    paths = [
+        path.with_name(path.name.replace("_rank_00_", f"_rank_{i:02d}_")) for i in range(degree)
+    ]
+    modules = [expect(load(path), {"module": (NoneType, dict)}, path)["module"] for path in paths]
+    return modules_of_layers(checkpoint.folder, ()) if None in modules else modules
 
 
 def common_entries(modules):

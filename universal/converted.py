@@ -122,7 +122,6 @@ def read_parameter(folder, flat, group, scalars, opened):
         group=group,
         states={key: extent_of(tensor) for key, tensor in tensors.items()},
         scalars=scalars,
-        cut_info={},
     )
 
 

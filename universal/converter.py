@@ -27,6 +27,7 @@ from universal.errors import CheckpointError, naming
 from universal.experts import expert_name
 from universal.publish import beside, check_output, publish, sync, unfinished
 from universal.tags import find_tag
+from universal.tensor_parallel import INFO_KEY, TensorParallel
 from universal.torch_file import Pickled, contiguous, pickled, verify, write_pt
 from universal.zero import lost_states
 
@@ -182,15 +183,16 @@ def files_of(checkpoint: Description, raw: RawStates, bare: bool = False) -> dic
     """The files below the output folder, by path. bare: tensors without a dict around them."""
     files = {}
     pickled_step = functools.cache(pickled)  # most parameters share one step
+    info = raw.models[0].get(INFO_KEY) if checkpoint.stage else None
+    cuts = TensorParallel(info, checkpoint.layout.tensor, checkpoint.folder)
     with naming(checkpoint.folder / "*_optim_states.pt"):
         for name, parameter in checkpoint.parameters.items():
             folder = f"zero/{file_name(name)}"
+            cut_info = cuts.cut_info(name, parameter.shape).items()
             for key, source in parameter.states.items():
                 if "/" in file_name(key):
                     raise CheckpointError(f"{key!r} is a state's name that leads to another folder")
-                data = state_pickle(
-                    source.dtype, parameter.shape, bare, *parameter.cut_info.items()
-                )
+                data = state_pickle(source.dtype, parameter.shape, bare, *cut_info)
                 files[f"{folder}/{file_name(key)}.pt"] = Pickled(data, [source])
             step = parameter.scalars.get("step")
             if step is not None:

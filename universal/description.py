@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What is known of a checkpoint without reading its tensors. Needs only Python 3.10."""
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +31,6 @@ class Parameter(NamedTuple):
     states: {name: source of the elements (byte_ranges.py)}, fp32 first.
     scalars: {name: value, or Tensor with its bytes}, the rest of its optimizer state, which is the
         same for a whole flat tensor.
-    cut_info: what the files of a universal checkpoint say besides the tensor, so that ranks can cut
-        it again.
     """
 
     shape: tuple
@@ -39,7 +38,6 @@ class Parameter(NamedTuple):
     group: int | None
     states: dict
     scalars: dict
-    cut_info: dict
 
 
 class Layout(NamedTuple):
@@ -60,6 +58,13 @@ class Layout(NamedTuple):
     def unsaved(self) -> str | None:
         """What is in no file of such a checkpoint."""
         return UNSAVED.get(self.optimizer_class)
+
+    def in_words(self, data: int, unit: str = "") -> str:
+        """How many ranks they are, say 8 (tensor 2 x data 4). data: how many share the batch."""
+        degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "data": data}
+        product = " x ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
+        shared = f" ({product})" if self.tensor * self.pipeline > 1 else ""
+        return f"{math.prod(degrees.values())}{unit}{shared}"
 
 
 class ModuleState(NamedTuple):
@@ -96,10 +101,14 @@ class Files(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What a conversion would lose. fatal: an error, unless --no_strict is given."""
+    """What would be lost. fatal: an error, unless the user continues without it.
+
+    of_conversion: only a universal checkpoint has no place for it.
+    """
 
     fatal: bool
     text: str
+    of_conversion: bool = False
 
 
 class PackedStates(NamedTuple):

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from universal.blocks import in_order_of_indices
+from universal.blocks import strided
 from universal.byte_ranges import Reader, check_all, keep_open, nbytes_of, portions, width
 from universal.checkpoint import describe
 from universal.console import bar, in_one_line
@@ -107,7 +107,7 @@ def sources_of(described: Described) -> dict[str, tuple]:
     }
     tensors = checkpoint.module.tensors | ({} if parameters else unnamed_states(raw))
     for name, tensor in tensors.items():
-        sources[name] = (tensor.size, in_order_of_indices(name, tensor))
+        sources[name] = (tensor.size, strided(name, tensor))
     return sources
 
 

@@ -7,13 +7,23 @@ Needs torch and DeepSpeed.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
 from universal.errors import CheckpointError
+
+
+class LoadOptions(NamedTuple):
+    """What DeepSpeed's load_checkpoint() is told, under its names."""
+
+    load_module_strict: bool = True
+    load_optimizer_states: bool = True
+    load_lr_scheduler_states: bool = True
+    load_module_only: bool = False
+
 
 # The operations of DeepSpeed's communication in which ranks wait for each other.
 COLLECTIVES = (

@@ -21,7 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from universal.blocks import in_order_of_indices
+from universal.blocks import strided
 from universal.byte_ranges import Reader, nbytes_of, width
 from universal.checkpoint import describe, left_over
 from universal.console import bar, in_one_line, report, totals
@@ -71,7 +71,7 @@ def weights_of(folder: Path, workers: int, strict: bool) -> dict[str, Weight]:
         for name, parameter in checkpoint.parameters.items()
     }
     for name, tensor in checkpoint.module.tensors.items():
-        weights[name] = Weight(tensor.size, in_order_of_indices(name, tensor))
+        weights[name] = Weight(tensor.size, strided(name, tensor))
     lost = [name for name, weight in weights.items() if weight.source.dtype not in FORMATS]
     for name in (*lost, *checkpoint.module.objects):
         problem = f"{folder}: safetensors has no place for {name}"

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
 
-from universal.blocks import Block, Joined
+from universal.blocks import strided
 from universal.byte_ranges import OpenFile, Reader
 from universal.description import (
     Described,
@@ -42,7 +42,6 @@ from universal.module_states import (
 )
 from universal.torch_file import (
     Tensor,
-    contiguous_strides,
     extent_of,
     has_gaps,
     known_class,
@@ -233,15 +232,13 @@ def describe_one(weight, group, stepped, opened):
             scalars[key] = read_scalar(value, opened)
         else:
             unsliced.add(key)
-    return Parameter(weight.size, group, group, states, scalars, {"cat_dim": 0}), unsliced
+    return Parameter(weight.size, group, group, states, scalars), unsliced
 
 
 def source_of(key, tensor, begin, numel):
     """Where elements of a tensor are, in the order of its indices."""
     if has_gaps(tensor) and numel:
-        strides = contiguous_strides(tensor.size)
-        block = Block(0, tensor.size, tensor.stride, 0, strides, 0)
-        return Joined(key, (trim_storage(tensor).storage,), (block,), numel)
+        return strided(key, trim_storage(tensor))
     return extent_of(tensor, begin + numel).part(begin, numel)
 
 

@@ -44,14 +44,6 @@ def find_tag(folder):
     return tags.pop() if tags else folder
 
 
-def is_newer(universal, folder):
-    """Whether the folder has been converted already, and no other folder was moved into its place
-    since then."""
-    made = universal / "zero" / "optimizer_state.pt"
-    since = max(folder.stat().st_ctime, *(path.stat().st_mtime for path in folder.glob("*.pt")))
-    return made.is_file() and made.stat().st_mtime >= since
-
-
 def latest_file(folder, converted_only=False):
     """`latest`, or else `latest_universal`; the latter alone, if only converted checkpoints count.
     None, if there is neither."""

@@ -7,14 +7,22 @@ expressions that match the names of parameters. Needs only Python 3.10.
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from universal.blocks import AVERAGED, Block, Joined, blocks_along, resized
+from universal.blocks import AVERAGED, Block, Joined, blocks_along, resized, strided
 from universal.description import Parameter, Problem
 from universal.errors import CheckpointError
 from universal.expect import expect, is_natural, is_shape
-from universal.torch_file import contiguous_strides, known_class, stub
+from universal.torch_file import (
+    Tensor,
+    contiguous,
+    contiguous_strides,
+    has_gaps,
+    known_class,
+    stub,
+)
 
 REPLICATED = "tp_replicated_parameter_patterns"
 AVERAGE = "parameter_to_average_patterns"
@@ -23,8 +31,11 @@ ROWS = "parameter_with_row_parallelism_patterns"
 TWO_SUB_PARAMS = "parameter_with_2_sub_params_cat_dim_0"
 LISTS = (REPLICATED, AVERAGE, VOCABULARY, ROWS, TWO_SUB_PARAMS)
 SUB_PARAMS = "parameter_with_sub_params"
+AFFINE = "affine_map"
 TIED = "pipeline_replicated_parameter_patterns"
 UNKNOWN = "autotp_unsupported_parameter_patterns"
+INFO_KEY = "universal_checkpoint_info"  # in the model states, and of a model
+OF_ONE_DEGREE = (AFFINE, "sub_param_shard_widths", "universal_checkpoint_version")
 
 
 def is_pattern(value):
@@ -54,7 +65,7 @@ INFO = dict.fromkeys([f"{key}?" for key in (*LISTS, TIED, UNKNOWN)], are_pattern
     "sub_param_shard_widths?": {str: [is_shape]},
     "universal_checkpoint_version?": (int, float),
     "original_vocab_size?": is_natural,
-    "affine_map?": {"version?": is_natural, "params": dict},
+    f"{AFFINE}?": {"version?": is_natural, "params": dict},
 }
 AFFINE_PARAMS = {
     is_pattern: {
@@ -64,16 +75,24 @@ AFFINE_PARAMS = {
 }
 
 
+def for_another_degree(info: dict) -> dict:
+    """What a universal_checkpoint_info says of any number of tensor-parallel ranks."""
+    return {key: value for key, value in info.items() if key not in OF_ONE_DEGREE}
+
+
 class Whole(NamedTuple):
     """How a parameter is joined.
 
     blocks: where its elements are in the ranks' parts; None if it is the mean of the parts.
-    cut_info: what DeepSpeed's loader needs to cut it again.
     """
 
     shape: tuple
     blocks: tuple | None
-    cut_info: dict
+
+
+def sub_sizes(sizes, width):
+    """Of the sub-parameters; before version 0.4, their number alone, for they have equal sizes."""
+    return (width // max(sizes, 1),) * min(sizes, width) if isinstance(sizes, int) else sizes
 
 
 class TensorParallel:
@@ -86,22 +105,22 @@ class TensorParallel:
         if degree > 1 and not info:
             raise CheckpointError(
                 f"{folder} has {degree} tensor-parallel ranks and no universal_checkpoint_info, "
-                "which says how they are cut: it must be in the client state when the checkpoint "
-                "is saved"
+                "which says how they cut parameters: set it on the model"
             )
         self.info = expect(info or {}, INFO, folder)
         self.degree = degree
         self.folder = folder
         self.unused = set()
         self.problems = []
-        affine = self.info.get("affine_map", {"params": {}})
+        subs = self.info.get(SUB_PARAMS, [])
+        lists = [self.info.get(key, []) for key in LISTS] + [sub["patterns"] for sub in subs]
+        self.patterns = set().union(*lists)
+        affine = self.info.get(AFFINE, {"params": {}})
         if affine.get("version", 1) > 1:
             raise self.error(f"affine map of version {affine['version']}, and only 1 is known")
         self.affine_params = expect(affine["params"], AFFINE_PARAMS, folder)
         if degree > 1:
-            subs = self.info.get(SUB_PARAMS, [])
-            lists = [self.info.get(key, []) for key in LISTS] + [sub["patterns"] for sub in subs]
-            self.unused = set().union(*lists)
+            self.unused = set(self.patterns)
         elif info and not (self.info.get(ROWS) or self.affine_params):
             text = (
                 f"{folder}: universal_checkpoint_info names no row-parallel weights ({ROWS}): "
@@ -111,6 +130,10 @@ class TensorParallel:
 
     def error(self, text):
         return CheckpointError(f"{self.folder}: {text}")
+
+    def describes(self, name: str) -> bool:
+        """Whether a pattern says how this is cut: all else is cut along the first dimension."""
+        return any(re.match(pattern, name) for pattern in (*self.patterns, *self.affine_params))
 
     def match(self, patterns, name):
         """The one of the patterns that matches a name, or None."""
@@ -134,11 +157,24 @@ class TensorParallel:
         for key in parts[0].states:
             sources = tuple(part.states[key] for part in parts)
             self.check_cover(name, whole, sources, numel)
-            if self.degree == 1 and not self.affine_params:
-                states[key] = sources[0].first(numel)
+            if self.degree == 1 and not self.affine_params and numel == sources[0].numel:
+                states[key] = sources[0]
             else:
                 states[key] = Joined(f"{key} of {name}", sources, whole.blocks, numel)
-        return parts[0]._replace(shape=whole.shape, states=states, cut_info=whole.cut_info)
+        return parts[0]._replace(shape=whole.shape, states=states)
+
+    def join_tensor(self, name: str, parts: list[Tensor]) -> Tensor:
+        """One tensor of the module, such as a frozen parameter, from those of the ranks."""
+        states = [
+            {"frozen": strided(name, part) if has_gaps(part) else part.storage} for part in parts
+        ]
+        shapes = [tuple(part.size) for part in parts]
+        parameters = [
+            Parameter(shape, 0, None, state, {})
+            for shape, state in zip(shapes, states, strict=True)
+        ]
+        joined = self.join(name, parameters)
+        return contiguous(parts[0].dtype, joined.states["frozen"], joined.shape)
 
     def check_cover(self, name, whole, sources, numel):
         """Raises CheckpointError if the sources lack elements that the whole is made of."""
@@ -153,47 +189,47 @@ class TensorParallel:
         if whole.blocks is None and not dtypes <= AVERAGED:
             raise self.error(f"{name} is of {dtypes.pop()}, of which there is no mean")
 
-    def whole(self, name, shapes):
-        """How the parameter that has these shapes on its ranks is joined.
-
-        On one rank it is whole, but the file must still say how more ranks would cut it.
-        """
+    def matched(self, name):
+        """{key of the info: its pattern, or entry, that matches the name, or None}."""
         matched = {key: self.match(self.info.get(key, []), name) for key in LISTS}
         subs = self.info.get(SUB_PARAMS, [])
-        sub_params = next((sub for sub in subs if self.match(sub["patterns"], name)), None)
-        affine = self.match(self.affine_params, name)
+        matched[SUB_PARAMS] = next((sub for sub in subs if self.match(sub["patterns"], name)), None)
+        matched[AFFINE] = self.match(self.affine_params, name)
+        return matched
+
+    def whole(self, name: str, shapes: Sequence[tuple]) -> Whole:
+        """How the parameter that has these shapes on its ranks is joined.
+
+        On one rank it is whole, but the file must still say how more ranks would cut it. Raises
+        CheckpointError.
+        """
+        matched = self.matched(name)
         if self.match(self.info.get(UNKNOWN, {}), name):
             raise self.error(f"DeepSpeed did not record how {name} is cut")
         # For layers that no category describes (bigcode, codegen, shared QK) AutoTP saves a map of
         # every element. So look for the map first.
-        if affine:
-            return self.join_affine(name, self.affine_params[affine])
+        if matched[AFFINE]:
+            return self.join_affine(name, self.affine_params[matched[AFFINE]])
         # Every rank has the whole: compare them, and take one.
         if matched[REPLICATED]:
             strides = contiguous_strides(shapes[0])
             blocks = [Block(i, shapes[0], strides, 0, strides, 0) for i in range(self.degree)]
-            return Whole(shapes[0], tuple(blocks), {})
+            return Whole(shapes[0], tuple(blocks))
         # Every rank has the whole, but computed its own, such as a LayerNorm that is not
         # synchronized: take the mean.
         if matched[AVERAGE]:
-            return Whole(shapes[0], None, {})
+            return Whole(shapes[0], None)
         # Q, K and V in one matrix, or a gate and its value: each is cut by itself, so a rank has a
         # part of each.
-        if sub_params and not matched[TWO_SUB_PARAMS]:
-            return self.join_sub_params(name, shapes, sub_params)
+        if matched[SUB_PARAMS] and not matched[TWO_SUB_PARAMS]:
+            return self.join_sub_params(name, shapes, matched[SUB_PARAMS])
         return self.join_along(name, shapes, matched)
 
     def join_along(self, name, shapes, matched):
         """All else is cut along one dimension: row-parallel weights along the input, others along
         the first."""
-        dim = 0
-        count = 1
-        cut_info = {"cat_dim": 0}
-        if matched[TWO_SUB_PARAMS]:
-            count = 2
-            cut_info["param_n_sub_params"] = 2
-        elif matched[ROWS]:
-            dim = cut_info["cat_dim"] = 1
+        count = 2 if matched[TWO_SUB_PARAMS] else 1
+        dim = 1 if matched[ROWS] and count == 1 else 0
         shape = shapes[0]
         blocks = ()
         if shape:
@@ -203,8 +239,32 @@ class TensorParallel:
         # The vocabulary was padded to a multiple of the ranks.
         if matched[VOCABULARY]:
             shape = (self.info["original_vocab_size"], *shape[1:])
-            cut_info["vocab_tensor"] = True
-        return Whole(shape, blocks, cut_info)
+        return Whole(shape, blocks)
+
+    def cut_info(self, name: str, shape: tuple) -> dict:
+        """What DeepSpeed's universal loader needs to cut a parameter, whole of this shape."""
+        matched = self.matched(name)
+        if matched[AFFINE] or matched[REPLICATED] or matched[AVERAGE]:
+            return {}
+        if matched[SUB_PARAMS] and not matched[TWO_SUB_PARAMS]:
+            sub_params = matched[SUB_PARAMS]
+            dim = sub_params["partition_dim"]
+            declared = sub_params["shape"]
+            state = {
+                "patterns": sub_params["patterns"],
+                "shape": resized(declared, dim, sub_sizes(declared[dim], shape[dim])),
+                "partition_dim": dim,
+            }
+            cls = known_class("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
+            return {"sub_param_shape": stub(cls, (), state=state)}
+        info = {"cat_dim": 0}
+        if matched[TWO_SUB_PARAMS]:
+            info["param_n_sub_params"] = 2
+        elif matched[ROWS]:
+            info["cat_dim"] = 1
+        if matched[VOCABULARY]:
+            info["vocab_tensor"] = True
+        return info
 
     def widths_along(self, name, dim, shapes):
         """The sizes of the ranks' parts along a dimension."""
@@ -221,9 +281,16 @@ class TensorParallel:
                     raise self.error(f"{name} is stored scaled, its states cannot be converted")
                 whole_offset, whole_stride = piece["source"]
                 offset, stride = piece["dest"]
-                place = (stride, offset, whole_stride, whole_offset)
-                blocks.append(Block(int(rank), piece["shape"], *place))
-        return Whole(tuple(entry["logical_shape"]), tuple(blocks), {})
+                block = Block(
+                    part=int(rank),
+                    shape=tuple(piece["shape"]),
+                    stride=tuple(stride),
+                    offset=offset,
+                    whole_stride=tuple(whole_stride),
+                    whole_offset=whole_offset,
+                )
+                blocks.append(block)
+        return Whole(tuple(entry["logical_shape"]), tuple(blocks))
 
     def join_sub_params(self, name, shapes, sub_params):
         """Of several sub-parameters along a dimension, each of which is cut by itself."""
@@ -231,9 +298,7 @@ class TensorParallel:
         declared = sub_params["shape"]
         total = sum(map(math.prod, shapes))
         width = sum(self.widths_along(name, dim, [*shapes, declared])[:-1])
-        sizes = declared[dim]
-        if isinstance(sizes, int):  # before version 0.4: a number of sub-parameters of equal size
-            sizes = (width // max(sizes, 1),) * min(sizes, width)
+        sizes = sub_sizes(declared[dim], width)
         widths = [[size // self.degree] * self.degree for size in sizes]
         if self.info.get("universal_checkpoint_version", 0.0) >= 0.4:
             pattern = self.match(sub_params["patterns"], name)
@@ -246,11 +311,4 @@ class TensorParallel:
             shape[shape.index(-1)] = total // max(-math.prod(shape), 1)
         if math.prod(shape) != total:
             raise self.error(f"{name} has {total} elements, which do not make up {shape}")
-        state = {
-            "patterns": sub_params["patterns"],
-            "shape": resized(declared, dim, sizes),
-            "partition_dim": dim,
-        }
-        cls = known_class("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
-        cut_info = {"sub_param_shape": stub(cls, (), state=state)}
-        return Whole(tuple(shape), blocks_along(dim, shape, widths), cut_info)
+        return Whole(tuple(shape), blocks_along(dim, shape, widths))

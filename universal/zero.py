@@ -188,9 +188,6 @@ class Slices(NamedTuple):
     def numel(self) -> int:
         return self.cut.numel
 
-    def first(self, numel: int) -> "Slices":
-        return self._replace(cut=self.cut._replace(numel=numel))
-
     def ranges(self, start: int, numel: int) -> Iterator[ByteRange]:
         rank, position = divmod(self.cut.origin + start, self.cut.share or 1)
         while numel:
@@ -370,7 +367,6 @@ def join_shards(
                 group=group_of.get(number),
                 states=states_of_name,
                 scalars=of_ranks[0].scalars,
-                cut_info={"cat_dim": 0},
             )
     return parameters, rank_dependent
 
@@ -461,4 +457,4 @@ def problem_of_loss(path: Path, parameters: dict, optimizer: OptimizerState) -> 
         f"{path}: {names} of the optimizer: a universal checkpoint has no place for what belongs "
         "to no single element"
     )
-    return [Problem(True, text)] if names else []
+    return [Problem(True, text, of_conversion=True)] if names else []

@@ -4,7 +4,6 @@ neither it nor the export looks into them. What is mixed is refused."""
 
 import os
 import shutil
-import time
 import warnings
 
 import pytest
@@ -24,7 +23,6 @@ from helpers import (
 from measure.lay_out import lay_out
 from universal import CheckpointError, convert
 from universal.safetensors import export
-from universal.tags import is_newer
 
 # What reads a folder, and the name of what it writes.
 COMMANDS = ((convert, "u"), (export, "x.safetensors"))
@@ -91,20 +89,6 @@ def test_command_line(source, tmp_path):
     for flag in ("--num_extract_workers", "--num_merge_workers"):
         done = converter(source, tmp_path / "v", flag, 0)
         assert done.err.endswith("--num_merge_workers are at least 1\n")
-
-
-def test_a_folder_that_took_the_place_of_a_converted_one(tmp_path):
-    """mv keeps the times of the files: what the loader has converted before is of another
-    checkpoint."""
-    made = tmp_path / "t_universal" / "zero" / "optimizer_state.pt"
-    for path in (tmp_path / "t" / "x.pt", tmp_path / "other" / "x.pt", made):
-        path.parent.mkdir(parents=True)
-        path.touch()
-        time.sleep(0.05)
-    assert is_newer(tmp_path / "t_universal", tmp_path / "t")
-    (tmp_path / "t").rename(tmp_path / "gone")
-    (tmp_path / "other").rename(tmp_path / "t")
-    assert not is_newer(tmp_path / "t_universal", tmp_path / "t")
 
 
 @pytest.fixture

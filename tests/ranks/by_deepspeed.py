@@ -1,15 +1,13 @@
-"""Checkpoints that DeepSpeed's own loaders read for us: the ordinary one, where states belong to a
-rank, and the universal one, where a pipeline or a converter has cut the layers otherwise."""
+"""Checkpoints that DeepSpeed's own loader reads for us, where states belong to a rank; and those
+that a converter wrote."""
 
 import functools
 import shutil
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from case import case, load, printed, refused, saved, train_and_save
 from helpers import convert_with_deepspeed, flip, records
-from models import pipeline
 from optimizers import OfItsRank, SliceNorm
 from toy import differences, make, read_truth, save_truth, snapshot, train
 
@@ -65,23 +63,6 @@ def in_reverse(parameters):
 def parameters_in_another_order(stage):
     """Their shards have the same sizes."""
     refused(make(stage, optimizer=in_reverse), "differs between ranks 0 and 1", "own ranks only")
-
-
-def save_over_a_conversion(stage):
-    engine = pipeline(2, layers=3)
-    for step in (1, 2):
-        engine.train_batch((torch.ones(1, 8), torch.ones(1, 8)) for _ in range(99))
-        engine.save_checkpoint(".", tag="t")
-        if step == 1 and dist.get_rank() == 0:
-            universal.convert("t", "t_universal")
-        dist.barrier()
-
-
-@case(save_over_a_conversion, stages=(1,))
-def a_conversion_of_an_older_save(stage):
-    engine = pipeline(1, layers=3)
-    load(engine)
-    assert engine.global_steps == 2
 
 
 def save_and_convert(stage, convert=universal.convert):

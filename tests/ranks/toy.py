@@ -119,6 +119,7 @@ def make(
     micro=1,
     clip=0.0,
     scheduler=None,
+    mpu=None,
     **more,
 ):
     """An engine. optimizer: makes it of the trained parameters; or DeepSpeed does, of what its
@@ -138,13 +139,14 @@ def make(
         "zero_force_ds_cpu_optimizer": False,
     }
     parts = dict(model=model, optimizer=made, model_parameters=trained, lr_scheduler=scheduler)
-    return deepspeed.initialize(**parts, config=config | more)[0]
+    return deepspeed.initialize(**parts, config=config | more, mpu=mpu)[0]
 
 
 def train(engine, step, micro_batches=None, width=8):
     """An optimizer step; its loss, over all ranks. micro_batches: so many, of a step's share."""
     share = engine.gradient_accumulation_steps()
-    start = dist.get_rank() * share
+    group = engine.seq_data_parallel_group
+    start = dist.get_rank(group) * share
     total = torch.zeros((), dtype=torch.float64)
     dtype = next(engine.module.parameters()).dtype
     for i in range(start, start + (micro_batches or share)):
@@ -153,8 +155,8 @@ def train(engine, step, micro_batches=None, width=8):
         engine.backward(loss)
         engine.step()
         total += loss.detach()
-    dist.all_reduce(total)
-    return total.item() / (share * dist.get_world_size())
+    dist.all_reduce(total, group=group)
+    return total.item() / (share * dist.get_world_size(group))
 
 
 # --------------------------------------------------------------------------------------------------

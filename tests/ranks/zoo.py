@@ -57,10 +57,10 @@ class Job(NamedTuple):
     """Train; after step SAVED save <name>/global_step3, and <name>/truth.pt: what the engine holds.
 
     load: a tag below <name>, from which a model of another seed goes on instead. What it holds then
-    is in <name>/<label>.pt, and with save_again it is saved as <name>/<label>_again. how: "ours",
-    by our loader; "stock", by DeepSpeed's universal one; "mend", by that and universal.mend().
-    The losses after step SAVED are in <name>/<label>.json. accumulate: the dtype in which gradients
-    are summed. fresh: the optimizer's states are not loaded."""
+    is in <name>/<label>.pt, and with save_again it is saved as <name>/<label>_again. stock: by
+    DeepSpeed's own universal loader. The losses after step SAVED are in <name>/<label>.json.
+    accumulate: the dtype in which gradients are summed. fresh: the optimizer's states are not
+    loaded."""
 
     name: str
     stage: int
@@ -72,7 +72,7 @@ class Job(NamedTuple):
     keys: list = KEYS
     zero: dict = {}
     load: str | None = None
-    how: str = "ours"
+    stock: bool = False
     fresh: bool = False
     save_again: bool = False
     label: str = "losses"
@@ -142,23 +142,21 @@ def engine_of(job):
         scheduler=warm_up,
         bf16={"enabled": job.dtype == "bf16"},
         data_types={"grad_accum_dtype": job.accumulate},
-        checkpoint={"load_universal": job.how != "ours"},
+        checkpoint={"load_universal": job.stock},
     )
 
 
 def load(engine, job):
     folder = Path(job.name)
-    if job.how == "ours":
+    if job.stock:
+        assert engine.load_checkpoint(folder, tag=job.load)[0] is not None
+    else:
         options = {"load_optimizer_states": not job.fresh}
         _, client_state = universal.load_checkpoint(engine, folder, job.load, **options)
         assert client_state["word"] == "client state"
         # Another checkpoint may get the path of an open file.
         opened = {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
         assert not [path for path in opened if path.endswith(".pt")]
-    else:
-        assert engine.load_checkpoint(folder, tag=job.load)[0] is not None
-        if job.how == "mend":
-            universal.mend(engine, folder / job.load)
     save_truth(snapshot(engine, job.states), folder / f"{job.label}.pt")
     if job.save_again:
         engine.save_checkpoint(folder, tag=f"{job.label}_again")

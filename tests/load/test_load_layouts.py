@@ -1,0 +1,27 @@
+"""Tensor-parallel ranks and pipeline stages: any of them loads what any other has saved. The cases
+are in tests/ranks/layouts.py."""
+
+import layouts
+import pytest
+from case import cases_of, runs_of
+
+from measure.ranks import run
+
+CASES = layouts.kinds() | cases_of(layouts)
+
+
+@pytest.mark.parametrize("name, stage, ranks", runs_of(CASES))
+def test_case(failures, name, stage, ranks):
+    error = failures.get((name, stage, ranks))
+    assert not error, error
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_models_of_transformers(tmp_path, name, stage, degrees):
+    """AutoTP by itself, and of attention alone."""
+    import autotp
+
+    run(tmp_path, 2, autotp.play, name, stage, *degrees)

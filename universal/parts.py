@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: MIT
+"""Which part of each whole parameter this rank of an engine has.
+
+A checkpoint's description knows every parameter whole. The ranks of a tensor-parallel engine have
+parts, and its model says how they are cut in the same words as a checkpoint does
+(tensor_parallel.py): so the blocks that would join the ranks' parts also say where in the whole
+this rank's elements are. Needs torch and DeepSpeed.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from universal.blocks import Joined, part_of
+from universal.byte_ranges import Extent
+from universal.collective import ProcessGroup
+from universal.description import Description
+from universal.engine import Engine
+from universal.errors import CheckpointError
+from universal.flat import whole_shape
+from universal.reader import unpack
+from universal.tensor_parallel import (
+    AFFINE,
+    INFO_KEY,
+    TensorParallel,
+    Whole,
+    for_another_degree,
+)
+
+
+class Parts(NamedTuple):
+    """This tensor-parallel rank's part of every parameter that it has.
+
+    rank, degree: of tensor parallelism. wholes: by the parameter's name.
+    """
+
+    rank: int
+    degree: int
+    wholes: dict[str, Whole]
+
+    def source(self, name: str, whole: Any, numel: int) -> Any:
+        """The source of this rank's part of a parameter, or of a state of it.
+
+        whole: the source of all. numel: of the part.
+        """
+        blocks = self.wholes[name].blocks
+        if isinstance(whole, Joined) and self.is_cut_alike(whole, blocks, numel):
+            return whole.parts[self.rank]
+        if isinstance(whole, Joined) and self.rank:  # its rank 0 compares them
+            whole = whole.without_copies()
+        own = self.own_blocks(name)
+        if numel == whole.numel and all(block.is_in_place for block in own):
+            return whole
+        return part_of(whole, self.wholes[name].shape, own, numel)
+
+    def is_cut_alike(self, whole, blocks, numel):
+        """Whether the checkpoint has the very parts of this engine: then nothing has to be joined.
+
+        So each rank also gets its own again of what is averaged for other degrees, whatever else is
+        said of the cuts.
+        """
+        if len(whole.parts) != self.degree:
+            return False
+        return whole.blocks == blocks or self.degree > 1 and whole.parts[self.rank].numel == numel
+
+    def own_blocks(self, name):
+        """Those of this rank; none if it has the whole."""
+        return [block for block in self.wholes[name].blocks or () if block.part == self.rank]
+
+    def tensor(self, name: str, whole: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+        """This rank's part of a tensor that all ranks have read whole; target: what it is for."""
+        own = self.own_blocks(name) if name in self.wholes else []
+        if target is None or not own or whole.shape == whole_shape(target):
+            return whole
+        flat = whole.contiguous().flatten()
+        part = torch.zeros(whole_shape(target), dtype=whole.dtype)
+        for block in own:
+            held = flat.as_strided(block.shape, block.whole_stride, block.whole_offset)
+            part.as_strided(block.shape, block.stride, block.offset).copy_(held)
+        return part
+
+
+def parts_of(engine: Engine, checkpoint: Description, group: ProcessGroup) -> Parts:
+    """The Parts of this rank. Raises: CheckpointError, if nobody says how parameters are cut."""
+    degree = engine.layout().tensor
+    rank = engine.tensor_rank
+    names = dict(engine.module.named_parameters())  # the frozen ones, too
+    shapes = {engine.global_name(name): whole_shape(names[name]) for name in names}
+    of_ranks = {rank: shapes}
+    if degree > 1:
+        for of_rank, others in group.all_gather((rank, shapes)):
+            of_ranks[of_rank] = others | of_ranks.get(of_rank, {})  # of all pipeline stages
+    with group.all_or_none():
+        saved = unpack(checkpoint.packed.model).get(INFO_KEY)
+        # One rank wants it, too: a vocabulary may be padded for one.
+        info = engine.cuts() or saved and for_another_degree(saved)
+        joiner = TensorParallel(info, degree, "this engine")
+        if checkpoint.layout is None or checkpoint.layout.tensor != degree:
+            check_same_words(joiner, TensorParallel(saved, 1, checkpoint.folder), shapes)
+        wholes = {}
+        for name in shapes:
+            if any(name not in of_rank for of_rank in of_ranks.values()):
+                raise CheckpointError(f"not every tensor-parallel rank has a part of {name}")
+            shapes_of_parts = [of_ranks[i][name] for i in range(degree)]
+            wholes[name] = joiner.whole(name, shapes_of_parts)
+            parts = [Extent("float32", None, 0, math.prod(shape)) for shape in shapes_of_parts]
+            joiner.check_cover(name, wholes[name], parts, math.prod(wholes[name].shape))
+    return Parts(rank, degree, wholes)
+
+
+def check_same_words(joiner, saved, names):
+    """Raises CheckpointError if model and checkpoint say different things of how ranks cut.
+
+    Maps of every element are of one degree, and others may do without.
+    """
+    for name in sorted(names) if joiner.info and saved.info else ():
+        here, there = (
+            sorted(filter(of.matched(name).get, of.matched(name))) for of in (joiner, saved)
+        )
+        if here != there and AFFINE not in (*here, *there):
+            raise CheckpointError(
+                f"{name} is of {here} in the model's {INFO_KEY}, and of {there} in the checkpoint's"
+            )
