@@ -27,10 +27,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from universal import reader
 from universal.checkpoint import describe
+from universal.engine import Engine
 from universal.errors import CheckpointError
 from universal.proof import after_save
 from universal.tags import named_by_latest, rank_0_model_states, step_of
+from universal.torch_file import verify
 
 if TYPE_CHECKING:
     import deepspeed
@@ -80,7 +83,8 @@ class Mirror:
         elsewhere = [rank for rank, other in enumerate(machines) if other != machine]
         # A rank on the next machine gets this rank's files.
         self.partner = elsewhere[self.rank % len(elsewhere)] if elsewhere else self.rank
-        self.leads = machines.index(machine) == self.rank  # the first of its machine
+        self.machine_ranks = [rank for rank, other in enumerate(machines) if other == machine]
+        self.leads = self.machine_ranks[0] == self.rank
         # Files of two attempts at a step are never mixed.
         self.attempt, *_ = all_gather(time.time_ns(), self.group)
         for problem in all_gather(self.problem(), self.group):
@@ -146,7 +150,8 @@ class Mirror:
     def gather(self, folder: str | os.PathLike) -> Path:
         """Bring together what the machines hold. Returns the folder with the newest whole step:
         this one or `folder`."""
-        disk = gather(folder)
+        self.remove_damaged()
+        disk = gather(folder)  # all ranks have removed theirs when it returns
         saved = max(all_gather(latest_step(disk), self.group))
         files = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
         counts = Counter(slot for slot, _ in set().union(*all_gather(files, self.group)))
@@ -154,15 +159,41 @@ class Mirror:
         newest = max([f"step{saved:09}", *whole])
         self.remove_others(newest)
         gather(self.folder)
-        if newest in whole:
+        problem = self.problem_of_slot(newest) if self.rank == 0 else None
+        problem, *_ = all_gather(problem, self.group)
+        if problem is None:
             return self.folder
         if counts and self.rank == 0:
+            if newest in whole:
+                print(f"mirror.py: {problem}", flush=True)
             print(
                 "mirror.py: no newer step is complete in memory: "
                 f"back to the disk, {disk}, at step {saved}",
                 flush=True,
             )
         return disk
+
+    def remove_damaged(self) -> None:
+        """Remove what cannot be read, or does not match its checksums, from this machine's memory:
+        another machine has a copy. Each rank reads its share."""
+        share = slice(self.machine_ranks.index(self.rank), None, len(self.machine_ranks))
+        paths = sorted(self.folder.glob("step*/*.pt"))[share]
+        dist.barrier(group=self.group)  # all have seen the same files
+        for path in paths:
+            try:
+                verify(path)
+            except (CheckpointError, OSError) as error:
+                print(f"mirror.py: {error}; removed", flush=True)
+                path.unlink(missing_ok=True)
+
+    def problem_of_slot(self, slot: str) -> str | None:
+        """Why it does not load, though its files match their checksums: say, one is of another
+        step."""
+        try:
+            reader.describe(self.folder / slot, Engine(self.engine).trained_by_group())
+        except (CheckpointError, OSError) as error:
+            return str(error)
+        return None
 
     def close(self) -> None:
         """The job is done: nothing stays in memory."""
@@ -174,7 +205,7 @@ def latest_step(folder: Path) -> int:
     """The step of the checkpoint that `latest` names; 0, if there is none that can be read."""
     try:
         return step_of(rank_0_model_states(folder / named_by_latest(folder)))
-    except CheckpointError:
+    except (CheckpointError, OSError):
         return 0
 
 
