@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from universal import reader
 from universal.checkpoint import describe
+from universal.collective import end_process_group, gloo_group
 from universal.engine import Engine
 from universal.errors import CheckpointError
 from universal.proof import after_save
@@ -76,7 +77,7 @@ class Mirror:
         self.engine = engine
         self.every = every
         self.folder = Path(folder)
-        self.group = dist.new_group(backend="gloo")
+        self.group = gloo_group()
         self.rank = dist.get_rank()
         machines = machine_ids(self.folder, self.group)
         machine = machines[self.rank]
@@ -218,7 +219,7 @@ def gather(folder: str | os.PathLike) -> Path:
     nothing there, and start over.
     """
     folder = Path(folder)
-    group = dist.new_group(backend="gloo")
+    group = gloo_group()
     machines = machine_ids(folder, group)
     leaders = sorted({machines.index(machine) for machine in machines})
     paths = [path for path in folder.glob("[!.]*/*.pt") if path.parent.suffix != ".unfinished"]
@@ -242,6 +243,7 @@ def gather(folder: str | os.PathLike) -> Path:
     if dist.get_rank() in leaders:
         remove_left_over({folder / Path(transfer.name).parent for transfer in transfers})
     dist.barrier(group=group)
+    end_process_group(group)  # it has a connection to every rank
     return folder
 
 
