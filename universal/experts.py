@@ -170,22 +170,29 @@ def rank_among(parameters: list, rank: int) -> int:
 AUTOEP = {"ds_autoep_layers?": (NoneType, [{"module_path": str, "ep_size?": is_natural}])}
 
 
-def check_autoep(module: Any, folder: Path) -> None:
-    """Check that AutoEP has as many expert-parallel ranks as when this checkpoint was saved.
+def check_autoep(model: Any, folder: Path) -> None:
+    """Check that AutoEP places its experts on the ranks as when this checkpoint was saved.
 
     DeepSpeed does not, and at ZeRO-1 and 2 loads other experts' weights. Raises: CheckpointError.
     """
     name = "mp_rank_00_model_states.pt"
     files = [path for path in (folder / name, folder / f"zero_pp_rank_0_{name}") if path.is_file()]
     layers = [expect(load(path), AUTOEP, path).get("ds_autoep_layers") or [] for path in files]
-    modules = dict(module.named_modules())
+    modules = dict(model.named_modules())
     for layer in itertools.chain(*layers):
-        size = getattr(modules.get(layer["module_path"]), "ep_size", None)
+        module = modules.get(layer["module_path"])
+        size = getattr(module, "ep_size", None)
         saved_size = layer.get("ep_size", size)
         if size and size != saved_size:
             raise CheckpointError(
                 f"{folder} has experts of AutoEP for autoep_size {saved_size}, here {size}: "
                 "DeepSpeed would mix them up"
+            )
+        placement = getattr(module, "expert_placement_descriptor", None)
+        if placement and (layer.get("expert_placement") or placement) != placement:
+            raise CheckpointError(
+                f"{folder} has the experts of {layer['module_path']} on other ranks than AutoEP "
+                "here: DeepSpeed would mix them up"
             )
 
 

@@ -27,10 +27,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from universal import reader
 from universal.checkpoint import describe
+from universal.collective import end_process_group, gloo_group
+from universal.engine import Engine
 from universal.errors import CheckpointError
 from universal.proof import after_save
 from universal.tags import named_by_latest, rank_0_model_states, step_of
+from universal.torch_file import verify
 
 if TYPE_CHECKING:
     import deepspeed
@@ -73,14 +77,15 @@ class Mirror:
         self.engine = engine
         self.every = every
         self.folder = Path(folder)
-        self.group = dist.new_group(backend="gloo")
+        self.group = gloo_group()
         self.rank = dist.get_rank()
         machines = machine_ids(self.folder, self.group)
         machine = machines[self.rank]
         elsewhere = [rank for rank, other in enumerate(machines) if other != machine]
         # A rank on the next machine gets this rank's files.
         self.partner = elsewhere[self.rank % len(elsewhere)] if elsewhere else self.rank
-        self.leads = machines.index(machine) == self.rank  # the first of its machine
+        self.machine_ranks = [rank for rank, other in enumerate(machines) if other == machine]
+        self.leads = self.machine_ranks[0] == self.rank
         # Files of two attempts at a step are never mixed.
         self.attempt, *_ = all_gather(time.time_ns(), self.group)
         for problem in all_gather(self.problem(), self.group):
@@ -146,7 +151,8 @@ class Mirror:
     def gather(self, folder: str | os.PathLike) -> Path:
         """Bring together what the machines hold. Returns the folder with the newest whole step:
         this one or `folder`."""
-        disk = gather(folder)
+        self.remove_damaged()
+        disk = gather(folder)  # all ranks have removed theirs when it returns
         saved = max(all_gather(latest_step(disk), self.group))
         files = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
         counts = Counter(slot for slot, _ in set().union(*all_gather(files, self.group)))
@@ -154,15 +160,41 @@ class Mirror:
         newest = max([f"step{saved:09}", *whole])
         self.remove_others(newest)
         gather(self.folder)
-        if newest in whole:
+        problem = self.problem_of_slot(newest) if self.rank == 0 else None
+        problem, *_ = all_gather(problem, self.group)
+        if problem is None:
             return self.folder
         if counts and self.rank == 0:
+            if newest in whole:
+                print(f"mirror.py: {problem}", flush=True)
             print(
                 "mirror.py: no newer step is complete in memory: "
                 f"back to the disk, {disk}, at step {saved}",
                 flush=True,
             )
         return disk
+
+    def remove_damaged(self) -> None:
+        """Remove what cannot be read, or does not match its checksums, from this machine's memory:
+        another machine has a copy. Each rank reads its share."""
+        share = slice(self.machine_ranks.index(self.rank), None, len(self.machine_ranks))
+        paths = sorted(self.folder.glob("step*/*.pt"))[share]
+        dist.barrier(group=self.group)  # all have seen the same files
+        for path in paths:
+            try:
+                verify(path)
+            except (CheckpointError, OSError) as error:
+                print(f"mirror.py: {error}; removed", flush=True)
+                path.unlink(missing_ok=True)
+
+    def problem_of_slot(self, slot: str) -> str | None:
+        """Why it does not load, though its files match their checksums: say, one is of another
+        step."""
+        try:
+            reader.describe(self.folder / slot, Engine(self.engine).trained_by_group())
+        except (CheckpointError, OSError) as error:
+            return str(error)
+        return None
 
     def close(self) -> None:
         """The job is done: nothing stays in memory."""
@@ -174,7 +206,7 @@ def latest_step(folder: Path) -> int:
     """The step of the checkpoint that `latest` names; 0, if there is none that can be read."""
     try:
         return step_of(rank_0_model_states(folder / named_by_latest(folder)))
-    except CheckpointError:
+    except (CheckpointError, OSError):
         return 0
 
 
@@ -187,7 +219,7 @@ def gather(folder: str | os.PathLike) -> Path:
     nothing there, and start over.
     """
     folder = Path(folder)
-    group = dist.new_group(backend="gloo")
+    group = gloo_group()
     machines = machine_ids(folder, group)
     leaders = sorted({machines.index(machine) for machine in machines})
     paths = [path for path in folder.glob("[!.]*/*.pt") if path.parent.suffix != ".unfinished"]
@@ -211,6 +243,7 @@ def gather(folder: str | os.PathLike) -> Path:
     if dist.get_rank() in leaders:
         remove_left_over({folder / Path(transfer.name).parent for transfer in transfers})
     dist.barrier(group=group)
+    end_process_group(group)  # it has a connection to every rank
     return folder
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,64 @@ def test_train(tmp_path, launcher):
     tags = sorted(path.name for path in folder.iterdir() if path.is_dir())
     assert tags == ["global_step2", "global_step4"]
     assert (folder / "latest").read_text() == "global_step4"
+
+
+# Python runs it at its start: torch then sees one GPU, unless CUDA_VISIBLE_DEVICES hides it.
+ONE_GPU = """
+    import os
+    import sys
+    from importlib import util
+
+
+    class Torch:
+        def find_spec(self, name, path=None, target=None):
+            if name != "torch":
+                return None
+            sys.meta_path.remove(self)
+            spec = util.find_spec("torch")
+            execute = spec.loader.exec_module
+
+            def exec_module(module):
+                execute(module)
+                count = int(os.environ.get("CUDA_VISIBLE_DEVICES", "0").startswith("0"))
+                module.cuda.device_count = lambda: count
+                module.cuda.is_available = lambda: count > 0
+                module.cuda.set_device = ["the GPU"][:count].__getitem__
+
+            spec.loader.exec_module = exec_module
+            return spec
+
+
+    sys.meta_path.insert(0, Torch())
+"""
+
+
+@pytest.fixture
+def one_gpu(tmp_path, monkeypatch):
+    """The processes that a test starts are on a machine with one GPU, and nothing is exported."""
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(ONE_GPU))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}:{ROOT / 'tests'}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.delenv("DS_ACCELERATOR")
+
+
+@pytest.mark.parametrize("script", ["train.py", slow("grad_accu_ds.py")])
+def test_more_ranks_than_gpus(tmp_path, one_gpu, monkeypatch, script):
+    """With what README says to export, though the deepspeed launcher sets the first anew."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    few = "--steps 1 --train_batch_size 8 --train_micro_batch_size_per_gpu 4".split()
+    codes, out = start(tmp_path, LAUNCHERS["deepspeed"], script=script, arguments=few)
+    assert "Setting CUDA_VISIBLE_DEVICES=0,1" in out
+    assert codes == [0] and "loss" in out, out
+
+
+@pytest.mark.parametrize("module, cards", [("conftest", 0), ("measure.exact", 0), ("torch", 1)])
+def test_tests_and_measurements_see_no_gpu(tmp_path, one_gpu, module, cards):
+    """Of which there may be fewer than ranks."""
+    code = f"import {module}, torch; print(torch.cuda.device_count())"
+    printed = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)
+    assert printed.splitlines()[-1] == str(cards)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 that are left, and no bit differs. Machines are played: those of a run differ in MIRROR_ROOT, and
 what a dead one had is removed."""
 
+import errno
 import fcntl
 import os
 import random
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-from helpers import ROOT, at_step, hang, kill, slow, told_to_stop
+from helpers import MODEL, ROOT, at_step, flip, hang, kill, slow, told_to_stop
 
 from measure.logs import COLUMNS, compare, steps
 from measure.ranks import launch, run
@@ -141,6 +142,79 @@ def test_lives(work, uninterrupted, name, lives, last, flags):
     # The job is done.
     for machine in last:
         assert not list((work / f"{name}_{machine}").iterdir())
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def cannot_be_read():
+    """A patch: at first, machine a cannot read a file of its memory."""
+    import universal.torch_file
+
+    open_file = universal.torch_file.open_file
+    failed = []
+
+    def fail_once(path):
+        if "_a/" in str(path) and str(path).endswith(SHARD) and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return open_file(path)
+
+    universal.torch_file.open_file = fail_once
+
+
+SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+# What happens to one copy of a file in memory. Its time stays.
+DAMAGES = [
+    ("flipped", SHARD, flip, None, 1),
+    slow("truncated", SHARD, truncate, None, 1),
+    slow("missing", SHARD, os.remove, None, 1),
+    slow("unreadable", SHARD, os.stat, cannot_be_read, 1),
+    slow("flipped model", MODEL, flip, None, 1),
+    slow("flipped 3", SHARD, flip, None, 3),
+    slow("truncated model 3", f"zero_pp_rank_0_{MODEL}", truncate, None, 3),
+]
+
+
+def damage(work, name, stage, machines, file, harm):
+    """A job ends with step 7 in the memory of two machines, and step 5 on the disk; then the file
+    is harmed in the memory of some."""
+    assert train(work, name, "ab", f"--zero_stage={stage}", then=at_step(8, 1)).code != 0
+    for machine in machines:
+        (path,) = work.glob(f"{name}_{machine}/*/step*/{file}")
+        written = path.stat().st_mtime_ns
+        harm(path)
+        if path.exists():
+            os.utime(path, ns=(written, written))
+
+
+@pytest.mark.parametrize("name, file, harm, then, stage", DAMAGES)
+def test_damaged_copy(work, name, file, harm, then, stage):
+    """One machine's copy of a file is damaged: the other one's is taken, and no step is lost."""
+    name = name.replace(" ", "_")
+    damage(work, name, stage, "a", file, harm)
+    result = train(work, name, "ab", f"--zero_stage={stage}", then=then)
+    assert result.code == 0 and "at step 7\n" in result.errors, result.errors
+    assert ("; removed" in result.errors) == (harm is not os.remove)
+    assert TO_DISK not in result.errors
+
+
+def of_another_step(path):
+    """The file of step 5 in its place."""
+    name = path.parents[2].name.removesuffix("_a").removesuffix("_b")
+    shutil.copy(path.parents[3] / name / "global_step5" / path.name, path)
+
+
+@pytest.mark.parametrize("harm, file", [(flip, SHARD), slow(of_another_step, MODEL)])
+def test_damaged_copies(work, harm, file):
+    """Both copies of a file are: the disk is taken."""
+    name = f"both_{harm.__name__}"
+    damage(work, name, 1, "ab", file, harm)
+    result = train(work, name, "ab")
+    assert result.code == 0, result.errors
+    assert f"{TO_DISK}, {name}, at step 5" in result.errors
+    assert "at step 5\n" in result.errors
 
 
 @pytest.mark.slow

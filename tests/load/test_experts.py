@@ -1,5 +1,6 @@
 """A mixture of experts, loaded with another expert-parallel size, on other ranks."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from helpers import edit, flip, load, records
 
 import universal
 from measure.ranks import run
+from universal.errors import CheckpointError
+from universal.experts import check_autoep
 
 FP32_ROUNDING = 1e-6
 LIVES = {
@@ -277,3 +280,30 @@ def test_autoep_of_another_size(tmp_path):
         assert json.loads((tmp_path / f"2.{rank}.json").read_text()) == "loaded"
         refusal = json.loads((tmp_path / f"4.{rank}.json").read_text())
         assert "for autoep_size 2, here 4: DeepSpeed would mix" in refusal
+
+
+PLACES = {
+    "num_experts": 4,
+    "ranks": [{"rank": 0, "experts": [0, 1]}, {"rank": 1, "experts": [2, 3]}],
+}
+OTHER_PLACES = PLACES | {"ranks": [{"rank": 0, "experts": [0, 2]}, {"rank": 1, "experts": [1, 3]}]}
+
+
+@pytest.mark.parametrize(
+    "saved, said",
+    [
+        ({"ep_size": 2, "expert_placement": PLACES}, None),
+        ({"ep_size": 2}, None),  # of an older DeepSpeed
+        ({"ep_size": 2, "expert_placement": OTHER_PLACES}, "on other ranks than AutoEP here"),
+        ({"ep_size": 4, "expert_placement": PLACES}, "for autoep_size 4, here 2"),
+    ],
+)
+def test_autoep_places(tmp_path, saved, said):
+    """As many ranks may have other experts each: DeepSpeed would mix them up, too."""
+    model = torch.nn.ModuleDict({"moe": torch.nn.Module()})
+    model.moe.ep_size = 2
+    model.moe.expert_placement_descriptor = PLACES
+    layers = [{"module_path": "moe"} | saved]
+    torch.save({"ds_autoep_layers": layers}, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=said) if said else contextlib.nullcontext():
+        check_autoep(model, tmp_path)
