@@ -28,8 +28,7 @@ from torch.optim.lr_scheduler import (
 
 import universal
 from measure.ranks import run
-from universal.engine import Engine
-from universal.schedules import changed_rate, say_changed_rate
+from universal.schedules import changed_rate
 
 SAVED = 50  # of the steps below, all but its last ones
 
@@ -176,8 +175,6 @@ def resume(cases, steps):
             stage, optimizer=optimizer, scheduler=lambda it, make=make: make(it, steps)
         )
         universal.load_checkpoint(engine, "saved", tag=name)
-        rates = [group["lr"] for group in engine.optimizer.param_groups]
-        say_changed_rate(Engine(engine), rates, engine.global_steps + 1)
 
 
 def two_groups(parameters):
