@@ -128,7 +128,7 @@ def test_command(page, command, monkeypatch):
         assert all(re.search(rf"^{target}:", makefile, re.M) for target in words[1:])
     elif words[0] == "pip":
         assert (ROOT / words[-1]).is_file()
-    elif words[1] == "-m" and words[2] in OF_PACKAGE:
+    elif words[1:2] == ["-m"] and words[2] in OF_PACKAGE:
         parse_by(OF_PACKAGE[words[2]], words[2:], monkeypatch)
     elif COMMAND.match(" ".join(words)):  # any command may follow `python -m universal`
         if words[0] == "torchrun":
