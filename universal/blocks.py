@@ -102,7 +102,10 @@ class Target(NamedTuple):
             numel = min(count, -((place - len(self.elements)) // whole_stride)) - first
             if numel <= 0:  # this row lies outside
                 continue
-            row = data[offset + first * stride :: stride][:numel]
+            if stride:
+                row = data[offset + first * stride :: stride][:numel]
+            else:  # an expanded tensor repeats an element
+                row = memoryview(bytes(data[offset : offset + 1]) * numel).cast(FORMATS[unit])
             begin = place + first * whole_stride
             places = slice(begin, begin + (numel - 1) * whole_stride + 1, whole_stride)
             if 1 in self.filled[places] and self.elements[places] != row:
@@ -307,7 +310,7 @@ def boxes(block: Block, target: Target, unit: int) -> Iterator[Block]:
     count, *shape = rows.shape
     stride = rows.stride[0]
     gap = stride - reach(shape, rows.stride[1:])
-    step = max(1, MOST // (stride * unit)) if gap * unit < SHORT else 1
+    step = max(1, MOST // (max(1, stride) * unit)) if gap * unit < SHORT else 1
     for first in range(0, count, step):
         yield rows._replace(
             shape=(min(step, count - first), *shape),

@@ -183,13 +183,13 @@ def test_keep(tmp_path):
 
 
 def test_pipeline(work, uninterrupted):
-    """train_3d.py, from 2 pipelines to 1: by conversion, without a word of it on the command line;
-    and told to stop."""
+    """train_3d.py, from 2 pipelines to 1, without a word of it on the command line; and told to
+    stop."""
     flags = "--pipeline_parallel 2 --elastic --run_name pipes --checkpoint_dir pipes"
     command = ("examples.train_3d", *INEXACT, *flags.split())
     assert launch(work, 4, *command, patch=at_step(8, 1, told_to_stop)).code == 143
     out = run(work, 3, *command)
-    assert "resumed from pipes/global_step8_universal at step 8" in out
+    assert "resumed from pipes/global_step8 at step 8" in out
     assert steps(work, "pipes") == list(range(1, 13))
     assert max(compare(work, "uninterrupted", "pipes").values()) <= 1e-5
 
