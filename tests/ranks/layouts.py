@@ -394,7 +394,6 @@ class Packed(nn.Module):
         entry = {"patterns": ["^weight$"], "shape": [subs, 8], "partition_dim": 0}
         self.universal_checkpoint_info = {
             "universal_checkpoint_version": 0.2,
-            "parameter_with_row_parallelism_patterns": ["^none$"],
             "parameter_with_sub_params": [entry] if subs else [],
         }
 
