@@ -101,9 +101,13 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def keep_open() -> OpenFile:
-    """open_file() that keeps up to half as many files open as the system allows this process."""
+    """open_file() that keeps up to half as many files open as this process may still open.
+
+    It may have a socket for each of a thousand ranks.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return functools.lru_cache(max(4, min(soft // 2, 1 << 14)))(open_file)
+    rest = soft - len(os.listdir("/dev/fd"))
+    return functools.lru_cache(max(4, min(rest // 2, 1 << 14)))(open_file)
 
 
 def fill(opened, buffer, record, start):

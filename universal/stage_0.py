@@ -181,6 +181,8 @@ def stepped_groups(optimizer, base):
         if len(tensors) != len(group["params"]):
             raise CheckpointError(f"group {i} does not have master weights of each parameter")
         states = [base["state"].get(number, {}) for number in group["params"]]
+        if group.get("step") == 0:  # as FusedAdam and FusedLion write there
+            states = with_step_of_last(states)
         groups.append(
             [Stepped(*pair, flat) for pair in zip(map(tensor_of, tensors), states, strict=True)]
         )
@@ -188,6 +190,12 @@ def stepped_groups(optimizer, base):
     if not masters and any(stepped.state for group in groups for stepped in group):
         groups = [[stepped for stepped in group if stepped.state] for group in groups]
     return groups
+
+
+def with_step_of_last(states):
+    """FusedAdam counts the steps of a whole group in the state of its last parameter alone."""
+    steps = [state["step"] for state in states if "step" in state]
+    return [state | {"step": steps[-1]} if "step" in state else state for state in states]
 
 
 def place_all(weights, names, groups, opened):

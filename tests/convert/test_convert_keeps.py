@@ -7,6 +7,7 @@ import functools
 import os
 import pathlib
 import resource
+import socket
 import subprocess
 import sys
 import types
@@ -79,17 +80,20 @@ def test_momentum_that_ranks_hold_whole(laid_out, tmp_path):
         assert torch.equal(momentum["param"], tensor)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_small_pieces_of_many_ranks(tmp_path, stage):
-    """Of 48 ranks, as DeepSpeed puts them together; and the same bytes when no more than 48 files
-    may be open."""
+@pytest.mark.parametrize("stage, sockets, files", [(1, 0, 48), (3, 0, 48), (1, 60, 96)])
+def test_small_pieces_of_many_ranks(tmp_path, stage, sockets, files):
+    """Of 48 ranks, as DeepSpeed puts them together; and the same bytes when no more than so many
+    files may be open, of which some are sockets."""
     shapes = [OrderedDict((f"layer{i}.weight", torch.Size((7, 11 + i))) for i in range(10))]
     lay_out(tmp_path / "c", shapes, 48, stage)
     assert_equal_to_deepspeed(tmp_path / "c", tmp_path)
 
     def few():
         os.closerange(3, 1024)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+        kept.extend(socket.socket() for _ in range(sockets))
+
+    kept = []
 
     assert converter(tmp_path / "c", tmp_path / "v", before=few).code == 0
     assert content(tmp_path / "v") == content(tmp_path / "ours")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import toy
 from case import Case, case, load, refused
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import fused_adam
 from deepspeed.runtime import engine as deepspeed_engine
 from toy import Net, differences, make, read_truth, save_truth, split_groups, train
 
@@ -298,6 +299,35 @@ def moments_of_zero(stage):
         lost = {*differences(truth, snapshot(engine))} - {"scale"}
         assert lost == {name for name in truth if name.endswith(" exp_avg")}
         assert loss_gap(engine) > 1e-3
+
+
+def fused(parameters):
+    """DeepSpeed's FusedAdam, which "AdamW" is on a GPU, with what its CUDA kernel does."""
+
+    def multi_tensor_adam(_, __, tensors, lr, beta1, beta2, eps, step, *modes_and_decay):
+        *_, decay = modes_and_decay
+        for gradient, weights, mean, square in zip(*tensors, strict=True):
+            mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
+            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            root = (square / (1 - beta2**step)).sqrt() + eps
+            weights.sub_(lr * (mean / (1 - beta1**step) / root + decay * weights))
+
+    kernels = SimpleNamespace(load=lambda: SimpleNamespace(multi_tensor_adam=multi_tensor_adam))
+    with mock.patch.object(fused_adam, "FusedAdamBuilder", lambda: kernels):
+        return fused_adam.FusedAdam(adamw(parameters).param_groups)
+
+
+@of_stage_0(saved("0 fp32", optimizer=fused))
+def steps_in_last_state(stage):
+    """FusedAdam counts those of a group in its last parameter's state alone."""
+    for kind, optimizer in (("0 fp32", fused), ("1 fp32", fused), ("3 fp32", adamw)):
+        engine = engine_of(kind, seed=5, optimizer=optimizer)
+        load(engine)
+        steps = {float(state["step"]) for state in torch_optimizer(engine).state.values()}
+        assert steps == ({0.0, 3.0} if kind == "0 fp32" else {3.0}), steps
+        assert loss_gap(engine) <= 1e-6
+    if dist.get_rank() == 0:
+        universal.convert("t", "u")
 
 
 class Shorter(Net):
