@@ -362,17 +362,15 @@ def test_trainer_without_frozen_parameters(work, trained):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_trainer_loads_the_best_at_the_end(work, trained, stage):
     """The best checkpoint is the one that 4 ranks have written; 2 ranks load it after their last
-    step. All sequences have as many tokens with a label, or else Trainer's own eval_loss would
-    follow the ranks: it takes the mean over the tokens of one micro-batch of each rank."""
+    step."""
     flags = ("--zero_stage", stage)
     load_best = "load_best_model_at_end=True"
     # The largest loss is the first.
     largest = f'{load_best}, greater_is_better=True, metric_for_best_model="eval_loss"'
     evaluated = 'print("AT THE END", repr(trainer.evaluate()["eval_loss"]))'
-    even = ("torch.randint(8, 33,", "torch.randint(32, 33,")
-    changes = [(load_best, largest), ("trainer.evaluate()", evaluated), even]
+    changes = [(load_best, largest), ("trainer.evaluate()", evaluated)]
     script = without(work, "hf_trainer.py", *changes)
-    name = trained("hf_trainer.py", *flags, source=script)
+    name = trained("hf_trainer.py", *flags)
     result = go_on(work, name, 2, script, *flags)
     assert result.code == 0, result.errors
     state = json.loads((work / f"{name}_on_2" / "checkpoint-20" / "trainer_state.json").read_text())
