@@ -104,7 +104,7 @@ def resume():
         (reader, "check_same_step", "0"),
         (zero, "differences", "0"),
         (loader, "newest_first", "0"),
-        (loader, "choose_route", "1"),
+        (loader, "why_own_ranks", "1"),
         (loader, "check", "1"),
         (reshard, "read_states", "1"),
         (reshard, "assemble", "1"),
