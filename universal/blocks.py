@@ -22,7 +22,7 @@ from universal.torch_file import Tensor, contiguous_strides
 CODES = {"float32": "f", "float64": "d"}  # of the module array
 AVERAGED = CODES.keys()
 FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}  # of the module struct, by bytes
-MOST = 1 << 24  # bytes that are read at a time
+MOST = 1 << 24  # bytes that are read at a time; whole elements of any kind
 
 
 class Block(NamedTuple):
@@ -287,6 +287,8 @@ def in_order(block: Block, units: int = 1) -> Block:
             dims[-1] = (n * dim[0], stride, whole_stride)
         elif dim[0] > 1:
             dims.append(dim)
+    if dims[0][1] == 0:  # no slice has the same element twice
+        dims.insert(0, (1, 1, 1))
     shape, stride, whole_stride = zip(*reversed(dims), strict=True)
     return Block(
         part=block.part,
@@ -310,7 +312,7 @@ def boxes(block: Block, target: Target, unit: int) -> Iterator[Block]:
     count, *shape = rows.shape
     stride = rows.stride[0]
     gap = stride - reach(shape, rows.stride[1:])
-    step = max(1, MOST // (max(1, stride) * unit)) if gap * unit < SHORT else 1
+    step = max(1, MOST // (max(stride, 1) * unit)) if gap * unit < SHORT else 1
     for first in range(0, count, step):
         yield rows._replace(
             shape=(min(step, count - first), *shape),

@@ -1,0 +1,114 @@
+"""Elements that are joined from parts, or lie with any strides, against torch: random tensors, read
+from any element to any other, also a few bytes at a time."""
+
+import itertools
+import random
+import zlib
+
+import pytest
+import torch
+
+from universal import blocks
+from universal.byte_ranges import Extent, Reader, Record
+from universal.errors import CheckpointError
+from universal.torch_file import Tensor
+
+DTYPES = (torch.float32, torch.uint8, torch.bfloat16, torch.float64, torch.complex128)
+
+
+@pytest.fixture(params=[1 << 24, 32])
+def most(request, monkeypatch):
+    monkeypatch.setattr(blocks, "MOST", request.param)
+
+
+def bytes_of(tensor):
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def saved(path, tensors):
+    """The Extents of contiguous tensors, in one file."""
+    extents = []
+    with open(path, "wb") as file:
+        for tensor in tensors:
+            data = bytes_of(tensor).numpy().tobytes()
+            record = Record(str(path), file.tell(), len(data), zlib.crc32(data))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            extents.append(Extent(dtype, record, 0, tensor.numel()))
+            file.write(data)
+    return extents
+
+
+def check(draw, source, wanted):
+    """That some elements are read as they are wanted, and found to be whole."""
+    begin = draw.randint(0, wanted.numel() - 1)
+    end = draw.randint(begin + 1, wanted.numel())
+    buffer = bytearray((end - begin) * wanted.element_size())
+    reader = Reader()
+    reader.read_elements(memoryview(buffer), source, begin)
+    reader.check()
+    part = wanted.flatten()[begin:end]
+    assert bytes(buffer) == bytes_of(part).numpy().tobytes(), (source, begin, end)
+
+
+@pytest.mark.parametrize("seed", range(0, 300, 100))
+def test_any_strides(tmp_path, most, seed):
+    for number in range(seed, seed + 100):
+        draw = random.Random(number)
+        size = tuple(draw.randint(1, 5) for _ in range(draw.randint(0, 4)))
+        stride = tuple(draw.choice([0, 1, 2, 3, 7, 20]) for _ in size)
+        span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        base = torch.randint(1 << 20, (span,)).to(draw.choice(DTYPES))
+        (extent,) = saved(tmp_path / "x", [base])
+        view = Tensor(extent, 0, size, stride, False, extent.dtype)
+        check(draw, blocks.strided("x", view), base.as_strided(size, stride))
+
+
+def cut(draw, whole, dim, subs):
+    """(the parts of some ranks, the Blocks that join them)."""
+    ranks = draw.randint(1, 4)
+    widths = []
+    for n in subs:
+        places = [0, *sorted(draw.randint(0, n) for _ in range(ranks - 1)), n]
+        widths.append([b - a for a, b in itertools.pairwise(places)])
+    split = [
+        sub.split(of_sub, dim) for sub, of_sub in zip(whole.split(subs, dim), widths, strict=True)
+    ]
+    parts = [torch.cat(of_rank, dim) for of_rank in zip(*split, strict=True)]
+    return parts, blocks.blocks_along(dim, tuple(whole.shape), widths)
+
+
+@pytest.mark.parametrize("seed", range(0, 300, 100))
+def test_cut_and_cut_again(tmp_path, most, seed):
+    """The whole, and what each of other ranks has of it, from what some have saved."""
+    for number in range(seed, seed + 100):
+        draw = random.Random(number)
+        shape = [draw.randint(1, 6) for _ in range(draw.randint(1, 4))]
+        dim = draw.randrange(len(shape))
+        subs = [draw.randint(1, 5) for _ in range(draw.randint(1, 3))]
+        shape[dim] = sum(subs)
+        whole = torch.randint(1 << 20, shape).to(draw.choice(DTYPES))
+        parts, saved_blocks = cut(draw, whole, dim, subs)
+        sources = tuple(saved(tmp_path / "x", parts))
+        joined = blocks.Joined("x", sources, saved_blocks, whole.numel())
+        check(draw, joined, whole)
+        others, blocks_of_others = cut(draw, whole, dim, subs)
+        for rank, part in enumerate(others):
+            own = [block for block in blocks_of_others if block.part == rank]
+            if part.numel():
+                source = blocks.part_of(joined, tuple(shape), own, part.numel())
+                check(draw, source, part)
+
+
+def test_copies_are_compared(tmp_path):
+    """A part that differs is named, and a hole is seen; without copies one part is read alone."""
+    whole = torch.rand(4, 6)
+    extents = tuple(saved(tmp_path / "x", [whole, whole + 1]))
+    copies = tuple(blocks.Block(i, (4, 6), (6, 1), 0, (6, 1), 0) for i in (0, 1))
+    joined = blocks.Joined("x", extents, copies, 24)
+    draw = random.Random(0)
+    with pytest.raises(CheckpointError, match="x differs on tensor-parallel rank 1"):
+        check(draw, joined, whole)
+    check(draw, joined.without_copies(), whole)
+    half = joined._replace(blocks=(copies[0]._replace(shape=(4, 3)),))
+    with pytest.raises(CheckpointError, match="do not cover its elements exactly once"):
+        Reader().read_elements(memoryview(bytearray(96)), half)
