@@ -102,10 +102,7 @@ class Target(NamedTuple):
             numel = min(count, -((place - len(self.elements)) // whole_stride)) - first
             if numel <= 0:  # this row lies outside
                 continue
-            if stride:
-                row = data[offset + first * stride :: stride][:numel]
-            else:  # an expanded tensor repeats an element
-                row = memoryview(bytes(data[offset : offset + 1]) * numel).cast(FORMATS[unit])
+            row = data[offset + first * stride :: stride][:numel]
             begin = place + first * whole_stride
             places = slice(begin, begin + (numel - 1) * whole_stride + 1, whole_stride)
             if 1 in self.filled[places] and self.elements[places] != row:
