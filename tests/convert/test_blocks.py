@@ -112,3 +112,20 @@ def test_copies_are_compared(tmp_path):
     half = joined._replace(blocks=(copies[0]._replace(shape=(4, 3)),))
     with pytest.raises(CheckpointError, match="do not cover its elements exactly once"):
         Reader().read_elements(memoryview(bytearray(96)), half)
+
+
+def test_a_block_that_goes_beyond_a_row(tmp_path):
+    """As a map of every element may say: it is no box of columns."""
+    whole = torch.rand(3, 4)
+    places = ((2, 2, 3), (1, 3, 0), (1, 2, 5), (1, 3, 9))  # rows, columns, first element
+    parts = []
+    joining = []
+    for i, (rows, columns, first) in enumerate(places):
+        parts.append(whole.flatten()[first:].as_strided((rows, columns), (4, 1), first))
+        joining.append(blocks.Block(i, (rows, columns), (columns, 1), 0, (4, 1), first))
+    joined = blocks.Joined("x", tuple(saved(tmp_path / "x", parts)), tuple(joining), 12)
+    own = blocks.Block(1, (3, 2), (2, 1), 0, (4, 1), 2)
+    for seed in range(20):
+        draw = random.Random(seed)
+        check(draw, joined, whole)
+        check(draw, blocks.part_of(joined, (3, 4), [own], 6), whole[:, 2:])
