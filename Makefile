@@ -12,7 +12,7 @@
 # make engines   every kind of engine that DeepSpeed builds on a CPU: saved, loaded on the same ranks and others; 5 minutes
 # make proof    what the comparison of the next steps costs a step; a minute
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 2 minutes
-# make gpu       on NVIDIA cards: precisions, from GPUs to CPU ranks and back, the same bits; some minutes
+# make gpu       on NVIDIA cards: precisions, optimizers, layouts, costs; ends with a table to report; an hour
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
 # make test      the quick tests, in an environment of their own making; 7 minutes
 # make test-all  these and the long ones: every change of ranks and stage, random lives, clients, versions; 45 minutes
