@@ -186,6 +186,8 @@ def forked(work, limit=120):
 
     def main():
         signal.alarm(limit)
+        # Replaces the pool of threads, dead after a fork; threads that do so at once find none.
+        torch.set_num_threads(torch.get_num_threads())
         for fd, (_, write) in enumerate(pipes, 1):
             os.dup2(write, fd)
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in (1, 2))

@@ -329,17 +329,13 @@ def settings_on(facts: dict[str, Any], ranks: int) -> dict[str, Any]:
         config["train_batch_size"] = batch.samples
     else:  # DeepSpeed would take the product of these two and the ranks for the batch
         config[TRUE_BATCH] = batch.samples
-    divisor = max(n for n in range(1, ranks + 1) if batch.micro_batches % n == 0)
     return settings | {
         "batch": batch.samples,
         "steps": steps,
         "efficiency": efficiency,
         "config": config,
-        "training_arguments": arguments(batch.micro, steps),
-        "llamafactory_ranks": divisor,
-        "llamafactory": arguments(batch.micro, batch.micro_batches // divisor),
+        "training_arguments": {
+            "per_device_train_batch_size": batch.micro,
+            "gradient_accumulation_steps": steps,
+        },
     }
-
-
-def arguments(micro, steps):
-    return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": steps}

@@ -208,15 +208,15 @@ def settings_lines(settings):
     made = f", or **universal.batches.config({batch}, {micro})" if any_ranks else ""
     yield f"  DeepSpeed's config{made}:"
     yield from (f"    {json.dumps(key)}: {value}," for key, value in settings["config"].items())
-    yield "  LLaMA-Factory's YAML:"
-    if any_ranks:
-        yield f"    # on {settings['llamafactory_ranks']} ranks, for it has no AnyRanks"
-    yield from (f"    {key}: {value}" for key, value in settings["llamafactory"].items())
+    switch = f", started with UNIVERSAL_BATCH={batch} python -m universal" if any_ranks else ""
+    yield f"  LLaMA-Factory's YAML{switch}:"
+    arguments = settings["training_arguments"]
+    yield from (f"    {key}: {value}" for key, value in arguments.items())
     yield "  transformers:"
     if any_ranks:
         yield "    class MyTrainer(AnyRanks, Trainer): pass    # from universal.trainer"
-    arguments = ", ".join(f"{key}={value}" for key, value in settings["training_arguments"].items())
-    yield f"    TrainingArguments({arguments}, ...)"
+    words = ", ".join(f"{key}={value}" for key, value in arguments.items())
+    yield f"    TrainingArguments({words}, ...)"
 
 
 # --------------------------------------------------------------------------------------------------

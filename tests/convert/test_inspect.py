@@ -346,13 +346,10 @@ def test_lines_of_a_config(source, ranks, steps, exact):
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": steps}
     key = "train_batch_size" if ranks == exact else "universal_train_batch_size"
     assert settings["config"] == config | {key: 24}
-    assert settings["llamafactory_ranks"] == exact
-    factory = settings["llamafactory"]
-    product = factory["per_device_train_batch_size"] * factory["gradient_accumulation_steps"]
-    assert product * exact == 24
     lines = inspected(source, "--ranks", ranks).out.split("\n\n")[-1]
     assert ("AnyRanks" in lines) == ("**universal.batches.config(24, 2)" in lines)
-    assert ("AnyRanks" in lines) == (ranks != exact)
+    assert ("AnyRanks" in lines) == ("UNIVERSAL_BATCH=24" in lines) == (ranks != exact)
+    assert f"per_device_train_batch_size: 2\n    gradient_accumulation_steps: {steps}\n" in lines
     assert f"gradient_accumulation_steps={steps}" in lines and f'"{key}": 24,' in lines
 
 
