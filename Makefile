@@ -29,7 +29,7 @@ BATCHES = --train_batch_size 256 --train_micro_batch_size_per_gpu 64
 TRAIN   = train.py $(BATCHES) --steps 200 --checkpoint_dir $(CKPT)
 RESUME  = $(TRAIN) --resume --checkpoint_interval 400
 EXAMPLES = $(wildcard examples/train_*.py)
-PACKAGE = $(wildcard universal/*.py)
+PACKAGE = $(wildcard universal/*.py universal/*/*.py)
 OUT     = out
 RUN     = $(basename $(@F))
 

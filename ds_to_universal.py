@@ -26,9 +26,9 @@ Output, the same for every stage, so it resumes on any number of ranks and at Ze
 The conversion has five steps, each a function in universal/:
 
     find_tag()          tags.py         the folder with the files, if its parent was given
-    describe()          checkpoint.py   which bytes of which shards make up each parameter
+    describe()          describe.py   which bytes of which shards make up each parameter
     write_files()       converter.py    each byte range is read once and written once
-    check_all()         byte_ranges.py  what was read is compared with the CRC-32 of every record
+    check_all()         sources.py  what was read is compared with the CRC-32 of every record
     publish()           publish.py      once all is on the disk, names the folder
 
 A .pt file is a zip archive of one pickle and one stored record per tensor (torch_file.py).
@@ -42,10 +42,10 @@ import os
 import resource
 
 from universal import __version__
-from universal.collective import alone
-from universal.console import in_one_line, report
-from universal.converter import convert
 from universal.errors import CheckpointError
+from universal.write.console import in_one_line, report
+from universal.write.converter import convert
+from universal.write.processes import alone
 
 
 def launched(args):
@@ -69,7 +69,7 @@ def meet(ranks):
         return
     import torch.distributed as dist
 
-    from universal.collective import end_process_group, process_group
+    from universal.load.collective import end_process_group, process_group
 
     try:
         dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))

@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from universal import torch_file
+from universal.files import torch_file
 
 ROW = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
 

@@ -35,7 +35,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, PinMemoryBu
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-import universal.loader
+import universal.load.loader
 from measure.ranks import ROOT, deepspeed, last_error, launch, run
 
 WORK = ROOT / "runs" / "engines"

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from measure.machines import HEAD, WARM, Job, differences, train_alone
-from universal import checkpoint
+from universal.checkpoint import describe as checkpoint
 
 DISK = Path("/mnt")  # that all hosts see
 TRAIN = (

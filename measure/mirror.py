@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from measure.ranks import run
 from measure.resume import LENGTH, make_engine
-from universal.hooks import overridden
+from universal.load.hooks import overridden
 from universal.mirror import Mirror
 
 BATCH, ROUNDS = 16, 7

@@ -19,9 +19,9 @@ import sys
 from array import array
 from pathlib import Path
 
-from universal.byte_ranges import Reader
-from universal.checkpoint import describe
+from universal.checkpoint.describe import describe
 from universal.diff import diff, lines_of
+from universal.files.sources import Reader
 
 ROUNDING = 1e-6
 QUERY_KEY_VALUE = "attn.qkv.bias fp32"

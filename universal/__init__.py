@@ -16,12 +16,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from universal.converter import convert
     from universal.errors import CheckpointError
-    from universal.loader import install, load_checkpoint
+    from universal.resume import install, load_checkpoint
+    from universal.write.converter import convert
 
 __version__ = "2.0"
-HOME = {"install": "loader", "load_checkpoint": "loader", "convert": "converter"}
+HOME = {"install": "resume", "load_checkpoint": "resume", "convert": "write.converter"}
 HOME |= {"CheckpointError": "errors"}
 __all__ = ["CheckpointError", "convert", "install", "load_checkpoint"]
 

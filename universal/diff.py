@@ -19,17 +19,17 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from universal.blocks import strided
-from universal.byte_ranges import Reader, check_all, keep_open, nbytes_of, portions, width
-from universal.checkpoint import describe
-from universal.console import bar, in_one_line
-from universal.description import Described
+from universal.checkpoint.describe import describe
+from universal.checkpoint.module_states import client_state_of
+from universal.checkpoint.tags import find_tag
+from universal.checkpoint.types import Described
+from universal.checkpoint.without_zero import NeedsEngine, unnamed_states
 from universal.errors import CheckpointError
-from universal.module_states import client_state_of
-from universal.screen import WIDTH, counted, short, size, wrapped
-from universal.stage_0 import NeedsEngine, unnamed_states
-from universal.tags import find_tag
-from universal.torch_file import Stub, Tensor, number_in, packed
+from universal.files.joined import strided
+from universal.files.sources import Reader, check_all, keep_open, nbytes_of, portions, width
+from universal.files.torch_file import Stub, Tensor, number_in, packed
+from universal.write.console import bar, in_one_line
+from universal.write.screen import WIDTH, counted, short, size, wrapped
 
 WORKERS = 4
 PER_JOB = 1 << 24  # bytes that a thread compares in one go, and by which the progress bar moves
@@ -45,7 +45,7 @@ COUNTERS = ("global_steps", "skipped_steps", "global_samples", "data_sampler", "
 
 
 class Pair(NamedTuple):
-    """Two sources (byte_ranges.py) of the same elements."""
+    """Two sources (sources.py) of the same elements."""
 
     name: str
     first: Any

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from universal.publish import publish
+from universal.write.publish import publish
 
 if TYPE_CHECKING:
     import deepspeed

@@ -3,7 +3,7 @@
 rank. Needs only Python 3.10.
 
 Only bytes that nobody has vouched for can be damaged, so only the code that parses them stands
-under parsing(). What it returns is checked once more by expect() (expect.py), and our code relies
+under parsing(). What it returns is checked once more by expect() (schema.py), and our code relies
 on that: if it fails all the same, it has a fault, which is not the checkpoint's and is not hidden.
 """
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from universal import batches
-from universal.hooks import clip_by, has_efficient_linear
+from universal.load.hooks import clip_by, has_efficient_linear
 
 
 def install(engine: deepspeed.DeepSpeedEngine) -> None:

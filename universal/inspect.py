@@ -20,16 +20,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from universal.byte_ranges import Reader, Record, checksum, join_crcs, keep_open, portions, width
-from universal.checkpoint import describe, paths_of
-from universal.console import bar, in_one_line
-from universal.description import Described, Description
+from universal.checkpoint.describe import describe, paths_of
+from universal.checkpoint.facts import facts_of, settings_on
+from universal.checkpoint.tags import list_tags, newest_first
+from universal.checkpoint.types import Described, Description
+from universal.checkpoint.without_zero import ROUNDED, NeedsEngine, rounded
 from universal.errors import CheckpointError
-from universal.facts import facts_of, settings_on
-from universal.screen import lines_of
-from universal.stage_0 import ROUNDED, NeedsEngine, rounded
-from universal.tags import list_tags, newest_first
-from universal.torch_file import extent_of, load, records_of, tensor_of
+from universal.files.sources import Reader, Record, checksum, join_crcs, keep_open, portions, width
+from universal.files.torch_file import extent_of, load, records_of, tensor_of
+from universal.write.console import bar, in_one_line
+from universal.write.screen import lines_of
 
 WORKERS = 4
 SPAN = 1 << 24  # bytes that a thread checks in one go, and by which the progress bar moves

@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from universal import reader
-from universal.checkpoint import describe
-from universal.collective import end_process_group, gloo_group
-from universal.engine import Engine
+from universal.checkpoint.describe import describe
+from universal.checkpoint.tags import named_by_latest, rank_0_model_states, step_of
 from universal.errors import CheckpointError
+from universal.files.torch_file import verify
+from universal.load import reader
+from universal.load.collective import end_process_group, gloo_group
+from universal.load.engine import Engine
 from universal.proof import after_save
-from universal.tags import named_by_latest, rank_0_model_states, step_of
-from universal.torch_file import verify
 
 if TYPE_CHECKING:
     import deepspeed

@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 
 from universal.batches import share
-from universal.collective import say
-from universal.description import NEXT_STEPS
-from universal.engine import Engine
-from universal.hooks import deepspeed_load, wrap_methods
-from universal.next_steps import HEADER, NextSteps, Row, read_rows
+from universal.checkpoint.next_steps import HEADER, NextSteps, Row, read_rows
+from universal.checkpoint.types import NEXT_STEPS
+from universal.load.collective import say
+from universal.load.engine import Engine
+from universal.load.hooks import deepspeed_load, wrap_methods
 
 STEPS = 10
 # By how much a loss may differ from rounding alone, by the dtype of matrix products: as a share of

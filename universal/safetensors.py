@@ -21,13 +21,13 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from universal.blocks import strided
-from universal.byte_ranges import Reader, nbytes_of, width
-from universal.checkpoint import describe, left_over
-from universal.console import bar, in_one_line, report, totals
+from universal.checkpoint.describe import describe, left_over
+from universal.checkpoint.tags import find_tag
 from universal.errors import CheckpointError, naming
-from universal.publish import sync, unfinished
-from universal.tags import find_tag
+from universal.files.joined import strided
+from universal.files.sources import Reader, nbytes_of, width
+from universal.write.console import bar, in_one_line, report, totals
+from universal.write.publish import sync, unfinished
 
 FORMATS = {
     "float64": "F64",
@@ -50,7 +50,7 @@ FORMATS = {
 
 
 class Weight(NamedTuple):
-    """A tensor of the file. source: of its elements, in order (byte_ranges.py)."""
+    """A tensor of the file. source: of its elements, in order (sources.py)."""
 
     shape: tuple
     source: Any

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from universal import batches
-from universal.collective import say
+from universal.load.collective import say
 
 NUMBER = "num_items_in_batch"
 

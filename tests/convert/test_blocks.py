@@ -8,10 +8,10 @@ import zlib
 import pytest
 import torch
 
-from universal import blocks
-from universal.byte_ranges import Extent, Reader, Record
 from universal.errors import CheckpointError
-from universal.torch_file import Tensor
+from universal.files import joined as blocks
+from universal.files.sources import Extent, Reader, Record
+from universal.files.torch_file import Tensor
 
 DTYPES = (torch.float32, torch.uint8, torch.bfloat16, torch.float64, torch.complex128)
 

@@ -35,7 +35,8 @@ from helpers import (
 )
 
 from measure.ranks import run
-from universal import CheckpointError, convert, torch_file
+from universal import CheckpointError, convert
+from universal.files import torch_file
 
 SMALL = (
     "--n_embd 16 --n_head 2 --n_layer 1 --seq_len 14 --steps 4 --checkpoint_interval 2 "

@@ -14,9 +14,11 @@ import torch
 from helpers import MODEL, ROOT, data_of, edit, failed, flip, forked, records, with_bit_flipped
 
 from measure.lay_out import lay_out
-from universal import CheckpointError, convert, facts, screen
+from universal import CheckpointError, convert
 from universal import inspect as command
+from universal.checkpoint import facts
 from universal.inspect import look
+from universal.write import screen
 
 NUMEL = 5 * 3 + 7 + 4
 STATES = 3 * 4 * NUMEL  # bytes
@@ -444,7 +446,7 @@ def test_without_torch(source):
     """Nothing of torch, DeepSpeed or numpy is imported."""
     code = (
         "import sys; from universal.inspect import look; look(sys.argv[1]);"
-        "import universal.next_steps;"
+        "import universal.checkpoint.next_steps;"
         "print({'torch', 'deepspeed', 'numpy'} & {*sys.modules})"
     )
     words = [sys.executable, "-c", code, str(source)]

@@ -150,9 +150,9 @@ def truncate(path):
 
 def cannot_be_read():
     """A patch: at first, machine a cannot read a file of its memory."""
-    import universal.torch_file
+    import universal.files.torch_file
 
-    open_file = universal.torch_file.open_file
+    open_file = universal.files.torch_file.open_file
     failed = []
 
     def fail_once(path):
@@ -161,7 +161,7 @@ def cannot_be_read():
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return open_file(path)
 
-    universal.torch_file.open_file = fail_once
+    universal.files.torch_file.open_file = fail_once
 
 
 SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"

@@ -16,7 +16,7 @@ from helpers import edit, flip, load, records
 import universal
 from measure.ranks import run
 from universal.errors import CheckpointError
-from universal.experts import check_autoep
+from universal.load.live_experts import check_autoep
 
 FP32_ROUNDING = 1e-6
 LIVES = {

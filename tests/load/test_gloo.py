@@ -11,8 +11,8 @@ import toy
 from helpers import ROOT
 
 from measure.ranks import run
-from universal.collective import process_group
 from universal.errors import RankSilent
+from universal.load.collective import process_group
 
 UNSHARE = "unshare --map-root-user --net --mount --pid --fork --kill-child --mount-proc".split()
 

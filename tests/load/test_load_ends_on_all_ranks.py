@@ -15,8 +15,9 @@ from toy import begin, make
 
 import universal
 from measure.ranks import launch, run
-from universal import loader, reader, reshard, zero
+from universal.checkpoint import zero
 from universal.errors import RankSilent
+from universal.load import loader, reader, reshard
 
 SCRIPT = "tests/ranks/damage.py"
 

@@ -73,7 +73,7 @@ def test_a_copy_beside_a_script(tmp_path):
 
 def test_what_needs_neither_torch_nor_deepspeed(tmp_path):
     modules = "sys, universal, ds_to_universal, universal.safetensors, universal.__main__, "
-    modules += "universal.inspect, universal.diff, universal.next_steps"
+    modules += "universal.inspect, universal.diff, universal.checkpoint.next_steps"
     code = f"import {modules}; universal.convert; "
     code += "print({'torch', 'deepspeed'} & {*sys.modules})"
     done = python("-c", code, folder=tmp_path, path=ROOT)

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import (
 
 import universal
 from measure.ranks import run
-from universal.schedules import changed_rate
+from universal.load.schedules import changed_rate
 
 SAVED = 50  # of the steps below, all but its last ones
 

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from universal.tags import list_tags, named_by_latest, newest_first
+from universal.checkpoint.tags import list_tags, named_by_latest, newest_first
 
 HOUR = 3600
 

@@ -7,7 +7,7 @@ import deepspeed
 import pytest
 from helpers import ROOT
 
-from universal.versions import NEWEST_TRIED, doubts, say_doubts
+from universal.load.versions import NEWEST_TRIED, doubts, say_doubts
 
 WRONG = "computes wrong gradients at ZeRO-2 with gradient accumulation"
 UNTRIED = f"is newer than {NEWEST_TRIED}, the newest that was tried"

@@ -13,9 +13,9 @@ from helpers import run_all
 from whole_and_refused import load_bitsandbytes, save_bitsandbytes
 
 import universal
-from universal import reshard
-from universal.engine import Engine
-from universal.reader import SavedOptimizer
+from universal.load import reshard
+from universal.load.engine import Engine
+from universal.load.reader import SavedOptimizer
 
 CASES = cases_of(whole_and_refused)
 

@@ -349,7 +349,7 @@ def test_trainer_without_frozen_parameters(work, trained):
     flags = ("--zero_stage", 3, "--dtype", "fp32", "--freeze")
 
     def forgotten():
-        from universal import reshard
+        from universal.load import reshard
 
         other_weights()
         reshard.restore_module = lambda *_: None

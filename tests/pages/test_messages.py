@@ -11,7 +11,7 @@ import pytest
 from helpers import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-OURS = [*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), ROOT / "examples/megatron_info.py"]
+OURS = [*ROOT.glob("*.py"), *ROOT.glob("universal/**/*.py"), ROOT / "examples/megatron_info.py"]
 SOURCES = {  # section: (files of a package, or of this repository)
     "DeepSpeed": [("deepspeed", "runtime/engine.py"), ("deepspeed", "runtime/config.py")],
     "torch and torchrun": [("torch", "serialization.py")],
@@ -98,7 +98,7 @@ def test_what_other_versions_print():
 
 
 def test_every_variable_of_ours_is_listed():
-    files = [*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), *ROOT.glob("measure/*.py")]
+    files = [*ROOT.glob("*.py"), *ROOT.glob("universal/**/*.py"), *ROOT.glob("measure/*.py")]
     ours = r'"((?:TORCH(?!_CPP)|DS(?!_TEST)|CUBLAS|OMP)_[A-Z_]+)"'
     used = re.findall(ours, "".join(path.read_text() for path in files))
     listed = re.findall(r"[A-Z]+_[A-Z_]+", PAGE.split("## Environment variables")[1])

@@ -22,7 +22,7 @@ from deepspeed.utils import groups
 from toy import begin, differences, in_turn, make, read_truth, save_truth, snapshot, train
 
 import universal
-from universal.hooks import overridden
+from universal.load.hooks import overridden
 
 PRINTED = io.StringIO()  # by this rank, in this case
 

@@ -14,10 +14,11 @@ from optimizers import momentum
 from toy import differences, make, read_truth, save_truth, snapshot, train
 
 import universal
-from universal import mirror, reshard
-from universal.engine import Engine
+from universal import mirror
 from universal.errors import RankFailed
-from universal.hooks import overridden
+from universal.load import reshard
+from universal.load.engine import Engine
+from universal.load.hooks import overridden
 
 
 def save_beside_damage(stage):

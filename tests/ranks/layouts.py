@@ -19,8 +19,8 @@ from torch import nn
 from toy import differences, make, same, snapshot, split_groups, train
 
 from universal.errors import RankFailed
-from universal.hooks import overridden
-from universal.reader import Reader
+from universal.load.hooks import overridden
+from universal.load.reader import Reader
 
 # --------------------------------------------------------------------------------------------------
 # tensor parallelism

@@ -23,7 +23,7 @@ from toy import Net, adam, differences, make, read_truth, snapshot, split_groups
 
 import universal
 from universal import batches
-from universal.hooks import overridden
+from universal.load.hooks import overridden
 
 
 class Shaped(Net):

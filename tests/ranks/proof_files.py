@@ -225,9 +225,9 @@ def deepspeeds_own_loader():
 
 @contextlib.contextmanager
 def proof_of_deepspeed():
-    engine_class = universal.loader.deepspeed.DeepSpeedEngine
+    engine_class = universal.load.loader.deepspeed.DeepSpeedEngine
     load = engine_class.load_checkpoint
-    engine_class.load_checkpoint = universal.loader.deepspeed_load
+    engine_class.load_checkpoint = universal.load.loader.deepspeed_load
     proof.install()
     yield
     engine_class.load_checkpoint = load

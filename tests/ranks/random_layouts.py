@@ -17,7 +17,7 @@ from torch import nn
 from toy import begin, in_turn, make
 
 import universal
-from universal.engine import Engine
+from universal.load.engine import Engine
 
 LAYOUTS = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]  # tensor x data
 OF_ONE_DEGREE = ("widths", "affine")  # which one degree's info says, and no other's

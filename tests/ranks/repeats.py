@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 from toy import adam, begin, in_turn, make
 
 from universal import batches, exact
-from universal.hooks import overridden
+from universal.load.hooks import overridden
 
 MICRO = 3
 STEPS = 4

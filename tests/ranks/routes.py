@@ -18,7 +18,7 @@ from torch import nn
 from toy import Net, differences, make, read_truth, save_truth, split_groups, train
 
 import universal
-from universal.hooks import overridden
+from universal.load.hooks import overridden
 
 # --------------------------------------------------------------------------------------------------
 # Muon

@@ -25,8 +25,8 @@ def be_a_rank(rank):
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
-    from universal.collective import meet_at, network_card, process_group
     from universal.errors import RankSilent
+    from universal.load.collective import meet_at, network_card, process_group
 
     wait = datetime.timedelta(seconds=60)
     store = dist.TCPStore(ADDRESS, 29400, 2, is_master=rank == 0, timeout=wait)

@@ -7,14 +7,14 @@ import math
 from typing import Any, NamedTuple
 
 from universal.batches import TRUE_BATCH
-from universal.byte_ranges import nbytes_of
-from universal.checkpoint import BF16_SECTIONS, left_over, paths_of
-from universal.description import NEXT_STEPS, Described, Description
-from universal.expect import is_natural
-from universal.module_states import client_state_of, config_of, degrees_of
-from universal.next_steps import read_rows
-from universal.stage_0 import unnamed_states
-from universal.torch_file import Stub, extent_of
+from universal.checkpoint.describe import BF16_SECTIONS, left_over, paths_of
+from universal.checkpoint.module_states import client_state_of, config_of, degrees_of
+from universal.checkpoint.next_steps import read_rows
+from universal.checkpoint.types import NEXT_STEPS, Described, Description
+from universal.checkpoint.without_zero import unnamed_states
+from universal.files.schema import is_natural
+from universal.files.sources import nbytes_of
+from universal.files.torch_file import Stub, extent_of
 
 PLAIN = (bool, int, float, str)
 LONGEST = 16  # list or dict of which all is shown

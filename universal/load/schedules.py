@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from universal.collective import say
-from universal.engine import Engine
+from universal.load.collective import say
+from universal.load.engine import Engine
 
 
 def say_changed_rate(engine: Engine, saved_rates: Sequence[Any], step: int) -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
 
-from universal.byte_ranges import ByteRange, Extent, OpenFile
-from universal.description import OptimizerState, Parameter, Problem
+from universal.checkpoint.experts import Team
+from universal.checkpoint.types import OptimizerState, Parameter, Problem
 from universal.errors import CheckpointError
-from universal.expect import expect, is_natural
-from universal.experts import Team
-from universal.torch_file import (
+from universal.files.schema import expect, is_natural
+from universal.files.sources import ByteRange, Extent, OpenFile
+from universal.files.torch_file import (
     Stub,
     Tensor,
     extent_of,
@@ -175,7 +175,7 @@ class Cut(NamedTuple):
 
 
 class Slices(NamedTuple):
-    """A source (byte_ranges.py): the elements of a parameter, in the flat tensors of its ranks."""
+    """A source (sources.py): the elements of a parameter, in the flat tensors of its ranks."""
 
     extents: tuple[Extent, ...]
     cut: Cut

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from universal.blocks import AVERAGED, Block, Joined, blocks_along, resized, strided
-from universal.description import Parameter, Problem
+from universal.checkpoint.types import Parameter, Problem
 from universal.errors import CheckpointError
-from universal.expect import expect, is_natural, is_shape
-from universal.torch_file import (
+from universal.files.joined import AVERAGED, Block, Joined, blocks_along, resized, strided
+from universal.files.schema import expect, is_natural, is_shape
+from universal.files.torch_file import (
     Tensor,
     contiguous,
     contiguous_strides,

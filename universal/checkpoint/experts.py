@@ -4,18 +4,16 @@
 DeepSpeed numbers the experts of every rank from 0, so a name alone does not tell which expert it is
 of. Here an expert's parameter has the name that it would have on one rank with all experts; then a
 checkpoint of any expert-parallel size, and an engine of any other, speak of the same parameters.
-Needs Python 3.10, and what an engine's experts are told from also DeepSpeed.
+load/live_experts.py speaks of those of an engine.
 """
 
-import itertools
 import re
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple
 
 from universal.errors import CheckpointError
-from universal.expect import expect, is_natural
-from universal.torch_file import load, tensor_of
+from universal.files.schema import expect
+from universal.files.torch_file import load, tensor_of
 
 LIST = "deepspeed_moe.experts.deepspeed_experts"  # of a layer's experts, within deepspeed's MoE
 EXPERT = re.compile(rf"(?P<layer>.*\.|){re.escape(LIST)}\.(?P<number>\d+)\.(?P<rest>.*)", re.DOTALL)
@@ -40,10 +38,6 @@ def expert_name(name: str) -> ExpertName | None:
     """The parts of a name, or None if it is not of an expert."""
     match = EXPERT.fullmatch(name)
     return match and ExpertName(match["layer"], int(match["number"]), match["rest"])
-
-
-# --------------------------------------------------------------------------------------------------
-# 1. in a checkpoint
 
 
 class Team(NamedTuple):
@@ -136,69 +130,3 @@ def teams_of(names: Any, ranks_of_group: int, ranks: int, model: dict, counts: d
         Team(team, {layer: counts[layer] // size * i for layer in layers})
         for i, team in enumerate(teams)
     ]
-
-
-# --------------------------------------------------------------------------------------------------
-# 2. in an engine
-
-
-def global_name(module: Any, name: str) -> str:
-    """The name on one rank with all experts; the same for what is in no expert."""
-    from deepspeed.utils import groups
-
-    expert = expert_name(name)
-    if not expert:
-        return name
-    layer = module.get_submodule(expert.layer.removesuffix("."))
-    rank = groups._get_expert_parallel_rank(layer.expert_group_name)
-    return expert.moved(by=rank * layer.num_local_experts)
-
-
-def rank_among(parameters: list, rank: int) -> int:
-    """This rank's place among those that cut these parameters, all of one group.
-
-    rank: its place among all.
-    """
-    from deepspeed.moe.utils import is_moe_param
-    from deepspeed.utils import groups
-
-    if parameters and is_moe_param(parameters[0]):
-        return groups._get_expert_data_parallel_rank(parameters[0].group_name)
-    return rank
-
-
-AUTOEP = {"ds_autoep_layers?": (NoneType, [{"module_path": str, "ep_size?": is_natural}])}
-
-
-def check_autoep(model: Any, folder: Path) -> None:
-    """Check that AutoEP places its experts on the ranks as when this checkpoint was saved.
-
-    DeepSpeed does not, and at ZeRO-1 and 2 loads other experts' weights. Raises: CheckpointError.
-    """
-    name = "mp_rank_00_model_states.pt"
-    files = [path for path in (folder / name, folder / f"zero_pp_rank_0_{name}") if path.is_file()]
-    layers = [expect(load(path), AUTOEP, path).get("ds_autoep_layers") or [] for path in files]
-    modules = dict(model.named_modules())
-    for layer in itertools.chain(*layers):
-        module = modules.get(layer["module_path"])
-        size = getattr(module, "ep_size", None)
-        saved_size = layer.get("ep_size", size)
-        if size and size != saved_size:
-            raise CheckpointError(
-                f"{folder} has experts of AutoEP for autoep_size {saved_size}, here {size}: "
-                "DeepSpeed would mix them up"
-            )
-        placement = getattr(module, "expert_placement_descriptor", None)
-        if placement and (layer.get("expert_placement") or placement) != placement:
-            raise CheckpointError(
-                f"{folder} has the experts of {layer['module_path']} on other ranks than AutoEP "
-                "here: DeepSpeed would mix them up"
-            )
-
-
-def are_known_experts(parameters: dict) -> bool:
-    """Whether all parameters that not every rank has are in experts of deepspeed.moe.layer.MoE."""
-    from deepspeed.moe.utils import is_moe_param
-
-    parallel = (name for name, parameter in parameters.items() if is_moe_param(parameter))
-    return all(map(expert_name, parallel))

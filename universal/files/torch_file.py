@@ -22,7 +22,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from universal.byte_ranges import (
+from universal.errors import CheckpointError, naming, parsing
+from universal.files.schema import is_natural, is_shape
+from universal.files.sources import (
     SHORT,
     Extent,
     OpenFile,
@@ -35,9 +37,7 @@ from universal.byte_ranges import (
     open_file,
     width,
 )
-from universal.errors import CheckpointError, naming, parsing
-from universal.expect import is_natural, is_shape
-from universal.unzipped import is_unzipped, load_unzipped
+from universal.files.unzipped import is_unzipped, load_unzipped
 
 # --------------------------------------------------------------------------------------------------
 # 1. what is in a pickle
@@ -68,7 +68,7 @@ KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 class Tensor(NamedTuple):
     """A tensor without its elements.
 
-    storage: where they are: a Record, bytes, or a source (byte_ranges.py). offset, stride: in
+    storage: where they are: a Record, bytes, or a source (sources.py). offset, stride: in
     elements. dtype: "float32", "uint16".
     """
 

@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 
-from universal.description import NEXT_STEPS
+from universal.checkpoint.types import NEXT_STEPS
 from universal.errors import CheckpointError
 
 

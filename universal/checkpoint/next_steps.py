@@ -10,7 +10,7 @@ import weakref
 from pathlib import Path
 from typing import NamedTuple
 
-from universal.description import NEXT_STEPS
+from universal.checkpoint.types import NEXT_STEPS
 
 
 class Row(NamedTuple):

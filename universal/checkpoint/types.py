@@ -28,7 +28,7 @@ class Parameter(NamedTuple):
     flat: the number of the flat tensor that holds it, which is that of its dict in param_shapes: of
         its parameter group or, at ZeRO-3, its sub-group.
     group: the number of its parameter group.
-    states: {name: source of the elements (byte_ranges.py)}, fp32 first.
+    states: {name: source of the elements (sources.py)}, fp32 first.
     scalars: {name: value, or Tensor with its bytes}, the rest of its optimizer state, which is the
         same for a whole flat tensor.
     """

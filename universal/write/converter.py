@@ -17,19 +17,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from universal.byte_ranges import Extent, Reader, check_all, keep_open, nbytes_of
-from universal.checkpoint import describe, left_over
-from universal.collective import AllGather, all_or_none, alone, merge_spans
-from universal.console import bar, totals
-from universal.converted import file_name
-from universal.description import NEXT_STEPS, Description, RawStates
+from universal.checkpoint.converted import file_name
+from universal.checkpoint.describe import describe, left_over
+from universal.checkpoint.experts import expert_name
+from universal.checkpoint.tags import find_tag
+from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
+from universal.checkpoint.types import NEXT_STEPS, Description, RawStates
+from universal.checkpoint.zero import lost_states
 from universal.errors import CheckpointError, naming
-from universal.experts import expert_name
-from universal.publish import beside, check_output, publish, sync, unfinished
-from universal.tags import find_tag
-from universal.tensor_parallel import INFO_KEY, TensorParallel
-from universal.torch_file import Pickled, contiguous, pickled, verify, write_pt
-from universal.zero import lost_states
+from universal.files.sources import Extent, Reader, check_all, keep_open, nbytes_of
+from universal.files.torch_file import Pickled, contiguous, pickled, verify, write_pt
+from universal.write.console import bar, totals
+from universal.write.processes import AllGather, all_or_none, alone, merge_spans
+from universal.write.publish import beside, check_output, publish, sync, unfinished
 
 # --------------------------------------------------------------------------------------------------
 # 1. convert()

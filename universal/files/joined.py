@@ -15,9 +15,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from universal.byte_ranges import SHORT, Reader, width
 from universal.errors import CheckpointError
-from universal.torch_file import Tensor, contiguous_strides
+from universal.files.sources import SHORT, Reader, width
+from universal.files.torch_file import Tensor, contiguous_strides
 
 CODES = {"float32": "f", "float64": "d"}  # of the module array
 AVERAGED = CODES.keys()
@@ -113,7 +113,7 @@ class Target(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A source (byte_ranges.py) whose elements are in several parts, which are sources themselves.
+    """A source (sources.py) whose elements are in several parts, which are sources themselves.
 
     So is a whole of the parts of tensor-parallel ranks, and such a rank's part of a whole
     (part_of()).

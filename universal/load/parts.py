@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from universal.blocks import Joined, part_of
-from universal.byte_ranges import Extent
-from universal.collective import ProcessGroup
-from universal.description import Description
-from universal.engine import Engine
-from universal.errors import CheckpointError
-from universal.flat import whole_shape
-from universal.reader import unpack
-from universal.tensor_parallel import (
+from universal.checkpoint.tensor_parallel import (
     AFFINE,
     INFO_KEY,
     TensorParallel,
     Whole,
     for_another_degree,
 )
+from universal.checkpoint.types import Description
+from universal.errors import CheckpointError
+from universal.files.joined import Joined, part_of
+from universal.files.sources import Extent
+from universal.load.collective import ProcessGroup
+from universal.load.engine import Engine
+from universal.load.flat import whole_shape
+from universal.load.reader import unpack
 
 
 class Parts(NamedTuple):

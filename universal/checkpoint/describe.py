@@ -13,9 +13,18 @@ from pathlib import Path
 from types import NoneType
 from typing import NamedTuple
 
-from universal.byte_ranges import OpenFile, Record, keep_open
-from universal.converted import describe_universal
-from universal.description import (
+from universal.checkpoint.converted import describe_universal
+from universal.checkpoint.experts import read_experts, teams_of
+from universal.checkpoint.module_states import (
+    config_of,
+    degrees_of,
+    keep_untrained,
+    module_state,
+    read_fragments,
+    read_model_states,
+)
+from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
+from universal.checkpoint.types import (
     UNSAVED,
     Described,
     Description,
@@ -25,21 +34,8 @@ from universal.description import (
     RawStates,
     kind_with_unsaved,
 )
-from universal.errors import CheckpointError, naming
-from universal.expect import expect
-from universal.experts import read_experts, teams_of
-from universal.module_states import (
-    config_of,
-    degrees_of,
-    keep_untrained,
-    module_state,
-    read_fragments,
-    read_model_states,
-)
-from universal.stage_0 import describe_whole, read_whole
-from universal.tensor_parallel import INFO_KEY, TensorParallel
-from universal.torch_file import Tensor, load, number_in, tensor_of, trim_storage
-from universal.zero import (
+from universal.checkpoint.without_zero import describe_whole, read_whole
+from universal.checkpoint.zero import (
     Shard,
     check_slice,
     cut_flat,
@@ -51,6 +47,10 @@ from universal.zero import (
     read_shard,
     settings_of,
 )
+from universal.errors import CheckpointError, naming
+from universal.files.schema import expect
+from universal.files.sources import OpenFile, Record, keep_open
+from universal.files.torch_file import Tensor, load, number_in, tensor_of, trim_storage
 
 # Seconds; the largest gap between the times of successive files of one save, or of its copy.
 BETWEEN_SAVES = 10

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from universal.byte_ranges import Record
 from universal.errors import CheckpointError
-from universal.expect import expect
+from universal.files.schema import expect
+from universal.files.sources import Record
 
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle
 COUNT = 8  # bytes before each storage: the number of its elements

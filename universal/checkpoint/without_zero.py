@@ -20,19 +20,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
 
-from universal.blocks import strided
-from universal.byte_ranges import OpenFile, Reader
-from universal.description import (
-    Described,
-    Description,
-    Files,
-    Layout,
-    Parameter,
-    RawStates,
-)
-from universal.errors import CheckpointError, naming
-from universal.expect import expect
-from universal.module_states import (
+from universal.checkpoint.module_states import (
     WITHOUT_ZERO,
     config_of,
     degrees_of,
@@ -40,7 +28,26 @@ from universal.module_states import (
     keep_untrained,
     module_state,
 )
-from universal.torch_file import (
+from universal.checkpoint.types import (
+    Described,
+    Description,
+    Files,
+    Layout,
+    Parameter,
+    RawStates,
+)
+from universal.checkpoint.zero import (
+    OPTIMIZER,
+    differences,
+    is_flat,
+    optimizer_state,
+    problem_of_loss,
+)
+from universal.errors import CheckpointError, naming
+from universal.files.joined import strided
+from universal.files.schema import expect
+from universal.files.sources import OpenFile, Reader
+from universal.files.torch_file import (
     Tensor,
     extent_of,
     has_gaps,
@@ -51,7 +58,6 @@ from universal.torch_file import (
     tensor_of,
     trim_storage,
 )
-from universal.zero import OPTIMIZER, differences, is_flat, optimizer_state, problem_of_loss
 
 MODEL_STATES = "mp_rank_00_model_states.pt"
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")

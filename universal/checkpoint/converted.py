@@ -9,8 +9,9 @@ import os
 from concurrent.futures import Executor
 from pathlib import Path
 
-from universal.byte_ranges import OpenFile
-from universal.description import (
+from universal.checkpoint.experts import expert_name
+from universal.checkpoint.module_states import module_state, read_model_states
+from universal.checkpoint.types import (
     Described,
     Description,
     Files,
@@ -18,12 +19,11 @@ from universal.description import (
     Parameter,
     RawStates,
 )
+from universal.checkpoint.zero import OPTIMIZER
 from universal.errors import CheckpointError
-from universal.expect import expect
-from universal.experts import expert_name
-from universal.module_states import module_state, read_model_states
-from universal.torch_file import extent_of, load, read_scalar, tensor_of, trim_storage
-from universal.zero import OPTIMIZER
+from universal.files.schema import expect
+from universal.files.sources import OpenFile
+from universal.files.torch_file import extent_of, load, read_scalar, tensor_of, trim_storage
 
 PARAM_GROUPS = {"param_groups": OPTIMIZER["param_groups"]}
 

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from universal.checkpoint import BETWEEN_SAVES, describe, find_shards
+from universal.checkpoint.describe import BETWEEN_SAVES, describe, find_shards
+from universal.checkpoint.without_zero import MODEL_STATES
 from universal.errors import CheckpointError
-from universal.expect import expect, is_natural
-from universal.stage_0 import MODEL_STATES
-from universal.torch_file import load
+from universal.files.schema import expect, is_natural
+from universal.files.torch_file import load
 
 
 class Tag(NamedTuple):

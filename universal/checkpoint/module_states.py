@@ -9,10 +9,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from universal.description import ModuleState
+from universal.checkpoint.types import ModuleState
+from universal.checkpoint.zero import Cut, Slices
 from universal.errors import CheckpointError
-from universal.expect import expect, is_natural, is_shape
-from universal.torch_file import (
+from universal.files.schema import expect, is_natural, is_shape
+from universal.files.torch_file import (
     Tensor,
     contiguous,
     extent_of,
@@ -20,7 +21,6 @@ from universal.torch_file import (
     tensor_of,
     trim_storage,
 )
-from universal.zero import Cut, Slices
 
 DEGREE = (NoneType, is_natural)
 WITHOUT_ZERO = {

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: MIT
+"""The experts of an engine: which of them a rank has, and under which names all ranks together."""
+
+import itertools
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.utils import groups
+
+from universal.checkpoint.experts import expert_name
+from universal.errors import CheckpointError
+from universal.files.schema import expect, is_natural
+from universal.files.torch_file import load
+
+
+def global_name(module: Any, name: str) -> str:
+    """The name on one rank with all experts; the same for what is in no expert."""
+    expert = expert_name(name)
+    if not expert:
+        return name
+    layer = module.get_submodule(expert.layer.removesuffix("."))
+    rank = groups._get_expert_parallel_rank(layer.expert_group_name)
+    return expert.moved(by=rank * layer.num_local_experts)
+
+
+def rank_among(parameters: list, rank: int) -> int:
+    """This rank's place among those that cut these parameters, all of one group.
+
+    rank: its place among all.
+    """
+    if parameters and is_moe_param(parameters[0]):
+        return groups._get_expert_data_parallel_rank(parameters[0].group_name)
+    return rank
+
+
+AUTOEP = {"ds_autoep_layers?": (NoneType, [{"module_path": str, "ep_size?": is_natural}])}
+
+
+def check_autoep(model: Any, folder: Path) -> None:
+    """Check that AutoEP places its experts on the ranks as when this checkpoint was saved.
+
+    DeepSpeed does not, and at ZeRO-1 and 2 loads other experts' weights. Raises: CheckpointError.
+    """
+    name = "mp_rank_00_model_states.pt"
+    files = [path for path in (folder / name, folder / f"zero_pp_rank_0_{name}") if path.is_file()]
+    layers = [expect(load(path), AUTOEP, path).get("ds_autoep_layers") or [] for path in files]
+    modules = dict(model.named_modules())
+    for layer in itertools.chain(*layers):
+        module = modules.get(layer["module_path"])
+        size = getattr(module, "ep_size", None)
+        saved_size = layer.get("ep_size", size)
+        if size and size != saved_size:
+            raise CheckpointError(
+                f"{folder} has experts of AutoEP for autoep_size {saved_size}, here {size}: "
+                "DeepSpeed would mix them up"
+            )
+        placement = getattr(module, "expert_placement_descriptor", None)
+        if placement and (layer.get("expert_placement") or placement) != placement:
+            raise CheckpointError(
+                f"{folder} has the experts of {layer['module_path']} on other ranks than AutoEP "
+                "here: DeepSpeed would mix them up"
+            )
+
+
+def are_known_experts(parameters: dict) -> bool:
+    """Whether all parameters that not every rank has are in experts of deepspeed.moe.layer.MoE."""
+    parallel = (name for name, parameter in parameters.items() if is_moe_param(parameter))
+    return all(map(expert_name, parallel))

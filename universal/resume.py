@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: MIT
+"""Resume a DeepSpeed run on any number of ranks and at any ZeRO stage, without converting anything.
+
+    import universal
+    path, client_state = universal.load_checkpoint(engine, "checkpoints")
+
+in place of engine.load_checkpoint(...); or, where a framework calls that itself, one line at the
+top of the script:
+
+    universal.install()
+
+How a checkpoint gets into an engine is in load/; whether the next steps are those of before, in
+proof.py.
+"""
+
+import functools
+from pathlib import Path
+
+import deepspeed
+from packaging.version import Version
+
+from universal.errors import CheckpointError
+from universal.load.collective import process_group
+from universal.load.engine import Engine
+from universal.load.hooks import LoadOptions, replace_load_checkpoint
+from universal.load.loader import find_and_load, has_known_experts, load_other_experts
+from universal.load.versions import say_doubts
+from universal.proof import after_load, watch
+
+OLDEST_DEEPSPEED = "0.16.4"
+TIMEOUT = 1800  # seconds that a rank waits for another one, which may still be reading
+
+
+def install(proof: bool = True) -> None:
+    """Let load_checkpoint() answer every engine.load_checkpoint(), such as that of a Trainer.
+
+    As with DeepSpeed's, a first start (no tag, and an absent or empty folder) finds nothing and
+    continues. A command that has no script starts with the folder start/ on its PYTHONPATH.
+
+    proof: whether the steps after a checkpoint are written down, and compared when they are trained
+        again (proof.py).
+
+    Raises: CheckpointError, if another copy of this package is installed.
+    """
+    say_doubts()
+    watch(proof)
+    replace_load_checkpoint(functools.partialmethod(load_checkpoint, missing_ok=True), __file__)
+
+
+def load_checkpoint(
+    engine: deepspeed.DeepSpeedEngine,
+    load_dir: str,
+    tag: str | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: None = None,
+    missing_ok: bool = False,
+    timeout: float = TIMEOUT,
+) -> tuple[str | None, dict | None]:
+    """engine.load_checkpoint() for any number of ranks, any ZeRO stage, and converted checkpoints.
+
+    Args, where they say more than DeepSpeed's:
+        tag: None for the one that `latest` names, or a later one, if it is complete; otherwise the
+            newest whole one. If the engine's config says load_universal, only converted ones count.
+        load_module_strict: False lets new parameters keep their weights, with fresh optimizer
+            states, leaves out those that are gone, and names both in a line.
+        missing_ok: return (None, None), as DeepSpeed does, if load_dir holds no checkpoint, not
+            even a damaged one.
+        timeout: seconds that a rank waits for another one.
+
+    Returns: (folder of the checkpoint, client state); on other ranks, rank 0's client state.
+    Raises: CheckpointError, on all ranks, if there is no such checkpoint, or it is damaged, not
+        whole, or of another model or optimizer; it never continues with initial values. The engine
+        may then be half loaded: do not train it.
+    """
+    check_requirements(load_dir, custom_load_fn)
+    options = LoadOptions(
+        load_module_strict=load_module_strict,
+        load_optimizer_states=load_optimizer_states and not load_module_only,
+        load_lr_scheduler_states=load_lr_scheduler_states,
+        load_module_only=load_module_only,
+    )
+    wrapped = Engine(engine)
+    if engine.has_moe_layers and not has_known_experts(wrapped):
+        path, client_state = load_other_experts(engine, load_dir, tag, missing_ok, options)
+        folder = path and Path(path).parent  # the path is of a file
+    else:
+        with process_group(timeout) as group:
+            path, client_state = find_and_load(wrapped, load_dir, tag, missing_ok, options, group)
+        folder = path and Path(path)
+    if path:
+        resharded = wrapped.was_resharded
+        after_load(engine, folder if options.load_optimizer_states else None, resharded)
+    return path, client_state
+
+
+def check_requirements(load_dir, custom_load_fn):
+    """Raises CheckpointError if this DeepSpeed is too old, or an argument has no meaning here."""
+    version = deepspeed.__version__
+    if Version(version) < Version(OLDEST_DEEPSPEED):
+        raise CheckpointError(
+            f"universal needs DeepSpeed {OLDEST_DEEPSPEED} or newer, and finds {version}"
+        )
+    if not isinstance(load_dir, (str, Path)):
+        raise CheckpointError(f"load_dir is {load_dir!r}, which names no folder")
+    if custom_load_fn:
+        raise CheckpointError(
+            "custom_load_fn would get no weights: they are read from the shards of the optimizer"
+        )
