@@ -15,7 +15,7 @@
     elastic.exit_together(finished=step == steps)
 
 torchrun restarts all processes whenever a machine leaves or joins; the same command line then
-continues from the disk. Needs Python 3.10 and torch 2.6 or newer.
+continues from the disk.
 """
 
 import atexit

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 """What is wrong with a checkpoint, said in one line that names the file; and what is wrong with a
-rank. Needs only Python 3.10.
+rank.
 
 Only bytes that nobody has vouched for can be damaged, so only the code that parses them stands
 under parsing(). What it returns is checked once more by expect() (schema.py), and our code relies

@@ -13,8 +13,7 @@ with twice as many to one part in 2^19. It does not work with bf16 and fp16, whi
 for the sums, nor with tensor, sequence and pipeline parallelism, which cut the sums inside the
 model; and every trained parameter needs a gradient in every micro-batch. The rest is up to you:
 keep the size of the micro-batch and the number of threads, let data and dropout depend on the
-micro-batch, and add the losses in one order. Needs Python 3.10, torch, and DeepSpeed 0.16.4 or
-newer.
+micro-batch, and add the losses in one order.
 """
 
 import math

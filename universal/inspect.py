@@ -6,7 +6,7 @@
 The folder is the one with the tags, or a checkpoint. Of the checkpoint that a resume would take,
 every checksum is compared; not so with --quick. --ranks prints the lines of a config with which so
 many data-parallel ranks keep the batch. Exit code 0: all checkpoints are complete; 1: one is
-damaged or incomplete; 2: there is none. This needs nothing but Python 3.10. If the package is
+damaged or incomplete; 2: there is none. If the package is
 installed, the command is ds_inspect."""
 
 import argparse

@@ -12,7 +12,7 @@ had reached.
 
 Every rank saves its files into its machine's memory, and sends a copy to a rank on the next
 machine. A shard is lost only if two such neighbors die at once. Machines that only have disks of
-their own need just gather(). Needs Linux and Python 3.10.
+their own need just gather().
 """
 
 import contextlib

@@ -12,8 +12,7 @@ samples, which no number of ranks changes. After a load, rank 0 compares. The fi
 weights, the samples and the dropout; the next ones test what the optimizer has restored.
 
 A proof never stops a training: what goes wrong costs the proof, and a line. All ranks meet in one
-all-reduce at the end of each of the ten steps, whatever each has seen of it. Needs torch and
-DeepSpeed.
+all-reduce at the end of each of the ten steps, whatever each has seen of it.
 """
 
 import contextlib

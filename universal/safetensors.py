@@ -6,7 +6,7 @@ others read.
 
 The input is a ZeRO checkpoint, its parent folder, or a universal checkpoint. The file holds all
 parameters, frozen ones too, and persistent buffers; tied weights once. Next to a config.json,
-from_pretrained() reads it. This needs nothing but Python 3.10. If the package is installed, the
+from_pretrained() reads it. If the package is installed, the
 command is ds_to_safetensors.
 
 A safetensors file consists of a length in 8 bytes, a JSON header that gives the dtype, shape and

@@ -2,7 +2,7 @@
 """Describe a universal checkpoint: the output of our converter, or of DeepSpeed's.
 
 The latter leaves weights in `module`, and at ZeRO-3 also rank 0's part of frozen ones, its whole
-shard in optimizer_state.pt, and tensors without their shape. Needs only Python 3.10.
+shard in optimizer_state.pt, and tensors without their shape.
 """
 
 import os

@@ -3,7 +3,7 @@
 
 A ZeRO checkpoint has a file of optimizer states, a shard, from every rank. describe() joins the
 shards of the data-parallel ranks of each model-parallel rank (zero.py), then the model-parallel
-ranks of each pipeline stage (tensor_parallel.py), then the stages. Needs only Python 3.10."""
+ranks of each pipeline stage (tensor_parallel.py), then the stages."""
 
 import functools
 import itertools

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 """What a checkpoint is, in lists, dicts, numbers and text: who saved it and how, what is in it, and
-on how many ranks it can go on. inspect.py prints it. Needs only Python 3.10."""
+on how many ranks it can go on. inspect.py prints it."""
 
 import collections
 import math

@@ -2,7 +2,7 @@
 """What a file of model states says: the module without what the optimizer holds, and the counters.
 
 At ZeRO-1 and 2 all ranks share one file. At ZeRO-3 each has its own: of parameters it holds
-nothing, of frozen ones this rank's part. Needs only Python 3.10."""
+nothing, of frozen ones this rank's part."""
 
 import math
 from pathlib import Path

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The file next_steps.csv of a checkpoint: a row for each of the steps after it, as they were
-trained. proof.py writes and compares them. Needs only Python 3.10."""
+trained. proof.py writes and compares them."""
 
 import contextlib
 import functools

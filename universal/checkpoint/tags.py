@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which checkpoint in a folder is meant: the tags in it, and in which order to try them. Needs
-nothing but Python 3.10."""
+"""Which checkpoint in a folder is meant: the tags in it, and in which order to try them."""
 
 import os
 from pathlib import Path

@@ -2,7 +2,7 @@
 """How tensor-parallel ranks cut a parameter, by the checkpoint's universal_checkpoint_info.
 
 Its entries are DeepSpeed's (deepspeed.checkpoint.constants), most of them lists of regular
-expressions that match the names of parameters. Needs only Python 3.10.
+expressions that match the names of parameters.
 """
 
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What is known of a checkpoint without reading its tensors. Needs only Python 3.10."""
+"""What is known of a checkpoint without reading its tensors."""
 
 import math
 from pathlib import Path

@@ -8,8 +8,6 @@ else their shapes do. Where the master weights are:
     fp32, torch_autocast     in the module
     FP16_Optimizer           fp32_groups_flat: those of a group, end to end
     FP16_UnfusedOptimizer    fp32_groups: a tensor for each parameter
-
-Needs only Python 3.10.
 """
 
 import itertools

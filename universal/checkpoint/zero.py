@@ -3,7 +3,6 @@
 
 Every rank holds flat tensors: one for a parameter group at ZeRO-1 and 2, for a sub-group at ZeRO-3.
 Where a parameter lies in them is a formula (Cut), and a shard that says something else is refused.
-Needs only Python 3.10.
 """
 
 import math

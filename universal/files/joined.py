@@ -3,8 +3,7 @@
 
 A block is a box of elements that lies somewhere in a part and somewhere in the whole, with strides
 of its own in each. So any elements of the whole can be read from the parts; and the other way
-round: read from the other side, the same blocks are what a part has of the whole. Needs only
-Python 3.10.
+round: read from the other side, the same blocks are what a part has of the whole.
 """
 
 import functools

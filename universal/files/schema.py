@@ -12,8 +12,6 @@ A pattern is one of these:
     {"key": pattern}      for a dict with this key; "key?" may be absent
     {str: pattern}        for a dict of which all keys fit this class, or function
     (pattern, pattern)    of which one fits
-
-Needs only Python 3.10.
 """
 
 from pathlib import Path

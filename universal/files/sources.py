@@ -4,8 +4,7 @@
 A Record is a stored run of bytes with the CRC-32 that was saved with it. A source says where the
 elements of a tensor are: it has dtype and numel, and ranges(start, numel) yields the ByteRanges of
 some of them; or else read_into() reads them. Extent is the simplest. A Reader reads, and
-remembers the CRC-32 of what it has read; check() compares that with the records' own. Needs only
-Python 3.10.
+remembers the CRC-32 of what it has read; check() compares that with the records' own.
 """
 
 import functools

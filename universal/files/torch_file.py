@@ -3,7 +3,7 @@
 
 Such a file is a zip archive of one pickle and one stored record per tensor. load() returns the
 content, with every tensor as a place in the file; write_pt() makes a file from places in others.
-This file knows nothing of DeepSpeed, and needs only Python 3.10.
+This file knows nothing of DeepSpeed.
 """
 
 import copyreg

@@ -3,7 +3,7 @@
 
 It does so today, too, where DeepSpeed's config says "checkpoint_serialization": false. Such a file
 is five pickles (a magic number, a version, the machine, the content, the keys of the storages) and
-then the storages, end to end and without checksums. Needs only Python 3.10.
+then the storages, end to end and without checksums.
 """
 
 import os

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
 """What engine and checkpoint have in common: a rank's part of the optimizer, in flat tensors.
-
-Needs torch.
 """
 
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
 """DeepSpeed's own functions, replaced or watched: what engine.py, proof.py and exact.py put there.
-
-Needs torch and DeepSpeed.
 """
 
 import contextlib

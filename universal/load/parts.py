@@ -4,7 +4,7 @@
 A checkpoint's description knows every parameter whole. The ranks of a tensor-parallel engine have
 parts, and its model says how they are cut in the same words as a checkpoint does
 (tensor_parallel.py): so the blocks that would join the ranks' parts also say where in the whole
-this rank's elements are. Needs torch and DeepSpeed.
+this rank's elements are.
 """
 
 import math

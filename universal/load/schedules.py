@@ -2,7 +2,7 @@
 """Whether a learning rate schedule goes on as it was when the checkpoint was saved.
 
 What a schedule was made of, such as the total number of steps, is mostly in no checkpoint: another
-batch or number of epochs makes another schedule, in silence. Needs torch and DeepSpeed.
+batch or number of epochs makes another schedule, in silence.
 """
 
 import contextlib

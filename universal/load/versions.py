@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What is known of a version of DeepSpeed. Needs DeepSpeed."""
+"""What is known of a version of DeepSpeed."""
 
 import contextlib
 import os

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """ZeRO checkpoint -> universal checkpoint: convert() describes, writes, checks and publishes.
 
-ds_to_universal.py is its command line, and describes the input and the output. Needs only Python
-3.10.
+ds_to_universal.py is its command line, and describes the input and the output.
 """
 
 import contextlib

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Publishing: no folder gets its final name before it is on the disk. Needs nothing but Python
-3.10."""
+"""Publishing: no folder gets its final name before it is on the disk."""
 
 import contextlib
 import ctypes

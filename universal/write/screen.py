@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What inspect.py prints: one screen of 100 columns, numbers with at most four digits. Needs only
-Python 3.10."""
+"""What inspect.py prints: one screen of 100 columns, numbers with at most four digits."""
 
 import json
 import textwrap
