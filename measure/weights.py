@@ -20,8 +20,8 @@ from array import array
 from pathlib import Path
 
 from universal.checkpoint.describe import describe
-from universal.diff import diff, lines_of
-from universal.files.sources import Reader
+from universal.diff import diff, screen_lines
+from universal.files.sources import ByteReader
 
 ROUNDING = 1e-6
 QUERY_KEY_VALUE = "attn.qkv.bias fp32"
@@ -29,14 +29,14 @@ QUERY_KEY_VALUE = "attn.qkv.bias fp32"
 
 def compare(first, second, tolerance=0.0):
     view = diff(first, second, tolerance)
-    print(*lines_of(view), sep="\n", flush=True)
+    print(*screen_lines(view), sep="\n", flush=True)
     return view
 
 
 def masters(folder, name):
     """The fp32 numbers of a parameter."""
     source = describe(folder).checkpoint.parameters[name].states["fp32"]
-    return array("f", bytes(Reader().read(source, 0, source.numel)))
+    return array("f", bytes(ByteReader().read(source, 0, source.numel)))
 
 
 def gaps_of_keys(view):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # An entry of DeepSpeed's config, which DeepSpeed ignores, and saves with each checkpoint.
 TRUE_BATCH = "universal_train_batch_size"
 # What an engine may have that took the batch from its config when the engine was made.
-COUNTERS = {
+BATCH_ATTRIBUTES = {
     "tput_timer": "batch_size",
     "batch_timer": "batch_size",  # a pipeline's
     "random_ltd_scheduler": "global_batch_size",
@@ -154,7 +154,7 @@ def share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
             "loader of training_data would draw more: give a DataLoader a batches.Sampler"
         )
     engine._config.train_batch_size = batch
-    for name, attribute in COUNTERS.items():
+    for name, attribute in BATCH_ATTRIBUTES.items():
         if hasattr(engine, name):
             setattr(getattr(engine, name), attribute, batch)
     return result

@@ -26,19 +26,25 @@ from universal.checkpoint.types import Described
 from universal.checkpoint.without_zero import NeedsEngine, unnamed_states
 from universal.errors import CheckpointError
 from universal.files.joined import strided
-from universal.files.sources import Reader, check_all, keep_open, nbytes_of, portions, width
+from universal.files.sources import ByteReader, check_all, keep_open, nbytes_of, portions, width
 from universal.files.torch_file import Stub, Tensor, number_in, packed
 from universal.write.console import bar, in_one_line
 from universal.write.screen import WIDTH, counted, short, size, wrapped
 
-WORKERS = 4
+THREADS = 4
 PER_JOB = 1 << 24  # bytes that a thread compares in one go, and by which the progress bar moves
 PER_READ = 1 << 18  # bytes
 PER_GAP = 1 << 16  # elements of which torch gets copies in float64
 WORST = 10
 LONGEST_TEXT = 60
 SIDES = ("first", "second")
-COUNTERS = ("global_steps", "skipped_steps", "global_samples", "data_sampler", "random_ltd")
+COMPARED_COUNTERS = (
+    "global_steps",
+    "skipped_steps",
+    "global_samples",
+    "data_sampler",
+    "random_ltd",
+)
 
 # --------------------------------------------------------------------------------------------------
 # 1. what there is to compare
@@ -52,7 +58,7 @@ class Pair(NamedTuple):
     second: Any
 
 
-class Piece(NamedTuple):
+class Section(NamedTuple):
     """Elements of a pair; all of them where a source can only be read from its begin."""
 
     pair: Pair
@@ -73,13 +79,13 @@ def describe_both(folders: list) -> list[Described]:
     described = []
     for folder in folders:
         try:
-            described.append(describe(folder, WORKERS))
+            described.append(describe(folder, THREADS))
         except NeedsEngine:
             described.append(None)
     known = [names_by_group(each.checkpoint) for each in described if each]
     names = known[0] if known else []
     return [
-        each or describe(folder, WORKERS, names=names)
+        each or describe(folder, THREADS, names=names)
         for each, folder in zip(described, folders, strict=True)
     ]
 
@@ -89,8 +95,8 @@ def names_by_group(checkpoint):
     names = [[] for _ in checkpoint.optimizer.param_groups]
     for name in (name for of_flat in checkpoint.flat_names for name in of_flat):
         parameter = checkpoint.parameters.get(name)
-        if parameter and parameter.group is not None:
-            names[parameter.group].append(name)
+        if parameter and parameter.group_number is not None:
+            names[parameter.group_number].append(name)
     return names
 
 
@@ -138,14 +144,14 @@ def match(first: dict, second: dict) -> tuple[list[Pair], list[str]]:
     return pairs, words
 
 
-def pieces_of(pairs: Iterable[Pair]) -> Iterator[Piece]:
+def pieces_of(pairs: Iterable[Pair]) -> Iterator[Section]:
     for pair in pairs:
         numel = pair.first.numel
         per_piece = max(1, PER_JOB // width(pair.first.dtype))
         if any(hasattr(source, "chunks") for source in pair[1:]):
             per_piece = max(1, numel)
         for start in range(0, numel, per_piece):
-            yield Piece(pair, start, min(per_piece, numel - start))
+            yield Section(pair, start, min(per_piece, numel - start))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -206,7 +212,7 @@ class Stream:
             pass
 
 
-def compare(piece: Piece, readers: tuple[Reader, Reader]) -> Gap:
+def compare(piece: Section, readers: tuple[ByteReader, ByteReader]) -> Gap:
     """By how much the elements of a piece differ. Raises: CheckpointError, OSError."""
     sources = piece.pair[1:]
     dtypes = [source.dtype for source in sources]
@@ -262,14 +268,14 @@ def compare_all(pairs: list[Pair], progress: bool) -> dict[str, Gap]:
     opened = keep_open()
 
     def compare_job(job):
-        readers = Reader(opened), Reader(opened)
+        readers = ByteReader(opened), ByteReader(opened)
         return [compare(piece, readers) for piece in job], readers
 
     gaps = {pair.name: NO_GAP for pair in pairs}
     spans = {}
     jobs = [*portions(pieces_of(pairs), lambda piece: piece.nbytes, PER_JOB)]
     total = sum(piece.nbytes for job in jobs for piece in job)
-    with ThreadPoolExecutor(WORKERS) as pool, bar(total, progress) as show_more:
+    with ThreadPoolExecutor(THREADS) as pool, bar(total, progress) as show_more:
         for job, (of_job, readers) in zip(jobs, pool.map(compare_job, jobs), strict=True):
             for piece, gap in zip(job, of_job, strict=True):
                 gaps[piece.pair.name] = gaps[piece.pair.name].joined(gap)
@@ -303,7 +309,7 @@ def rest_of(described: Described) -> dict[str, Any]:
     checkpoint, raw = described
     model = raw.models[0]
     optimizer = checkpoint.optimizer
-    rest = {f"counter {key}": model[key] for key in COUNTERS if model.get(key) is not None}
+    rest = {f"counter {key}": model[key] for key in COMPARED_COUNTERS if model.get(key) is not None}
     rest["scheduler"] = model.get("lr_scheduler")
     rest |= {f"client state {key}": value for key, value in client_state_of(model).items()}
     for i, group in enumerate(optimizer.param_groups):
@@ -428,7 +434,7 @@ def diff(first: str, second: str, tolerance: float = 0.0, progress: bool = False
     }
 
 
-def lines_of(view: dict[str, Any]) -> Iterator[str]:
+def screen_lines(view: dict[str, Any]) -> Iterator[str]:
     """The screen. view: what diff() returns."""
     first, second = view["folders"]
     yield from wrapped(f"{first} and {second}:")
@@ -496,7 +502,7 @@ def main():
     args = parser.parse_args()
     with in_one_line("universal.diff"):
         view = diff(args.first, args.second, args.tolerance, progress=not args.json)
-    text = json.dumps(jsonable(view), indent=1) if args.json else "\n".join(lines_of(view))
+    text = json.dumps(jsonable(view), indent=1) if args.json else "\n".join(screen_lines(view))
     print(text)
     sys.exit(0 if view["same"] else 1)
 

@@ -23,10 +23,18 @@ from typing import Any, NamedTuple
 from universal.checkpoint.describe import describe, paths_of
 from universal.checkpoint.facts import facts_of, settings_on
 from universal.checkpoint.tags import list_tags, newest_first
-from universal.checkpoint.types import Described, Description
+from universal.checkpoint.types import Checkpoint, Described
 from universal.checkpoint.without_zero import ROUNDED, NeedsEngine, rounded
 from universal.errors import CheckpointError
-from universal.files.sources import Reader, Record, checksum, join_crcs, keep_open, portions, width
+from universal.files.sources import (
+    ByteReader,
+    Record,
+    checksum,
+    join_crcs,
+    keep_open,
+    portions,
+    width,
+)
 from universal.files.torch_file import extent_of, load, records_of, tensor_of
 from universal.write.console import bar, in_one_line
 from universal.write.screen import lines_of
@@ -106,7 +114,7 @@ def look_at(folder: Path) -> Look:
     try:
         described, untold = describe_any(folder)
         check_all_saved(described.checkpoint)
-        check_same_step(described)
+        check_steps_by_sample(described)
         facts = facts_of(described, told=not untold)
         notes = {"notes": [*facts["notes"], *untold]}
         return Look(folder, base | facts | notes, paths_of(described.checkpoint))
@@ -142,7 +150,7 @@ def first_whole(order, looks, quick, progress):
 # 2. what load_checkpoint() would find
 
 
-def check_all_saved(checkpoint: Description) -> None:
+def check_all_saved(checkpoint: Checkpoint) -> None:
     """Check that each state is as large as its parameter. Raises: CheckpointError."""
     for name, parameter in checkpoint.parameters.items():
         numel = math.prod(parameter.shape)
@@ -153,7 +161,7 @@ def check_all_saved(checkpoint: Description) -> None:
                 )
 
 
-def check_same_step(described: Described) -> None:
+def check_steps_by_sample(described: Described) -> None:
     """Check that model states and shards are of one step, where nothing else has told.
 
     As reader.check_same_step() does, but of a sample: some elements of what each rank has of each
@@ -164,7 +172,7 @@ def check_same_step(described: Described) -> None:
         return
     path = checkpoint.files.model_states
     module = load(path)["module"] or {}
-    reader = Reader()
+    reader = ByteReader()
     for name, parameter in checkpoint.parameters.items():
         weight = tensor_of(module.get(name))
         if weight is None or weight.size != parameter.shape:  # at ZeRO-3 it is empty
@@ -190,7 +198,7 @@ def compares_weights(checkpoint):
         return False
     scalars = [parameter.scalars for parameter in checkpoint.parameters.values()]
     counts_steps = any("step" in known for known in (*checkpoint.optimizer.param_groups, *scalars))
-    return not counts_steps or not all(problem.fatal for problem in checkpoint.problems)
+    return not counts_steps or not all(problem.loses_state for problem in checkpoint.problems)
 
 
 class Span(NamedTuple):

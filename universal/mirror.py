@@ -60,7 +60,7 @@ class Transfer(NamedTuple):
     target: int
 
 
-def state_of(path: Path) -> FileState:
+def file_state(path: Path) -> FileState:
     stat = path.stat()
     return FileState(stat.st_mtime_ns, stat.st_size)
 
@@ -77,9 +77,9 @@ class Mirror:
         self.engine = engine
         self.every = every
         self.folder = Path(folder)
-        self.group = gloo_group()
+        self.ranks = gloo_group()
         self.rank = dist.get_rank()
-        machines = machine_ids(self.folder, self.group)
+        machines = machine_ids(self.folder, self.ranks)
         machine = machines[self.rank]
         elsewhere = [rank for rank, other in enumerate(machines) if other != machine]
         # A rank on the next machine gets this rank's files.
@@ -87,8 +87,8 @@ class Mirror:
         self.machine_ranks = [rank for rank, other in enumerate(machines) if other == machine]
         self.leads = self.machine_ranks[0] == self.rank
         # Files of two attempts at a step are never mixed.
-        self.attempt, *_ = all_gather(time.time_ns(), self.group)
-        for problem in all_gather(self.problem(), self.group):
+        self.attempt, *_ = all_gather(time.time_ns(), self.ranks)
+        for problem in all_gather(self.problem(), self.ranks):
             if problem:
                 raise ValueError(problem)
         if self.partner == self.rank == 0:
@@ -128,15 +128,15 @@ class Mirror:
             str(unfinished), tag="saved", client_state=client_state, save_latest=False
         )
         files = [*unfinished.glob("saved/*.pt")]
-        copies = [Transfer(path.name, state_of(path), self.rank, self.partner) for path in files]
-        transfers = sum(all_gather(copies, self.group), [])
+        copies = [Transfer(path.name, file_state(path), self.rank, self.partner) for path in files]
+        transfers = sum(all_gather(copies, self.ranks), [])
         count = len({transfer.name for transfer in transfers})
         # With fewer files than its name says, a slot was being written.
         slot = self.folder / f"step{step:09}-{self.attempt}.{count}"
         slot.mkdir(exist_ok=True)
         for path in files:
             path.rename(slot / path.name)
-        exchange(slot, transfers, self.group)
+        exchange(slot, transfers, self.ranks)
         after_save(self.engine, slot)
         self.remove_others(slot.name)
 
@@ -153,15 +153,15 @@ class Mirror:
         this one or `folder`."""
         self.remove_damaged()
         disk = gather(folder)  # all ranks have removed theirs when it returns
-        saved = max(all_gather(latest_step(disk), self.group))
+        saved = max(all_gather(latest_step(disk), self.ranks))
         files = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
-        counts = Counter(slot for slot, _ in set().union(*all_gather(files, self.group)))
+        counts = Counter(slot for slot, _ in set().union(*all_gather(files, self.ranks)))
         whole = [slot for slot, count in counts.items() if slot.endswith(f".{count}")]
         newest = max([f"step{saved:09}", *whole])
         self.remove_others(newest)
         gather(self.folder)
         problem = self.problem_of_slot(newest) if self.rank == 0 else None
-        problem, *_ = all_gather(problem, self.group)
+        problem, *_ = all_gather(problem, self.ranks)
         if problem is None:
             return self.folder
         if counts and self.rank == 0:
@@ -179,7 +179,7 @@ class Mirror:
         another machine has a copy. Each rank reads its share."""
         share = slice(self.machine_ranks.index(self.rank), None, len(self.machine_ranks))
         paths = sorted(self.folder.glob("step*/*.pt"))[share]
-        dist.barrier(group=self.group)  # all have seen the same files
+        dist.barrier(group=self.ranks)  # all have seen the same files
         for path in paths:
             try:
                 verify(path)
@@ -191,7 +191,7 @@ class Mirror:
         """Why it does not load, though its files match their checksums: say, one is of another
         step."""
         try:
-            reader.describe(self.folder / slot, Engine(self.engine).trained_by_group())
+            reader.describe_for_load(self.folder / slot, Engine(self.engine).trained_by_group())
         except (CheckpointError, OSError) as error:
             return str(error)
         return None
@@ -219,11 +219,11 @@ def gather(folder: str | os.PathLike) -> Path:
     nothing there, and start over.
     """
     folder = Path(folder)
-    group = gloo_group()
-    machines = machine_ids(folder, group)
+    ranks = gloo_group()
+    machines = machine_ids(folder, ranks)
     leaders = sorted({machines.index(machine) for machine in machines})
     paths = [path for path in folder.glob("[!.]*/*.pt") if path.parent.suffix != ".unfinished"]
-    files = all_gather({str(path.relative_to(folder)): state_of(path) for path in paths}, group)
+    files = all_gather({str(path.relative_to(folder)): file_state(path) for path in paths}, ranks)
     newest = {}  # {name: (state, a rank that has it)}
     for leader in leaders:
         for name, state in files[leader].items():
@@ -239,11 +239,11 @@ def gather(folder: str | os.PathLike) -> Path:
         for name, (state, source) in sorted(newest.items())
         if files[target].get(name) != state
     ]
-    exchange(folder, transfers, group)
+    exchange(folder, transfers, ranks)
     if dist.get_rank() in leaders:
         remove_left_over({folder / Path(transfer.name).parent for transfer in transfers})
-    dist.barrier(group=group)
-    end_process_group(group)  # it has a connection to every rank
+    dist.barrier(group=ranks)
+    end_process_group(ranks)  # it has a connection to every rank
     return folder
 
 
@@ -255,15 +255,15 @@ def remove_left_over(checkpoints: set[Path]) -> None:
                 (checkpoint / name).unlink(missing_ok=True)
 
 
-def machine_ids(folder: Path, group: dist.ProcessGroup) -> list[tuple]:
+def machine_ids(folder: Path, ranks: dist.ProcessGroup) -> list[tuple]:
     """Returns, for every rank, an identity of the folder that it sees; ranks of one machine see the
     same. Creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # two hosts may have the same name
-    return all_gather((boot, folder.stat().st_dev, folder.stat().st_ino), group)
+    return all_gather((boot, folder.stat().st_dev, folder.stat().st_ino), ranks)
 
 
-def exchange(folder: Path, transfers: list[Transfer], group: dist.ProcessGroup) -> None:
+def exchange(folder: Path, transfers: list[Transfer], ranks: dist.ProcessGroup) -> None:
     """Send files, the same list on all ranks. All have arrived when it returns."""
     rank = dist.get_rank()
     begun = []
@@ -275,9 +275,9 @@ def exchange(folder: Path, transfers: list[Transfer], group: dist.ProcessGroup) 
         path.parent.mkdir(exist_ok=True)
         data = torch.from_file(str(path), True, size, dtype=torch.uint8, device="cpu")
         if rank == source:
-            work = dist.isend(data, target, group=group)
+            work = dist.isend(data, target, group=ranks)
         else:
-            work = dist.irecv(data, source, group=group)
+            work = dist.irecv(data, source, group=ranks)
         begun.append((work, path, transfer))
     for work, path, transfer in begun:
         work.wait()
@@ -285,11 +285,11 @@ def exchange(folder: Path, transfers: list[Transfer], group: dist.ProcessGroup) 
             # Otherwise an old copy would pass for a new one.
             os.utime(path, ns=(transfer.state.written, transfer.state.written))
             path.rename(folder / transfer.name)  # it is whole, or does not exist
-    dist.barrier(group=group)
+    dist.barrier(group=ranks)
 
 
-def all_gather(value: Any, group: dist.ProcessGroup) -> list:
+def all_gather(value: Any, ranks: dist.ProcessGroup) -> list:
     """The values of all ranks, in their order."""
     values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
+    dist.all_gather_object(values, value, group=ranks)
     return values

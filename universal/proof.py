@@ -108,7 +108,7 @@ class Comparison:
         Returns: whether one does.
         """
         before = self.rows[now.step]
-        trained = f"trained before on {counted(before.ranks)}"
+        trained = f"trained before on {ranks_in_words(before.ranks)}"
         for name, number_before, number, tolerance in pairs_of(before, now):
             self.gaps[name] = max(abs(number - number_before), self.gaps.get(name, 0))
             if not math.isclose(number_before, number, rel_tol=0, abs_tol=tolerance):
@@ -151,7 +151,7 @@ class Comparison:
         return kind, f": {samples} {cause} ({restored})"
 
 
-def counted(ranks):
+def ranks_in_words(ranks):
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
@@ -217,7 +217,7 @@ class Proof:
             self.waiting.append(hashes(tensors[0][1], *masks[:1]))
 
     def see_output(self, output):
-        """A model may return its loss, of which backward() is called directly."""
+        """A model may return its loss, of which around_backward() is called directly."""
         for _, tensor in list(tensors_in(output))[:1]:
             if tensor.numel() == 1 and tensor.requires_grad:
                 loss = tensor.detach().squeeze()
@@ -289,14 +289,16 @@ def watch(wanted: bool = True) -> None:
     """From now on, prove every engine's saves and loads, or none."""
     deepspeed.DeepSpeedEngine.universal_proof = None  # of each engine
     deepspeed.DeepSpeedEngine.wants_universal_proof = wanted
-    wrap_methods(save=save, forward=forward, backward=backward, step=take_step)
+    wrap_methods(
+        save=around_save, forward=around_forward, backward=around_backward, step=around_step
+    )
 
 
 def install() -> None:
     """Prove what DeepSpeed's own loader loads, without load_checkpoint()'s."""
     watch()
     if deepspeed.DeepSpeedEngine.load_checkpoint is deepspeed_load:
-        wrap_methods(load=load)
+        wrap_methods(load=around_load)
 
 
 @contextlib.contextmanager
@@ -334,19 +336,19 @@ def after_load(engine: deepspeed.DeepSpeedEngine, folder: Path | None, resharded
                 proof.follow_load(folder, engine.global_steps, resharded)
 
 
-def save(method, engine, save_dir, tag=None, *args, **options):
+def around_save(method, engine, save_dir, tag=None, *args, **options):
     result = method(engine, save_dir, tag, *args, **options)
     after_save(engine, Path(save_dir, str(tag or f"global_step{engine.global_steps}")))
     return result
 
 
-def load(method, engine, *args, **options):
+def around_load(method, engine, *args, **options):
     path, client_state = method(engine, *args, **options)
     after_load(engine, path and Path(path).parent, resharded=False)  # the path is of a file
     return path, client_state
 
 
-def forward(method, engine, *inputs, **named):
+def around_forward(method, engine, *inputs, **named):
     proof = engine.universal_proof
     trains = engine.module.training and torch.is_grad_enabled()
     if not proof or not trains or torch.compiler.is_compiling():
@@ -362,7 +364,7 @@ def forward(method, engine, *inputs, **named):
     return output
 
 
-def backward(method, engine, loss, *args, **options):
+def around_backward(method, engine, loss, *args, **options):
     is_exact = hasattr(engine, "divides_gradients")
     is_share = options.get("scale_wrt_gas") is False and not is_exact
     if engine.universal_proof:
@@ -371,7 +373,7 @@ def backward(method, engine, loss, *args, **options):
     return method(engine, loss, *args, **options)
 
 
-def take_step(method, engine, *args, **options):
+def around_step(method, engine, *args, **options):
     proof = engine.universal_proof
     if not proof:
         return method(engine, *args, **options)

@@ -25,11 +25,11 @@ from universal.checkpoint.describe import describe, left_over
 from universal.checkpoint.tags import find_tag
 from universal.errors import CheckpointError, naming
 from universal.files.joined import strided
-from universal.files.sources import Reader, nbytes_of, width
+from universal.files.sources import ByteReader, nbytes_of, width
 from universal.write.console import bar, in_one_line, report, totals
 from universal.write.publish import sync, unfinished
 
-FORMATS = {
+FORMAT_NAMES = {
     "float64": "F64",
     "float32": "F32",
     "int64": "I64",
@@ -72,7 +72,7 @@ def weights_of(folder: Path, workers: int, strict: bool) -> dict[str, Weight]:
     }
     for name, tensor in checkpoint.module.tensors.items():
         weights[name] = Weight(tensor.size, strided(name, tensor))
-    lost = [name for name, weight in weights.items() if weight.source.dtype not in FORMATS]
+    lost = [name for name, weight in weights.items() if weight.source.dtype not in FORMAT_NAMES]
     for name in (*lost, *checkpoint.module.objects):
         problem = f"{folder}: safetensors has no place for {name}"
         if strict:
@@ -94,7 +94,7 @@ def header_of(weights):
         begin = end
         end += nbytes_of(source)
         entries[name] = {
-            "dtype": FORMATS[source.dtype],
+            "dtype": FORMAT_NAMES[source.dtype],
             "shape": shape,
             "data_offsets": (begin, end),
         }
@@ -117,7 +117,7 @@ def export(
     began = time.perf_counter()
     output = Path(os.path.realpath(path))
     source = find_tag(input_folder)
-    reader = Reader()
+    reader = ByteReader()
     if output.suffix != ".safetensors" or output.is_dir():
         raise CheckpointError(f"{output} is not the name of a .safetensors file")
     weights = in_file_order(weights_of(source, workers, strict))

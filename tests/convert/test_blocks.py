@@ -10,7 +10,7 @@ import torch
 
 from universal.errors import CheckpointError
 from universal.files import joined as blocks
-from universal.files.sources import Extent, Reader, Record
+from universal.files.sources import ByteReader, Extent, Record
 from universal.files.torch_file import Tensor
 
 DTYPES = (torch.float32, torch.uint8, torch.bfloat16, torch.float64, torch.complex128)
@@ -43,7 +43,7 @@ def check(draw, source, wanted):
     begin = draw.randint(0, wanted.numel() - 1)
     end = draw.randint(begin + 1, wanted.numel())
     buffer = bytearray((end - begin) * wanted.element_size())
-    reader = Reader()
+    reader = ByteReader()
     reader.read_elements(memoryview(buffer), source, begin)
     reader.check()
     part = wanted.flatten()[begin:end]
@@ -111,7 +111,7 @@ def test_copies_are_compared(tmp_path):
     check(draw, joined.without_copies(), whole)
     half = joined._replace(blocks=(copies[0]._replace(shape=(4, 3)),))
     with pytest.raises(CheckpointError, match="do not cover its elements exactly once"):
-        Reader().read_elements(memoryview(bytearray(96)), half)
+        ByteReader().read_elements(memoryview(bytearray(96)), half)
 
 
 def test_a_block_that_goes_beyond_a_row(tmp_path):

@@ -61,7 +61,7 @@ def test_a_rank_that_vanishes(saved, by):
 
     def patch():
         rank = os.environ["RANK"]
-        fill = reader.Reader.fill
+        fill = reader.TensorReader.fill
         load = universal.load_checkpoint
 
         def vanish(*args):
@@ -76,7 +76,7 @@ def test_a_rank_that_vanishes(saved, by):
                 Path(f"outcome.{rank}.json").write_text(json.dumps({"error": str(error)}))
                 os._exit(1)
 
-        reader.Reader.fill = vanish
+        reader.TensorReader.fill = vanish
         universal.load_checkpoint = leave
 
     began = time.monotonic()
@@ -106,7 +106,7 @@ def resume():
         (zero, "differences", "0"),
         (loader, "newest_first", "0"),
         (loader, "why_own_ranks", "1"),
-        (loader, "check", "1"),
+        (loader, "check_compatible", "1"),
         (reshard, "read_states", "1"),
         (reshard, "assemble", "1"),
     ],

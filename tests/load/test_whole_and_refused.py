@@ -56,7 +56,7 @@ def test_optimizers_of_torch(saved):
     """Each one's state is taken by itself alone; but Adam and AdamW are the same."""
     optimizer, parameter = optimizer_of(saved)
     states = optimizer.state[parameter]
-    known = SimpleNamespace(states={"fp32": 0, **states}, group=0)
+    known = SimpleNamespace(states={"fp32": 0, **states}, group_number=0)
     checkpoint = SimpleNamespace(parameters={"weight": known})
     model = {"global_steps": 1, "skipped_steps": 0}
     content = SavedOptimizer(optimizer.param_groups, {}, None, {}, {})

@@ -20,7 +20,7 @@ from toy import differences, make, same, snapshot, split_groups, train
 
 from universal.errors import RankFailed
 from universal.load.hooks import overridden
-from universal.load.reader import Reader
+from universal.load.reader import TensorReader
 
 # --------------------------------------------------------------------------------------------------
 # tensor parallelism
@@ -290,7 +290,7 @@ def damage_is_noticed(stage):
 
 @tensor_parallel()
 def one_rank_fails(stage):
-    fill = Reader.fill
+    fill = TensorReader.fill
 
     def fail(*arguments):
         if dist.get_rank() == 1:
@@ -299,7 +299,7 @@ def one_rank_fails(stage):
 
     engine = halves(stage, 1, seed=5)
     began = time.monotonic()
-    with overridden(Reader, fill=fail):
+    with overridden(TensorReader, fill=fail):
         refused(engine, "ValueError: something odd", kind=RankFailed, tag="cut")
     assert time.monotonic() - began < 20
     load(engine, "cut")

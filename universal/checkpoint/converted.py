@@ -12,8 +12,8 @@ from pathlib import Path
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.module_states import module_state, read_model_states
 from universal.checkpoint.types import (
+    Checkpoint,
     Described,
-    Description,
     Files,
     OptimizerState,
     Parameter,
@@ -44,7 +44,7 @@ def file_name(name: str) -> str:
 
 
 def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Described:
-    """The Description of a universal checkpoint, and what was pickled.
+    """A universal Checkpoint, and what was pickled.
 
     Raises: CheckpointError, if files are missing or damaged.
     """
@@ -75,7 +75,7 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
 
     parameters = dict(zip(flats, pool.map(read, flats, flats.values()), strict=True))
     models = [model | {"module": untrained_entries(model, parameters)} for model in models]
-    description = Description(
+    description = Checkpoint(
         folder=folder,
         stage=None,
         ranks=None,
@@ -105,7 +105,7 @@ def read_step(path, optimizer, opened):
     return {"step": read_scalar(state["step"], opened)} if "step" in state else {}
 
 
-def read_parameter(folder, flat, group, scalars, opened):
+def read_parameter(folder, flat_number, group_number, scalars, opened):
     """The Parameter whose states are the files in a folder."""
     tensors = {}
     masters = folder / "fp32.pt"
@@ -118,8 +118,8 @@ def read_parameter(folder, flat, group, scalars, opened):
             tensors[path.stem] = tensor_of(content["param"] if type(content) is dict else content)
     return Parameter(
         shape=tuple(tensors["fp32"].size),
-        flat=flat,
-        group=group,
+        flat_number=flat_number,
+        group_number=group_number,
         states={key: extent_of(tensor) for key, tensor in tensors.items()},
         scalars=scalars,
     )

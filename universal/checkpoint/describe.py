@@ -26,8 +26,8 @@ from universal.checkpoint.module_states import (
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import (
     UNSAVED,
+    Checkpoint,
     Described,
-    Description,
     Files,
     Layout,
     Problem,
@@ -36,7 +36,7 @@ from universal.checkpoint.types import (
 )
 from universal.checkpoint.without_zero import describe_whole, read_whole
 from universal.checkpoint.zero import (
-    Shard,
+    SavedShard,
     check_slice,
     cut_flat,
     differences,
@@ -71,7 +71,7 @@ def describe(
     opened: OpenFile | None = None,
     names: list[list[str]] | None = None,
 ) -> Described:
-    """The Description of the checkpoint in a folder, and what was pickled.
+    """The Checkpoint in a folder, and what was pickled.
 
     Reads no tensors but the optimizer's scalars, and runs no code.
 
@@ -149,7 +149,7 @@ def find_shards(folder: Path) -> dict:
     return shards
 
 
-def left_over(checkpoint: Description) -> list[str]:
+def left_over(checkpoint: Checkpoint) -> list[str]:
     """[a line about what an earlier save left in the folder], or []."""
     names = checkpoint.files.left_over
     if not names:
@@ -161,7 +161,7 @@ def left_over(checkpoint: Description) -> list[str]:
     ]
 
 
-def paths_of(checkpoint: Description) -> list[Path]:
+def paths_of(checkpoint: Checkpoint) -> list[Path]:
     """Its .pt files, without what an earlier save has left over, and none of somebody else."""
     folder = checkpoint.folder
     paths = [*folder.glob("*_states.pt"), *folder.glob("zero/**/*.pt")]
@@ -180,7 +180,7 @@ class ModelParallelRank(NamedTuple):
     """
 
     model: dict
-    shard: Shard
+    shard: SavedShard
     parameters: dict
     settings: dict
     rank_dependent: dict
@@ -190,7 +190,7 @@ class ModelParallelRank(NamedTuple):
     def renumbered(self, numbers: list[int]) -> "ModelParallelRank":
         """With these numbers in place of those of its parameter groups."""
         parameters = {
-            name: parameter._replace(group=numbers[parameter.group])
+            name: parameter._replace(group_number=numbers[parameter.group_number])
             for name, parameter in self.parameters.items()
         }
         return self._replace(parameters=parameters)
@@ -354,7 +354,7 @@ def describe_zero(folder, shards, pool, opened):
         tensor=tensor,
         pipeline=pipeline,
     )
-    description = Description(
+    description = Checkpoint(
         folder=folder,
         stage=first.shard.stage,
         ranks=layout.ranks,
@@ -475,7 +475,7 @@ def join_ranks(folder, ranks, joiner):
             for key, why in differences([part.scalars for part in of_ranks]).items():
                 if key == "step":
                     raise CheckpointError(f"{folder}: the optimizer's step of {name} {why}")
-                rank_dependent[of_ranks[0].flat, key] = why
+                rank_dependent[of_ranks[0].flat_number, key] = why
             if name not in joined:
                 joined[name] = joiner.join(name, of_ranks)
             elif not joiner.is_tied(name):
@@ -552,7 +552,7 @@ def trimmed(module):
     return module | {name: trim_storage(tensor) for name, tensor in tensors.items() if tensor}
 
 
-def saved_modules(checkpoint: Description) -> list[dict]:
+def saved_modules(checkpoint: Checkpoint) -> list[dict]:
     """[{name: value}]: the modules that tensor-parallel ranks have saved, with their weights."""
     path = checkpoint.files.model_states
     degree = checkpoint.layout.tensor if checkpoint.layout else 1

@@ -10,7 +10,7 @@ from universal.batches import TRUE_BATCH
 from universal.checkpoint.describe import BF16_SECTIONS, left_over, paths_of
 from universal.checkpoint.module_states import client_state_of, config_of, degrees_of
 from universal.checkpoint.next_steps import read_rows
-from universal.checkpoint.types import NEXT_STEPS, Described, Description
+from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Described
 from universal.checkpoint.without_zero import unnamed_states
 from universal.files.schema import is_natural
 from universal.files.sources import nbytes_of
@@ -54,8 +54,8 @@ def facts_of(described: Described, told: bool = True) -> dict[str, Any]:
         "next_steps": steps and [steps[0], steps[-1]],
         "own_ranks_only": own_ranks_only(checkpoint),
         "goes_on": goes_on(described, layout, batch, optimizer["bytes"]),
-        "not_converted": [problem.text for problem in checkpoint.problems if problem.fatal],
-        "notes": [problem.text for problem in checkpoint.problems if not problem.fatal]
+        "not_converted": [problem.text for problem in checkpoint.problems if problem.loses_state],
+        "notes": [problem.text for problem in checkpoint.problems if not problem.loses_state]
         + left_over(checkpoint),
     }
 
@@ -179,9 +179,9 @@ def optimizer_facts(described):
     parameters = checkpoint.parameters.values()
     in_group = collections.defaultdict(list)
     for parameter in parameters:
-        in_group[parameter.group].append(parameter.shape)
+        in_group[parameter.group_number].append(parameter.shape)
     groups = [
-        counted(in_group[i])
+        totals_of(in_group[i])
         | {key: number for key, value in group.items() if (number := plain(value)) is not None}
         for i, group in enumerate(checkpoint.optimizer.param_groups)
     ]
@@ -211,21 +211,21 @@ def scheduler_facts(model):
     state = model.get("lr_scheduler")
     if state is None:
         return None
-    return {"type": config_of(model, "scheduler").get("type"), "state": shown(state)}
+    return {"type": config_of(model, "scheduler").get("type"), "state": json_of(state)}
 
 
-def shown(value):
+def json_of(value):
     """A value in JSON: of what has no place there, the kind."""
     if value is None or isinstance(value, PLAIN):
         return value
     if isinstance(value, (list, tuple)) and len(value) <= LONGEST:
-        return [shown(part) for part in value]
+        return [json_of(part) for part in value]
     if isinstance(value, dict) and len(value) <= LONGEST:
-        return {str(key): shown(part) for key, part in value.items()}
+        return {str(key): json_of(part) for key, part in value.items()}
     return type(value).__name__
 
 
-def elements_of(checkpoint: Description, models: list[dict], told: bool) -> dict[str, Any]:
+def elements_of(checkpoint: Checkpoint, models: list[dict], told: bool) -> dict[str, Any]:
     """{"trained", "frozen", "buffers", "added", "untold": counts}, by what holds the tensors.
 
     DeepSpeed saves no list of what is frozen at ZeRO-1 and without ZeRO: there it is all that is
@@ -241,10 +241,10 @@ def elements_of(checkpoint: Description, models: list[dict], told: bool) -> dict
         kind = "buffers" if name in buffers else "frozen" if frozen else "added"
         kinds[kind if told or kind != "frozen" else "untold"].append(shape)
     kinds["trained"] += [parameter.shape for parameter in checkpoint.parameters.values()]
-    return {kind: counted(of_kind) for kind, of_kind in kinds.items()}
+    return {kind: totals_of(of_kind) for kind, of_kind in kinds.items()}
 
 
-def counted(shapes):
+def totals_of(shapes):
     sizes = [math.prod(shape) for shape in shapes]
     return {"tensors": len(sizes), "elements": sum(sizes)}
 
@@ -261,7 +261,7 @@ def written_steps(checkpoint, model):
 # 3. where it can go on
 
 
-def own_ranks_only(checkpoint: Description) -> str | None:
+def own_ranks_only(checkpoint: Checkpoint) -> str | None:
     """Why it goes on only on the ranks that saved it; None if any number will do."""
     layout = checkpoint.layout
     if layout and layout.unsaved:
@@ -273,7 +273,7 @@ def own_ranks_only(checkpoint: Description) -> str | None:
     return None
 
 
-class Share(NamedTuple):
+class Division(NamedTuple):
     """What each of so many data-parallel ranks does of a batch.
 
     gpus: as many, if several share a micro-batch. steps: of accumulation. efficiency: the part of
@@ -299,7 +299,7 @@ def goes_on(described: Described, layout: dict, batch: Batch | None, nbytes: int
     for n in numbers:
         steps, efficiency = accumulation(batch, n)
         pieces = together * (sequence * n if cut else 1)
-        share = Share(n, n * together * sequence, steps, efficiency, -(-nbytes // pieces))
+        share = Division(n, n * together * sequence, steps, efficiency, -(-nbytes // pieces))
         shares.append(share._asdict())
     return shares
 

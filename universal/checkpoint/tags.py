@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from universal.checkpoint.describe import BETWEEN_SAVES, describe, find_shards
-from universal.checkpoint.without_zero import MODEL_STATES
+from universal.checkpoint.without_zero import MODEL_STATES_FILE
 from universal.errors import CheckpointError
 from universal.files.schema import expect, is_natural
 from universal.files.torch_file import load
@@ -28,7 +28,7 @@ def find_tag(folder):
     """The folder with a checkpoint's files: this one, or the one in it that `latest` names, or the
     only one in it."""
     folder = Path(folder)
-    marks = ("*_optim_states.pt", MODEL_STATES)
+    marks = ("*_optim_states.pt", MODEL_STATES_FILE)
     if any(path for mark in marks for path in folder.glob(mark)):
         return folder
     if (folder / "latest").is_file():
@@ -72,8 +72,8 @@ def list_tags(folder):
 
 def rank_0_model_states(folder: Path) -> Path:
     """Rank 0's file; if two saves left one each, that of the newest whole checkpoint."""
-    plain = folder / MODEL_STATES
-    of_stage_3 = folder / f"zero_pp_rank_0_{MODEL_STATES}"
+    plain = folder / MODEL_STATES_FILE
+    of_stage_3 = folder / f"zero_pp_rank_0_{MODEL_STATES_FILE}"
     present = [path for path in (plain, of_stage_3) if path.exists()]
     both = len(present) == 2 and not (folder / "zero").is_dir()
     if both or len(find_shards(folder)) > 1:

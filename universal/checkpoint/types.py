@@ -25,17 +25,18 @@ def kind_with_unsaved(zero_config: dict) -> str | None:
 class Parameter(NamedTuple):
     """A trained parameter.
 
-    flat: the number of the flat tensor that holds it, which is that of its dict in param_shapes: of
-        its parameter group or, at ZeRO-3, its sub-group.
-    group: the number of its parameter group.
+    flat_number: of the flat tensor that holds it, and of its dict in param_shapes. ZeRO-1 and 2
+        make a flat tensor of each parameter group; ZeRO-3 cuts a group into sub-groups, and makes
+        one of each.
+    group_number: of its parameter group in the optimizer.
     states: {name: source of the elements (sources.py)}, fp32 first.
     scalars: {name: value, or Tensor with its bytes}, the rest of its optimizer state, which is the
         same for a whole flat tensor.
     """
 
     shape: tuple
-    flat: int
-    group: int | None
+    flat_number: int
+    group_number: int | None
     states: dict
     scalars: dict
 
@@ -101,12 +102,12 @@ class Files(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What would be lost. fatal: an error, unless the user continues without it.
+    """What would be lost. loses_state: an error, unless the user continues without it.
 
     of_conversion: only a universal checkpoint has no place for it.
     """
 
-    fatal: bool
+    loses_state: bool
     text: str
     of_conversion: bool = False
 
@@ -118,7 +119,7 @@ class PackedStates(NamedTuple):
     optimizer: bytes
 
 
-class Description(NamedTuple):
+class Checkpoint(NamedTuple):
     """A checkpoint without its data. It can be pickled, to send it to other processes.
 
     stage: 1 (for ZeRO-2, too) or 3; 0 without ZeRO. ranks: how many data-parallel ones wrote it.
@@ -163,5 +164,5 @@ class RawStates(NamedTuple):
 class Described(NamedTuple):
     """What describe() returns."""
 
-    checkpoint: Description
+    checkpoint: Checkpoint
     raw: RawStates

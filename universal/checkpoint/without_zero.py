@@ -27,8 +27,8 @@ from universal.checkpoint.module_states import (
     module_state,
 )
 from universal.checkpoint.types import (
+    Checkpoint,
     Described,
-    Description,
     Files,
     Layout,
     Parameter,
@@ -44,7 +44,7 @@ from universal.checkpoint.zero import (
 from universal.errors import CheckpointError, naming
 from universal.files.joined import strided
 from universal.files.schema import expect
-from universal.files.sources import OpenFile, Reader
+from universal.files.sources import ByteReader, OpenFile
 from universal.files.torch_file import (
     Tensor,
     extent_of,
@@ -57,7 +57,7 @@ from universal.files.torch_file import (
     trim_storage,
 )
 
-MODEL_STATES = "mp_rank_00_model_states.pt"
+MODEL_STATES_FILE = "mp_rank_00_model_states.pt"
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
 
@@ -86,7 +86,7 @@ NO_OPTIMIZER = {"state": {}, "param_groups": []}
 
 def read_whole(folder: Path) -> dict | None:
     """The model states of a checkpoint that was saved without ZeRO; None if it was not."""
-    path = folder / MODEL_STATES
+    path = folder / MODEL_STATES_FILE
     if not path.exists() or (folder / "zero").is_dir() or any(folder.glob("*_optim_states.pt")):
         return None
     model = expect(load(path), dict, path)
@@ -96,20 +96,20 @@ def read_whole(folder: Path) -> dict | None:
 def describe_whole(
     folder: Path, model: dict, names: list[list[str]] | None, opened: OpenFile
 ) -> Described:
-    """The Description of a checkpoint that was saved without ZeRO, and what was pickled.
+    """A Checkpoint that was saved without ZeRO, and what was pickled.
 
     model: as of read_whole(). names: of the trained parameters, by group, in the order in which the
     optimizer got them; None if nobody knows. Without a place in the optimizer, parameters have
     their weights alone. Raises: CheckpointError.
     """
-    path = folder / MODEL_STATES
+    path = folder / MODEL_STATES_FILE
     expect(model, WITHOUT_ZERO | {"optimizer?": (NoneType, dict)}, path)
     optimizer = model.get("optimizer") or NO_OPTIMIZER
     base = expect(optimizer.get("optimizer_state_dict", optimizer), OPTIMIZER, path)
     expect(optimizer, MASTERS, path)
     tensor, pipeline = degrees_of(model, len([*folder.glob("mp_rank_*_model_states.pt")]))
     with naming(path):
-        weights = weights_of(model) if tensor * pipeline == 1 else {}
+        weights = trained_weights(model) if tensor * pipeline == 1 else {}
         groups = stepped_groups(optimizer, base) if weights else []
         if names is None:
             names = names_by_shape(weights, groups, opened)
@@ -121,11 +121,11 @@ def describe_whole(
         model = model | {"optimizer": None, "param_shapes": shapes}
         if model["module"] is not None:
             model, _ = keep_untrained(model, parameters)
-        settings = settings_of(path, optimizer, model) | {"base_optimizer_state": base}
+        settings = optimizer_settings(path, optimizer, model) | {"base_optimizer_state": base}
     param_groups = [group | {"params": [i]} for i, group in enumerate(base["param_groups"])]
     state = optimizer_state(base | {"param_groups": param_groups}, unsliced)
     bf16 = any(weight.dtype == "bfloat16" for weight in weights.values())
-    description = Description(
+    description = Checkpoint(
         folder=folder,
         stage=0,
         ranks=model["dp_world_size"],
@@ -160,7 +160,7 @@ def class_of(optimizer):
     return "FP16_UnfusedOptimizer" if "fp32_groups" in optimizer else ""
 
 
-def weights_of(model):
+def trained_weights(model):
     """{name: Tensor} of the module without its buffers; tied weights have one of their names."""
     buffers = {*model["buffer_names"]}
     weights = {}
@@ -233,13 +233,13 @@ def describe_one(weight, group, stepped, opened):
     """(the Parameter at a place, the names of its states that have another shape)."""
     masters = stepped.masters or weight
     numel = math.prod(weight.size)
-    states = {"fp32": source_of("fp32", masters, stepped.begin, numel)}
+    states = {"fp32": elements_in("fp32", masters, stepped.begin, numel)}
     scalars = {}
     unsliced = set()
     for key, value in stepped.state.items():
         tensor = tensor_of(value)
         if tensor and tensor.size == masters.size and key != "step":
-            states[key] = source_of(key, tensor, stepped.begin, numel)
+            states[key] = elements_in(key, tensor, stepped.begin, numel)
         elif tensor is None or math.prod(tensor.size) == 1:
             scalars[key] = read_scalar(value, opened)
         else:
@@ -247,7 +247,7 @@ def describe_one(weight, group, stepped, opened):
     return Parameter(weight.size, group, group, states, scalars), unsliced
 
 
-def source_of(key, tensor, begin, numel):
+def elements_in(key, tensor, begin, numel):
     """Where elements of a tensor are, in the order of its indices."""
     if has_gaps(tensor) and numel:
         return strided(key, trim_storage(tensor))
@@ -314,7 +314,7 @@ def is_next(before, weight, group, opened):
 def is_rounded(weight, masters, begin, opened):
     """Whether a weight is what its masters are in its precision, as far as its first elements."""
     numel = min(math.prod(weight.size), 64)
-    reader = Reader(opened)
+    reader = ByteReader(opened)
     halves = reader.read(extent_of(weight, numel), 0, numel)
     floats = reader.read(extent_of(masters, begin + numel), begin, numel)
     return halves == rounded(floats, weight.dtype)
@@ -338,7 +338,7 @@ def rounded(floats: bytes, dtype: str) -> bytes:
 # the rest
 
 
-def settings_of(path, optimizer, model):
+def optimizer_settings(path, optimizer, model):
     """What the optimizer keeps besides, as ZeRO's would save it."""
     settings = {
         key: optimizer[key] for key in ("dynamic_loss_scale", "clip_grad") if key in optimizer

@@ -63,7 +63,7 @@ STAGE_1_OR_2 = {
 }
 
 
-class Shard(NamedTuple):
+class SavedShard(NamedTuple):
     """What one rank saved of the optimizer, in the same form at every stage.
 
     stage: 1 (for ZeRO-2, too) or 3. optimizer_class: of DeepSpeed's. content: as it was saved.
@@ -81,7 +81,7 @@ class Shard(NamedTuple):
     ranks: list[int]
 
 
-def read_shard(path: Path) -> Shard:
+def read_shard(path: Path) -> SavedShard:
     """The shard in a file. Raises CheckpointError, if it is not what ZeRO saves."""
     content = expect(load(path), {"optimizer_state_dict": dict}, path)["optimizer_state_dict"]
     if "fp32_flat_groups" in content:
@@ -106,7 +106,7 @@ def read_shard(path: Path) -> Shard:
         raise CheckpointError(f"{path} does not say of each parameter group how it is cut")
     masters = [tensor_of(flat) for flat in flats]
     sizes = [flat.size[0] + n for flat, n in zip(masters, paddings, strict=False)]
-    return Shard(path, *kind, content, optimizer, masters, sizes, ranks)
+    return SavedShard(path, *kind, content, optimizer, masters, sizes, ranks)
 
 
 def optimizer_of(content):
@@ -138,7 +138,7 @@ def optimizer_state(optimizer: dict, rank_dependent: dict) -> OptimizerState:
     return OptimizerState(optimizer["param_groups"], *extra, rank_dependent)
 
 
-def settings_of(shard: Shard, opened: OpenFile) -> dict:
+def settings_of(shard: SavedShard, opened: OpenFile) -> dict:
     """{(group or None, name): value}, normally the same on all ranks.
 
     Hyperparameters, and what is besides the states and the groups.
@@ -210,7 +210,7 @@ class FlatCut(NamedTuple):
     numel: int
 
 
-def cut_flat(shard: Shard, number: int, shapes: dict, team: Team) -> FlatCut:
+def cut_flat(shard: SavedShard, number: int, shapes: dict, team: Team) -> FlatCut:
     """How a flat tensor is cut.
 
     The shard says so, too (check_slice), but with round_robin_gradients it is wrong.
@@ -241,7 +241,7 @@ def cut_flat(shard: Shard, number: int, shapes: dict, team: Team) -> FlatCut:
     return FlatCut(number, team, cuts, end)
 
 
-def check_slice(shard: Shard, rank: int, flat_cut: FlatCut, trust_mapping: bool) -> int:
+def check_slice(shard: SavedShard, rank: int, flat_cut: FlatCut, trust_mapping: bool) -> int:
     """Check that this rank's slice of a flat tensor is cut like that.
 
     Returns: how many elements it must hold. Raises: CheckpointError.
@@ -295,7 +295,7 @@ class FlatStates(NamedTuple):
         return number_in(self.scalars.get("step"))
 
 
-def read_flat(shard: Shard, number: int, numel: int, opened: OpenFile) -> FlatStates:
+def read_flat(shard: SavedShard, number: int, numel: int, opened: OpenFile) -> FlatStates:
     """The states of a flat tensor. One with a value for each element is as long as the fp32 slice,
     or longer by the padding. Raises CheckpointError."""
     masters = shard.masters[number]
@@ -362,8 +362,8 @@ def join_shards(
                 states_of_name["momentum_buffer"] = momentum[name]
             parameters[team.global_name(name)] = Parameter(
                 shape=tuple(param_shapes[number][name]),
-                flat=number,
-                group=group_of.get(number),
+                flat_number=number,
+                group_number=group_of.get(number),
                 states=states_of_name,
                 scalars=of_ranks[0].scalars,
             )

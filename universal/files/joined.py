@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from universal.errors import CheckpointError
-from universal.files.sources import SHORT, Reader, width
+from universal.files.sources import SHORT, ByteReader, width
 from universal.files.torch_file import Tensor, contiguous_strides
 
-CODES = {"float32": "f", "float64": "d"}  # of the module array
-AVERAGED = CODES.keys()
+ARRAY_CODES = {"float32": "f", "float64": "d"}  # of the module array
+AVERAGED = ARRAY_CODES.keys()
 FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}  # of the module struct, by bytes
 MOST = 1 << 24  # bytes that are read at a time; whole elements of any kind
 
@@ -86,7 +86,7 @@ class Target(NamedTuple):
     start: int
     filled: bytearray
 
-    def take(self, box: Block, part: Any, reader: Reader, unit: int) -> bool:
+    def take(self, box: Block, part: Any, reader: ByteReader, unit: int) -> bool:
         """Read a block of a part, in units of bytes. Returns whether copies are the same."""
         *shape, count = box.shape
         *strides, stride = box.stride
@@ -130,7 +130,7 @@ class Joined(NamedTuple):
     def dtype(self) -> str:
         return self.parts[0].dtype
 
-    def read_into(self, buffer: memoryview, start: int, reader: Reader) -> None:
+    def read_into(self, buffer: memoryview, start: int, reader: ByteReader) -> None:
         """Fill the buffer with elements of the whole, from `start` on. Raises CheckpointError.
 
         Where several parts have an element, they must have the same one.
@@ -166,7 +166,7 @@ class Joined(NamedTuple):
 
     def mean(self, start, numel, reader):
         """The mean, in the same order and precision as PyTorch's."""
-        code = CODES[self.dtype]
+        code = ARRAY_CODES[self.dtype]
         count = len(self.parts)
         parts = [array(code, bytes(reader.read(part, start, numel))) for part in self.parts]
         total = functools.reduce(
@@ -184,7 +184,7 @@ class Padded(NamedTuple):
     def dtype(self) -> str:
         return self.source.dtype
 
-    def read_into(self, buffer: memoryview, start: int, reader: Reader) -> None:
+    def read_into(self, buffer: memoryview, start: int, reader: ByteReader) -> None:
         """Fill the buffer with elements, from `start` on."""
         nbytes = max(0, self.source.numel - start) * width(self.dtype)
         if nbytes:  # to read nothing, behind the end of a record, would be damage

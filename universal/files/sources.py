@@ -3,7 +3,7 @@
 
 A Record is a stored run of bytes with the CRC-32 that was saved with it. A source says where the
 elements of a tensor are: it has dtype and numel, and ranges(start, numel) yields the ByteRanges of
-some of them; or else read_into() reads them. Extent is the simplest. A Reader reads, and
+some of them; or else read_into() reads them. Extent is the simplest. A ByteReader reads, and
 remembers the CRC-32 of what it has read; check() compares that with the records' own.
 """
 
@@ -123,7 +123,7 @@ def fill(opened, buffer, record, start):
         done += nbytes
 
 
-class Reader:
+class ByteReader:
     """Reads records, and remembers what it has read.
 
     spans: {record: [start, end, CRC-32, start, end, CRC-32, ...]}, flat because there are many.
@@ -204,13 +204,13 @@ def check_all(
 ) -> None:
     """Compare what was read of records, or this process's share of them, with their checksums.
 
-    spans: as of a Reader, or of several. Raises: CheckpointError.
+    spans: as of a ByteReader, or of several. Raises: CheckpointError.
     """
     for record in sorted(spans)[rank::ranks]:
-        check(record, spans[record], opened)
+        check_record(record, spans[record], opened)
 
 
-def check(record, spans, opened):
+def check_record(record, spans, opened):
     """Check a record against its archive's CRC-32; read what nobody has read of it, the padding."""
     if record.crc is None:
         return

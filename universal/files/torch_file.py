@@ -26,9 +26,9 @@ from universal.errors import CheckpointError, naming, parsing
 from universal.files.schema import is_natural, is_shape
 from universal.files.sources import (
     SHORT,
+    ByteReader,
     Extent,
     OpenFile,
-    Reader,
     Record,
     append_crc,
     checksum,
@@ -364,13 +364,13 @@ def read_scalar(value: Any, opened: OpenFile | None = None) -> Any:
     tensor = tensor_of(value)
     if tensor is None or math.prod(tensor.size) != 1:
         return value
-    reader = Reader(opened)
+    reader = ByteReader(opened)
     data = reader.read(extent_of(tensor), 0, 1)
     reader.check()
     return contiguous(tensor.dtype, bytes(data), tensor.size)
 
 
-CODES = {  # of the module struct
+STRUCT_CODES = {  # of the module struct
     "float64": "d",
     "float32": "f",
     "float16": "e",
@@ -387,9 +387,9 @@ def number_in(value: Any) -> Any:
     """The number in a tensor that read_scalar() has read; any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
-    if value.dtype not in CODES or not isinstance(value.storage, bytes):
+    if value.dtype not in STRUCT_CODES or not isinstance(value.storage, bytes):
         raise CheckpointError(f"a tensor of {value.dtype} {value.size} is not a number")
-    (number,) = struct.unpack(f"<{CODES[value.dtype]}", value.storage)
+    (number,) = struct.unpack(f"<{STRUCT_CODES[value.dtype]}", value.storage)
     return number
 
 
@@ -411,7 +411,7 @@ def pickled(content: Any) -> Pickled:
     return Pickled(data, [source for _, source in pickler.sources.values()])
 
 
-def write_pt(path: Path, content: Pickled, reader: Reader) -> None:
+def write_pt(path: Path, content: Pickled, reader: ByteReader) -> None:
     """Write a .pt file. Raises OSError and, if a source cannot be read, CheckpointError."""
     with naming(path), open(path, "xb", buffering=SHORT) as file:
         write_archive(file, path.stem, content, reader)
@@ -420,13 +420,13 @@ def write_pt(path: Path, content: Pickled, reader: Reader) -> None:
 def packed(content: Any) -> bytes:
     """The bytes of a .pt file with this content; its tensors are read and checked."""
     file = io.BytesIO()
-    reader = Reader()
+    reader = ByteReader()
     write_archive(file, "packed", pickled(content), reader)
     reader.check()
     return file.getvalue()
 
 
-def write_archive(file: BinaryIO, stem: str, content: Pickled, reader: Reader) -> None:
+def write_archive(file: BinaryIO, stem: str, content: Pickled, reader: ByteReader) -> None:
     """Write a .pt file's archive into an open file, on a disk or in memory."""
     entries = {"data.pkl": content.data, "byteorder": b"little", "version": b"3\n"}
     entries |= {f"data/{number}": source for number, source in enumerate(content.sources)}

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What engine and checkpoint have in common: a rank's part of the optimizer, in flat tensors.
-"""
+"""What engine and checkpoint have in common: a rank's part of the optimizer, in flat tensors."""
 
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ class FlatTensor(NamedTuple):
     pieces: list[Piece]
 
 
-class Shard(NamedTuple):
+class NewShard(NamedTuple):
     """What a rank saves of its optimizer. masters, states: of each flat tensor.
 
     param_groups: hyperparameters; "params" are numbers of flat tensors. extra_states, extra_keys:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""DeepSpeed's own functions, replaced or watched: what engine.py, proof.py and exact.py put there.
-"""
+"""DeepSpeed's own functions, replaced or watched: what other files put in their place."""
 
 import contextlib
 import functools
@@ -117,10 +116,10 @@ def wrap_methods(**wrappers: Callable) -> None:
     for name, wrapper in wrappers.items():
         method = getattr(deepspeed.DeepSpeedEngine, WATCHED[name])
         if not hasattr(method, "is_watched"):
-            setattr(deepspeed.DeepSpeedEngine, WATCHED[name], wrapped(method, wrapper))
+            setattr(deepspeed.DeepSpeedEngine, WATCHED[name], watching(method, wrapper))
 
 
-def wrapped(method, wrapper):
+def watching(method, wrapper):
     @functools.wraps(method)
     def watched(engine, *args, **options):
         return wrapper(method, engine, *args, **options)

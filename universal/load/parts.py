@@ -19,7 +19,7 @@ from universal.checkpoint.tensor_parallel import (
     Whole,
     for_another_degree,
 )
-from universal.checkpoint.types import Description
+from universal.checkpoint.types import Checkpoint
 from universal.errors import CheckpointError
 from universal.files.joined import Joined, part_of
 from universal.files.sources import Extent
@@ -81,7 +81,7 @@ class Parts(NamedTuple):
         return part
 
 
-def parts_of(engine: Engine, checkpoint: Description, group: ProcessGroup) -> Parts:
+def parts_of(engine: Engine, checkpoint: Checkpoint, ranks: ProcessGroup) -> Parts:
     """The Parts of this rank. Raises: CheckpointError, if nobody says how parameters are cut."""
     degree = engine.layout().tensor
     rank = engine.tensor_rank
@@ -89,9 +89,9 @@ def parts_of(engine: Engine, checkpoint: Description, group: ProcessGroup) -> Pa
     shapes = {engine.global_name(name): whole_shape(names[name]) for name in names}
     of_ranks = {rank: shapes}
     if degree > 1:
-        for of_rank, others in group.all_gather((rank, shapes)):
+        for of_rank, others in ranks.all_gather((rank, shapes)):
             of_ranks[of_rank] = others | of_ranks.get(of_rank, {})  # of all pipeline stages
-    with group.all_or_none():
+    with ranks.all_or_none():
         saved = unpack(checkpoint.packed.model).get(INFO_KEY)
         # One rank wants it, too: a vocabulary may be padded for one.
         info = engine.cuts() or saved and for_another_degree(saved)

@@ -39,7 +39,7 @@ def changed_rate(scheduler: Any, saved_rates: Sequence[Any], step: int) -> str |
     if rates is None or len(rates) != len(saved_rates):
         return None
     for rate, saved in zip(rates, saved_rates, strict=True):
-        if not is_same(rate, saved):
+        if not is_nearly(rate, saved):
             digits = 1 if f"{rate:.1e}" != f"{saved:.1e}" else 6
             return (
                 f"the schedule gives step {step} a rate of {rate:.{digits}e}; it was "
@@ -69,9 +69,9 @@ def rates_of(scheduler: Any, saved_rates: Sequence[float]) -> list[float] | None
 
 
 def are_same(rates: Sequence[float], others: Sequence[float]) -> bool:
-    return len(rates) == len(others) and all(map(is_same, rates, others))
+    return len(rates) == len(others) and all(map(is_nearly, rates, others))
 
 
-def is_same(rate: float, other: float) -> bool:
+def is_nearly(rate: float, other: float) -> bool:
     """But for rounding: torch's schedules multiply the last rate."""
     return math.isclose(rate, other, rel_tol=1e-6, abs_tol=1e-12)

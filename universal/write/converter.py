@@ -21,10 +21,10 @@ from universal.checkpoint.describe import describe, left_over
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.tags import find_tag
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
-from universal.checkpoint.types import NEXT_STEPS, Description, RawStates
+from universal.checkpoint.types import NEXT_STEPS, Checkpoint, RawStates
 from universal.checkpoint.zero import lost_states
 from universal.errors import CheckpointError, naming
-from universal.files.sources import Extent, Reader, check_all, keep_open, nbytes_of
+from universal.files.sources import ByteReader, Extent, check_all, keep_open, nbytes_of
 from universal.files.torch_file import Pickled, contiguous, pickled, verify, write_pt
 from universal.write.console import bar, totals
 from universal.write.processes import AllGather, all_or_none, alone, merge_spans
@@ -73,7 +73,7 @@ def convert(
             if rank == 0:
                 make_folders(stack.enter_context(unfinished(output)), files)
         folder = beside(output, "unfinished")
-        team = Team(rank, ranks, gather)
+        team = Processes(rank, ranks, gather)
         write_together(folder, files, opened, num_merge_workers, progress, team)
         with all_or_none(gather):
             if rank == 0:
@@ -93,7 +93,7 @@ def complain(checkpoint, strict):
     for text in left_over(checkpoint):
         warnings.warn(text, stacklevel=3)
     for problem in checkpoint.problems:
-        if problem.fatal and strict:
+        if problem.loses_state and strict:
             raise CheckpointError(f"{problem.text} (--no_strict continues without it)")
         warnings.warn(problem.text, stacklevel=3)
 
@@ -103,7 +103,7 @@ def make_folders(folder, files):
         os.makedirs(folder / parent, exist_ok=True)
 
 
-class Team(NamedTuple):
+class Processes(NamedTuple):
     """The processes that share a conversion; this one is `rank`."""
 
     rank: int
@@ -135,7 +135,7 @@ def write_files(folder, files, jobs, opened, workers, progress):
     """Write the files. Returns {record: what was read of it}, for check_all()."""
 
     def write_job(job):
-        reader = Reader(opened)
+        reader = ByteReader(opened)
         for name in job:
             write_pt(folder / name, files[name], reader)
         return reader.spans
@@ -178,7 +178,7 @@ def size_of(file):
 # 2. what the result consists of
 
 
-def files_of(checkpoint: Description, raw: RawStates, bare: bool = False) -> dict[str, Pickled]:
+def files_of(checkpoint: Checkpoint, raw: RawStates, bare: bool = False) -> dict[str, Pickled]:
     """The files below the output folder, by path. bare: tensors without a dict around them."""
     files = {}
     pickled_step = functools.cache(pickled)  # most parameters share one step

@@ -39,14 +39,14 @@ def head(view):
     names = sorted(tags, key=lambda name: (name != takes, not tags[name]["problem"]))
     for name in names[:MOST_TAGS]:
         mark = "*" if name == takes else " "
-        yield from wrapped(f"{mark} {name}: {state_of(tags[name])}")
+        yield from wrapped(f"{mark} {name}: {state_in_words(tags[name])}")
         for text in tags[name]["unread_damage"]:
             yield from wrapped(f"{INDENT}{text}")
     if len(names) > MOST_TAGS:
         yield f"  and {len(names) - MOST_TAGS} more"
 
 
-def state_of(facts):
+def state_in_words(facts):
     if "step" not in facts:
         return f"NOT COMPLETE: {cut(facts['problem'])}"
     kind = f"step {facts['step']}, {kind_of(facts)}"
