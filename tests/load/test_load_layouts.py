@@ -17,11 +17,11 @@ def test_case(failures, name, stage, ranks):
 
 
 @pytest.mark.clients
-@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
 def test_models_of_transformers(tmp_path, name, stage, degrees):
-    """AutoTP by itself, and of attention alone."""
+    """AutoTP by itself, of attention alone, and of Q, K and V in one matrix."""
     import autotp
 
     run(tmp_path, 2, autotp.play, name, stage, *degrees)
