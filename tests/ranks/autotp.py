@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from layouts import reset_mesh
-from toy import begin, differences, make, snapshot
 from torch import nn
+from toy import begin, differences, make, snapshot
 from transformers.pytorch_utils import Conv1D
 
 import universal
@@ -64,7 +64,7 @@ def mixtral(degree):
     return transformers.MixtralForCausalLM(config)
 
 
-# What makes it of this tensor-parallel degree, a weight of 32 columns that is cut, AutoTP's options.
+# What makes it of a tensor-parallel degree, a weight that is cut, AutoTP's options.
 MODELS = {
     "llama": (llama, "model.layers.0.self_attn.q_proj.weight", {}),
     "mixtral": (mixtral, "model.layers.0.self_attn.q_proj.weight", only(ATTENTION)),
