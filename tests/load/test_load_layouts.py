@@ -7,7 +7,7 @@ from case import cases_of, runs_of
 
 from measure.ranks import run
 
-CASES = layouts.kinds() | cases_of(layouts)
+CASES = layouts.kinds() | layouts.without_zero() | cases_of(layouts)
 
 
 @pytest.mark.parametrize("name, stage, ranks", runs_of(CASES))

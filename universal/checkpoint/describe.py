@@ -17,9 +17,11 @@ from universal.checkpoint.converted import describe_universal
 from universal.checkpoint.experts import read_experts, teams_of
 from universal.checkpoint.module_states import (
     config_of,
+    content_of,
     degrees_of,
     keep_untrained,
     module_state,
+    modules_of_layers,
     read_fragments,
     read_model_states,
 )
@@ -36,7 +38,7 @@ from universal.checkpoint.types import (
 )
 from universal.checkpoint.without_zero import describe_whole, read_whole
 from universal.checkpoint.zero import (
-    SavedShard,
+    ModelParallelRank,
     check_slice,
     cut_flat,
     differences,
@@ -49,8 +51,8 @@ from universal.checkpoint.zero import (
 )
 from universal.errors import CheckpointError, naming
 from universal.files.schema import expect
-from universal.files.sources import OpenFile, Record, keep_open
-from universal.files.torch_file import Tensor, load, number_in, tensor_of, trim_storage
+from universal.files.sources import OpenFile, keep_open
+from universal.files.torch_file import load, number_in, tensor_of, trim_storage
 
 # Seconds; the largest gap between the times of successive files of one save, or of its copy.
 BETWEEN_SAVES = 10
@@ -86,7 +88,7 @@ def describe(
         raise CheckpointError(f"{folder} does not exist")
     whole = read_whole(folder)
     if whole is not None:
-        return describe_whole(folder, whole, names, opened)
+        return join_all(folder, *describe_whole(folder, whole, names, opened))
     saves = []
     problems = []
     with ThreadPoolExecutor(workers) as pool:
@@ -170,30 +172,6 @@ def paths_of(checkpoint: Checkpoint) -> list[Path]:
 
 # --------------------------------------------------------------------------------------------------
 # 1. the data-parallel ranks of one model-parallel rank
-
-
-class ModelParallelRank(NamedTuple):
-    """A model-parallel rank, joined from its data-parallel ranks.
-
-    model: rank 0's model states, with an untrained module. shard: rank 0's. settings: as of
-    zero.settings_of(). files: rank 0's model states first.
-    """
-
-    model: dict
-    shard: SavedShard
-    parameters: dict
-    settings: dict
-    rank_dependent: dict
-    problems: list[Problem]
-    files: list[Path]
-
-    def renumbered(self, numbers: list[int]) -> "ModelParallelRank":
-        """With these numbers in place of those of its parameter groups."""
-        parameters = {
-            name: parameter._replace(group_number=numbers[parameter.group_number])
-            for name, parameter in self.parameters.items()
-        }
-        return self._replace(parameters=parameters)
 
 
 def describe_ranks(folder, mp_rank, paths, pool, opened):
@@ -337,6 +315,20 @@ def describe_zero(folder, shards, pool, opened):
     check_complete(folder, shards, tensor, pipeline)
     others = range(1, tensor * pipeline)
     ranks = [first, *(describe_ranks(folder, i, shards[i], pool, opened) for i in others)]
+    layout = Layout(
+        optimizer_class=first.shard.optimizer_class,
+        ranks=first.model["dp_world_size"],
+        bf16=shards[0][0].name.startswith("bf16_"),
+        tensor=tensor,
+        pipeline=pipeline,
+    )
+    return join_all(folder, ranks, layout)
+
+
+def join_all(folder, ranks, layout):
+    """What describe() returns, of all ModelParallelRanks."""
+    first = ranks[0]
+    tensor = layout.tensor
     joiner = TensorParallel(first.model.get(INFO_KEY), tensor, folder)
     param_groups, ranks, problems = join_groups(folder, ranks, tensor)
     parameters, rank_dependent = join_ranks(folder, ranks, joiner)
@@ -347,17 +339,11 @@ def describe_zero(folder, shards, pool, opened):
     if kind:
         problems.append(Problem(True, f"{folder}: no file holds {UNSAVED[kind]}"))
     used = {path.name for rank in ranks for path in rank.files}
-    layout = Layout(
-        optimizer_class=kind or first.shard.optimizer_class,
-        ranks=first.model["dp_world_size"],
-        bf16=shards[0][0].name.startswith("bf16_"),
-        tensor=tensor,
-        pipeline=pipeline,
-    )
+    layout = layout._replace(optimizer_class=kind or layout.optimizer_class)
     description = Checkpoint(
         folder=folder,
         stage=first.shard.stage,
-        ranks=layout.ranks,
+        ranks=first.model["dp_world_size"],
         layout=layout,
         parameters=parameters,
         flat_names=[list(names) for names in first.model["param_shapes"]],
@@ -478,7 +464,7 @@ def join_ranks(folder, ranks, joiner):
                 rank_dependent[of_ranks[0].flat_number, key] = why
             if name not in joined:
                 joined[name] = joiner.join(name, of_ranks)
-            elif not joiner.is_tied(name):
+            elif rank.shard.stage and not joiner.is_tied(name):
                 raise CheckpointError(
                     f"{folder}: {name} is in two pipeline stages and is not declared as tied"
                 )
@@ -529,23 +515,6 @@ def frozen_parameters(modules, model, different, joiner):
     ]
 
 
-def modules_of_layers(folder, parameters):
-    """[{name: tensor}]: what a pipeline's files of its layers hold besides these parameters.
-
-    A name begins with the number of the layer. Each tensor-parallel rank has files of its own.
-    """
-    tied = {name.split(".", 2)[2] for name in parameters if name.startswith("tied_modules.")}
-    modules = {}
-    for path in sorted(folder.glob("layer_*-model_states.pt")):
-        layer, *ranks = path.name.removeprefix("layer_").split("-")
-        module = modules.setdefault(tuple(ranks), {})
-        for key, value in expect(load(path), {str: object}, path).items():
-            name = f"{int(layer)}.{key}"
-            if name not in parameters and key not in tied:
-                module[name] = value
-    return list(modules.values())
-
-
 def trimmed(module):
     """The entries, of tensors what they span."""
     tensors = {name: tensor_of(value) for name, value in module.items()}
@@ -574,14 +543,3 @@ def common_entries(modules):
     for name in different:
         del entries[name]
     return entries, sorted(different)
-
-
-def content_of(value):
-    """What tells whether two tensors hold the same: their checksums. Others are not compared."""
-    return without_files(value) if isinstance(value, Tensor) else None
-
-
-def without_files(source):
-    if isinstance(source, Record):
-        return source if source.crc is None else (source.crc, source.nbytes)
-    return tuple(map(without_files, source)) if isinstance(source, tuple) else source

@@ -5,6 +5,7 @@ At ZeRO-1 and 2 all ranks share one file. At ZeRO-3 each has its own: of paramet
 nothing, of frozen ones this rank's part."""
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -13,6 +14,7 @@ from universal.checkpoint.types import ModuleState
 from universal.checkpoint.zero import Cut, Slices
 from universal.errors import CheckpointError
 from universal.files.schema import expect, is_natural, is_shape
+from universal.files.sources import Record
 from universal.files.torch_file import (
     Tensor,
     contiguous,
@@ -201,3 +203,31 @@ def module_state(model: dict) -> ModuleState:
         objects=[name for name, value in module.items() if not isinstance(value, Tensor)],
         frozen=model.get("frozen_param_shapes") or {},
     )
+
+
+def modules_of_layers(folder: Path, parameters: Iterable[str]) -> list[dict]:
+    """[{name: tensor}]: what a pipeline's files of its layers hold besides these parameters.
+
+    A name begins with the number of the layer. Each tensor-parallel rank has files of its own.
+    """
+    tied = {name.split(".", 2)[2] for name in parameters if name.startswith("tied_modules.")}
+    modules = {}
+    for path in sorted(folder.glob("layer_*-model_states.pt")):
+        layer, *ranks = path.name.removeprefix("layer_").split("-")
+        module = modules.setdefault(tuple(ranks), {})
+        for key, value in expect(load(path), {str: object}, path).items():
+            name = f"{int(layer)}.{key}"
+            if name not in parameters and key not in tied:
+                module[name] = value
+    return list(modules.values())
+
+
+def content_of(value: Any) -> Any:
+    """What tells whether two tensors hold the same: their checksums. Others are not compared."""
+    return without_files(value) if isinstance(value, Tensor) else None
+
+
+def without_files(source):
+    if isinstance(source, Record):
+        return source if source.crc is None else (source.crc, source.nbytes)
+    return tuple(map(without_files, source)) if isinstance(source, tuple) else source

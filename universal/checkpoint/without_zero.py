@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Describe a checkpoint that was saved without ZeRO as one of a single rank: nothing in it is cut.
+"""Describe the model-parallel ranks of a checkpoint that was saved without ZeRO: of each, one file.
 
-DeepSpeed then writes one file, with the module and the optimizer's state_dict(). That numbers the
-parameters, group by group, and does not name them: the engine that loads them tells their order, or
-else their shapes do. Where the master weights are:
+DeepSpeed writes into it the module, but a pipeline's, whose layers have files of their own, and the
+optimizer's state_dict(). That numbers the parameters, group by group, and does not name them: the
+engine that loads them tells their order, or else their shapes do. Where the master weights are:
 
     fp32, torch_autocast     in the module
     FP16_Optimizer           fp32_groups_flat: those of a group, end to end
@@ -21,25 +21,22 @@ from typing import Any, NamedTuple
 from universal.checkpoint.module_states import (
     WITHOUT_ZERO,
     config_of,
+    content_of,
     degrees_of,
     identity,
     keep_untrained,
-    module_state,
+    modules_of_layers,
 )
-from universal.checkpoint.types import (
-    Checkpoint,
-    Described,
-    Files,
-    Layout,
-    Parameter,
-    RawStates,
-)
+from universal.checkpoint.types import Layout, Parameter, RawStates
 from universal.checkpoint.zero import (
     OPTIMIZER,
+    ModelParallelRank,
+    SavedShard,
     differences,
     is_flat,
     optimizer_state,
     problem_of_loss,
+    settings_of,
 )
 from universal.errors import CheckpointError, naming
 from universal.files.joined import strided
@@ -82,6 +79,7 @@ class Stepped(NamedTuple):
 MASTERS = {"fp32_groups?": [[tensor_of]], "fp32_groups_flat?": [is_flat]}
 NOWHERE = Stepped(None, {}, False)
 NO_OPTIMIZER = {"state": {}, "param_groups": []}
+UNTOLD = "is of a pipeline without ZeRO, and nothing tells which stage had which parameters"
 
 
 def read_whole(folder: Path) -> dict | None:
@@ -93,51 +91,86 @@ def read_whole(folder: Path) -> dict | None:
     return model if model.get("param_shapes") is None else None
 
 
+class SavedRank(NamedTuple):
+    """What a model-parallel rank has saved.
+
+    optimizer: DeepSpeed's state. base: the state dict of PyTorch's. groups: [[Stepped]], by
+    parameter group. weights: of trained_weights(); in a pipeline, those of all stages.
+    """
+
+    path: Path
+    model: dict
+    optimizer: dict
+    base: dict
+    groups: list[list[Stepped]]
+    weights: dict[str, Tensor]
+
+
 def describe_whole(
     folder: Path, model: dict, names: list[list[str]] | None, opened: OpenFile
-) -> Described:
-    """A Checkpoint that was saved without ZeRO, and what was pickled.
+) -> tuple[list[ModelParallelRank], Layout]:
+    """The ranks of a Checkpoint that was saved without ZeRO, and its layout.
 
     model: as of read_whole(). names: of the trained parameters, by group, in the order in which the
-    optimizer got them; None if nobody knows. Without a place in the optimizer, parameters have
-    their weights alone. Raises: CheckpointError.
+    optimizer got them, of all pipeline stages; None if nobody knows. Without a place in the
+    optimizer, parameters have their weights alone. Raises: CheckpointError.
     """
-    path = folder / MODEL_STATES_FILE
+    tensor, pipeline = degrees_of(model, len([*folder.glob("mp_rank_*_model_states.pt")]))
+    paths = [folder / f"mp_rank_{i:02d}_model_states.pt" for i in range(tensor * pipeline)]
+    ranks = [read_rank(paths[0], model), *(read_rank(path, load(path)) for path in paths[1:])]
+    lost = {}
+    if model["module"] is None:
+        ranks, names_of_stages = split_pipeline(folder, ranks, tensor, names, opened)
+        if not names_of_stages:
+            lost = {(None, "state"): UNTOLD}
+            ranks, names_of_stages = without_places(ranks, tensor, names)
+    else:
+        with naming(paths[0]):
+            first = ranks[0]
+            if names is None:
+                names = names_by_shape(first.weights, first.groups, opened)
+        names_of_stages = [[[name for name in group if name in first.weights] for group in names]]
+    described = [
+        describe_rank(rank, names_of_stages[i // tensor], lost, opened)
+        for i, rank in enumerate(ranks)
+    ]
+    bf16 = any(weight.dtype == "bfloat16" for weight in ranks[0].weights.values())
+    return described, Layout(class_of(ranks[0].optimizer), 1, bf16, tensor, pipeline)
+
+
+def read_rank(path, model):
+    """The SavedRank in a file of model states."""
     expect(model, WITHOUT_ZERO | {"optimizer?": (NoneType, dict)}, path)
     optimizer = model.get("optimizer") or NO_OPTIMIZER
     base = expect(optimizer.get("optimizer_state_dict", optimizer), OPTIMIZER, path)
     expect(optimizer, MASTERS, path)
-    tensor, pipeline = degrees_of(model, len([*folder.glob("mp_rank_*_model_states.pt")]))
     with naming(path):
-        weights = trained_weights(model) if tensor * pipeline == 1 else {}
-        groups = stepped_groups(optimizer, base) if weights else []
-        if names is None:
-            names = names_by_shape(weights, groups, opened)
-        names = [[name for name in of_group if name in weights] for of_group in names]
-        parameters, unsliced = place_all(weights, names, groups, opened)
+        groups = stepped_groups(optimizer, base)
+    weights = trained_weights(model["module"] or {}, model["buffer_names"])
+    return SavedRank(path, model, optimizer, base, groups, weights)
+
+
+def describe_rank(rank, names, lost, opened):
+    """The ModelParallelRank of a SavedRank. names: of its parameters, by group. lost: what becomes
+    of states that have no place."""
+    with naming(rank.path):
+        parameters, unsliced = place_all(rank.weights, names, rank.groups, opened)
         shapes = [
-            OrderedDict((name, weights[name].size) for name in of_group) for of_group in names
+            OrderedDict((name, rank.weights[name].size) for name in of_group) for of_group in names
         ]
-        model = model | {"optimizer": None, "param_shapes": shapes}
+        model = rank.model | {"optimizer": None, "param_shapes": shapes}
         if model["module"] is not None:
             model, _ = keep_untrained(model, parameters)
-        settings = optimizer_settings(path, optimizer, model) | {"base_optimizer_state": base}
-    param_groups = [group | {"params": [i]} for i, group in enumerate(base["param_groups"])]
-    state = optimizer_state(base | {"param_groups": param_groups}, unsliced)
-    bf16 = any(weight.dtype == "bfloat16" for weight in weights.values())
-    description = Checkpoint(
-        folder=folder,
-        stage=0,
-        ranks=model["dp_world_size"],
-        layout=Layout(class_of(optimizer), 1, bf16, tensor, pipeline),
-        parameters=parameters,
-        flat_names=names,
-        module=module_state(model),
-        optimizer=state,
-        files=Files(path, []),
-        problems=problem_of_loss(path, parameters, state),
+        content = optimizer_settings(rank.path, rank.optimizer, model)
+        content |= {"base_optimizer_state": rank.base}
+    param_groups = [group | {"params": [i]} for i, group in enumerate(rank.base["param_groups"])]
+    optimizer = rank.base | {"param_groups": param_groups}
+    shard = SavedShard(rank.path, 0, class_of(rank.optimizer), content, optimizer, [], [], [])
+    problems = problem_of_loss(rank.path, parameters, optimizer_state(optimizer, unsliced))
+    settings = settings_of(shard, opened)
+    return ModelParallelRank(
+        model, shard, parameters, settings, unsliced | lost, problems, [rank.path]
     )
-    return Described(description, RawStates([model], settings))
 
 
 def unnamed_states(raw: RawStates) -> dict[str, Tensor]:
@@ -160,13 +193,12 @@ def class_of(optimizer):
     return "FP16_UnfusedOptimizer" if "fp32_groups" in optimizer else ""
 
 
-def trained_weights(model):
-    """{name: Tensor} of the module without its buffers; tied weights have one of their names."""
-    buffers = {*model["buffer_names"]}
+def trained_weights(module, buffer_names):
+    """{name: Tensor} of a module without its buffers; tied weights have one of their names."""
     weights = {}
-    for name, value in (model["module"] or {}).items():
+    for name, value in module.items():
         tensor = tensor_of(value)
-        if tensor and name not in buffers and not name.endswith("_extra_state"):
+        if tensor and name not in buffer_names and not name.endswith("_extra_state"):
             weights.setdefault(identity(value), (name, tensor))
     return dict(weights.values())
 
@@ -264,11 +296,6 @@ def names_by_shape(weights, groups, opened):
     They do if each weight fits in one group at most, as its next tensor, and if those that fit in
     none, which are frozen, have other shapes. Raises CheckpointError if they do not.
     """
-    if not weights:
-        raise NeedsEngine(
-            "a pipeline or tensor-parallel ranks saved it without ZeRO, which nobody converts: "
-            "it loads on its own layout only"
-        )
     names = [[] for _ in groups]
     frozen = set()
     unclear = not groups
@@ -332,6 +359,130 @@ def rounded(floats: bytes, dtype: str) -> bytes:
     words = struct.unpack(f"<{numel}I", floats)  # bfloat16: half of a float, rounded to even
     halves = [(word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in words]
     return struct.pack(f"<{numel}H", *halves)
+
+
+# --------------------------------------------------------------------------------------------------
+# which stage of a pipeline has which layers
+
+
+def split_pipeline(folder, ranks, tensor, names, opened):
+    """(the SavedRanks with the weights of their stages, [[[name]] by group of each stage]).
+
+    No file says which layers a stage has. They are consecutive, and of their parameters, in the
+    order of the layers, it has as many as its optimizer, and of the shapes of their states. If that
+    leaves no choice or several, there are no names.
+    """
+    if names == []:
+        return ranks, [[]] * (len(ranks) // tensor)
+    if names is None:
+        raise NeedsEngine(
+            "a pipeline saved it without ZeRO: which parameters a stage has trained, only an "
+            "engine tells: load it without converting it"
+        )
+    buffers = {name for rank in ranks for name in rank.model["buffer_names"]}
+    modules = modules_of_layers(folder, ())
+    if len(modules) != tensor:
+        raise CheckpointError(f"{folder} has {tensor} tensor-parallel ranks, and lacks layers")
+    weights = [trained_weights(module, buffers) for module in modules]
+    homes = {name: homes_of(name, names, weights[0]) for of_group in names for name in of_group}
+    ranks = [
+        rank._replace(weights=weights_by_name(homes, weights[i % tensor]))
+        for i, rank in enumerate(ranks)
+    ]
+    numbers = sorted(set().union(*homes.values()))
+    is_sorted = all(are_in_order(of_group, homes) for of_group in names)
+
+    def fits(rank, layers):
+        groups = names_of_layers(names, homes, {*layers})
+        return are_of_groups(groups, rank, opened)
+
+    splits = [*splits_of(ranks[::tensor], numbers, fits)] if is_sorted else []
+    chosen = [[names_of_layers(names, homes, {*layers}) for layers in split] for split in splits]
+    is_clear = chosen and all(other == chosen[0] for other in chosen)
+    return ranks, chosen[0] if is_clear else []
+
+
+def without_places(ranks, tensor, names):
+    """What split_pipeline() returns, with all parameters in the first stage, and no states."""
+    known = [[name for name in group if name in ranks[0].weights] for group in names]
+    others = [[]] * (len(ranks) // tensor - 1)
+    return [rank._replace(groups=[]) for rank in ranks], [known, *others]
+
+
+def homes_of(name, names, weights):
+    """The numbers of the layers that have a parameter: of a tied one, all that have it under no
+    name of their own; none, if these are not the same."""
+    if not is_tied(name):
+        return {int(name.split(".")[0])} if name in weights else set()
+    key = name.split(".", 2)[2]
+    known = {other for of_group in names for other in of_group}
+    layers = {
+        int(other.split(".")[0]): content_of(tensor)
+        for other, tensor in weights.items()
+        if other.split(".", 1)[1] == key and other not in known
+    }
+    return {*layers} if len({*layers.values()}) == 1 else set()
+
+
+def is_tied(name: str) -> bool:
+    """Whether this is the name of a parameter that several layers of a pipeline share."""
+    return name.startswith("tied_modules.")
+
+
+def weights_by_name(homes, weights):
+    """{name: Tensor}, in a tied parameter's name, too."""
+    return {
+        name: weights[f"{min(layers)}.{name.split('.', 2)[2]}" if is_tied(name) else name]
+        for name, layers in homes.items()
+        if layers
+    }
+
+
+def are_in_order(names, homes):
+    """Whether tied parameters come first, and the others in the order of their layers."""
+    keys = [
+        (not is_tied(name), 0 if is_tied(name) else min(homes[name]))
+        for name in names
+        if homes[name]
+    ]
+    return keys == sorted(keys)
+
+
+def names_of_layers(names, homes, layers):
+    """[[name]] of the groups of a stage with these layers. DeepSpeed drops empty ones."""
+    groups = [
+        sorted(
+            [name for name in of_group if homes[name] & layers],
+            key=lambda name: (not is_tied(name), min(homes[name] & layers)),
+        )
+        for of_group in names
+    ]
+    return [group for group in groups if group]
+
+
+def are_of_groups(names, rank, opened):
+    """Whether parameters, by group, may be those of a rank's optimizer."""
+    if len(names) != len(rank.groups):
+        return False
+    for of_group, group in zip(names, rank.groups, strict=True):
+        weights = [rank.weights[name] for name in of_group]
+        if NOWHERE in places_of(weights, group):
+            return False
+        if not all(is_next(weights[:i], weight, group, opened) for i, weight in enumerate(weights)):
+            return False
+    return True
+
+
+def splits_of(ranks, layers, fits):
+    """Yields [layers of each rank], consecutive ones, of every way in which they fit."""
+    if not ranks:
+        if not layers:
+            yield []
+        return
+    for end in range(len(layers) + 1):
+        if fits(ranks[0], layers[:end]):
+            for rest in splits_of(ranks[1:], layers[end:], fits):
+                yield [layers[:end], *rest]
 
 
 # --------------------------------------------------------------------------------------------------
