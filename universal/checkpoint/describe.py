@@ -17,7 +17,6 @@ from universal.checkpoint.converted import describe_universal
 from universal.checkpoint.experts import read_experts, teams_of
 from universal.checkpoint.module_states import (
     config_of,
-    content_of,
     degrees_of,
     keep_untrained,
     module_state,
@@ -51,8 +50,8 @@ from universal.checkpoint.zero import (
 )
 from universal.errors import CheckpointError, naming
 from universal.files.schema import expect
-from universal.files.sources import OpenFile, keep_open
-from universal.files.torch_file import load, number_in, tensor_of, trim_storage
+from universal.files.sources import OpenFile, Record, keep_open
+from universal.files.torch_file import Tensor, load, number_in, tensor_of, trim_storage
 
 # Seconds; the largest gap between the times of successive files of one save, or of its copy.
 BETWEEN_SAVES = 10
@@ -72,13 +71,14 @@ def describe(
     workers: int = 4,
     opened: OpenFile | None = None,
     names: list[list[str]] | None = None,
+    tied: dict[int, str] | None = None,
 ) -> Described:
     """The Checkpoint in a folder, and what was pickled.
 
     Reads no tensors but the optimizer's scalars, and runs no code.
 
     Args:
-        names: as in describe_whole(), if it was saved without ZeRO.
+        names, tied: as in describe_whole(), if it was saved without ZeRO.
 
     Raises: CheckpointError, if files are missing, damaged, or not of the same checkpoint.
     """
@@ -88,7 +88,7 @@ def describe(
         raise CheckpointError(f"{folder} does not exist")
     whole = read_whole(folder)
     if whole is not None:
-        return join_all(folder, *describe_whole(folder, whole, names, opened))
+        return join_all(folder, *describe_whole(folder, whole, names, tied, opened))
     saves = []
     problems = []
     with ThreadPoolExecutor(workers) as pool:
@@ -543,3 +543,14 @@ def common_entries(modules):
     for name in different:
         del entries[name]
     return entries, sorted(different)
+
+
+def content_of(value):
+    """What tells whether two tensors hold the same: their checksums. Others are not compared."""
+    return without_files(value) if isinstance(value, Tensor) else None
+
+
+def without_files(source):
+    if isinstance(source, Record):
+        return source if source.crc is None else (source.crc, source.nbytes)
+    return tuple(map(without_files, source)) if isinstance(source, tuple) else source

@@ -14,7 +14,6 @@ from universal.checkpoint.types import ModuleState
 from universal.checkpoint.zero import Cut, Slices
 from universal.errors import CheckpointError
 from universal.files.schema import expect, is_natural, is_shape
-from universal.files.sources import Record
 from universal.files.torch_file import (
     Tensor,
     contiguous,
@@ -220,14 +219,3 @@ def modules_of_layers(folder: Path, parameters: Iterable[str]) -> list[dict]:
             if name not in parameters and key not in tied:
                 module[name] = value
     return list(modules.values())
-
-
-def content_of(value: Any) -> Any:
-    """What tells whether two tensors hold the same: their checksums. Others are not compared."""
-    return without_files(value) if isinstance(value, Tensor) else None
-
-
-def without_files(source):
-    if isinstance(source, Record):
-        return source if source.crc is None else (source.crc, source.nbytes)
-    return tuple(map(without_files, source)) if isinstance(source, tuple) else source

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from universal.checkpoint.module_states import (
     WITHOUT_ZERO,
     config_of,
-    content_of,
     degrees_of,
     identity,
     keep_untrained,
@@ -107,20 +106,25 @@ class SavedRank(NamedTuple):
 
 
 def describe_whole(
-    folder: Path, model: dict, names: list[list[str]] | None, opened: OpenFile
+    folder: Path,
+    model: dict,
+    names: list[list[str]] | None,
+    tied: dict[int, str] | None,
+    opened: OpenFile,
 ) -> tuple[list[ModelParallelRank], Layout]:
     """The ranks of a Checkpoint that was saved without ZeRO, and its layout.
 
     model: as of read_whole(). names: of the trained parameters, by group, in the order in which the
-    optimizer got them, of all pipeline stages; None if nobody knows. Without a place in the
-    optimizer, parameters have their weights alone. Raises: CheckpointError.
+    optimizer got them, of all pipeline stages; None if nobody knows. tied: {number: key}
+    of a pipeline's layers. Without a place in the optimizer, parameters have their weights alone.
+    Raises: CheckpointError.
     """
     tensor, pipeline = degrees_of(model, len([*folder.glob("mp_rank_*_model_states.pt")]))
     paths = [folder / f"mp_rank_{i:02d}_model_states.pt" for i in range(tensor * pipeline)]
     ranks = [read_rank(paths[0], model), *(read_rank(path, load(path)) for path in paths[1:])]
     lost = {}
     if model["module"] is None:
-        ranks, names_of_stages = split_pipeline(folder, ranks, tensor, names, opened)
+        ranks, names_of_stages = split_pipeline(folder, ranks, tensor, names, tied or {}, opened)
         if not names_of_stages:
             lost = {(None, "state"): UNTOLD}
             ranks, names_of_stages = without_places(ranks, tensor, names)
@@ -365,7 +369,7 @@ def rounded(floats: bytes, dtype: str) -> bytes:
 # which stage of a pipeline has which layers
 
 
-def split_pipeline(folder, ranks, tensor, names, opened):
+def split_pipeline(folder, ranks, tensor, names, tied, opened):
     """(the SavedRanks with the weights of their stages, [[[name]] by group of each stage]).
 
     No file says which layers a stage has. They are consecutive, and of their parameters, in the
@@ -384,7 +388,7 @@ def split_pipeline(folder, ranks, tensor, names, opened):
     if len(modules) != tensor:
         raise CheckpointError(f"{folder} has {tensor} tensor-parallel ranks, and lacks layers")
     weights = [trained_weights(module, buffers) for module in modules]
-    homes = {name: homes_of(name, names, weights[0]) for of_group in names for name in of_group}
+    homes = {name: homes_of(name, tied, weights[0]) for of_group in names for name in of_group}
     ranks = [
         rank._replace(weights=weights_by_name(homes, weights[i % tensor]))
         for i, rank in enumerate(ranks)
@@ -409,19 +413,14 @@ def without_places(ranks, tensor, names):
     return [rank._replace(groups=[]) for rank in ranks], [known, *others]
 
 
-def homes_of(name, names, weights):
-    """The numbers of the layers that have a parameter: of a tied one, all that have it under no
-    name of their own; none, if these are not the same."""
+def homes_of(name, tied, weights):
+    """The numbers of the layers that have a parameter; several, if they are tied."""
+    first, rest = name.split(".", 1)
     if not is_tied(name):
-        return {int(name.split(".")[0])} if name in weights else set()
-    key = name.split(".", 2)[2]
-    known = {other for of_group in names for other in of_group}
-    layers = {
-        int(other.split(".")[0]): content_of(tensor)
-        for other, tensor in weights.items()
-        if other.split(".", 1)[1] == key and other not in known
-    }
-    return {*layers} if len({*layers.values()}) == 1 else set()
+        return {int(first)} if name in weights else set()
+    key, _, rest = rest.partition(".")
+    layers = (layer for layer in tied if tied[layer] == key)
+    return {layer for layer in layers if f"{layer}.{rest}" in weights}
 
 
 def is_tied(name: str) -> bool:
@@ -466,7 +465,7 @@ def are_of_groups(names, rank, opened):
         return False
     for of_group, group in zip(names, rank.groups, strict=True):
         weights = [rank.weights[name] for name in of_group]
-        if NOWHERE in places_of(weights, group):
+        if any(place is NOWHERE for place in places_of(weights, group)):
             return False
         if not all(is_next(weights[:i], weight, group, opened) for i, weight in enumerate(weights)):
             return False
