@@ -19,7 +19,9 @@ from optimizers import momentum
 from torch import nn
 from toy import differences, make, same, snapshot, split_groups, train
 
+import universal
 from universal.errors import RankFailed
+from universal.inspect import look
 from universal.load.hooks import overridden
 from universal.load.reader import TensorReader
 
@@ -318,6 +320,57 @@ def without_zero():
         quick = (0,) * (source in ("0 fp32", "0 bf16"))
         cases[f"tensor parallel without ZeRO, {source}"] = Case(save, play, (0,), quick, (2,))
     return cases
+
+
+def save_and_harm_without_zero(stage):
+    """Of the ranks' files, one is flipped, missing, or of an earlier save."""
+    engine = halves(stage, 2)
+    for step in (0, 1):
+        train(engine, step)
+        engine.save_checkpoint(".", tag=str(step))
+    torch.save([stage_0.snapshot(engine), []], f"cut.{dist.get_rank()}")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for tag in ("flip 0", "flip 1", "missing", "mixed"):
+            shutil.copytree("1", tag)
+        for i in (0, 1):
+            flip(Path(f"flip {i}", f"mp_rank_0{i}_model_states.pt"))
+        Path("missing", SECOND).unlink()
+        shutil.copy(Path("0", SECOND), Path("mixed", SECOND))
+    dist.barrier()
+
+
+SECOND = "mp_rank_01_model_states.pt"
+HARMS = {
+    "flip 0": "mp_rank_00_model_states.pt is damaged",
+    "flip 1": "mp_rank_01_model_states.pt is damaged",
+    "missing": SECOND,
+    "mixed": "its model-parallel ranks are of different saves: global_steps differs",
+}
+
+
+@tensor_parallel((0,), (0,), save=save_and_harm_without_zero)
+def damage_without_zero(stage):
+    """It is noticed, by inspect, too; and what is whole is told in full, and converted."""
+    for kind in (0, 3):
+        engine = halves(kind, 1, seed=5)
+        for tag, line in HARMS.items():
+            refused(engine, line, tag=tag)
+        load(engine, "1")
+        lost = differences(truth_of("cut")[0], stage_0.snapshot(engine))
+        assert {*lost} <= {"scale"}, lost
+    if dist.get_rank() == 0:
+        for tag, line in HARMS.items():
+            facts = look(".", tag)["tags"][tag]
+            assert line in f"{facts['problem']} {facts['unread_damage']}", (tag, facts)
+        facts = look(".", "1")["tags"]["1"]
+        assert facts["checked"] and not facts["problem"] and facts["own_ranks_only"] is None
+        assert facts["layout"]["tensor"] == 2 and len(facts["goes_on"]) == 2
+        universal.convert("1", "u", check=True)
+    dist.barrier()
+    engine = halves(1, 1, seed=5)
+    load(engine, "u")
+    assert {*differences(truth_of("cut")[0], stage_0.snapshot(engine))} <= {"scale"}
 
 
 # --------------------------------------------------------------------------------------------------

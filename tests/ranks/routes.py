@@ -13,11 +13,13 @@ from case import PRINTED, case, load, printed, refused, saved, train_and_save
 from deepspeed.linear import LoRAConfig, OptimizedLinear
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import groups
+from helpers import flip
 from optimizers import momentum
 from torch import nn
 from toy import Net, differences, make, read_truth, save_truth, split_groups, train
 
 import universal
+from universal.inspect import look
 from universal.load.hooks import overridden
 
 # --------------------------------------------------------------------------------------------------
@@ -338,22 +340,58 @@ def an_optimizer_that_nobody_knows(stage):
 BF16 = {"enabled": True}
 
 
+LINEAR = LayerSpec(nn.Linear, 8, 8)
+
+
+def backwards(parameters):
+    return torch.optim.AdamW(parameters[::-1], lr=0.01)
+
+
 def save_pipelines_without_zero(stage):
-    pipeline(2, LayerSpec(nn.Linear, 8, 8), zero=0, bf16=BF16).save_checkpoint(".", tag="bf16")
-    save_pipeline(LayerSpec(nn.Linear, 8, 8), zero=0)
+    pipeline(2, LINEAR, zero=0, bf16=BF16).save_checkpoint(".", tag="bf16")
+    engine = save_pipeline(LINEAR, LINEAR, zero=0)
+    engine.save_checkpoint(".", tag="lacking")
+    engine.save_checkpoint(".", tag="damaged")
+    torch.save(state_of(engine), f"truth.{dist.get_rank()}")
+    engine = pipeline(2, LINEAR, LINEAR, zero=0, optimizer=backwards)
+    train_pipeline(engine)
+    engine.save_checkpoint(".", tag="backwards")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path("lacking/mp_rank_01_model_states.pt").unlink()
+        flip(Path("damaged/layer_01-model_states.pt"))
 
 
-@case(save_pipelines_without_zero, stages=(0,), quick_stages=(0,), quick_ranks=(2,))
+@case(save_pipelines_without_zero, stages=(0,), quick_stages=(0,), quick_ranks=(2, 3))
 def pipelines_without_zero(stage):
-    """Described by nobody; in bf16, DeepSpeed itself reads nothing of what it saves."""
-    if dist.get_world_size() != 2:
-        return
-    engine = pipeline(2, LayerSpec(nn.Linear, 8, 8), zero=0, optimizer=momentum)
-    refused(engine, "of another optimizer: it has")
-    load(pipeline(2, LayerSpec(nn.Linear, 8, 8), zero=0))
-    refused(pipeline(1, LayerSpec(nn.Linear, 8, 8), zero=0), "it loads on its own ranks only")
-    engine = pipeline(2, LayerSpec(nn.Linear, 8, 8), zero=0, bf16=BF16)
+    """In bf16, DeepSpeed itself reads nothing of what it saves."""
+    truth = torch.load("truth.0") | torch.load("truth.1")
+    for zero in (0, 1):
+        for stages in pipeline_stages():
+            engine = pipeline(stages, LINEAR, LINEAR, zero=zero, seed=5)
+            refused(engine, "mp_rank_01_model_states.pt", tag="lacking")
+            refused(engine, "layer_01-model_states.pt is damaged", tag="damaged")
+            load(engine)
+            state = state_of(engine)
+            assert not differences({name: truth[name] for name in state}, state)
+            train_pipeline(engine)
+            other = pipeline(stages, LINEAR, LINEAR, zero=zero, optimizer=momentum)
+            refused(other, "of another optimizer: it has")
+    engine = pipeline(1, LINEAR, LINEAR, zero=0, optimizer=backwards)
+    untold = "nothing tells which stage had which parameters: it loads on its own ranks only"
+    refused(engine, untold, tag="backwards")
+    load(engine, "backwards", load_optimizer_states=False)
+    if dist.get_world_size() == 2:
+        load(pipeline(2, LINEAR, LINEAR, zero=0, optimizer=backwards), "backwards")
+    engine = pipeline(1, LINEAR, zero=0, bf16=BF16)
     refused(engine, "of BF16_Optimizer without ZeRO, which saves no shapes", tag="bf16")
+    if dist.get_rank() == 0:
+        facts = look(".", "t")["tags"]["t"]
+        assert facts["own_ranks_only"] is None and facts["layout"]["pipeline"] == 2
+        assert "only an engine tells" in str(facts["notes"])
+        for tag, file in (("lacking", "mp_rank_01"), ("damaged", "layer_01")):
+            facts = look(".", tag)["tags"][tag]
+            assert file in f"{facts['problem']} {facts['unread_damage']}"
 
 
 def save_for_every_route(stage):

@@ -51,6 +51,7 @@ from universal.files.torch_file import (
     stub,
     tensor_of,
     trim_storage,
+    verify,
 )
 
 MODEL_STATES_FILE = "mp_rank_00_model_states.pt"
@@ -126,6 +127,8 @@ def describe_whole(
     if model["module"] is None:
         ranks, names_of_stages = split_pipeline(folder, ranks, tensor, names, tied or {}, opened)
         if not names_of_stages:
+            for path in folder.glob("*_states.pt"):
+                verify(path)  # weights that differ from their masters may be damaged
             lost = {(None, "state"): UNTOLD}
             ranks, names_of_stages = without_places(ranks, tensor, names)
     else:
@@ -385,8 +388,8 @@ def split_pipeline(folder, ranks, tensor, names, tied, opened):
         )
     buffers = {name for rank in ranks for name in rank.model["buffer_names"]}
     modules = modules_of_layers(folder, ())
-    if len(modules) != tensor:
-        raise CheckpointError(f"{folder} has {tensor} tensor-parallel ranks, and lacks layers")
+    if len({frozenset(module) for module in modules}) != 1 or len(modules) != tensor:
+        raise CheckpointError(f"{folder} lacks files of layers: {tensor} of each were saved")
     weights = [trained_weights(module, buffers) for module in modules]
     homes = {name: homes_of(name, tied, weights[0]) for of_group in names for name in of_group}
     ranks = [
