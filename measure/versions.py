@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from measure.logs import compare
-from measure.ranks import ROOT, deepspeed, last_error, launch
+from tests.support.ranks import ROOT, deepspeed, last_error, launch
 
 INSTALLED = ROOT / ".venv-versions"
 WORK = ROOT / "runs" / "versions"

@@ -1,4 +1,4 @@
-"""Fixtures. Scripts run on ranks that measure/ranks.py forks from this process;
+"""Fixtures. Scripts run on ranks that support/ranks.py forks from this process;
 lesson/test_launch.py starts the real launchers."""
 
 import os
@@ -8,7 +8,7 @@ import pytest
 
 # An assert that fails on a rank says what was compared, as those of tests do.
 RANKS = Path(__file__).with_name("ranks")
-pytest.register_assert_rewrite(*(path.stem for path in RANKS.glob("*.py")))
+pytest.register_assert_rewrite("tests.support", *(path.stem for path in RANKS.glob("*.py")))
 
 # Before a module imports DeepSpeed. A machine with GPUs may have fewer than a test has ranks.
 if os.environ.setdefault("DS_ACCELERATOR", "cpu") == "cpu":

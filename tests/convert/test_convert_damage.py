@@ -17,7 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import (
+
+from tests.support.helpers import (
     MODEL,
     at_event,
     content,
@@ -33,8 +34,7 @@ from helpers import (
     slow,
     with_bit_flipped,
 )
-
-from measure.ranks import run
+from tests.support.ranks import run
 from universal import CheckpointError, convert
 from universal.files import torch_file
 

@@ -7,7 +7,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from helpers import (
+
+from tests.support.helpers import (
     MODEL,
     assert_equal_to_deepspeed,
     edit,
@@ -16,8 +17,7 @@ from helpers import (
     not_converted,
     slow,
 )
-
-from measure.ranks import run
+from tests.support.ranks import run
 
 MODELS = "mp_rank_*_model_states.pt"
 # Parameters that divide among no number of ranks, and some smaller than it.

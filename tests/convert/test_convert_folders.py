@@ -8,7 +8,8 @@ import warnings
 
 import pytest
 import torch
-from helpers import (
+
+from tests.support.helpers import (
     SHAPES,
     content,
     converter,
@@ -19,8 +20,7 @@ from helpers import (
     not_converted,
     settled,
 )
-
-from measure.lay_out import lay_out
+from tests.support.lay_out import lay_out
 from universal import CheckpointError, convert
 from universal.safetensors import export
 

@@ -18,7 +18,9 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from helpers import (
+
+import train
+from tests.support.helpers import (
     SHAPES,
     at_event,
     content,
@@ -32,9 +34,7 @@ from helpers import (
     settled,
     slow,
 )
-
-import train
-from measure.lay_out import groups_of, lay_out
+from tests.support.lay_out import groups_of, lay_out
 from universal import CheckpointError, convert
 from universal.safetensors import export
 

@@ -19,7 +19,8 @@ import numpy
 import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from helpers import (
+
+from tests.support.helpers import (
     MODEL,
     ROOT,
     SHAPES,
@@ -30,9 +31,8 @@ from helpers import (
     load,
     states,
 )
-from toy import same
-
-from measure.lay_out import lay_out
+from tests.support.lay_out import lay_out
+from tests.support.toy import same
 from universal import convert
 
 

@@ -12,9 +12,9 @@ import types
 
 import pytest
 import torch
-from helpers import MODEL, ROOT, content, convert_with_deepspeed, edit, forked, load
 
 import universal
+from tests.support.helpers import MODEL, ROOT, content, convert_with_deepspeed, edit, forked, load
 
 # The archive in tests/data, the files with the weights of each rank, the dicts in which they are
 # there, and the first layer's name.

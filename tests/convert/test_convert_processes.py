@@ -8,9 +8,17 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT, at_event, content, converter, failed, makes_a_file, start_converter
 
-from measure.ranks import PORT
+from tests.support.helpers import (
+    ROOT,
+    at_event,
+    content,
+    converter,
+    failed,
+    makes_a_file,
+    start_converter,
+)
+from tests.support.ranks import PORT
 from universal import convert
 
 

@@ -8,8 +8,8 @@ import random
 
 import pytest
 import torch
-from helpers import MODEL, converter, each_state, edit, failed, not_converted
 
+from tests.support.helpers import MODEL, converter, each_state, edit, failed, not_converted
 from universal import convert
 
 

@@ -9,10 +9,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, slow
 
 from measure.logs import compare
-from measure.ranks import PORT, run
+from tests.support.helpers import ROOT, slow
+from tests.support.ranks import PORT, run
 
 BIN = Path(sys.executable).parent
 SMALL = (

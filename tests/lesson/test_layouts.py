@@ -5,12 +5,12 @@ import json
 import shutil
 
 import pytest
-from helpers import assert_equal_to_deepspeed, edit, slow
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import universal
 from measure.logs import compare, largest, read_log
-from measure.ranks import launch, run
+from tests.support.helpers import assert_equal_to_deepspeed, edit, slow
+from tests.support.ranks import launch, run
 from universal.batches import Share
 from universal.proof import Row
 

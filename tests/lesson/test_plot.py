@@ -7,9 +7,9 @@ import sys
 from unittest.mock import MagicMock
 
 import pytest
-from helpers import forked
 
 import plot as script
+from tests.support.helpers import forked
 
 HEADER = "step,loss,val_loss,lr,grad_norm,loss_scale,tokens_per_second,seconds,"
 

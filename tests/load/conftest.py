@@ -1,8 +1,9 @@
 """A launch costs more than a load: one launch does all that the chosen tests want of a layout."""
 
 import pytest
-from case import play
-from helpers import run_all
+
+from tests.support.case import play
+from tests.support.helpers import run_all
 
 
 @pytest.fixture(scope="module")

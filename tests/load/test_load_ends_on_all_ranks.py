@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import flip
-from toy import begin, make
 
 import universal
-from measure.ranks import launch, run
+from tests.support.helpers import flip
+from tests.support.ranks import launch, run
+from tests.support.toy import begin, make
 from universal.checkpoint import zero
 from universal.errors import RankSilent
 from universal.load import loader, reader, reshard

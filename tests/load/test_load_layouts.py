@@ -3,9 +3,9 @@ are in tests/ranks/layouts.py."""
 
 import layouts
 import pytest
-from case import cases_of, runs_of
 
-from measure.ranks import run
+from tests.support.case import cases_of, runs_of
+from tests.support.ranks import run
 
 CASES = layouts.kinds() | cases_of(layouts)
 

@@ -7,7 +7,8 @@ import models
 import optimizers
 import pytest
 import weights
-from case import cases_of, runs_of
+
+from tests.support.case import cases_of, runs_of
 
 CASES = cases_of(weights, models, optimizers, interrupted, by_deepspeed)
 

@@ -3,7 +3,8 @@ refused by the line that says why. The cases are in tests/ranks/routes.py."""
 
 import pytest
 import routes
-from case import cases_of, runs_of
+
+from tests.support.case import cases_of, runs_of
 
 CASES = cases_of(routes)
 

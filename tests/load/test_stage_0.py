@@ -3,7 +3,8 @@ every precision and on any number of ranks: every state to the bit. Our converte
 
 import pytest
 import stage_0
-from case import cases_of, runs_of
+
+from tests.support.case import cases_of, runs_of
 
 CASES = stage_0.all_pairs() | cases_of(stage_0)
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import whole_and_refused
-from case import case, cases_of, play, runs_of
-from helpers import run_all
 from whole_and_refused import load_bitsandbytes, save_bitsandbytes
 
 import universal
+from tests.support.case import case, cases_of, play, runs_of
+from tests.support.helpers import run_all
 from universal.load import reshard
 from universal.load.engine import Engine
 from universal.load.reader import SavedOptimizer

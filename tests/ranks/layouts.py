@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from case import Case, case, load, printed, refused
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.utils import groups
-from helpers import flip, records
 from models import Vocabulary
 from optimizers import momentum
 from torch import nn
-from toy import differences, make, same, snapshot, split_groups, train
 
+from tests.support.case import Case, case, load, printed, refused
+from tests.support.helpers import flip, records
+from tests.support.toy import differences, make, same, snapshot, split_groups, train
 from universal.errors import RankFailed
 from universal.load.hooks import overridden
 from universal.load.reader import TensorReader

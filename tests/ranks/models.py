@@ -2,7 +2,15 @@
 
 import torch
 import torch.distributed as dist
-from case import (
+from deepspeed import DeepSpeedEngine
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import PipelineModule
+from optimizers import momentum
+from torch import nn
+
+import universal
+from tests.support.case import (
     PRINTED,
     case,
     check_same_state,
@@ -13,15 +21,16 @@ from case import (
     saved,
     train_and_save,
 )
-from deepspeed import DeepSpeedEngine
-from deepspeed.moe.layer import MoE
-from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from deepspeed.pipe import PipelineModule
-from optimizers import momentum
-from torch import nn
-from toy import Net, adam, differences, make, read_truth, snapshot, split_groups, train
-
-import universal
+from tests.support.toy import (
+    Net,
+    adam,
+    differences,
+    make,
+    read_truth,
+    snapshot,
+    split_groups,
+    train,
+)
 from universal import batches
 from universal.load.hooks import overridden
 

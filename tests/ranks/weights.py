@@ -2,7 +2,8 @@
 
 import deepspeed
 import torch
-from case import (
+
+from tests.support.case import (
     case,
     check_same_state,
     check_weights_restored,
@@ -11,7 +12,7 @@ from case import (
     restored,
     train_and_save,
 )
-from toy import make, read_truth, save_truth, snapshot, train
+from tests.support.toy import make, read_truth, save_truth, snapshot, train
 
 
 def save_and_go_on(stage):

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from case import (
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import universal
+from tests.support.case import (
     PRINTED,
     case,
     check_restored,
@@ -20,11 +24,16 @@ from case import (
     saved,
     train_and_save,
 )
-from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from toy import ExtraState, Net, differences, make, read_truth, save_truth, snapshot, train
-
-import universal
+from tests.support.toy import (
+    ExtraState,
+    Net,
+    differences,
+    make,
+    read_truth,
+    save_truth,
+    snapshot,
+    train,
+)
 from universal import mirror
 
 # --------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from helpers import MODEL, ROOT, edit, failed, flip, forked, load
 
 import universal.diff
-from measure.lay_out import lay_out
+from tests.support.helpers import MODEL, ROOT, edit, failed, flip, forked, load
+from tests.support.lay_out import lay_out
 from universal import convert
 from universal.diff import diff
 

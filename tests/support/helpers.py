@@ -15,18 +15,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal as deepspeed_converter
-from toy import same
 
 import ds_to_universal
 import train
 import universal
-from measure.ranks import launch, run_script
+from tests.support.ranks import launch, run_script
+from tests.support.toy import same
 
 # --------------------------------------------------------------------------------------------------
 # 1. ranks: patches for them, what they have logged and seen, and several tasks of one launch

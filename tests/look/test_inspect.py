@@ -11,9 +11,19 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from helpers import MODEL, ROOT, data_of, edit, failed, flip, forked, records, with_bit_flipped
 
-from measure.lay_out import lay_out
+from tests.support.helpers import (
+    MODEL,
+    ROOT,
+    data_of,
+    edit,
+    failed,
+    flip,
+    forked,
+    records,
+    with_bit_flipped,
+)
+from tests.support.lay_out import lay_out
 from universal import CheckpointError, convert
 from universal import inspect as command
 from universal.checkpoint import facts

@@ -19,9 +19,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
-from toy import begin, differences, in_turn, make, read_truth, save_truth, snapshot, train
 
 import universal
+from tests.support.toy import (
+    begin,
+    differences,
+    in_turn,
+    make,
+    read_truth,
+    save_truth,
+    snapshot,
+    train,
+)
 from universal.load.hooks import overridden
 
 PRINTED = io.StringIO()  # by this rank, in this case

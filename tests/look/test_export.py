@@ -12,8 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import zoo
-from helpers import (
+from safetensors.torch import load_file
+
+from tests.support import zoo
+from tests.support.helpers import (
     MODEL,
     at_event,
     convert_with_deepspeed,
@@ -22,12 +24,10 @@ from helpers import (
     load,
     with_bit_flipped,
 )
-from safetensors.torch import load_file
-from toy import same
-from zoo import TAG, Job
-
-from measure.lay_out import lay_out
-from measure.ranks import run
+from tests.support.lay_out import lay_out
+from tests.support.ranks import run
+from tests.support.toy import same
+from tests.support.zoo import TAG, Job
 from universal import CheckpointError, convert
 from universal import safetensors as command
 from universal.safetensors import export

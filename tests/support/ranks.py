@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import deepspeed
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # What DeepSpeed imports when it makes an engine, at each stage, and what the scripts import.
 for name in (

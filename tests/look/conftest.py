@@ -1,0 +1,1 @@
+from tests.support.fixtures import laid_out, tmp_path  # noqa: F401
