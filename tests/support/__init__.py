@@ -1,1 +1,1 @@
-"""What several folders of tests use, and measure\/: checkpoints, engines, the launcher of ranks."""
+"""What several folders of tests use, and measure/: checkpoints, engines, the launcher of ranks."""

@@ -30,6 +30,7 @@ from universal.files.sources import (
     Extent,
     OpenFile,
     Record,
+    Source,
     append_crc,
     checksum,
     keep_open,
@@ -68,11 +69,11 @@ KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 class Tensor(NamedTuple):
     """A tensor without its elements.
 
-    storage: where they are: a Record, bytes, or a source (sources.py). offset, stride: in
+    storage: where they are. offset, stride: in
     elements. dtype: "float32", "uint16".
     """
 
-    storage: Any
+    storage: Record | bytes | Source
     offset: int
     size: tuple
     stride: tuple
@@ -205,7 +206,7 @@ def has_gaps(tensor: Tensor) -> bool:
     return all(tensor.size) and any(n > 1 and stride != wanted for n, stride, wanted in strides)
 
 
-def contiguous(dtype: str, storage: Any, shape: Sequence[int]) -> Tensor:
+def contiguous(dtype: str, storage: Record | bytes | Source, shape: Sequence[int]) -> Tensor:
     """A tensor without gaps, at the beginning of its storage."""
     return Tensor(storage, 0, tuple(shape), contiguous_strides(shape), False, dtype)
 
