@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import universal
-from tests.support.helpers import flip
+from tests.support.files import flip
 from tests.support.ranks import launch, run
 from tests.support.toy import begin, make
 from universal.checkpoint import zero

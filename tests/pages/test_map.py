@@ -4,7 +4,7 @@ tests exist."""
 import ast
 import re
 
-from tests.support.helpers import ROOT
+from tests.support import ROOT
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 MAP, TESTS = PAGE.split("## Tests")

@@ -16,7 +16,7 @@ from optimizers import momentum
 from torch import nn
 
 from tests.support.case import Case, case, load, printed, refused
-from tests.support.helpers import flip, records
+from tests.support.files import flip, records
 from tests.support.toy import differences, make, same, snapshot, split_groups, train
 from universal.errors import RankFailed
 from universal.load.hooks import overridden

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import SHAPES, edit
-from tests.support.lay_out import lay_out
+from tests.support.files import SHAPES, edit
 
 
 @pytest.fixture
@@ -24,6 +23,7 @@ def tmp_path(tmp_path):
 def laid_out(tmp_path):
     """laid_out(stage, model=change, shard=change): a checkpoint of 2 ranks, with the parameters a,
     b and c in 2 groups or those of other shapes, in tmp_path/c; its contents changed."""
+    from tests.support.lay_out import lay_out  # which needs DeepSpeed
 
     def make(stage=1, model=None, shard=None, shapes=SHAPES):
         folder = tmp_path / "c"

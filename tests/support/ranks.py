@@ -15,13 +15,12 @@ import sys
 import tempfile
 import time
 import traceback
-from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT
 
 # What DeepSpeed imports when it makes an engine, at each stage, and what the scripts import.
 for name in (
