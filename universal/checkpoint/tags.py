@@ -16,7 +16,8 @@ from universal.files.torch_file import load
 class Tag(NamedTuple):
     """A checkpoint in a folder. step, written: of its model states, and when they were written.
 
-    is_saved: by DeepSpeed, and not converted, which may be long after.
+    is_saved: whether DeepSpeed saved it. A conversion may have been written long after its step, so
+    its time says nothing of where the run went.
     """
 
     name: str

@@ -16,7 +16,7 @@ UNSAVED = {  # what DeepSpeed saves in no file
 
 
 def kind_with_unsaved(zero_config: dict) -> str | None:
-    """Which of UNSAVED the options of zero_optimization ask for."""
+    """The key of UNSAVED that these options of zero_optimization ask for; None if all is saved."""
     if zero_config.get("zenflow") is not None:
         return "ZenFlow"
     offload = zero_config.get("offload_optimizer")

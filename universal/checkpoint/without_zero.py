@@ -221,7 +221,10 @@ def place_all(weights, names, groups, opened):
 
 
 def places_of(weights, group):
-    """[Stepped], where the weights are; NOWHERE if they do not fill the group."""
+    """The Stepped of each weight, in their order: a tensor of its own, or a place in the flat one.
+
+    If the weights do not fill the group, nobody knows which is where: then all are NOWHERE.
+    """
     if len(weights) == len(group):
         return group
     ends = [*itertools.accumulate(math.prod(weight.size) for weight in weights)]

@@ -68,7 +68,7 @@ class SavedShard(NamedTuple):
 
     stage: 1, 2 or 3. optimizer_class: of DeepSpeed's. content: as it was saved.
     optimizer: the state dict of PyTorch's. Of each flat tensor: masters, in fp32; slice_sizes:
-    elements of a rank's slice, padding included; ranks: of how many.
+    elements of a rank's slice, padding included; ranks: how many ranks have a slice of it.
     """
 
     path: Path
@@ -168,9 +168,16 @@ class Cut(NamedTuple):
     """Where a parameter lies in the flat tensors of its ranks: a formula, not a list of pieces.
 
     ZeRO-1 and 2: the parameters of a group are laid end to end and cut into one slice per rank.
-        origin: where it begins in them. share: elements of a slice. start: 0.
+        origin: the element of the group at which the parameter begins. share: elements of a slice.
+        start: 0.
     ZeRO-3: every parameter is cut by itself.
-        origin: 0. share: ceil(numel / ranks). start: where it begins in every rank's flat tensor.
+        origin: 0. share: ceil(numel / ranks), which each rank has of it. start: the element of
+        every rank's flat tensor at which it begins.
+
+        Cut(origin=1000, share=256, start=0, numel=300)  # elements 1000 to 1299 of the group: on
+                                                         # ranks 3, 4 and 5
+        Cut(origin=0, share=75, start=512, numel=300)    # on each of 4 ranks, elements 512 to 586
+                                                         # of its flat tensor
     """
 
     origin: int

@@ -25,7 +25,11 @@ MOST = 1 << 24  # bytes that are read at a time; whole elements of any kind
 
 
 class Block(NamedTuple):
-    """A box of elements in a part, and in the whole. Strides and offsets are in elements."""
+    """A box of elements in a part, and in the whole. Strides and offsets are in elements.
+
+    Block(part=1, shape=(4, 3), stride=(3, 1), offset=0, whole_stride=(6, 1), whole_offset=3)
+    # a part of 4 x 3 is the right half of a matrix of 4 x 6
+    """
 
     part: int
     shape: tuple
