@@ -35,7 +35,8 @@ from universal.files.sources import (
     portions,
     width,
 )
-from universal.files.torch_file import Stub, Tensor, number_in, packed
+from universal.files.torch_file import Stub, Tensor, number_in
+from universal.files.torch_writer import packed
 from universal.write.console import bar, in_one_line
 from universal.write.screen import WIDTH, counted, short, size, wrapped
 

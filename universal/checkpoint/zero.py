@@ -22,10 +22,10 @@ from universal.files.torch_file import (
     extent_of,
     load,
     number_in,
-    pickled,
     read_scalar,
     tensor_of,
 )
+from universal.files.torch_writer import pickled
 
 # --------------------------------------------------------------------------------------------------
 # 1. one shard
