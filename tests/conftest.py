@@ -18,3 +18,21 @@ if os.environ.setdefault("DS_ACCELERATOR", "cpu") == "cpu":
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture
+def laid_out(tmp_path):
+    """laid_out(stage, model=change, shard=change): a checkpoint of 2 ranks, with the parameters a,
+    b and c in 2 groups or those of other shapes, in tmp_path/c; its contents changed."""
+    from tests.support.files import SHAPES, edit
+    from tests.support.lay_out import lay_out  # which needs DeepSpeed
+
+    def make(stage=1, model=None, shard=None, shapes=None):
+        folder = tmp_path / "c"
+        lay_out(folder, shapes or SHAPES, 2, stage)
+        for pattern, change in (("*_model_*", model), ("*_optim_*", shard)):
+            if change:
+                edit(folder, pattern, change)
+        return folder
+
+    return make

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from universal.checkpoint.describe import describe, paths_of
 from universal.checkpoint.facts import facts_of, settings_on
-from universal.checkpoint.tags import list_tags, newest_first
+from universal.checkpoint.tags import is_checkpoint, list_tags, newest_first
 from universal.checkpoint.types import Checkpoint, Described
 from universal.checkpoint.without_zero import ROUNDED, NeedsEngine, rounded
 from universal.errors import CheckpointError
@@ -88,7 +88,7 @@ def places_in(folder, tag, says):
         raise CheckpointError(f"{folder} cannot be read: permission denied")
     if tag is not None:
         places = {tag: folder / tag} if (folder / tag).is_dir() else {}
-    elif any(folder.glob("*_states.pt")):
+    elif is_checkpoint(folder):
         places = {os.path.basename(os.path.abspath(folder)): folder}
     else:
         places = {name: folder / name for name in list_tags(folder)}

@@ -20,20 +20,9 @@ from types import SimpleNamespace
 import pytest
 
 import train
-from tests.support.helpers import (
-    SHAPES,
-    at_event,
-    content,
-    converter,
-    each_state,
-    edit,
-    failed,
-    flip,
-    forked,
-    makes_a_file,
-    settled,
-    slow,
-)
+from tests.support.commands import at_event, converter, failed, forked, makes_a_file, slow
+from tests.support.conversions import settled
+from tests.support.files import SHAPES, content, each_state, edit, flip
 from tests.support.lay_out import groups_of, lay_out
 from universal import CheckpointError, convert
 from universal.safetensors import export

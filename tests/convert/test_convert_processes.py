@@ -9,15 +9,9 @@ import time
 
 import pytest
 
-from tests.support.helpers import (
-    ROOT,
-    at_event,
-    content,
-    converter,
-    failed,
-    makes_a_file,
-    start_converter,
-)
+from tests.support import ROOT
+from tests.support.commands import at_event, converter, failed, makes_a_file, start_converter
+from tests.support.files import content
 from tests.support.ranks import PORT
 from universal import convert
 

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from measure import traps
 from measure.logs import compare, read_log
-from tests.support.helpers import ROOT, refused
+from tests.support import ROOT
+from tests.support.helpers import refused
 from tests.support.ranks import launch, run
 
 

@@ -16,7 +16,9 @@ import pytest
 
 from measure import machines
 from measure.logs import compare, steps
-from tests.support.helpers import ROOT, at_step, forked, hang, kill, slow, told_to_stop
+from tests.support import ROOT
+from tests.support.commands import forked, hang, kill, slow, told_to_stop
+from tests.support.helpers import at_step
 from tests.support.ranks import launch, run
 from universal import elastic
 

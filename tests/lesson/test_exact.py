@@ -8,7 +8,7 @@ import torch
 
 import universal
 from measure.logs import COLUMNS, compare
-from tests.support.helpers import slow
+from tests.support.commands import slow
 from tests.support.ranks import ends_after, launch, run
 from universal import exact
 from universal.batches import Share

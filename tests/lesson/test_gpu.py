@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.support.helpers import ROOT
+from tests.support import ROOT
 
 
 def gpu(folder, *arguments):

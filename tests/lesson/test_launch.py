@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from measure.logs import compare
-from tests.support.helpers import ROOT, slow
+from tests.support import ROOT
+from tests.support.commands import slow
 from tests.support.ranks import PORT, run
 
 BIN = Path(sys.executable).parent

@@ -9,7 +9,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import universal
 from measure.logs import compare, largest, read_log
-from tests.support.helpers import assert_equal_to_deepspeed, edit, slow
+from tests.support.commands import slow
+from tests.support.conversions import assert_equal_to_deepspeed
+from tests.support.files import edit
 from tests.support.ranks import launch, run
 from universal.batches import Share
 from universal.proof import Row

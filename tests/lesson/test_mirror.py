@@ -17,7 +17,10 @@ from typing import NamedTuple
 import pytest
 
 from measure.logs import COLUMNS, compare, steps
-from tests.support.helpers import MODEL, ROOT, at_step, flip, hang, kill, slow, told_to_stop
+from tests.support import ROOT
+from tests.support.commands import hang, kill, slow, told_to_stop
+from tests.support.files import MODEL, flip
+from tests.support.helpers import at_step
 from tests.support.ranks import launch, run
 
 COMMON = (

@@ -3,13 +3,12 @@
 import csv
 import math
 import os
-import sys
 from unittest.mock import MagicMock
 
 import pytest
 
 import plot as script
-from tests.support.helpers import forked
+from tests.support.commands import command
 
 HEADER = "step,loss,val_loss,lr,grad_norm,loss_scale,tokens_per_second,seconds,"
 
@@ -27,17 +26,15 @@ def falling(begin, end):
     return {step: 5.0 - 0.25 * step for step in range(begin, end + 1)}
 
 
-def plot(folder, *arguments):
+def plot(folder, *words):
     """What it says; it draws where an output is named."""
 
-    def main():
+    def prepare():
         os.chdir(folder)
-        if "--output" not in arguments:
+        if "--output" not in words:
             script.draw = lambda *_: MagicMock()
-        sys.argv = ["plot.py", *map(str, arguments)]
-        script.main()
 
-    return forked(main)()
+    return command(script.main, *words, before=prepare)
 
 
 @pytest.fixture

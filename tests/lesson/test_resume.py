@@ -14,7 +14,9 @@ import torch
 import train
 import universal
 from measure.logs import compare, read_log, steps
-from tests.support.helpers import each_row_once, edit, fp16_is, record_rows, slow
+from tests.support.commands import slow
+from tests.support.files import edit
+from tests.support.helpers import each_row_once, fp16_is, record_rows
 from tests.support.ranks import launch, run
 
 # With the size of a micro-batch behind it.

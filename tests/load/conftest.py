@@ -2,8 +2,13 @@
 
 import pytest
 
-from tests.support.case import play
+from tests.support.case import play, runs_of
 from tests.support.helpers import run_all
+
+
+def pytest_generate_tests(metafunc):
+    if metafunc.function.__name__ == "test_case":
+        metafunc.parametrize("name, stage, ranks", runs_of(metafunc.module.CASES))
 
 
 @pytest.fixture(scope="module")

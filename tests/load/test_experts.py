@@ -13,7 +13,7 @@ import torch
 from experts import Life
 
 import universal
-from tests.support.helpers import edit, flip, load, records
+from tests.support.files import edit, flip, load, records
 from tests.support.ranks import run
 from universal.errors import CheckpointError
 from universal.load.live_experts import check_autoep

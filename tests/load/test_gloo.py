@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from tests.support import toy
-from tests.support.helpers import ROOT
+from tests.support import ROOT, toy
 from tests.support.ranks import run
 from universal.errors import RankSilent
 from universal.load.collective import process_group

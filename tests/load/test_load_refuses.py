@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.support.files import flip
 from tests.support.harms import (
     FIRST_MODEL,
     LAST_MODEL,
@@ -61,7 +62,7 @@ from tests.support.harms import (
     write,
     written_at,
 )
-from tests.support.helpers import flip, run_all
+from tests.support.helpers import run_all
 from tests.support.ranks import run
 
 SCRIPT = "tests/ranks/damage.py"

@@ -12,7 +12,8 @@ import torch
 
 import universal
 from tests.support import zoo
-from tests.support.helpers import assert_equal_to_deepspeed, content, load
+from tests.support.conversions import assert_equal_to_deepspeed
+from tests.support.files import content, load
 from tests.support.ranks import run
 from tests.support.toy import differences, read_truth, same
 from tests.support.zoo import DTYPES, KEYS, SAVED, STATES, TAG, Job

@@ -9,7 +9,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from tests.support.helpers import ROOT
+from tests.support import ROOT
 
 WHERE = """
 import deepspeed, universal

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.support.helpers import ROOT
+from tests.support import ROOT
 
 START = ROOT / "universal" / "start"
 SITE = "sitecustomize.py"

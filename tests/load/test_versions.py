@@ -6,7 +6,7 @@ import sys
 import deepspeed
 import pytest
 
-from tests.support.helpers import ROOT
+from tests.support import ROOT
 from universal.load.versions import NEWEST_TRIED, doubts, say_doubts
 
 WRONG = "computes wrong gradients at ZeRO-2 with gradient accumulation"

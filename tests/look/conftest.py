@@ -1,1 +1,1 @@
-from tests.support.fixtures import laid_out, tmp_path  # noqa: F401
+from tests.support.fixtures import tmp_path  # noqa: F401

@@ -14,21 +14,16 @@ import pytest
 import torch
 
 import universal.diff
-from tests.support.helpers import MODEL, ROOT, edit, failed, flip, forked, load
+from tests.support import ROOT
+from tests.support.commands import command, failed
+from tests.support.files import MODEL, edit, flip, load
 from tests.support.lay_out import lay_out
 from universal import convert
 from universal.diff import diff
 
 
-def compared(*words, before=lambda: None):
-    """The command's exit code, and what it says. before() is called ahead of it."""
-
-    def work():
-        before()
-        sys.argv = ["diff.py", *map(str, words)]
-        universal.diff.main()
-
-    return forked(work)()
+def compared(*words, **options):
+    return command(universal.diff.main, *words, **options)
 
 
 def add_more(model):

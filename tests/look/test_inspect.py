@@ -12,20 +12,11 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from tests.support.helpers import (
-    MODEL,
-    ROOT,
-    data_of,
-    edit,
-    failed,
-    flip,
-    forked,
-    records,
-    with_bit_flipped,
-)
+from tests.support import ROOT
+from tests.support.commands import command, failed
+from tests.support.files import MODEL, data_of, edit, flip, records, with_bit_flipped
 from tests.support.lay_out import lay_out
-from universal import CheckpointError, convert
-from universal import inspect as command
+from universal import CheckpointError, convert, inspect
 from universal.checkpoint import facts
 from universal.inspect import look
 from universal.write import screen
@@ -41,15 +32,8 @@ CONFIG = {
 }
 
 
-def inspected(*words, before=lambda: None):
-    """The command's exit code, and what it says. before() is called ahead of it."""
-
-    def work():
-        before()
-        sys.argv = ["inspect.py", *map(str, words)]
-        command.main()
-
-    return forked(work)()
+def inspected(*words, **options):
+    return command(inspect.main, *words, **options)
 
 
 def add_more(model):
@@ -169,7 +153,7 @@ def test_damage(source, tmp_path, universal):
 
 def test_every_record(source):
     """One bit of any record of any file is seen; of a file that is read in many spans, too."""
-    pytest.MonkeyPatch().setattr(command, "SPAN", 16)
+    pytest.MonkeyPatch().setattr(inspect, "SPAN", 16)
     seen = 0
     for path in source.glob("*.pt"):
         before = path.read_bytes()

@@ -8,7 +8,8 @@ import experts
 import kinds
 import pytest
 
-from tests.support.helpers import ROOT, convert_with_deepspeed
+from tests.support import ROOT
+from tests.support.conversions import convert_with_deepspeed
 from tests.support.ranks import run
 from universal import convert
 from universal.diff import diff

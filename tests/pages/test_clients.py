@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from measure.logs import compare
-from tests.support.helpers import ROOT
+from tests.support import ROOT
 from tests.support.ranks import launch, run
 
 clients = pytest.mark.clients

@@ -15,7 +15,7 @@ import nbformat
 import pytest
 
 from measure.lesson import without_answers
-from tests.support.helpers import ROOT
+from tests.support import ROOT
 from tests.support.ranks import launch
 
 NOTEBOOK = json.loads((ROOT / "docs" / "lesson.ipynb").read_text())

@@ -23,7 +23,7 @@ import universal.mirror
 import universal.safetensors
 import universal.trainer
 from measure.logs import compare
-from tests.support.helpers import ROOT
+from tests.support import ROOT
 from tests.support.ranks import run
 
 

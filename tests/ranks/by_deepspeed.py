@@ -10,7 +10,8 @@ from optimizers import OfItsRank, SliceNorm
 
 import universal
 from tests.support.case import case, load, printed, refused, saved, train_and_save
-from tests.support.helpers import convert_with_deepspeed, flip, records
+from tests.support.conversions import convert_with_deepspeed
+from tests.support.files import flip, records
 from tests.support.toy import differences, make, read_truth, save_truth, snapshot, train
 
 of_slices = functools.partial(make, optimizer=SliceNorm)

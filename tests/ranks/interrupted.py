@@ -21,7 +21,7 @@ from tests.support.case import (
     saved,
     train_and_save,
 )
-from tests.support.helpers import flip, records
+from tests.support.files import flip, records
 from tests.support.toy import differences, make, read_truth, save_truth, snapshot, train
 from universal import mirror
 from universal.errors import RankFailed

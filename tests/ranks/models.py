@@ -125,32 +125,6 @@ def empty_parameters(stage):
     restored(stage, "u", net=Empty)
 
 
-class Forgetful(nn.Module):
-    """Resets what a state that it loads does not name, as detectron2's frozen BatchNorm does."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.randn(8))
-        self.register_buffer("deviation", torch.rand(8))
-
-    def _load_from_state_dict(self, state_dict, prefix, *rest):
-        for name, buffer in self.named_buffers():
-            state_dict.setdefault(prefix + name, torch.zeros_like(buffer))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-class TwoForgetful(Net):
-    def __init__(self):
-        super().__init__()
-        self.one = Forgetful()
-        self.two = Forgetful()
-
-
-@case(saved(net=TwoForgetful))
-def modules_that_reset(stage):
-    restored(stage, net=TwoForgetful)
-
-
 class Vocabulary(nn.Module):
     """Its extra state is no tensor."""
 

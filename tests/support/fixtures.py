@@ -1,13 +1,10 @@
-"""Fixtures of the tests that read or convert files."""
+"""Fixtures of the folders whose tests read or convert files."""
 
 import os
 import tempfile
 from pathlib import Path
 
 import pytest
-
-from tests.support.helpers import SHAPES, edit
-from tests.support.lay_out import lay_out
 
 
 @pytest.fixture
@@ -18,19 +15,3 @@ def tmp_path(tmp_path):
     above = memory if os.access(memory, os.W_OK) else tmp_path
     with tempfile.TemporaryDirectory(dir=above) as folder:
         yield Path(folder)
-
-
-@pytest.fixture
-def laid_out(tmp_path):
-    """laid_out(stage, model=change, shard=change): a checkpoint of 2 ranks, with the parameters a,
-    b and c in 2 groups or those of other shapes, in tmp_path/c; its contents changed."""
-
-    def make(stage=1, model=None, shard=None, shapes=SHAPES):
-        folder = tmp_path / "c"
-        lay_out(folder, shapes, 2, stage)
-        for pattern, change in (("*_model_*", model), ("*_optim_*", shard)):
-            if change:
-                edit(folder, pattern, change)
-        return folder
-
-    return make

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 import universal
-from tests.support.helpers import edit, flip, load, records, with_bit_flipped
+from tests.support.files import edit, flip, load, records, with_bit_flipped
 
 
 class Files(NamedTuple):

@@ -61,9 +61,10 @@ from universal.checkpoint.module_states import client_state_of, config_of, degre
 from universal.checkpoint.next_steps import read_rows
 from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Described
 from universal.checkpoint.without_zero import unnamed_states
+from universal.checkpoint.zero import saved_stage
 from universal.files.schema import is_natural
 from universal.files.sources import nbytes_of
-from universal.files.torch_file import Stub, extent_of
+from universal.files.torch_file import extent_of
 
 PLAIN = (bool, int, float, str)
 LONGEST = 16  # list or dict of which all is shown
@@ -114,12 +115,9 @@ def facts_of(described: Described, told: bool = True) -> dict[str, Any]:
 
 
 def stage_of(described):
-    """0 to 3, as it was saved: the Description's 1 is 2, too, and a universal one's is None."""
-    stage = described.raw.optimizer.get("zero_stage")
-    if isinstance(stage, Stub) and stage.args:
-        return stage.args[0]
+    """0 to 3, also of what was converted; BF16_Optimizer has a stage in the config alone."""
     config = config_of(described.raw.models[0], "zero_optimization")
-    return config.get("stage", described.checkpoint.stage)
+    return saved_stage(described.raw.optimizer) or config.get("stage", described.checkpoint.stage)
 
 
 def layout_of(described):
@@ -146,8 +144,8 @@ def dtype_of(checkpoint, model):
     for name in (*BF16_SECTIONS, "fp16"):
         if config_of(model, name).get("enabled") is True:
             return "fp16" if name == "fp16" else "bf16"
-    if checkpoint.layout and checkpoint.layout.bf16:
-        return "bf16"
+    if checkpoint.layout and checkpoint.layout.dtype != "fp32":
+        return checkpoint.layout.dtype
     autocast = config_of(model, "torch_autocast")
     if autocast.get("enabled") is True:
         return f"fp32, autocast to {autocast.get('dtype', 'float16')}"
