@@ -5,10 +5,10 @@ import torch.distributed as dist
 import transformers
 from layouts import reset_mesh
 from torch import nn
-from toy import begin, differences, make, snapshot
 from transformers.pytorch_utils import Conv1D
 
 import universal
+from tests.support.toy import begin, differences, make, snapshot
 
 SMALL = {
     "vocab_size": 128,

@@ -11,12 +11,12 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
-from helpers import run_all
 from random_layouts import pieces_of, values_of
 from torch import nn
-from toy import begin, in_turn
 
 import universal
+from tests.support.helpers import run_all
+from tests.support.toy import begin, in_turn
 from universal.load.engine import Engine
 
 LAYOUTS = [  # pipeline x tensor x data

@@ -18,6 +18,7 @@ from universal.checkpoint.experts import read_experts, teams_of
 from universal.checkpoint.module_states import (
     config_of,
     degrees_of,
+    dtype_of_weights,
     keep_untrained,
     module_state,
     modules_of_layers,
@@ -128,7 +129,7 @@ def is_of_its_config(save):
     checkpoint, raw = save.described
     model = raw.models[0]
     bf16 = any(config_of(model, section).get("enabled") for section in BF16_SECTIONS)
-    return bf16 == checkpoint.layout.bf16 or not config_of(model)
+    return bf16 == (checkpoint.layout.dtype == "bf16") or not config_of(model)
 
 
 def find_shards(folder: Path) -> dict:
@@ -200,6 +201,7 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
     problems = other_steps(model_paths[0], shards, model, parameters, shard.stage)
     state = optimizer_state(shard.optimizer, rank_dependent)
     problems += problem_of_loss(shards[0], parameters, state)
+    dtype = dtype_of_weights(model, shards[0].name.startswith("bf16_"))
     if model["module"] is not None:
         model = model | {"module": model["module"] | experts.state}
         with naming(model_paths[0]):
@@ -213,7 +215,9 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
             )
             problems.append(Problem(True, text))
     files = [*model_paths, *experts.files, *shards]
-    return ModelParallelRank(model, shard, parameters, settings, rank_dependent, problems, files)
+    return ModelParallelRank(
+        model, dtype, shard, parameters, settings, rank_dependent, problems, files
+    )
 
 
 def check_present(folder, paths, ranks):
@@ -315,20 +319,12 @@ def describe_zero(folder, shards, pool, opened):
     check_complete(folder, shards, tensor, pipeline)
     others = range(1, tensor * pipeline)
     ranks = [first, *(describe_ranks(folder, i, shards[i], pool, opened) for i in others)]
-    layout = Layout(
-        optimizer_class=first.shard.optimizer_class,
-        ranks=first.model["dp_world_size"],
-        bf16=shards[0][0].name.startswith("bf16_"),
-        tensor=tensor,
-        pipeline=pipeline,
-    )
-    return join_all(folder, ranks, layout)
+    return join_all(folder, ranks, tensor, pipeline)
 
 
-def join_all(folder, ranks, layout):
+def join_all(folder, ranks, tensor, pipeline):
     """What describe() returns, of all ModelParallelRanks."""
     first = ranks[0]
-    tensor = layout.tensor
     joiner = TensorParallel(first.model.get(INFO_KEY), tensor, folder)
     param_groups, ranks, problems = join_groups(folder, ranks, tensor)
     parameters, rank_dependent = join_ranks(folder, ranks, joiner)
@@ -339,7 +335,13 @@ def join_all(folder, ranks, layout):
     if kind:
         problems.append(Problem(True, f"{folder}: no file holds {UNSAVED[kind]}"))
     used = {path.name for rank in ranks for path in rank.files}
-    layout = layout._replace(optimizer_class=kind or layout.optimizer_class)
+    layout = Layout(
+        optimizer_class=kind or first.shard.optimizer_class,
+        shards=first.model["dp_world_size"] if first.shard.stage else 1,
+        dtype=first.dtype,
+        tensor=tensor,
+        pipeline=pipeline,
+    )
     description = Checkpoint(
         folder=folder,
         stage=first.shard.stage,

@@ -22,11 +22,12 @@ from universal.checkpoint.module_states import (
     WITHOUT_ZERO,
     config_of,
     degrees_of,
+    dtype_of_weights,
     identity,
     keep_untrained,
     modules_of_layers,
 )
-from universal.checkpoint.types import Layout, Parameter, RawStates
+from universal.checkpoint.types import Parameter, RawStates
 from universal.checkpoint.zero import (
     OPTIMIZER,
     ModelParallelRank,
@@ -112,8 +113,8 @@ def describe_whole(
     names: list[list[str]] | None,
     tied: dict[int, str] | None,
     opened: OpenFile,
-) -> tuple[list[ModelParallelRank], Layout]:
-    """The ranks of a Checkpoint that was saved without ZeRO, and its layout.
+) -> tuple[list[ModelParallelRank], int, int]:
+    """(the ranks of a Checkpoint that was saved without ZeRO, tensor, pipeline degree).
 
     model: as of read_whole(). names: of the trained parameters, by group, in the order in which the
     optimizer got them, of all pipeline stages; None if nobody knows. tied: {number: key}
@@ -141,8 +142,7 @@ def describe_whole(
         describe_rank(rank, names_of_stages[i // tensor], lost, opened)
         for i, rank in enumerate(ranks)
     ]
-    bf16 = any(weight.dtype == "bfloat16" for weight in ranks[0].weights.values())
-    return described, Layout(class_of(ranks[0].optimizer), 1, bf16, tensor, pipeline)
+    return described, tensor, pipeline
 
 
 def read_rank(path, model):
@@ -166,6 +166,8 @@ def describe_rank(rank, names, lost, opened):
             OrderedDict((name, rank.weights[name].size) for name in of_group) for of_group in names
         ]
         model = rank.model | {"optimizer": None, "param_shapes": shapes}
+        is_bf16 = "bfloat16" in {weight.dtype for weight in rank.weights.values()}
+        dtype = dtype_of_weights(model, is_bf16)
         if model["module"] is not None:
             model, _ = keep_untrained(model, parameters)
         content = optimizer_settings(rank.path, rank.optimizer, model)
@@ -176,7 +178,7 @@ def describe_rank(rank, names, lost, opened):
     problems = problem_of_loss(rank.path, parameters, optimizer_state(optimizer, unsliced))
     settings = settings_of(shard, opened)
     return ModelParallelRank(
-        model, shard, parameters, settings, unsliced | lost, problems, [rank.path]
+        model, dtype, shard, parameters, settings, unsliced | lost, problems, [rank.path]
     )
 
 
@@ -259,7 +261,10 @@ def place_all(weights, names, groups, opened):
 
 
 def places_of(weights, group):
-    """[Stepped], where the weights are; NOWHERE if they do not fill the group."""
+    """The Stepped of each weight, in their order: a tensor of its own, or a place in the flat one.
+
+    If the weights do not fill the group, nobody knows which is where: then all are NOWHERE.
+    """
     if len(weights) == len(group):
         return group
     ends = [*itertools.accumulate(math.prod(weight.size) for weight in weights)]
