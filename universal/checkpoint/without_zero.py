@@ -117,8 +117,8 @@ def describe_whole(
     """(the ranks of a Checkpoint that was saved without ZeRO, tensor, pipeline degree).
 
     model: as of read_whole(). names: of the trained parameters, by group, in the order in which the
-    optimizer got them, of all pipeline stages; None if nobody knows. tied: {number: key}
-    of a pipeline's layers. Without a place in the optimizer, parameters have their weights alone.
+    optimizer got them, of all pipeline stages; None if nobody knows. tied: {number: key} of a
+    pipeline's layers. Without a place in the optimizer, parameters have their weights alone.
     Raises: CheckpointError.
     """
     tensor, pipeline = degrees_of(model, len([*folder.glob("mp_rank_*_model_states.pt")]))
@@ -423,10 +423,9 @@ def without_places(ranks, tensor, names):
 
 def homes_of(name, tied, weights):
     """The numbers of the layers that have a parameter; several, if they are tied."""
-    first, rest = name.split(".", 1)
     if not is_tied(name):
-        return {int(first)} if name in weights else set()
-    key, _, rest = rest.partition(".")
+        return {int(name.split(".")[0])} if name in weights else set()
+    _, key, rest = name.split(".", 2)
     layers = (layer for layer in tied if tied[layer] == key)
     return {layer for layer in layers if f"{layer}.{rest}" in weights}
 
