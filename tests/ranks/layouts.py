@@ -219,7 +219,7 @@ def save_of_each_rank(stage):
     engine.save_checkpoint(".", "t", {"rank": dist.get_rank()})
 
 
-@tensor_parallel(quick_stages=(1, 3), save=save_of_each_rank)
+@tensor_parallel((0, 1, 2, 3), (0, 1, 3), save=save_of_each_rank)
 def of_each_rank(stage):
     """On as many tensor-parallel ranks each gets its own buffers and client state."""
     reason = "calls is in no optimizer, and not the same on all tensor-parallel ranks"

@@ -384,8 +384,6 @@ def split_pipeline(folder, ranks, tensor, names, tied, opened):
     order of the layers, it has as many as its optimizer, and of the shapes of their states. If that
     leaves no choice or several, there are no names.
     """
-    if names == []:
-        return ranks, [[]] * (len(ranks) // tensor)
     if names is None:
         raise NeedsEngine(
             "a pipeline saved it without ZeRO: which parameters a stage has trained, only an "
@@ -402,6 +400,8 @@ def split_pipeline(folder, ranks, tensor, names, tied, opened):
         for i, rank in enumerate(ranks)
     ]
     numbers = sorted(set().union(*homes.values()))
+    if not numbers:
+        return ranks, [[]] * (len(ranks) // tensor)
     is_sorted = all(are_in_order(of_group, homes) for of_group in names)
 
     def fits(rank, layers):
