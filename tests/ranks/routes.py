@@ -341,6 +341,7 @@ BF16 = {"enabled": True}
 
 
 LINEAR = LayerSpec(nn.Linear, 8, 8)
+ALIKE = [LayerSpec(nn.Linear, 8, 8, bias=False)] * 3  # no shape tells their order
 
 
 def backwards(parameters):
@@ -353,7 +354,7 @@ def save_pipelines_without_zero(stage):
     engine.save_checkpoint(".", tag="lacking")
     engine.save_checkpoint(".", tag="damaged")
     torch.save(state_of(engine), f"truth.{dist.get_rank()}")
-    engine = pipeline(2, LINEAR, LINEAR, zero=0, optimizer=backwards)
+    engine = pipeline(2, *ALIKE, zero=0, optimizer=backwards)
     train_pipeline(engine)
     engine.save_checkpoint(".", tag="backwards")
     dist.barrier()
@@ -377,12 +378,12 @@ def pipelines_without_zero(stage):
             train_pipeline(engine)
             other = pipeline(stages, LINEAR, LINEAR, zero=zero, optimizer=momentum)
             refused(other, "of another optimizer: it has")
-    engine = pipeline(1, LINEAR, LINEAR, zero=0, optimizer=backwards)
+    engine = pipeline(1, *ALIKE, zero=0, optimizer=backwards)
     untold = "nothing tells which stage had which parameters: it loads on its own ranks only"
     refused(engine, untold, tag="backwards")
     load(engine, "backwards", load_optimizer_states=False)
     if dist.get_world_size() == 2:
-        load(pipeline(2, LINEAR, LINEAR, zero=0, optimizer=backwards), "backwards")
+        load(pipeline(2, *ALIKE, zero=0, optimizer=backwards), "backwards")
     refused(make(0, lambda: Shaped(2, 8)), "trained here, and not in the checkpoint (1): weight")
     engine = pipeline(1, LINEAR, zero=0, bf16=BF16)
     refused(engine, "of BF16_Optimizer without ZeRO, which saves no shapes", tag="bf16")
