@@ -7,7 +7,27 @@ Compares every state of every parameter, in the precision in which it is saved; 
 parameters; hyperparameters, the scheduler, the counters and the client state. Exit code 0: no
 number of a tensor differs by more than the tolerance, and nothing else differs; 1: something does;
 2: one of them is damaged, or there is none. Torch is needed only where numbers differ. If the
-package is installed, the command is ds_diff."""
+package is installed, the command is ds_diff.
+
+--json prints an object with these keys:
+
+    folders: the two that were compared
+    tolerance: as it was given
+    same: whether the exit code is 0
+    tensors: how many both sides have
+    equal: how many of them are equal bit by bit
+    bytes: compared on each side
+    gaps: the other tensors, the largest difference first
+    others: what else differs, in lines
+
+The keys of a gap:
+
+    name: of the parameter and its state, or of the buffer
+    of: its elements
+    absolute: the largest difference; null if only one of two is a finite number
+    relative: the largest, to the larger of two numbers; null likewise
+    elements: how many differ
+"""
 
 import argparse
 import json
@@ -379,7 +399,7 @@ def text_of(value, text):
 def diff(first: str, second: str, tolerance: float = 0.0, progress: bool = False) -> dict[str, Any]:
     """Compare the checkpoints in two folders, or in those below them that find_tag() finds.
 
-    Returns: lists, dicts, numbers and text; docs/inspect.md explains each key.
+    Returns: lists, dicts, numbers and text; the module's docstring explains each key.
     Raises: CheckpointError, if one of them is damaged, or cannot be read.
     """
     try:
