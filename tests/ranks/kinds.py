@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 import universal
-from tests.support.toy import Net, begin, make, split_groups, train
+from tests.support.toy import Net, begin, falling, make, split_groups, train
 
 TAG = "global_step2"
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -30,10 +30,6 @@ AGAIN = [("zero1", "zero3"), ("zero3", "zero2"), ("zero2", "zero1"), ("zero1", "
 
 def two_groups(parameters):
     return torch.optim.AdamW(split_groups(parameters, 2), lr=0.01)
-
-
-def falling(optimizer):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
 
 
 def engine_of(options):
