@@ -143,7 +143,7 @@ def test_documented(source):
     """The docstrings have a line for every key of the JSON, and for no other."""
     view = look(source, ranks=5)
     (of_tag,) = view["tags"].values()
-    keys = re.findall(r"^    (\w+): ", command.__doc__ + facts.__doc__, re.M)
+    keys = re.findall(r"^    (\w+): ", inspect.__doc__ + facts.__doc__, re.M)
     assert keys == [*view, *of_tag, *view["on_ranks"]]
 
 
