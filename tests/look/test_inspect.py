@@ -14,7 +14,7 @@ import torch
 
 from tests.support import ROOT
 from tests.support.commands import command, failed
-from tests.support.files import MODEL, data_of, edit, flip, records, with_bit_flipped
+from tests.support.files import MODEL, data_of, edit, flip, load, records, with_bit_flipped
 from tests.support.lay_out import lay_out
 from universal import CheckpointError, convert, inspect
 from universal.checkpoint import facts
@@ -96,7 +96,8 @@ def test_types(laid_out, stage):
     assert checkpoint.layout.dtype == "bf16" and checkpoint.layout.shards == checkpoint.ranks == 2
     layouts = [checkpoint.layout]
     for path in source.glob("bf16_*"):
-        path.rename(path.with_name(path.name.removeprefix("bf16_")))
+        torch.save(load(path), path.with_name(path.name.removeprefix("bf16_")))
+        path.unlink()
     for dtype in (torch.float16, torch.float32):
 
         def change(model, dtype=dtype):

@@ -150,7 +150,7 @@ def test_a_command_is_added(recipe, laid_out):
     assert command(main, source.parent).out == "26\n"
     for path in source.glob("*_optim_*"):
         path.write_bytes(b"")
-    failed(command(main, source), 2, "universal.count: error: ", "is damaged")
+    failed(command(main, source), 2, "ds_count: error: ", "is damaged")
 
 
 def test_a_damage_is_added(recipe, laid_out):
