@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
@@ -76,15 +75,9 @@ def sequence_parallel():
     mpu = SimpleNamespace(**vars(parallel_state_sp))
     mpu.get_tensor_model_parallel_world_size = lambda: 1
     mpu.get_tensor_model_parallel_rank = lambda: 0
-    model = Net()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 3,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}},
-    }
-    trained = [p for p in model.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config, mpu=mpu)
+    optimizer = {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}}
+    numbers = {"batch": None, "micro": 2, "gradient_accumulation_steps": 3}
+    engine = make(1, optimizer=optimizer, mpu=mpu, **numbers)
     for _ in range(6):
         engine.backward(engine(torch.ones(2, 8)))
         engine.step()

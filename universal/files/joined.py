@@ -197,10 +197,13 @@ class Padded(NamedTuple):
 
 
 def strided(name: str, tensor: Tensor) -> Source:
-    """The source of a tensor's elements in the order of its indices, whatever its strides are."""
+    """The source of a tensor's elements in the order of its indices, whatever its strides are.
+
+    Its storage is a record, or has no elements beside those that it spans (trim_storage()).
+    """
     if isinstance(tensor.storage, Record):  # of bytes, whatever they stand for
         tensor = trim_storage(tensor)
-    if not has_gaps(tensor) and tensor.storage.numel == math.prod(tensor.size):
+    if not has_gaps(tensor):
         return tensor.storage
     strides = contiguous_strides(tensor.size)
     block = Block(0, tensor.size, tensor.stride, tensor.offset, strides, 0)
