@@ -25,6 +25,7 @@ from universal.checkpoint.module_states import (
     identity,
     keep_untrained,
     module_state,
+    names_beside,
 )
 from universal.checkpoint.types import (
     Checkpoint,
@@ -85,12 +86,17 @@ NO_OPTIMIZER = {"state": {}, "param_groups": []}
 
 
 def read_whole(folder: Path) -> dict | None:
-    """The model states of a checkpoint that was saved without ZeRO; None if it was not."""
+    """The model states of a checkpoint that was saved without ZeRO; None if there is none.
+
+    BF16_Optimizer without ZeRO is none: it cuts its masters into shards. Raises: CheckpointError.
+    """
     path = folder / MODEL_STATES_FILE
-    if not path.exists() or (folder / "zero").is_dir() or any(folder.glob("*_optim_states.pt")):
+    if not path.exists():
         return None
     model = expect(load(path), dict, path)
-    return model if model.get("param_shapes") is None else None
+    optimizer = model.get("optimizer")
+    cut = isinstance(optimizer, dict) and "single_partition_of_fp32_groups" in optimizer
+    return model if model.get("param_shapes", {}) is None and not cut else None
 
 
 def describe_whole(
@@ -107,7 +113,10 @@ def describe_whole(
     optimizer = model.get("optimizer") or NO_OPTIMIZER
     base = expect(optimizer.get("optimizer_state_dict", optimizer), OPTIMIZER, path)
     expect(optimizer, MASTERS, path)
+    if model.get("num_experts"):
+        raise CheckpointError(f"{path} has experts, which without ZeRO are not described")
     tensor, pipeline = degrees_of(model, len([*folder.glob("mp_rank_*_model_states.pt")]))
+    used = [folder / f"mp_rank_{i:02d}_model_states.pt" for i in range(tensor * pipeline)]
     with naming(path):
         weights = trained_weights(model) if tensor * pipeline == 1 else {}
         groups = stepped_groups(optimizer, base) if weights else []
@@ -134,7 +143,7 @@ def describe_whole(
         flat_names=names,
         module=module_state(model),
         optimizer=state,
-        files=Files(path, []),
+        files=Files(path, names_beside(folder, used)),
         problems=problem_of_loss(path, parameters, state),
     )
     return Described(description, RawStates([model], settings))
