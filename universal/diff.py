@@ -26,8 +26,9 @@ from universal.checkpoint.types import Described
 from universal.checkpoint.without_zero import NeedsEngine, unnamed_states
 from universal.errors import CheckpointError
 from universal.files.joined import strided
+from universal.files.same import is_same
 from universal.files.sources import ByteReader, check_all, keep_open, nbytes_of, portions, width
-from universal.files.torch_file import Stub, Tensor, number_in, packed
+from universal.files.torch_file import Stub, Tensor, number_in
 from universal.write.console import bar, in_one_line
 from universal.write.screen import WIDTH, counted, short, size, wrapped
 
@@ -291,19 +292,6 @@ def compare_all(pairs: list[Pair], progress: bool) -> dict[str, Gap]:
 # 3. all else
 
 
-def is_equal(a: Any, b: Any) -> bool:
-    """Whether two values that were pickled are the same; tensors, in each of their bytes."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(is_equal(a[key], b[key]) for key in a)
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return packed(a) == packed(b)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(is_equal, a, b))
-    if isinstance(a, (int, float)) and isinstance(b, (int, float)):  # NaN is NaN
-        return (a == b or a != a and b != b) and isinstance(a, bool) == isinstance(b, bool)
-    return packed(a) == packed(b)
-
-
 def rest_of(described: Described) -> dict[str, Any]:
     """{what it is: value} of all that is in no tensor of a parameter or of the module."""
     checkpoint, raw = described
@@ -335,7 +323,7 @@ def differing(first: dict, second: dict) -> list[str]:
             words.append(f"{key} is in the {SIDES[values[0] is ABSENT]} alone")
         elif all(isinstance(value, dict) for value in values):
             words += (f"{key} {text}" for text in differing(*values))
-        elif not is_equal(*values):
+        elif not is_same(*values):
             words.append(f"{key}: {', '.join(texts_of(values))}")
     return words
 
@@ -363,7 +351,7 @@ def differing_scalars(first: dict, second: dict) -> list[str]:
     for key in sorted(first.keys() | second.keys()):
         values, others = first.get(key, {}), second.get(key, {})
         common = values.keys() & others.keys()
-        names = sorted(name for name in common if not is_equal(values[name], others[name]))
+        names = sorted(name for name in common if not is_same(values[name], others[name]))
         if names:
             of = f"{names[0]} and {len(names) - 1} more" if names[1:] else names[0]
             pair = texts_of((values[names[0]], others[names[0]]))

@@ -49,9 +49,10 @@ from universal.checkpoint.zero import (
     settings_of,
 )
 from universal.errors import CheckpointError, naming
+from universal.files.same import is_same
 from universal.files.schema import expect
-from universal.files.sources import OpenFile, Record, keep_open
-from universal.files.torch_file import Tensor, load, number_in, tensor_of, trim_storage
+from universal.files.sources import OpenFile, keep_open
+from universal.files.torch_file import load, number_in, tensor_of, trim_storage
 
 # Seconds; the largest gap between the times of successive files of one save, or of its copy.
 BETWEEN_SAVES = 10
@@ -598,24 +599,13 @@ def saved_modules(checkpoint: Checkpoint) -> list[dict]:
 
 
 def common_entries(modules):
-    """({name: value} without tensors that are not the same in all modules, names of those)."""
+    """({name: value} without those that are not the same in all modules, their names)."""
     entries = {}
     different = set()
     for module in modules:
         for name, value in module.items():
-            if content_of(entries.setdefault(name, value)) != content_of(value):
+            if not is_same(entries.setdefault(name, value), value):
                 different.add(name)
     for name in different:
         del entries[name]
     return entries, sorted(different)
-
-
-def content_of(value):
-    """What tells whether two tensors hold the same: their checksums. Others are not compared."""
-    return without_files(value) if isinstance(value, Tensor) else None
-
-
-def without_files(source):
-    if isinstance(source, Record):
-        return source if source.crc is None else (source.crc, source.nbytes)
-    return tuple(map(without_files, source)) if isinstance(source, tuple) else source

@@ -44,6 +44,7 @@ from universal.checkpoint.zero import (
 )
 from universal.errors import CheckpointError, naming
 from universal.files.joined import strided
+from universal.files.same import holds_elements
 from universal.files.schema import expect
 from universal.files.sources import ByteReader, OpenFile
 from universal.files.torch_file import (
@@ -242,6 +243,7 @@ def describe_one(weight, group, stepped, opened):
     """(the Parameter at a place, the names of its states that have another shape)."""
     masters = stepped.masters or weight
     numel = math.prod(weight.size)
+    whole = {math.prod(masters.size)}
     states = {"fp32": elements_in("fp32", masters, stepped.begin, numel)}
     scalars = {}
     unsliced = set()
@@ -249,6 +251,8 @@ def describe_one(weight, group, stepped, opened):
         tensor = tensor_of(value)
         if tensor and tensor.size == masters.size and key != "step":
             states[key] = elements_in(key, tensor, stepped.begin, numel)
+        elif tensor is None and math.prod(masters.size) > 1 and holds_elements(value, whole):
+            unsliced.add(key)
         elif tensor is None or math.prod(tensor.size) == 1:
             scalars[key] = read_scalar(value, opened)
         else:
