@@ -114,18 +114,18 @@ def describe_both(folders: list) -> list[Described]:
     known = [names_by_group(each.checkpoint) for each in described if each]
     names = known[0] if known else []
     return [
-        each or describe(folder, THREADS, names=names)
+        each or describe(folder, THREADS, given=lambda: names)
         for each, folder in zip(described, folders, strict=True)
     ]
 
 
 def names_by_group(checkpoint):
-    """[[name]] by parameter group, in the order in which the optimizer got them."""
-    names = [[] for _ in checkpoint.optimizer.param_groups]
+    """As Given, without an engine."""
+    names = [{} for _ in checkpoint.optimizer.param_groups]
     for name in (name for of_flat in checkpoint.flat_names for name in of_flat):
         parameter = checkpoint.parameters.get(name)
         if parameter and parameter.group_number is not None:
-            names[parameter.group_number].append(name)
+            names[parameter.group_number][name] = name
     return names
 
 

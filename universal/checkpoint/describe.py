@@ -36,7 +36,7 @@ from universal.checkpoint.types import (
     RawStates,
     kind_with_unsaved,
 )
-from universal.checkpoint.without_zero import MODEL_STATES_FILE, describe_whole, read_whole
+from universal.checkpoint.without_zero import MODEL_STATES_FILE, Given, describe_whole, read_whole
 from universal.checkpoint.zero import (
     SavedShard,
     check_slice,
@@ -80,7 +80,7 @@ def describe(
     folder: str | Path,
     workers: int = 4,
     opened: OpenFile | None = None,
-    names: list[list[str]] | None = None,
+    given: Given | None = None,
 ) -> Described:
     """The Checkpoint in a folder, and what was pickled.
 
@@ -88,7 +88,7 @@ def describe(
     optimizer's scalars, and runs no code.
 
     Args:
-        names: as in describe_whole(), if it was saved without ZeRO.
+        given: as in describe_whole(), if it was saved without ZeRO.
 
     Raises: CheckpointError, if files are missing, damaged, or not of the same checkpoint.
     """
@@ -97,7 +97,7 @@ def describe(
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist")
     with ThreadPoolExecutor(workers) as pool:
-        saves, problems = saves_in(folder, names, pool, opened)
+        saves, problems = saves_in(folder, given, pool, opened)
         if (folder / "zero").is_dir() and not saves and not problems:
             return describe_universal(folder, pool, opened)
     if not saves:
@@ -111,7 +111,7 @@ def describe(
     return outcome
 
 
-def saves_in(folder, names, pool, opened):
+def saves_in(folder, given, pool, opened):
     """([Save], [why others are not whole])."""
     saves = []
     problems = []
@@ -133,7 +133,7 @@ def saves_in(folder, names, pool, opened):
         return saves, problems
     if whole is not None:
         try:
-            outcome = describe_whole(folder, whole, names, opened)
+            outcome = describe_whole(folder, whole, given, opened)
         except CheckpointError as error:
             outcome = error
         written = (folder / MODEL_STATES_FILE).stat().st_mtime

@@ -31,14 +31,14 @@ def is_same(a: Any, b: Any) -> bool:
             continue
         if isinstance(a, (dict, list, Stub)):
             compared.add(pair)
-        parts = parts_of(a, b)
+        parts = pairs_within(a, b)
         if parts is None:
             return False
         pending += parts
     return True
 
 
-def parts_of(a, b):
+def pairs_within(a, b):
     """The pairs of values of which all must be the same if these are; None, if these are not."""
     tensors = tensor_of(a), tensor_of(b)
     if None not in tensors:
