@@ -9,9 +9,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
-from toy import begin, differences, make, read_truth, save_truth, snapshot, train
 
 import universal
+from tests.support.toy import begin, differences, make, read_truth, save_truth, snapshot, train
 from universal import load_checkpoint
 from universal.errors import RankFailed
 
