@@ -1,6 +1,7 @@
 """Two checkpoints compared, `python -m universal.diff`: nothing differs between a checkpoint and
 what it converts into; what was changed is what is named, and by how much."""
 
+import argparse
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from tests.support.files import MODEL, edit, flip, load
 from tests.support.lay_out import lay_out
 from universal import convert
 from universal.diff import diff
+from universal.files.same import is_same
+from universal.files.torch_file import load as read_pt
 
 
 def compared(*words, **options):
@@ -136,6 +140,54 @@ CHANGES = {
     ),
     "module's word is in the second alone": lambda model: model["module"].update(word="x"),
 }
+
+
+def endless(number):
+    """A list that contains itself."""
+    values = [number]
+    values.append(values)
+    return values
+
+
+VIEW = torch.arange(12.0).view(3, 4)
+SAME = (
+    ({"a": [torch.ones(3)]}, {"a": (torch.ones(3),)}, True),
+    ({"a": [torch.ones(3)]}, {"a": [torch.tensor([1.0, 1, 2])]}, False),
+    ({"a": torch.ones(3)}, {"a": torch.ones(3, 1)}, False),
+    (torch.ones(3), torch.ones(3, dtype=torch.int32), False),
+    (VIEW[:, 1], torch.tensor([1.0, 5, 9]), True),
+    (VIEW[:, 1], torch.tensor([1.0, 5, 8]), False),
+    (VIEW.t(), VIEW.t().contiguous(), True),
+    (torch.zeros(1), -torch.zeros(1), False),
+    (torch.tensor([math.nan]), torch.tensor([math.nan]), True),
+    (torch.zeros(0, 3), torch.zeros(0, 3), True),
+    (torch.nn.Parameter(torch.ones(2)), torch.ones(2), True),
+    ([3, math.nan, None], [3.0, math.nan, None], True),
+    ([True], [1], False),
+    ({"a": 1}, {"a": 1, "b": None}, False),
+    ([1], [1, 2], False),
+    (argparse.Namespace(x=[torch.ones(2)]), argparse.Namespace(x=[torch.ones(2)]), True),
+    (argparse.Namespace(x=[torch.ones(2)]), argparse.Namespace(x=[torch.zeros(2)]), False),
+    (argparse.Namespace(x=1), SimpleNamespace(x=1), False),
+    (torch.float16, torch.bfloat16, False),
+    (endless(1), endless(1), True),
+    (endless(1), endless(2), False),
+)
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_what_is_the_same(tmp_path, checksums):
+    """Whatever file it is in."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        for a, b, same in SAME:
+            torch.save(a, tmp_path / "a.pt")
+            torch.save([0, b], tmp_path / "b.pt")
+            loaded = read_pt(tmp_path / "a.pt"), read_pt(tmp_path / "b.pt")[1]
+            assert is_same(*loaded) is is_same(*reversed(loaded)) is same, (a, b)
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 @pytest.mark.parametrize("words", CHANGES)

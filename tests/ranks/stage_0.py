@@ -246,6 +246,27 @@ def evaluation(stage):
             assert torch.equal(value, truth[name].float()), (source, name)
 
 
+def save_again(stage):
+    """Tags of step 2 with ZeRO, over which step 3 is saved without."""
+    for kind in ("1 fp32", "3 fp32"):
+        engine = engine_of(kind, seed=2)
+        for step in range(2):
+            train(engine, step)
+        engine.save_checkpoint(kind, tag="t")
+        save("0 fp32", kind)
+
+
+@of_stage_0(save_again)
+def saved_again(stage):
+    """The newest save counts, whether or not the tag is named."""
+    for kind in ("1 fp32", "3 fp32"):
+        for tag, to in (("t", "0 fp32"), (None, "1 fp32")):
+            engine = engine_of(to, seed=5)
+            universal.load_checkpoint(engine, kind, tag)
+            lost = differences(read_truth(f"{kind}/truth.pt"), snapshot(engine))
+            assert not {*lost} - {"scale"}, (kind, to, lost)
+
+
 class OfAll(torch.optim.AdamW):
     """Made of all parameters of the net that was made last, the frozen ones among them."""
 

@@ -87,7 +87,7 @@ def rank_0_model_states(folder: Path) -> Path:
     present = [path for path in (plain, of_stage_3) if path.exists()]
     both = len(present) == 2 and is_saved(folder)
     if both or len(find_shards(folder)) > 1:
-        return describe(folder).checkpoint.files.model_states
+        return describe(folder, given=list).checkpoint.files.model_states  # no engine is needed
     if present:
         return present[0]
     # Which of them is missing?
