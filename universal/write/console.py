@@ -10,6 +10,13 @@ import warnings
 from universal.errors import CheckpointError, RankSilent
 
 
+def print_line(text: str) -> None:
+    """Print one line on standard output, if that is open: to whom it matters less than the job."""
+    with contextlib.suppress(Exception):  # of a pipe that nobody reads, of a closed file
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
 @contextlib.contextmanager
 def bar(total, progress):
     """Yields a function that moves a progress bar, if there is a terminal, and tqdm, which comes
