@@ -92,7 +92,8 @@ def load_checkpoint(
         folder = path and Path(path)
     if path:
         resharded = wrapped.was_resharded
-        after_load(engine, folder if options.load_optimizer_states else None, resharded)
+        whole = load_module_strict and load_lr_scheduler_states
+        after_load(engine, folder if options.load_optimizer_states else None, resharded, whole)
     return path, client_state
 
 

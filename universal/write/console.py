@@ -45,7 +45,7 @@ def in_one_line(program, rank=0):
                 flush=True,
             )
 
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed by the shell
         stream.reconfigure(errors="backslashreplace")
     warnings.showwarning = lambda message, *rest: say("warning", message)
     warnings.simplefilter("always", UserWarning)
