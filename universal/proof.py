@@ -48,6 +48,9 @@ GRAD_NORM = "the gradient norm"
 # Views of elements as integers, by their bytes.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_TENSORS = 8  # of a micro-batch, that have a digest each; the others share the last one's
+# What is added up in a step, each with its count. output: of a model, that may be a loss; numbers:
+# digests of so many tensors; a dtype counts where it was seen.
+KINDS = ("loss", "output", "norm", "draws", "others", *range(MOST_TENSORS), *ROUNDING)
 # How many places along each dimension of a sample are all looked at, by the number of dimensions;
 # of each doubling behind them as many as of the one before.
 PLACES = {1: 2**14, 2: 2**6}
@@ -286,16 +289,19 @@ class Proof:
         self.begin_step()
 
     def begin_step(self):
-        """Nothing has been seen of it: sums are 0, of 0 numbers. output: that may be a loss. A
-        dtype counts where it was seen."""
-        kinds = ("loss", "output", "norm", "draws", "others", *range(MOST_TENSORS), *ROUNDING)
-        self.counts = dict.fromkeys(kinds, 0)
-        self.sums = torch.zeros(len(kinds), dtype=torch.float64, device=self.engine.device)
+        """Nothing has been seen of it: sums are 0, of 0 numbers. known: the part of the sums that
+        is in this process's memory."""
+        shape = len(KINDS), 2
+        self.sums = torch.zeros(shape, dtype=torch.float64, device=self.engine.device)
+        self.known = torch.zeros(shape, dtype=torch.float64).tolist()
         self.waiting = []  # forward passes
+        self.has_share = False
 
     def add(self, kind, total, count=1):
-        self.sums[list(self.counts).index(kind)] += total
-        self.counts[kind] += count
+        row = KINDS.index(kind)
+        for column, number in enumerate((total, count)):
+            sums = self.sums if torch.is_tensor(number) else self.known
+            sums[row][column] += number
 
     def follow_save(self, folder, step):
         file = NextSteps(folder, step + 1, self.last_step)
@@ -370,7 +376,8 @@ class Proof:
         """
         has_weight = loss != 0
         count = has_weight if is_exact else 1
-        self.add("loss", loss, 0 if is_share and self.counts["loss"] else count)
+        self.add("loss", loss, 0 if is_share and self.has_share else count)
+        self.has_share = is_share
         self.see_draws()
         self.add_forward_passes(has_weight)
 
@@ -395,8 +402,7 @@ class Proof:
             if norm is not None:
                 self.add("norm", norm)
         finally:
-            counts = torch.stack([torch.as_tensor(n).to(self.sums) for n in self.counts.values()])
-            self.sums = torch.stack([self.sums, counts], dim=1)
+            self.sums += torch.tensor(self.known, dtype=torch.float64).to(self.sums)
             dist.all_reduce(self.sums, group=self.engine.stepping_group())
         if dist.get_rank() == 0:
             row = self.row(step)
@@ -408,7 +414,7 @@ class Proof:
             self.files = [file for file in self.files if file.end > step]
 
     def row(self, step):
-        sums = zip(self.counts, self.sums.tolist(), strict=True)
+        sums = zip(KINDS, self.sums.tolist(), strict=True)
         means = {kind: total / count if count else None for kind, (total, count) in sums}
         digests = [means[number] for number in range(MOST_TENSORS)]
         return Row(

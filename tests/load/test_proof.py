@@ -14,7 +14,7 @@ from proof_engines import FAULTS, KINDS, OF_REPEATS, SAVED, SOUND, play
 from proof_files import STORIES, play_stories
 from proof_random import lines_of
 
-from measure.ranks import run
+from tests.support.ranks import run
 from universal.checkpoint.next_steps import Row, read_rows
 from universal.load.engine import precision_of_float32
 from universal.proof import Comparison, hashes
