@@ -47,14 +47,14 @@ LOSS = "the loss"
 GRAD_NORM = "the gradient norm"
 # Views of elements as integers, by their bytes.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-MOST_TENSORS = 8  # of a micro-batch, that have a digest each; the others share the last one's
+MOST_TENSORS = 8  # of a micro-batch, that have a digest each; the rest are among the others
 # What is added up in a step, each with its count. output: of a model, that may be a loss; numbers:
 # digests of so many tensors; a dtype counts where it was seen.
 KINDS = ("loss", "output", "norm", "draws", "others", *range(MOST_TENSORS), *ROUNDING)
 # How many places along each dimension of a sample are all looked at, by the number of dimensions;
 # of each doubling behind them as many as of the one before.
 PLACES = {1: 2**14, 2: 2**6}
-PLACES_OF_MORE = 4  # 675 of an image of 3 x 224 x 224
+PLACES_OF_MORE = 4  # 768 of an image of 3 x 224 x 224
 MOST_NODES = 10000  # of a graph of operations
 
 
@@ -295,7 +295,7 @@ class Proof:
         self.sums = torch.zeros(shape, dtype=torch.float64, device=self.engine.device)
         self.known = torch.zeros(shape, dtype=torch.float64).tolist()
         self.waiting = []  # forward passes
-        self.has_share = False
+        self.has_loss = False
 
     def add(self, kind, total, count=1):
         row = KINDS.index(kind)
@@ -376,8 +376,8 @@ class Proof:
         """
         has_weight = loss != 0
         count = has_weight if is_exact else 1
-        self.add("loss", loss, 0 if is_share and self.has_share else count)
-        self.has_share = is_share
+        self.add("loss", loss, 0 if is_share and self.has_loss else count)
+        self.has_loss = True
         self.see_draws()
         self.add_forward_passes(has_weight)
 
