@@ -105,7 +105,9 @@ def hashes(samples, mask=None):
     hashed_places = torch.zeros((), dtype=torch.long, device=rows.device)
     for places in looked_at:
         hashed_places = scrambled(hashed_places.unsqueeze(-1) + places + 1)
-    index = (slice(None), *torch.meshgrid(*looked_at, indexing="ij"))
+    index = ...
+    if hashed_places.shape != rows.shape[1:]:
+        index = (slice(None), *torch.meshgrid(*looked_at, indexing="ij"))
     numbers = rows[index].contiguous().view(INTEGERS[rows.element_size()]).long()
     if not rows.is_floating_point():
         numbers = numbers.masked_fill(numbers == -100, 0)
@@ -296,6 +298,7 @@ class Proof:
         self.known = torch.zeros(shape, dtype=torch.float64).tolist()
         self.waiting = []  # forward passes
         self.has_loss = False
+        self.has_dtype = False
 
     def add(self, kind, total, count=1):
         row = KINDS.index(kind)
@@ -356,7 +359,9 @@ class Proof:
         self.see_draws()
         if self.graph_dtype is None:
             self.graph_dtype = coarsest(dtypes_in_graph(tensors))
-        self.add(coarsest([self.engine.matrix_dtype(), self.graph_dtype]), 0)
+        if not self.has_dtype:
+            self.add(coarsest([self.engine.matrix_dtype(), self.graph_dtype]), 0)
+            self.has_dtype = True
         for tensor in tensors[:1]:
             if tensor.numel() == 1 and tensor.requires_grad:
                 loss = tensor.detach().squeeze()
