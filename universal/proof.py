@@ -205,20 +205,21 @@ class Comparison:
             return "WARNING", ": other samples than before"
         kind = "WARNING"
         draws_before, draws = self.draws
-        hidden = ", or draws that it cannot see"
-        if any(draws) and draws != draws_before:
+        if None not in draws_before and any(draws) != any(draws_before):
+            cause = "random numbers were drawn in one of the two runs alone"
+        elif any(draws) and draws != draws_before:
             cause = "it is the dropout"
             if before.ranks != now.ranks:
                 kind = "NOTE"
                 cause = "dropout follows the rank"
         elif now.step > min(self.rows):
             cause = f"step {now.step - 1} has updated the weights in another way"
-            if rounding_of(before, now) > ROUNDING["float32"]:  # the first steps may have hidden it
-                cause += hidden
+            if rounding_of(before, now) > ROUNDING["float32"]:  # the first loss may have hidden it
+                cause += ", or there were draws that it cannot see"
         elif name == GRAD_NORM and LOSS in self.gaps:
             cause = "another backward pass: the loss is the same"
         else:
-            cause = f"other weights, buffers or micro-batches{hidden}"
+            cause = "other weights, buffers or micro-batches, or draws that it cannot see"
         samples = "the same samples, so" if known else "other samples, or"
         return kind, f": {samples} {cause} ({self.restored})"
 

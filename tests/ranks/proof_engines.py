@@ -322,6 +322,10 @@ def other_buffer(engine):
     engine.module.shift += 1e-3
 
 
+def no_dropout(engine):
+    engine.module.dropout.p = 0.0
+
+
 class Fault(NamedTuple):
     """change: to the engine, after the load. dealt: the micro-batches then. says: a part of the
     line."""
@@ -354,6 +358,7 @@ FAULTS = {
     "weights_of_1": Fault(f"{FIRST} loss was 0.2185828, and is 0.1748662", dealt=weights_of_1),
     "unknown_samples": Fault("other samples, or", dealt=other_samples, kind="no_tensor"),
     "dropout_by_rank": Fault(NOTE, kind="dropout"),
+    "no_dropout": Fault("drawn in one of the two runs alone", no_dropout, kind="dropout"),
     "labels_of_others": Fault("other samples", dealt=other_samples, kind="labels"),
     "samples_unseen": Fault("other samples", dealt=other_samples, kind="hardly_any_samples"),
     "late_dropout": Fault(f"NOTE: step {SAVED + 2}, trained before", kind="late_dropout"),

@@ -4,9 +4,9 @@ ranks, then play("load", SEED...) on others, print the lines about steps that ar
 import torch
 import torch.distributed as dist
 from torch import nn
-from toy import begin, in_turn, make
 
 import universal
+from tests.support.toy import begin, in_turn, make
 
 SAVED = (2, 3, 5, 10, 20, 35, 60)
 BATCH = 16
