@@ -81,7 +81,7 @@ def scrambled(numbers):
     return numbers ^ (numbers >> 29)
 
 
-def places_in(size, most, device):
+def sampled_places(size, most, device):
     """The places that are looked at along a dimension, the same whatever follows them."""
     parts = [torch.arange(min(size, most), device=device)]
     begin, step = most, 2
@@ -101,7 +101,7 @@ def hashes(samples, mask=None):
     if rows.is_complex():
         rows = torch.view_as_real(rows)
     most = PLACES.get(rows.dim() - 1, PLACES_OF_MORE)
-    looked_at = [places_in(size, most, rows.device) for size in rows.shape[1:]]
+    looked_at = [sampled_places(size, most, rows.device) for size in rows.shape[1:]]
     hashed_places = torch.zeros((), dtype=torch.long, device=rows.device)
     for places in looked_at:
         hashed_places = scrambled(hashed_places.unsqueeze(-1) + places + 1)
