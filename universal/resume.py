@@ -64,11 +64,10 @@ def load_checkpoint(
 
     Args, where they say more than DeepSpeed's:
         tag: None for the one that `latest` names, or a later one, if it is complete; otherwise the
-            newest whole one. If the engine's config says load_universal, only converted ones count.
+            newest whole one. With load_universal in the config only converted ones count.
         load_module_strict: False lets new parameters keep their weights, with fresh optimizer
             states, leaves out those that are gone, and names both in a line.
-        missing_ok: return (None, None), as DeepSpeed does, if load_dir holds no checkpoint, not
-            even a damaged one.
+        missing_ok: return (None, None), as DeepSpeed does, if load_dir has none, not even damaged.
         timeout: seconds that a rank waits for another one.
 
     Returns: (folder of the checkpoint, client state); on other ranks, rank 0's client state.
@@ -104,8 +103,7 @@ def load_next(engine, search, options, ranks):
         path, client_state = find_and_load(wrapped, search, options, ranks)
         folder = path and Path(path)
     if path:
-        resharded = wrapped.was_resharded
-        after_load(engine, folder if options.load_optimizer_states else None, resharded)
+        after_load(engine, folder if options.load_optimizer_states else None, wrapped.was_resharded)
     return path, client_state
 
 
