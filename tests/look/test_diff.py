@@ -248,6 +248,26 @@ def test_unlike_ranks_and_stages(laid_out, tmp_path):
     assert view["tensors"] == len(view["gaps"]) == 3
 
 
+def test_states_without_names(tmp_path):
+    """Saved without ZeRO, where shapes do not tell which parameter has which state."""
+
+    def save(name, last):
+        moments = torch.arange(9.0).view(3, 3).T.contiguous()
+        moments[2, 2] = last
+        group = {"lr": 0.1, "params": [0]}
+        optimizer = {"state": {0: {"exp_avg": moments}}, "param_groups": [group]}
+        model = {"module": {"a": torch.ones(3, 3), "b": torch.ones(3, 3)}, "optimizer": optimizer}
+        model |= {"buffer_names": [], "param_shapes": None, "dp_world_size": 1}
+        (tmp_path / name).mkdir()
+        path = tmp_path / name / MODEL
+        torch.save(model | {"global_steps": 1, "skipped_steps": 0}, path)
+
+    save("x", 8)
+    save("y", 7)
+    (gap,) = diff(tmp_path / "x", tmp_path / "y")["gaps"]
+    assert (gap["name"], gap["absolute"], gap["elements"]) == ("parameter 0 exp_avg", 1.0, 1)
+
+
 def test_what_belongs_to_a_rank_is_not_said_to_be_equal(laid_out):
     def add(shard):
         state = shard["optimizer_state_dict"]["base_optimizer_state"]["state"]

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import fused_adam
 from deepspeed.runtime import engine as deepspeed_engine
@@ -15,8 +14,17 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import universal
 from tests.support import toy
-from tests.support.case import Case, case, load, refused
-from tests.support.toy import Net, differences, make, read_truth, save_truth, split_groups, train
+from tests.support.case import Case, case, convert, load, refused
+from tests.support.toy import (
+    Net,
+    differences,
+    falling,
+    make,
+    read_truth,
+    save_truth,
+    split_groups,
+    train,
+)
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
@@ -41,10 +49,6 @@ def adamw(parameters):
     """With weight decay for matrices alone."""
     matrices = {"params": [p for p in parameters if p.dim() == 2], "weight_decay": 0.1}
     return torch.optim.AdamW([matrices, {"params": [p for p in parameters if p.dim() < 2]}], 0.01)
-
-
-def falling(optimizer):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
 
 
 def engine_of(kind, seed, net=Net, optimizer=adamw, **options):
@@ -132,9 +136,7 @@ def load_into(source, kind, stage):
 
 def convert_into(source, kind, stage):
     """The same, of what our converter makes of it; the config says load_universal."""
-    if dist.get_rank() == 0:
-        universal.convert("t", "u", check=True)
-    dist.barrier()
+    convert(check=True)
     engine = engine_of(kind, seed=5, checkpoint={"load_universal": True})
     assert load(engine, "u")["word"] == source
     check(engine, source, kind)
@@ -289,8 +291,7 @@ def frozen_parameters_given(stage):
         engine = engine_of(kind, 5, net, optimizer)
         load(engine)
         check(engine, "0 fp32", kind)
-    if dist.get_rank() == 0:
-        universal.convert("t", "u")
+    convert()
 
 
 def reversed_adamw(parameters):
@@ -450,8 +451,7 @@ def steps_in_last_state(stage):
         steps = {float(state["step"]) for state in torch_optimizer(engine).state.values()}
         assert steps == ({0.0, 3.0} if kind == "0 fp32" else {3.0}), steps
         assert loss_gap(engine) <= 1e-6
-    if dist.get_rank() == 0:
-        universal.convert("t", "u")
+    convert()
 
 
 class Shorter(Net):

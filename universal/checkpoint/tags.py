@@ -4,7 +4,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from universal.checkpoint.describe import BETWEEN_SAVES, describe, find_shards
 from universal.checkpoint.without_zero import MODEL_STATES_FILE
@@ -99,9 +99,7 @@ def step_of(path: Path) -> int:
     return expect(load(path), {"global_steps": is_natural}, path)["global_steps"]
 
 
-def newest_first(
-    folder: Path, say: Callable[[str], Any], converted_only: bool = False
-) -> list[str]:
+def newest_first(folder: Path, say: Callable, converted_only: bool = False) -> list[str]:
     """The tags in a folder, in the order in which to try to resume from them: first the one that
     `latest` names, unless there is a later one. say(text) reports what is skipped."""
     tags = []

@@ -58,7 +58,6 @@ from universal.files.torch_file import (
     read_scalar,
     stub,
     tensor_of,
-    trim_storage,
 )
 
 MODEL_STATES_FILE = "mp_rank_00_model_states.pt"
@@ -295,7 +294,7 @@ def describe_one(weight, group, stepped, opened):
 def elements_in(key, tensor, begin, numel):
     """Where elements of a tensor are, in the order of its indices."""
     if has_gaps(tensor) and numel:
-        return strided(key, trim_storage(tensor))
+        return strided(key, tensor)
     return extent_of(tensor, begin + numel).part(begin, numel)
 
 
