@@ -9,19 +9,21 @@ import warnings
 
 from universal.errors import CheckpointError, RankSilent
 
+LONG = 10  # seconds, after which a load tells how far it is
+
 
 @contextlib.contextmanager
-def bar(total, progress):
+def bar(total, progress, delay=0):
     """Yields a function that moves a progress bar, if there is a terminal, and tqdm, which comes
-    with DeepSpeed."""
+    with DeepSpeed. delay: seconds after which it appears."""
     try:
         from tqdm import tqdm
     except ImportError:
         yield lambda nbytes: None
         return
-    with tqdm(
-        total=total, unit="B", unit_scale=True, disable=not progress or None
-    ) as shown:  # None: no terminal
+    disable = not progress or None  # None: no terminal
+    options = {"unit": "B", "unit_scale": True, "disable": disable, "delay": delay}
+    with tqdm(total=total, **options) as shown:
         yield shown.update
 
 
