@@ -34,8 +34,8 @@ from torch.distributed.fsdp import fully_shard
 
 import universal
 from measure.convert import Run, commands, timed
-from measure.lay_out import lay_out
-from measure.ranks import deepspeed, run
+from tests.support.lay_out import lay_out
+from tests.support.ranks import deepspeed, run
 from train import GPT, init_distributed, parameter_groups
 from universal.files.sources import THREADS
 from universal.load.reader import TensorReader, describe_for_load
