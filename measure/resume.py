@@ -265,6 +265,7 @@ def read_slowly(folder):
 
 
 def loads():
+    assert universal.load_checkpoint  # so that no rank has to import it
     row = "{:<22}{:>6}{:>10}{:>11}{:>8}{:>8}{:>8}{:>10}"
     print(f"seconds of the slowest rank, medians of {2 * ROUNDS}, by turns; saved on 4 ranks")
     print(row.format("", "ranks", "universal", "peer", "", "ratio", "MB", "MB peer"))
