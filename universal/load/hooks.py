@@ -100,6 +100,19 @@ def loading_at_once(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractCon
     return overridden(engine._config, zero_config=zero)
 
 
+@contextlib.contextmanager
+def gathering_in_pieces(optimizer: Any) -> Iterator[None]:
+    """In this block, gloo gathers the weights of ZeRO-1 and 2 in pieces: it copies what it gathers,
+    and for all at once that takes the memory of the model, and twice the time."""
+    if dist.get_backend() != "gloo":
+        yield
+        return
+    backend = deepspeed.comm.comm.cdb
+    with overridden(backend, has_all_gather_into_tensor=lambda: False):
+        with overridden(optimizer, allgather_bucket_size=1 << 20):
+            yield
+
+
 def replace_load_checkpoint(replacement: Callable, owner: str) -> None:
     """Make every call of engine.load_checkpoint() one of the replacement.
 
