@@ -47,7 +47,7 @@ SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768}  # 86 million parameters
 SAVED = 2  # steps before the save
 STEPS = 12
 WAYS = ("universal", "DeepSpeed")
-ROUNDS = 3
+ROUNDS = 2
 
 
 def make_engine(batch, micro, stage, load_universal=False):
@@ -178,9 +178,13 @@ def made(frozen, stage):
 
 def save(folder, stage, frozen):
     """What each rank does."""
-    made(frozen, stage).save_checkpoint(folder, "saved")
+    engine = made(frozen, stage)
     if not frozen:
+        tokens = torch.randint(256, (1, LENGTH + 1))
+        engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+        engine.step()  # before it, there are no moments
         Fsdp().save(f"{folder}/dcp")
+    engine.save_checkpoint(folder, "saved")
 
 
 def read_own_files(folder):
@@ -194,34 +198,34 @@ def load_by_turns(folder, stage, frozen, peer, peer_begins):
     """What each rank does; rank 0 prints [(ours, peer's), ...], (seconds, megabytes) each."""
     torch.manual_seed(int(os.environ["RANK"]))
     engine = made(frozen, stage)
-    ours = lambda: universal.load_checkpoint(engine, folder, "saved")  # noqa: E731
-    peers = {
+    fsdp = Fsdp() if peer == "DCP" else None
+    ways = {
+        "universal": lambda: universal.load_checkpoint(engine, folder, "saved"),
         "DeepSpeed": lambda: engine.load_checkpoint(folder, "saved"),
         "DCP": lambda: fsdp.load(f"{folder}/dcp"),
         "reads": lambda: read_own_files(folder),
     }
-    fsdp = Fsdp() if peer == "DCP" else None
-    ways = [ours, peers[peer]]
+    names = ["universal", peer]
     rounds = []
     for _ in range(ROUNDS):
-        costs = [cost(way) for way in (reversed(ways) if peer_begins else ways)]
-        costs = torch.tensor(costs[::-1] if peer_begins else costs)
-        dist.all_reduce(costs, dist.ReduceOp.MAX)
-        rounds.append(costs.tolist())
+        costs = {name: cost(ways[name]) for name in names[:: -1 if peer_begins else 1]}
+        slowest = torch.tensor([costs[name] for name in names])
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        rounds.append(slowest.tolist())
     print("\n" + json.dumps(rounds))
 
 
 def compare(folder, stage, frozen, ranks, peer):
     """The cells of a row. Memory is that of a first load, which nobody has prepared."""
     rounds = []
-    megabytes = [0, 0]
+    sizes = [0, 0]
     for peer_begins in (False, True):
         work = (load_by_turns, folder, stage, frozen, peer, peer_begins)
         rounds += json.loads(run(folder, ranks, *work, limit=300).splitlines()[-1])
-        megabytes[peer_begins] = rounds[-ROUNDS][peer_begins][1]
+        sizes[peer_begins] = rounds[-ROUNDS][peer_begins][1]
     ours, theirs = (statistics.median(turn[way][0] for turn in rounds) for way in (0, 1))
     ratio = statistics.median(turn[0][0] / turn[1][0] for turn in rounds)
-    return f"{ours:.2f}", f"{theirs:.2f}", f"{ratio:.2f}", *(f"{size:.0f}" for size in megabytes)
+    return f"{ours:.2f}", f"{theirs:.2f}", f"{ratio:.2f}", *(f"{size:.0f}" for size in sizes)
 
 
 def read_slowly(folder):
