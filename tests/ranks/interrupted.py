@@ -12,6 +12,7 @@ from optimizers import momentum
 
 import universal
 from tests.support.case import (
+    PRINTED,
     case,
     check_restored,
     load,
@@ -152,6 +153,17 @@ def damage_is_seen_before_the_engine_changes(stage):
     refused(engine, "model_states.pt is damaged")
     changed = differences(before, snapshot(engine))
     assert all(name.endswith(" fp32") for name in changed)
+
+
+@case(quick_stages=(1,), quick_ranks=(2,))
+def a_load_that_takes_long(stage):
+    """It ends with its figures; others print none."""
+    engine = make(stage, seed=5)
+    load(engine)
+    assert "GB/s a rank" not in PRINTED.getvalue()
+    with overridden(reshard, LONG=0):
+        load(engine)
+    assert printed(" bytes a rank in ", "GB/s a rank")
 
 
 def save_as_on_a_gpu(stage):
