@@ -9,12 +9,15 @@ import signal
 import time
 from pathlib import Path
 
+import plants
 import pytest
 
 import universal
+from tests.support.commands import slow
 from tests.support.files import flip
 from tests.support.ranks import last_error, launch, run
 from tests.support.toy import begin, make
+from universal import resume as resume_module
 from universal.checkpoint import zero
 from universal.errors import RankSilent
 from universal.load import loader, reader, reshard
@@ -84,7 +87,7 @@ def test_a_rank_that_vanishes(saved, by):
     of_rank_0, of_rank_2 = refusals(saved, 0, 2)
     assert time.monotonic() - began < 25
     assert "a rank does not answer" in of_rank_2, of_rank_2
-    assert "Rank 1 failed" in of_rank_0, of_rank_0
+    assert "rank 1 is not there" in of_rank_0, of_rank_0
 
 
 def resume():
@@ -132,6 +135,17 @@ def test_our_own_bug_is_no_damage(saved, module, function, rank):
     assert "passed over" not in (saved / "said.0").read_text()
 
 
+@pytest.mark.parametrize(
+    "route, ranks, every",
+    [("ZeRO-3", 3, 23)] + [slow(route, 3 if "ZeRO" in route else 2, 1) for route in plants.ROUTES],
+)
+def test_an_error_anywhere(tmp_path, route, ranks, every):
+    """At the first and at the last call of each function of a load, on rank 0 or 1: all ranks end
+    with that error, soon, and the engine can load after that."""
+    run(tmp_path, ranks, plants.main, route, every)
+    assert (tmp_path / "failures").read_text() == ""
+
+
 def test_a_damaged_shard_is_passed_over(saved, tmp_path):
     folder = tmp_path / "checkpoints"
     shutil.copytree(saved, folder)
@@ -148,7 +162,7 @@ def test_what_it_needs(monkeypatch):
     monkeypatch.setattr(loader.deepspeed, "__version__", "0.15.4+cpu")
     too_old = r"needs DeepSpeed 0\.16\.4 or newer, and finds 0\.15\.4"
     with pytest.raises(universal.CheckpointError, match=too_old):
-        universal.load_checkpoint(None, "nowhere")
+        resume_module.check_requirements("nowhere", None)
     copy = "/elsewhere/loader.py"
     monkeypatch.setattr(loader.deepspeed.DeepSpeedEngine, "universal", copy, raising=False)
     with pytest.raises(universal.CheckpointError, match=f"two copies of universal: {copy} is"):

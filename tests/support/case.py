@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import torch_autocast
 from deepspeed.utils import groups
 
 import universal
@@ -102,8 +103,9 @@ def play(cases, phase, stage, *names):
     def play_case(name):
         PRINTED.seek(0)
         PRINTED.truncate()
-        # A pipeline leaves its mpu there, and the next engine would take it.
-        with contextlib.redirect_stdout(PRINTED), overridden(groups, mpu=None):
+        # A pipeline leaves its mpu there, and autocast that it was on: the next engine would take it.
+        clean = overridden(torch_autocast, TORCH_AUTOCAST_INITIALIZED=False)
+        with contextlib.redirect_stdout(PRINTED), overridden(groups, mpu=None), clean:
             getattr(cases[name], phase)(stage)
 
     begin()
@@ -123,6 +125,13 @@ def load(engine, tag="t", **options):
     path, client_state = universal.load_checkpoint(engine, ".", tag, **options)
     assert path is None or Path(path).is_dir()
     return client_state
+
+
+def convert(tag="t", output="u", **options):
+    """Rank 0 converts a checkpoint; then it is there for all."""
+    if dist.get_rank() == 0:
+        universal.convert(tag, output, **options)
+    dist.barrier()
 
 
 def refused(engine, *parts, tag="t", timeout=60, kind=universal.CheckpointError, **options):

@@ -108,6 +108,11 @@ def degrees_of(model: dict, mp_ranks: int) -> tuple[int, int]:
     return degrees.get("tp_degree") or max(1, mp_ranks // pipeline), pipeline
 
 
+def names_beside(folder: Path, used: Iterable[Path]) -> list[str]:
+    """Of the files of other saves under the same name, with optimizer shards or model states."""
+    return sorted({path.name for path in {*folder.glob("*mp_rank_*_states.pt")}.difference(used)})
+
+
 def config_of(model: dict, *keys: str) -> dict:
     """DeepSpeed's config, or a part of it; {} if it is not known, such as a file's path."""
     config = model.get("ds_config")

@@ -2,8 +2,7 @@
 """Describe the model-parallel ranks of a checkpoint that was saved without ZeRO: of each, one file.
 
 DeepSpeed writes into it the module, but a pipeline's, whose layers have files of their own, and the
-optimizer's state_dict(). That numbers the parameters, group by group, and does not name them: the
-engine that loads them tells their order, or else their shapes do. Where the master weights are:
+optimizer's state_dict(). Where the master weights are:
 
     fp32, torch_autocast     in the module
     FP16_Optimizer           fp32_groups_flat: those of a group, end to end
@@ -12,21 +11,28 @@ engine that loads them tells their order, or else their shapes do. Where the mas
 
 import itertools
 import math
-import struct
 from collections import OrderedDict
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple
 
 from universal.checkpoint.module_states import (
     WITHOUT_ZERO,
     config_of,
     degrees_of,
     dtype_of_weights,
-    identity,
     keep_untrained,
-    modules_of_layers,
 )
+from universal.checkpoint.order import (
+    NOWHERE,
+    Given,
+    SavedRank,
+    named_ranks,
+    places_of,
+    stepped_groups,
+    stepping,
+    trained_weights,
+)
+from universal.checkpoint.pipeline import split_pipeline
 from universal.checkpoint.types import Parameter, RawStates
 from universal.checkpoint.zero import (
     OPTIMIZER,
@@ -40,8 +46,9 @@ from universal.checkpoint.zero import (
 )
 from universal.errors import CheckpointError, naming
 from universal.files.joined import strided
+from universal.files.same import holds_elements
 from universal.files.schema import expect
-from universal.files.sources import ByteReader, OpenFile
+from universal.files.sources import OpenFile
 from universal.files.torch_file import (
     Tensor,
     extent_of,
@@ -51,119 +58,76 @@ from universal.files.torch_file import (
     read_scalar,
     stub,
     tensor_of,
-    trim_storage,
-    verify,
 )
 
 MODEL_STATES_FILE = "mp_rank_00_model_states.pt"
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
-
-
-class NeedsEngine(CheckpointError):
-    """The checkpoint may be whole, but only an engine can tell which parameters are trained."""
-
-
-class Stepped(NamedTuple):
-    """A tensor that PyTorch's optimizer steps, and the state that it keeps for it.
-
-    masters: None where these are weights of the module. flat: whether they are those of a whole
-    group, end to end. begin: the element where a parameter begins in them.
-    """
-
-    masters: Tensor | None
-    state: dict[str, Any]
-    flat: bool
-    begin: int = 0
-
-
 MASTERS = {"fp32_groups?": [[tensor_of]], "fp32_groups_flat?": [is_flat]}
-NOWHERE = Stepped(None, {}, False)
 NO_OPTIMIZER = {"state": {}, "param_groups": []}
-UNTOLD = "is of a pipeline without ZeRO, and nothing tells which stage had which parameters"
 
 
 def read_whole(folder: Path) -> dict | None:
-    """The model states of a checkpoint that was saved without ZeRO; None if it was not."""
+    """The model states of a checkpoint that was saved without ZeRO; None if there is none.
+
+    BF16_Optimizer without ZeRO is none: it cuts its masters into shards. Raises: CheckpointError.
+    """
     path = folder / MODEL_STATES_FILE
-    if not path.exists() or (folder / "zero").is_dir() or any(folder.glob("*_optim_states.pt")):
+    if not path.exists():
         return None
     model = expect(load(path), dict, path)
-    return model if model.get("param_shapes") is None else None
-
-
-class SavedRank(NamedTuple):
-    """What a model-parallel rank has saved.
-
-    optimizer: DeepSpeed's state. base: the state dict of PyTorch's. groups: [[Stepped]], by
-    parameter group. weights: of trained_weights(); in a pipeline, those of all stages.
-    """
-
-    path: Path
-    model: dict
-    optimizer: dict
-    base: dict
-    groups: list[list[Stepped]]
-    weights: dict[str, Tensor]
+    optimizer = model.get("optimizer")
+    cut = isinstance(optimizer, dict) and "single_partition_of_fp32_groups" in optimizer
+    return model if model.get("param_shapes", {}) is None and not cut else None
 
 
 def describe_whole(
-    folder: Path,
-    model: dict,
-    names: list[list[str]] | None,
-    tied: dict[int, str] | None,
-    opened: OpenFile,
+    folder: Path, model: dict, given: Given | None, opened: OpenFile
 ) -> tuple[list[ModelParallelRank], int, int]:
     """(the ranks of a Checkpoint that was saved without ZeRO, tensor, pipeline degree).
 
-    model: as of read_whole(). names: of the trained parameters, by group, in the order in which the
-    optimizer got them, of all pipeline stages; None if nobody knows. tied: {number: key} of a
-    pipeline's layers. Without a place in the optimizer, parameters have their weights alone.
-    Raises: CheckpointError.
+    model: as of read_whole(). given: what an engine tells of the parameters; None if nobody does.
+    Without a place in the optimizer, parameters have their weights alone. Raises: CheckpointError.
     """
+    path = folder / MODEL_STATES_FILE
+    if model.get("num_experts"):
+        raise CheckpointError(f"{path} has experts, which without ZeRO are not described")
     tensor, pipeline = degrees_of(model, len([*folder.glob("mp_rank_*_model_states.pt")]))
     paths = [folder / f"mp_rank_{i:02d}_model_states.pt" for i in range(tensor * pipeline)]
-    ranks = [read_rank(paths[0], model), *(read_rank(path, load(path)) for path in paths[1:])]
-    lost = {}
-    if model["module"] is None:
-        ranks, names_of_stages = split_pipeline(folder, ranks, tensor, names, tied or {}, opened)
-        if not names_of_stages:
-            for path in folder.glob("*_states.pt"):
-                verify(path)  # weights that differ from their masters may be damaged
-            lost = {(None, "state"): UNTOLD}
-            ranks, names_of_stages = without_places(ranks, tensor, names)
-    else:
-        with naming(paths[0]):
-            first = ranks[0]
-            if names is None:
-                names = names_by_shape(first.weights, first.groups, opened)
-        names_of_stages = [[[name for name in group if name in first.weights] for group in names]]
-    described = [
-        describe_rank(rank, names_of_stages[i // tensor], lost, opened)
-        for i, rank in enumerate(ranks)
+    told = None if given is None else given()
+    by_group = None if told is None else told.by_group()
+    ranks = [
+        read_rank(path, load(path) if i else model, by_group or []) for i, path in enumerate(paths)
     ]
+    problems = []
+    if model["module"] is None:
+        ranks, problems = split_pipeline(folder, ranks, tensor, told, opened)
+    else:
+        ranks = named_ranks(ranks, by_group, opened)
+    described = [describe_rank(rank, opened) for rank in ranks]
+    described[0].problems.extend(problems)
     return described, tensor, pipeline
 
 
-def read_rank(path, model):
+def read_rank(path, model, given):
     """The SavedRank in a file of model states."""
     expect(model, WITHOUT_ZERO | {"optimizer?": (NoneType, dict)}, path)
     optimizer = model.get("optimizer") or NO_OPTIMIZER
     base = expect(optimizer.get("optimizer_state_dict", optimizer), OPTIMIZER, path)
     expect(optimizer, MASTERS, path)
     with naming(path):
-        groups = stepped_groups(optimizer, base)
-    weights = trained_weights(model["module"] or {}, model["buffer_names"])
-    return SavedRank(path, model, optimizer, base, groups, weights)
+        model = with_names_of_parameters(model, given)
+        weights = trained_weights(model["module"] or {}, model["buffer_names"])
+        return SavedRank(path, model, optimizer, base, weights, stepped_groups(optimizer, base))
 
 
-def describe_rank(rank, names, lost, opened):
-    """The ModelParallelRank of a SavedRank. names: of its parameters, by group. lost: what becomes
-    of states that have no place."""
+def describe_rank(rank, opened):
+    """The ModelParallelRank of a SavedRank."""
     with naming(rank.path):
-        parameters, unsliced = place_all(rank.weights, names, rank.groups, opened)
+        parameters, unsliced = place_all(rank.weights, rank.names, rank.groups, opened)
+        unsliced |= rank.lost
         shapes = [
-            OrderedDict((name, rank.weights[name].size) for name in of_group) for of_group in names
+            OrderedDict((name, rank.weights[name].size) for name in of_group if name in parameters)
+            for of_group in rank.names
         ]
         model = rank.model | {"optimizer": None, "param_shapes": shapes}
         is_bf16 = "bfloat16" in {weight.dtype for weight in rank.weights.values()}
@@ -175,10 +139,16 @@ def describe_rank(rank, names, lost, opened):
     param_groups = [group | {"params": [i]} for i, group in enumerate(rank.base["param_groups"])]
     optimizer = rank.base | {"param_groups": param_groups}
     shard = SavedShard(rank.path, 0, class_of(rank.optimizer), content, optimizer, [], [], [])
-    problems = problem_of_loss(rank.path, parameters, optimizer_state(optimizer, unsliced))
-    settings = settings_of(shard, opened)
     return ModelParallelRank(
-        model, dtype, shard, parameters, settings, unsliced | lost, problems, [rank.path]
+        model=model,
+        dtype=dtype,
+        shard=shard,
+        parameters=parameters,
+        flat_names=rank.names,
+        settings=settings_of(shard, opened),
+        rank_dependent=unsliced,
+        problems=problem_of_loss(rank.path, parameters, optimizer_state(optimizer, unsliced)),
+        files=[rank.path],
     )
 
 
@@ -202,81 +172,46 @@ def class_of(optimizer):
     return "FP16_UnfusedOptimizer" if "fp32_groups" in optimizer else ""
 
 
-def trained_weights(module, buffer_names):
-    """{name: Tensor} of a module without its buffers; tied weights have one of their names."""
-    weights = {}
-    for name, value in module.items():
-        tensor = tensor_of(value)
-        if tensor and name not in buffer_names and not name.endswith("_extra_state"):
-            weights.setdefault(identity(value), (name, tensor))
-    return dict(weights.values())
-
-
-def stepped_groups(optimizer, base):
-    """[[Stepped]], by parameter group."""
-    masters = optimizer.get("fp32_groups") or optimizer.get("fp32_groups_flat")
-    flat = "fp32_groups_flat" in optimizer
-    groups = []
-    if masters and len(masters) != len(base["param_groups"]):
-        raise CheckpointError("the optimizer does not have master weights of each group")
-    for i, group in enumerate(base["param_groups"]):
-        tensors = [None] * len(group["params"])
-        if masters:
-            tensors = [masters[i]] if flat else masters[i]
-        if len(tensors) != len(group["params"]):
-            raise CheckpointError(f"group {i} does not have master weights of each parameter")
-        states = [base["state"].get(number, {}) for number in group["params"]]
-        if group.get("step") == 0:  # as FusedAdam and FusedLion write there
-            states = with_step_of_last(states)
-        groups.append(
-            [Stepped(*pair, flat) for pair in zip(map(tensor_of, tensors), states, strict=True)]
-        )
-    # DeepSpeed gives each trained parameter a gradient, if only of zeros: the others are frozen.
-    if not masters and any(stepped.state for group in groups for stepped in group):
-        groups = [[stepped for stepped in group if stepped.state] for group in groups]
-    return groups
-
-
-def with_step_of_last(states):
-    """FusedAdam counts the steps of a whole group in the state of its last parameter alone."""
-    steps = [state["step"] for state in states if "step" in state]
-    return [state | {"step": steps[-1]} if "step" in state else state for state in states]
+def with_names_of_parameters(model, given):
+    """The model states, in which the entries of the module have the names of the parameters: a
+    wrapper gives them names that its state_dict() takes back."""
+    names = {entry: name for of_group in given for name, entry in of_group.items()}
+    if model["module"] is None or all(entry == name for entry, name in names.items()):
+        return model
+    module = {names.get(entry, entry): value for entry, value in model["module"].items()}
+    return model | {"module": module}
 
 
 def place_all(weights, names, groups, opened):
     """({name: Parameter}, {(group, name): why a state has no place}).
 
-    A group whose parameters are not as many as the names gives them no place.
+    names: of the tensors of each group, in their order; if they do not fill it, nobody knows which
+    is where. What is frozen, or has no elements, is no trained parameter.
     """
     parameters = {}
     unsliced = {}
     for i, (of_group, group) in enumerate(itertools.zip_longest(names, groups, fillvalue=[])):
-        places = places_of([weights[name] for name in of_group], group)
-        for name, stepped in zip(of_group, places, strict=True):
-            parameters[name], keys = describe_one(weights[name], i, stepped, opened)
-            unsliced |= {(i, key): "is not cut like the weights" for key in keys}
-        scalars = [parameters[name].scalars for name in of_group]
-        unsliced |= {(i, key): "differs between parameters" for key in differences(scalars)}
+        trained = stepping(group, groups)
+        chosen = []
+        for name, stepped in zip(of_group, places_of(weights, of_group, group), strict=True):
+            if math.prod(weights[name].size) and (stepped is NOWHERE or is_among(stepped, trained)):
+                parameters[name], keys = describe_one(weights[name], i, stepped, opened)
+                unsliced |= {(i, key): "is not cut like the weights" for key in keys}
+                chosen.append(parameters[name].scalars)
+        unsliced |= {(i, key): "differs between parameters" for key in differences(chosen)}
     return parameters, unsliced
 
 
-def places_of(weights, group):
-    """The Stepped of each weight, in their order: a tensor of its own, or a place in the flat one.
-
-    If the weights do not fill the group, nobody knows which is where: then all are NOWHERE.
-    """
-    if len(weights) == len(group):
-        return group
-    ends = [*itertools.accumulate(math.prod(weight.size) for weight in weights)]
-    if group and group[0].flat and ends[-1:] == [math.prod(group[0].masters.size)]:
-        return [group[0]._replace(begin=begin) for begin in (0, *ends[:-1])]
-    return [NOWHERE] * len(weights)
+def is_among(stepped, trained):
+    """Whether a tensor is trained: of a flat one, all parameters are."""
+    return stepped.flat or any(stepped is other for other in trained)
 
 
 def describe_one(weight, group, stepped, opened):
     """(the Parameter at a place, the names of its states that have another shape)."""
     masters = stepped.masters or weight
     numel = math.prod(weight.size)
+    whole = {math.prod(masters.size)}
     states = {"fp32": elements_in("fp32", masters, stepped.begin, numel)}
     scalars = {}
     unsliced = set()
@@ -284,6 +219,8 @@ def describe_one(weight, group, stepped, opened):
         tensor = tensor_of(value)
         if tensor and tensor.size == masters.size and key != "step":
             states[key] = elements_in(key, tensor, stepped.begin, numel)
+        elif tensor is None and math.prod(masters.size) > 1 and holds_elements(value, whole):
+            unsliced.add(key)
         elif tensor is None or math.prod(tensor.size) == 1:
             scalars[key] = read_scalar(value, opened)
         else:
@@ -294,205 +231,8 @@ def describe_one(weight, group, stepped, opened):
 def elements_in(key, tensor, begin, numel):
     """Where elements of a tensor are, in the order of its indices."""
     if has_gaps(tensor) and numel:
-        return strided(key, trim_storage(tensor))
+        return strided(key, tensor)
     return extent_of(tensor, begin + numel).part(begin, numel)
-
-
-# --------------------------------------------------------------------------------------------------
-# which parameters the optimizer's tensors are, where no engine tells
-
-
-def names_by_shape(weights, groups, opened):
-    """[[name]] by group, if shapes, and values where masters are saved, leave one choice.
-
-    They do if each weight fits in one group at most, as its next tensor, and if those that fit in
-    none, which are frozen, have other shapes. Raises CheckpointError if they do not.
-    """
-    names = [[] for _ in groups]
-    frozen = set()
-    unclear = not groups
-    for name, weight in weights.items():
-        fitting = []
-        for of_group, group in zip(names, groups, strict=True):
-            if is_next([weights[before] for before in of_group], weight, group, opened):
-                fitting.append(of_group)
-        unclear |= len(fitting) > 1
-        for of_group in fitting:
-            of_group.append(name)
-        if not fitting:
-            frozen.add(weight.size)
-    for of_group, group in zip(names, groups, strict=True):
-        chosen = [weights[name] for name in of_group]
-        unclear |= NOWHERE in places_of(chosen, group)
-        unclear |= any(weight.size in frozen for weight in chosen)
-    if unclear:
-        raise NeedsEngine(
-            "it does not say which parameters are in which group of the optimizer, and their "
-            "shapes do not tell: load it without converting it"
-        )
-    return names
-
-
-def is_next(before, weight, group, opened):
-    """Whether a weight may be what the optimizer's group has after those before."""
-    begin = 0
-    if group and group[0].flat:
-        (stepped,) = group
-        begin = sum(math.prod(other.size) for other in before)
-        fits = begin + math.prod(weight.size) <= math.prod(stepped.masters.size)
-    elif len(before) < len(group):
-        stepped = group[len(before)]
-        tensors = [tensor_of(value) for value in (stepped.masters, *stepped.state.values())]
-        shapes = {tensor.size for tensor in tensors if tensor}
-        fits = not shapes or weight.size in shapes
-    else:
-        return False
-    return fits and (stepped.masters is None or is_rounded(weight, stepped.masters, begin, opened))
-
-
-def is_rounded(weight, masters, begin, opened):
-    """Whether a weight is what its masters are in its precision, as far as its first elements."""
-    numel = min(math.prod(weight.size), 64)
-    reader = ByteReader(opened)
-    halves = reader.read(extent_of(weight, numel), 0, numel)
-    floats = reader.read(extent_of(masters, begin + numel), begin, numel)
-    return halves == rounded(floats, weight.dtype)
-
-
-def rounded(floats: bytes, dtype: str) -> bytes:
-    """The bytes of float32 numbers in one of the precisions ROUNDED."""
-    if dtype == "float32":
-        return floats
-    numel = len(floats) // 4
-    if dtype == "float16":
-        numbers = struct.unpack(f"<{numel}f", floats)
-        limited = [x if abs(x) < 65520 else math.copysign(math.inf, x) for x in numbers]
-        return struct.pack(f"<{numel}e", *limited)
-    words = struct.unpack(f"<{numel}I", floats)  # bfloat16: half of a float, rounded to even
-    halves = [(word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in words]
-    return struct.pack(f"<{numel}H", *halves)
-
-
-# --------------------------------------------------------------------------------------------------
-# which stage of a pipeline has which layers
-
-
-def split_pipeline(folder, ranks, tensor, names, tied, opened):
-    """(the SavedRanks with the weights of their stages, [[[name]] by group of each stage]).
-
-    No file says which layers a stage has. They are consecutive, and of their parameters, in the
-    order of the layers, it has as many as its optimizer, and of the shapes of their states. If that
-    leaves no choice or several, there are no names.
-    """
-    if names is None:
-        raise NeedsEngine(
-            "a pipeline saved it without ZeRO: which parameters a stage has trained, only an "
-            "engine tells: load it without converting it"
-        )
-    buffers = {name for rank in ranks for name in rank.model["buffer_names"]}
-    modules = modules_of_layers(folder, ())
-    if len({frozenset(module) for module in modules}) != 1 or len(modules) != tensor:
-        raise CheckpointError(f"{folder} lacks files of layers: {tensor} of each were saved")
-    weights = [trained_weights(module, buffers) for module in modules]
-    homes = {name: homes_of(name, tied, weights[0]) for of_group in names for name in of_group}
-    ranks = [
-        rank._replace(weights=weights_by_name(homes, weights[i % tensor]))
-        for i, rank in enumerate(ranks)
-    ]
-    numbers = sorted(set().union(*homes.values()))
-    if not numbers:
-        return ranks, [[]] * (len(ranks) // tensor)
-    is_sorted = all(are_in_order(of_group, homes) for of_group in names)
-
-    def fits(rank, layers):
-        groups = names_of_layers(names, homes, {*layers})
-        return are_of_groups(groups, rank, opened)
-
-    splits = [*splits_of(ranks[::tensor], numbers, fits)] if is_sorted else []
-    chosen = [[names_of_layers(names, homes, {*layers}) for layers in split] for split in splits]
-    is_clear = chosen and all(other == chosen[0] for other in chosen)
-    return ranks, chosen[0] if is_clear else []
-
-
-def without_places(ranks, tensor, names):
-    """What split_pipeline() returns, with all parameters in the first stage, and no states."""
-    known = [[name for name in group if name in ranks[0].weights] for group in names]
-    others = [[]] * (len(ranks) // tensor - 1)
-    return [rank._replace(groups=[]) for rank in ranks], [known, *others]
-
-
-def homes_of(name, tied, weights):
-    """The numbers of the layers that have a parameter; several, if they are tied."""
-    if not is_tied(name):
-        return {int(name.split(".")[0])} if name in weights else set()
-    _, key, rest = name.split(".", 2)
-    layers = (layer for layer in tied if tied[layer] == key)
-    return {layer for layer in layers if f"{layer}.{rest}" in weights}
-
-
-def is_tied(name: str) -> bool:
-    """Whether this is the name of a parameter that several layers of a pipeline share."""
-    return name.startswith("tied_modules.")
-
-
-def weights_by_name(homes, weights):
-    """{name: Tensor}, in a tied parameter's name, too."""
-    return {
-        name: weights[f"{min(layers)}.{name.split('.', 2)[2]}" if is_tied(name) else name]
-        for name, layers in homes.items()
-        if layers
-    }
-
-
-def are_in_order(names, homes):
-    """Whether tied parameters come first, and the others in the order of their layers."""
-    keys = [
-        (not is_tied(name), 0 if is_tied(name) else min(homes[name]))
-        for name in names
-        if homes[name]
-    ]
-    return keys == sorted(keys)
-
-
-def names_of_layers(names, homes, layers):
-    """[[name]] of the groups of a stage with these layers. DeepSpeed drops empty ones."""
-    groups = [
-        sorted(
-            [name for name in of_group if homes[name] & layers],
-            key=lambda name: (not is_tied(name), min(homes[name] & layers)),
-        )
-        for of_group in names
-    ]
-    return [group for group in groups if group]
-
-
-def are_of_groups(names, rank, opened):
-    """Whether parameters, by group, may be those of a rank's optimizer."""
-    if len(names) != len(rank.groups):
-        return False
-    for of_group, group in zip(names, rank.groups, strict=True):
-        weights = [rank.weights[name] for name in of_group]
-        if any(place is NOWHERE for place in places_of(weights, group)):
-            return False
-        if not all(is_next(weights[:i], weight, group, opened) for i, weight in enumerate(weights)):
-            return False
-    return True
-
-
-def splits_of(ranks, layers, fits):
-    """Yields [layers of each rank], consecutive ones, of every way in which they fit."""
-    if not ranks:
-        if not layers:
-            yield []
-        return
-    for end in range(len(layers) + 1):
-        if fits(ranks[0], layers[:end]):
-            for rest in splits_of(ranks[1:], layers[end:], fits):
-                yield [layers[:end], *rest]
-
-
-# --------------------------------------------------------------------------------------------------
-# the rest
 
 
 def optimizer_settings(path, optimizer, model):

@@ -68,14 +68,16 @@ class Parts(NamedTuple):
         """Those of this rank; none if it has the whole."""
         return [block for block in self.wholes[name].blocks or () if block.part == self.rank]
 
-    def tensor(self, name: str, whole: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-        """This rank's part of a tensor that all ranks have read whole; target: what it is for."""
-        own = self.own_blocks(name) if name in self.wholes else []
-        if target is None or not own or whole.shape == whole_shape(target):
-            return whole
+    def cuts(self, name: str, shape: tuple) -> bool:
+        """Whether tensor() finds this rank's part of a tensor of this shape."""
+        whole = self.wholes.get(name)
+        return whole is not None and whole.shape == shape and bool(self.own_blocks(name))
+
+    def tensor(self, name: str, whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor that was read whole; target: what it is for."""
         flat = whole.contiguous().flatten()
         part = torch.zeros(whole_shape(target), dtype=whole.dtype)
-        for block in own:
+        for block in self.own_blocks(name):
             held = flat.as_strided(block.shape, block.whole_stride, block.whole_offset)
             part.as_strided(block.shape, block.stride, block.offset).copy_(held)
         return part
@@ -91,21 +93,20 @@ def parts_of(engine: Engine, checkpoint: Checkpoint, ranks: ProcessGroup) -> Par
     if degree > 1:
         for of_rank, others in ranks.all_gather((rank, shapes)):
             of_ranks[of_rank] = others | of_ranks.get(of_rank, {})  # of all pipeline stages
-    with ranks.all_or_none():
-        saved = unpack(checkpoint.packed.model).get(INFO_KEY)
-        # One rank wants it, too: a vocabulary may be padded for one.
-        info = engine.cuts() or saved and for_another_degree(saved)
-        joiner = TensorParallel(info, degree, "this engine")
-        if checkpoint.layout is None or checkpoint.layout.tensor != degree:
-            check_same_words(joiner, TensorParallel(saved, 1, checkpoint.folder), shapes)
-        wholes = {}
-        for name in shapes:
-            if any(name not in of_rank for of_rank in of_ranks.values()):
-                raise CheckpointError(f"not every tensor-parallel rank has a part of {name}")
-            shapes_of_parts = [of_ranks[i][name] for i in range(degree)]
-            wholes[name] = joiner.whole(name, shapes_of_parts)
-            parts = [Extent("float32", None, 0, math.prod(shape)) for shape in shapes_of_parts]
-            joiner.check_cover(name, wholes[name], parts, math.prod(wholes[name].shape))
+    saved = unpack(checkpoint.packed.model).get(INFO_KEY)
+    # One rank wants it, too: a vocabulary may be padded for one.
+    info = engine.cuts() or saved and for_another_degree(saved)
+    joiner = TensorParallel(info, degree, "this engine")
+    if checkpoint.layout is None or checkpoint.layout.tensor != degree:
+        check_same_words(joiner, TensorParallel(saved, 1, checkpoint.folder), shapes)
+    wholes = {}
+    for name in shapes:
+        if any(name not in of_rank for of_rank in of_ranks.values()):
+            raise CheckpointError(f"not every tensor-parallel rank has a part of {name}")
+        shapes_of_parts = [of_ranks[i][name] for i in range(degree)]
+        wholes[name] = joiner.whole(name, shapes_of_parts)
+        parts = [Extent("float32", None, 0, math.prod(shape)) for shape in shapes_of_parts]
+        joiner.check_cover(name, wholes[name], parts, math.prod(wholes[name].shape))
     return Parts(rank, degree, wholes)
 
 
