@@ -172,7 +172,7 @@ def snapshot(engine, states=True):
         for state in states_of(optimizer)
     ]
     counters = [engine.global_steps, engine.skipped_steps, engine.global_samples]
-    counters.append(engine.micro_steps / engine.gradient_accumulation_steps())
+    counters.append(engine.micro_steps % engine.gradient_accumulation_steps())
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return {
         **module_state(engine.module),

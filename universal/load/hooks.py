@@ -134,6 +134,25 @@ def zero_options(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
     return options if isinstance(options, dict) else {}
 
 
+def is_within_a_step(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether it holds gradients of micro-batches that have made no step yet."""
+    if backwards := getattr(engine, "_unmanaged_backward_count", 0):
+        return backwards > 0
+    is_boundary = engine._is_gradient_accumulation_boundary
+    if is_boundary is None and getattr(engine, "managed_gradient_accumulation", lambda: True)():
+        return engine.micro_steps % engine.gradient_accumulation_steps() > 0
+    return is_boundary is False  # accelerate says it, and counts steps alone
+
+
+def begin_step(engine: deepspeed.DeepSpeedEngine) -> None:
+    """The next micro-batch is the first one of a step, however many set_train_batch_size() makes.
+
+    So it is in a new engine, for DeepSpeed saves no count of them.
+    """
+    engine.micro_steps = 0
+    engine._unmanaged_backward_count = 0
+
+
 def lacks_norm(optimizer: Any) -> bool:
     """Whether a DeepSpeed optimizer computes no norm of the gradients, so that it cannot clip."""
     return not getattr(optimizer, "compute_grad_norm", True)
