@@ -2,6 +2,8 @@
 cannot be restored, and is refused by the reason that is true."""
 
 import contextlib
+import functools
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -20,9 +22,10 @@ from case import (
     saved,
     train_and_save,
 )
+from optimizers import SliceNorm
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from toy import ExtraState, Net, differences, make, read_truth, save_truth, snapshot, train
+from toy import ExtraState, Net, adam, differences, make, read_truth, save_truth, snapshot, train
 
 import universal
 from universal import mirror
@@ -534,3 +537,94 @@ def memory_beside_a_damaged_disk(stage):
     assert str(folder) == "memory"
     universal.load_checkpoint(engine, folder)
     check_restored(engine)
+
+
+# --------------------------------------------------------------------------------------------------
+# Names
+
+
+class Layers(Net):
+    """One of its layers has an extra state, and a tensor by a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = PassesOn()
+
+
+def compiled_layers():
+    net = Layers()
+    for name in ("a", "frozen", "block"):
+        setattr(net, name, torch.compile(getattr(net, name), backend="eager"))
+    return net
+
+
+COMPILED = {
+    "eager": Layers,
+    "whole": lambda: torch.compile(Layers(), backend="eager"),
+    "layers": compiled_layers,
+}
+
+
+def able(stage, name):
+    """DeepSpeed trains no compiled modules at ZeRO-3."""
+    return stage if name == "eager" else min(stage, 2)
+
+
+def save_compiled(stage):
+    torch.compiler.set_stance("force_eager")
+    for name, net in COMPILED.items():
+        for tag, optimizer in ((name, adam), (f"{name} slices", SliceNorm)):
+            train_and_save(able(stage, name), tag, net=net, optimizer=optimizer)
+            if dist.get_rank() == 0:
+                Path("truth.pt").rename(f"{tag}.pt")
+
+
+@case(save_compiled, quick_stages=(1, 3))
+def compiled(stage):
+    """torch.compile() is no part of a name, on either side, nor by DeepSpeed's own loader."""
+    torch.compiler.set_stance("force_eager")
+    for name, (target, net) in itertools.product(COMPILED, COMPILED.items()):
+        engine = make(able(stage, target), net, seed=5)
+        load(engine, name)
+        lost = differences(read_truth(f"{name}.pt"), snapshot(engine))
+        assert not lost, (name, target, lost)
+        if dist.get_world_size() == 2 and able(stage, name) == able(stage, target):
+            engine = make(able(stage, target), net, SliceNorm, seed=5)
+            load(engine, f"{name} slices")
+            lost = differences(read_truth(f"{name} slices.pt"), snapshot(engine))
+            assert {*lost} <= {"steps"}, (name, target, lost)  # rank 0's norm
+
+
+class NamedAdapter(nn.Module):
+    """Beside a frozen base."""
+
+    def __init__(self, name="default"):
+        super().__init__()
+        self.base = nn.Linear(8, 3).requires_grad_(False)
+        self.adapters = nn.ModuleDict({name: nn.Linear(8, 3, bias=False)})
+
+    def forward(self, x):
+        (adapter,) = self.adapters.values()
+        return (self.base(x) + adapter(x)).pow(2).mean()
+
+
+def save_adapter(stage):
+    engine = make(stage, NamedAdapter)
+    train(engine, 0)
+    engine.save_checkpoint(".", "t", {"step": 1})
+
+
+@case(save_adapter, stages=(0, 1, 2, 3), quick_stages=(0, 3), quick_ranks=(2,))
+def nothing_trained_has_its_name(stage):
+    """Not with initial weights at the old step, whatever it is told; but a new adapter on weights
+    that were trained before begins."""
+    renamed = functools.partial(NamedAdapter, "policy")
+    lists = ["here (1): adapters.policy.weight", "checkpoint (1): adapters.default.weight"]
+    for options in (
+        {},
+        {"load_module_strict": False},
+        {"load_module_strict": False, "load_optimizer_states": False},
+        {"load_module_strict": False, "load_module_only": True},
+    ):
+        for to in {stage, 1}:
+            refused(make(to, renamed, seed=5), *lists, **options)

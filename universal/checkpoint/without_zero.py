@@ -26,6 +26,7 @@ from universal.checkpoint.module_states import (
     keep_untrained,
     module_state,
 )
+from universal.checkpoint.names import with_plain_names
 from universal.checkpoint.types import (
     Checkpoint,
     Described,
@@ -89,7 +90,7 @@ def read_whole(folder: Path) -> dict | None:
     path = folder / MODEL_STATES_FILE
     if not path.exists() or (folder / "zero").is_dir() or any(folder.glob("*_optim_states.pt")):
         return None
-    model = expect(load(path), dict, path)
+    model = with_plain_names(expect(load(path), dict, path))
     return model if model.get("param_shapes") is None else None
 
 

@@ -3,13 +3,14 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
+from universal.checkpoint.names import plain_name
 from universal.errors import CheckpointError
 
 
@@ -97,6 +98,35 @@ def loading_at_once(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractCon
     """
     zero = engine._config.zero_config.model_copy(update={"pipeline_loading_checkpoint": False})
     return overridden(engine._config, zero_config=zero)
+
+
+def names_in(module: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """{plain name of a tensor of a module: its name there, with what torch.compile() puts in}."""
+    prefixes = {"": ""}
+    for name, _ in module.named_modules():
+        prefix = f"{name}." if name else ""
+        prefixes[plain_name(prefix)] = prefix  # a compiled module comes before the one in it
+    parts = {name: name.rpartition(".") for name in names}
+    return {
+        name: prefixes.get(path + dot, path + dot) + last
+        for name, (path, dot, last) in parts.items()
+    }
+
+
+def taking_plain_names(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractContextManager:
+    """In this block, DeepSpeed finds a module's state, whichever side torch.compile() is on."""
+    load_module = engine.load_module_state_dict
+
+    def load(checkpoint, *args, **options):
+        for key in ("module", "frozen_param_fragments"):
+            entries = checkpoint.get(key) or {}
+            names = names_in(engine.module, map(plain_name, entries))
+            renamed = {names[plain_name(name)]: value for name, value in entries.items()}
+            if renamed.keys() != entries.keys():
+                checkpoint = checkpoint | {key: renamed}
+        return load_module(checkpoint, *args, **options)
+
+    return overridden(engine, load_module_state_dict=load)
 
 
 def replace_load_checkpoint(replacement: Callable, owner: str) -> None:
