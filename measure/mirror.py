@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from measure.ranks import run
 from measure.resume import LENGTH, make_engine
+from tests.support.ranks import run
 from universal.load.hooks import overridden
 from universal.mirror import Mirror
 

@@ -20,22 +20,14 @@ import numpy
 import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from helpers import (
-    MODEL,
-    ROOT,
-    SHAPES,
-    assert_equal_to_deepspeed,
-    content,
-    convert_with_deepspeed,
-    converter,
-    edit,
-    load,
-    states,
-)
 from safetensors.torch import load_file
-from toy import same
 
-from measure.lay_out import lay_out
+from tests.support import ROOT
+from tests.support.commands import converter
+from tests.support.conversions import assert_equal_to_deepspeed, convert_with_deepspeed
+from tests.support.files import MODEL, SHAPES, content, edit, load, states
+from tests.support.lay_out import lay_out
+from tests.support.toy import same
 from universal import convert
 from universal.diff import diff
 from universal.safetensors import export

@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+
+from tests.support import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 OURS = [*ROOT.glob("*.py"), *ROOT.glob("universal/**/*.py"), ROOT / "examples/megatron_info.py"]

@@ -13,7 +13,6 @@ import sys
 
 import pytest
 from deepspeed.launcher import runner
-from helpers import ROOT
 from torch.distributed.run import get_args_parser
 
 import universal.diff
@@ -24,7 +23,8 @@ import universal.mirror
 import universal.safetensors
 import universal.trainer
 from measure.logs import compare
-from measure.ranks import run
+from tests.support import ROOT
+from tests.support.ranks import run
 
 
 def texts(*patterns):
@@ -351,7 +351,7 @@ import os
 import sys
 
 import torch
-import toy
+from tests.support import toy
 from torch import nn
 from torch.nn import functional as F
 

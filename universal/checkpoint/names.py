@@ -28,11 +28,11 @@ def plain_name(name: str) -> str:
 def plain_keys(entries: dict) -> dict:
     """{plain name: value}; the dict itself, if it has no other names, or two would be the same."""
     names = {key: plain_name(key) if isinstance(key, str) else key for key in entries}
-    plain = kind_of(entries)((name, entries[key]) for key, name in names.items())
+    plain = class_of_dict(entries)((name, entries[key]) for key, name in names.items())
     return plain if plain.keys() != entries.keys() and len(plain) == len(entries) else entries
 
 
-def kind_of(entries):
+def class_of_dict(entries):
     return OrderedDict if isinstance(entries, OrderedDict) else dict
 
 
@@ -52,5 +52,5 @@ def renamed(value: Any) -> Any:
         return [renamed(item) for item in value]
     if isinstance(value, dict):
         items = plain_keys(value).items()
-        return kind_of(value)((key, renamed(item)) for key, item in items)
+        return class_of_dict(value)((key, renamed(item)) for key, item in items)
     return value
