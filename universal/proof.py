@@ -338,8 +338,20 @@ def after_load(engine: deepspeed.DeepSpeedEngine, folder: Path | None, resharded
 
 def around_save(method, engine, save_dir, tag=None, *args, **options):
     result = method(engine, save_dir, tag, *args, **options)
-    after_save(engine, Path(save_dir, str(tag or f"global_step{engine.global_steps}")))
+    tag = f"global_step{engine.global_steps}" if tag is None else tag
+    after_save(engine, Path(save_dir, str(tag)))
+    if not options.get("save_latest", args[1] if len(args) > 1 else True):
+        say_beside_latest(str(tag))
     return result
+
+
+@functools.cache
+def say_beside_latest(tag):
+    """Once, of a tag that is saved again and again."""
+    say(
+        f"{tag} is saved beside `latest`: a load without a tag takes whichever is of the later "
+        "step; one with the tag takes what it names"
+    )
 
 
 def around_load(method, engine, *args, **options):
