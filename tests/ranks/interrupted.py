@@ -54,6 +54,10 @@ def the_first_start(stage):
                 continue
             raise AssertionError(options)
         assert engine.load_checkpoint(".")[1]["step"] == 2
+        engine.save_checkpoint("more", "regular")
+        assert dist.get_rank() or not printed("beside `latest`")
+        engine.save_checkpoint("more", "best", save_latest=False)
+        assert printed("best is saved beside `latest`: a load without a tag takes whichever is of")
 
 
 def save_and_go_on(stage, **options):
@@ -168,7 +172,7 @@ def save_a_batch_that_grows(stage):
     save_truth([train(engine, step) for step in (5, 6)], "losses.pt")
 
 
-@case(save_a_batch_that_grows, stages=(0, 1, 2, 3), quick_ranks=(2, 3), quick_stages=(1,))
+@case(save_a_batch_that_grows, stages=(0, 1, 2, 3), quick_stages=(1,))
 def a_batch_that_grows_after_the_load(stage):
     """5 steps of the smaller batch would be two and a half of the larger."""
     engine = make(stage, seed=5)
@@ -176,6 +180,9 @@ def a_batch_that_grows_after_the_load(stage):
     engine.set_train_batch_size(24)
     for step, saved_loss in zip((5, 6), read_truth("losses.pt"), strict=True):
         assert abs(train(engine, step) - saved_loss) <= 1e-6
+    load(make(stage, batch=24, seed=5))
+    assert printed("config has 12, but its 72 samples in 5 steps are of more than one")
+    assert dist.get_rank() or not printed("WARNING: the global batch")
 
 
 @case(quick_ranks=(2, 3))
