@@ -19,6 +19,7 @@ from tests.support.case import (
     PRINTED,
     case,
     check_restored,
+    convert,
     load,
     printed,
     refused,
@@ -31,6 +32,7 @@ from tests.support.toy import (
     Net,
     adam,
     differences,
+    falling,
     make,
     read_truth,
     save_truth,
@@ -115,9 +117,7 @@ def check_renamed(stage, net):
     """A model whose state_dict() has other names than its parameters comes back: from its ranks'
     files, from a conversion, and at another stage."""
     restored(stage, net=net)
-    if dist.get_rank() == 0:
-        universal.convert("t", "u")
-    dist.barrier()
+    convert()
     restored(stage, "u", net=net)
     restored(4 - stage, net=net)
 
@@ -314,10 +314,6 @@ def another_default_device(stage):
     check_restored(engine)
 
 
-def falling(optimizer):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-
-
 def save_without_scheduler(stage):
     engine = make(stage)
     train(engine, 0)
@@ -395,9 +391,7 @@ def save_client_state(stage):
 
 @case(save_client_state, quick_stages=(1,))
 def attributes_of_a_client_state(stage):
-    if dist.get_rank() == 0:
-        universal.convert("t", "u")
-    dist.barrier()
+    convert()
     for tag in ("t", "u"):
         average = load(make(stage), tag)["average"]
         assert average._metadata == nn.BatchNorm1d(3).state_dict()._metadata
@@ -421,9 +415,7 @@ def save_without_checksums(stage):
 @case(save_without_checksums, quick_stages=(1,))
 def files_without_checksums(stage):
     restored(stage)
-    if dist.get_rank() == 0:
-        universal.convert("t", "u", check=True)
-    dist.barrier()
+    convert(check=True)
     restored(stage, "u")
 
 
