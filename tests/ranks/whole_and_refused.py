@@ -3,6 +3,8 @@ cannot be restored, and is refused by the reason that is true."""
 
 import contextlib
 import functools
+import importlib
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -597,3 +599,52 @@ def nothing_trained_has_its_name(stage):
     ):
         for to in {stage, 1}:
             refused(make(to, renamed, seed=5), *lists, **options)
+
+
+# --------------------------------------------------------------------------------------------------
+# Optimizers of packages, with states of few bits
+
+
+class Wide(nn.Module):
+    """Its parameters fill the blocks of such states, on each rank."""
+
+    def __init__(self):
+        super().__init__()
+        widths = [8, 64, 64, 64, 64, 64]
+        layers = [nn.Linear(*pair, bias=False) for pair in itertools.pairwise(widths)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x).tanh().pow(2).mean()
+
+
+def low_bit_case(name):
+    """It goes on exactly on its own ranks, and is refused elsewhere, by DeepSpeed's own loader."""
+    package, _, kind = name.partition(".")
+
+    def engine_of(stage, seed):
+        optimizer = getattr(importlib.import_module(f"{package}.optim"), kind)
+        return make(stage, Wide, functools.partial(optimizer, lr=1e-3), seed)
+
+    def save(stage):
+        engine = engine_of(stage, 1)
+        train(engine, 0)
+        engine.save_checkpoint(".", "t")
+        save_truth([train(engine, step) for step in (1, 2)])
+
+    @case(save)
+    def load_low_bit(stage):
+        engine = engine_of(stage, 5)
+        if dist.get_world_size() == 3:
+            refused(engine, "is not cut like the weights: it loads on its own ranks only")
+            return
+        load(engine)
+        assert [train(engine, step) for step in (1, 2)] == read_truth()
+
+    return load_low_bit
+
+
+LOW_BIT = {
+    name: low_bit_case(name)
+    for name in ("bitsandbytes.Adam8bit", "bitsandbytes.AdamW32bit", "torchao.AdamW8bit")
+}
