@@ -25,6 +25,7 @@ from tests.support.case import (
 from tests.support.files import flip, records
 from tests.support.toy import differences, make, read_truth, save_truth, snapshot, train
 from universal import mirror
+from universal.load import reshard
 from universal.load.hooks import overridden
 
 
