@@ -35,6 +35,7 @@ from universal.load import reader
 from universal.load.collective import end_process_group, gloo_group
 from universal.load.engine import Engine
 from universal.proof import after_save
+from universal.write.console import print_line
 
 if TYPE_CHECKING:
     import deepspeed
@@ -92,10 +93,9 @@ class Mirror:
             if problem:
                 raise ValueError(problem)
         if self.partner == self.rank == 0:
-            print(
+            print_line(
                 f"mirror.py: {folder} is of one machine: "
-                "it survives a rank's death, not the machine's",
-                flush=True,
+                "it survives a rank's death, not the machine's"
             )
 
     def problem(self) -> str | None:
@@ -166,11 +166,10 @@ class Mirror:
             return self.folder
         if counts and self.rank == 0:
             if newest in whole:
-                print(f"mirror.py: {problem}", flush=True)
-            print(
+                print_line(f"mirror.py: {problem}")
+            print_line(
                 "mirror.py: no newer step is complete in memory: "
-                f"back to the disk, {disk}, at step {saved}",
-                flush=True,
+                f"back to the disk, {disk}, at step {saved}"
             )
         return disk
 
@@ -184,7 +183,7 @@ class Mirror:
             try:
                 verify(path)
             except (CheckpointError, OSError) as error:
-                print(f"mirror.py: {error}; removed", flush=True)
+                print_line(f"mirror.py: {error}; removed")
                 path.unlink(missing_ok=True)
 
     def problem_of_slot(self, slot: str) -> str | None:

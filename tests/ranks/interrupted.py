@@ -25,9 +25,7 @@ from tests.support.case import (
 from tests.support.files import flip, records
 from tests.support.toy import differences, make, read_truth, save_truth, snapshot, train
 from universal import mirror
-from universal.errors import RankFailed
 from universal.load import reshard
-from universal.load.engine import Engine
 from universal.load.hooks import overridden
 
 
@@ -102,33 +100,6 @@ SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 def half_a_step_of_sums(stage):
     """With gradients added up in another precision, and so in another place."""
     go_back(stage, 0 if dist.get_world_size() == 2 else 1e-3, **SUMS)
-
-
-@case(quick_ranks=(2, 3))
-def one_rank_fails(stage):
-    """Whatever it raises, the others raise the same, at once; and the engine can load after
-    that."""
-    engine = make(stage, seed=5)
-    functions = [
-        (Engine, "names_of"),
-        (Engine, "check_pieces"),
-        (reshard, "read_states"),
-        (reshard, "assemble"),
-    ]
-    if stage == 3 and dist.get_world_size() == 2:
-        functions.append((reshard, "with_own_model_states"))
-    for owner, name in functions:
-        function = getattr(owner, name)
-
-        def fail(*arguments, name=name, function=function, **options):
-            if dist.get_rank() == 1:
-                raise ValueError(f"something odd in {name}")
-            return function(*arguments, **options)
-
-        with overridden(owner, **{name: fail}):
-            refused(engine, f"ValueError: something odd in {name}", kind=RankFailed)
-    load(engine)
-    check_restored(engine)
 
 
 @case(quick_stages=(1, 3))

@@ -20,10 +20,10 @@ from universal.errors import CheckpointError
 
 CHUNK = 1 << 20
 SHORT = 1 << 14  # bytes; below this it is faster to continue a CRC than to join two
-READ_SIZE = 1 << 22  # bytes of one read
+LARGEST_READ = 1 << 22  # bytes of one read
 GAP = 1 << 16  # bytes that nobody wants, but to read them is faster than to read twice
 MOST_BUFFERS = 1000  # of one read; the system takes 1024
-READ_THREADS = 8  # for a disk or a server that is slow to answer
+READERS = 8  # for a disk or a server that is slow to answer
 OpenFile = Callable[[str], BinaryIO]
 
 
@@ -219,8 +219,8 @@ class ByteReader:
                 jobs.append(([buffer], functools.partial(source.read_into, buffer, start)))
             else:
                 wanted += wanted_of(buffer, source, start)
-        for batch in joint_reads(wanted):
-            jobs.append(([place.buffer for place in batch], functools.partial(read_jointly, batch)))
+        for batch in batches(wanted):
+            jobs.append(([place.buffer for place in batch], functools.partial(read_batch, batch)))
 
         def work(job):
             buffers, read = job
@@ -228,7 +228,7 @@ class ByteReader:
             read(reader)
             return sum(map(len, buffers)), reader.spans
 
-        with ThreadPoolExecutor(READ_THREADS) as pool:
+        with ThreadPoolExecutor(READERS) as pool:
             for nbytes, spans in pool.map(work, jobs):
                 show(nbytes)
                 for record, more in spans.items():
@@ -256,24 +256,24 @@ class ByteReader:
 
 
 def wanted_of(buffer: memoryview, source: Source, start: int) -> Iterator[Wanted]:
-    """Yields what has to be read to fill a buffer, in pieces of at most READ_SIZE bytes."""
+    """Yields what has to be read to fill a buffer, in pieces of at most LARGEST_READ bytes."""
     done = 0
     for part in source.ranges(start, len(buffer) // width(source.dtype)):
-        for position in range(0, part.nbytes, READ_SIZE):
-            nbytes = min(READ_SIZE, part.nbytes - position)
+        for position in range(0, part.nbytes, LARGEST_READ):
+            nbytes = min(LARGEST_READ, part.nbytes - position)
             piece = buffer[done : done + nbytes]
             yield Wanted(piece, part.record, part.start + position)
             done += nbytes
 
 
-def joint_reads(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
+def batches(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
     """Yields what one read brings: places near each other in a file, in their order."""
     batch = []
     for place in sorted(wanted, key=lambda place: (place.record.path, place.offset)):
         if batch and not (
             place.record.path == batch[0].record.path
             and 0 <= place.offset - batch[-1].end <= GAP
-            and place.end - batch[0].offset <= READ_SIZE
+            and place.end - batch[0].offset <= LARGEST_READ
             and 2 * len(batch) < MOST_BUFFERS
         ):
             yield batch
@@ -283,7 +283,7 @@ def joint_reads(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
         yield batch
 
 
-def read_jointly(batch: list[Wanted], reader: ByteReader) -> None:
+def read_batch(batch: list[Wanted], reader: ByteReader) -> None:
     """Fill the buffers of a batch in one read. What lies between two of them is dropped."""
     offset = batch[0].offset
     gap = memoryview(bytearray(GAP))

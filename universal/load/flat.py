@@ -49,7 +49,7 @@ class FlatTensor(NamedTuple):
         return self._replace(tensor=flat)
 
 
-class KeptPart(NamedTuple):
+class Partition(NamedTuple):
     """A rank's part of a parameter at ZeRO-3: in `tensor`, the elements from `start` on."""
 
     tensor: torch.Tensor

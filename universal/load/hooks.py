@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from universal.errors import CheckpointError
-from universal.load.flat import KeptPart
+from universal.load.flat import Partition
 
 
 class LoadOptions(NamedTuple):
@@ -158,7 +158,7 @@ def has_efficient_linear(engine: deepspeed.DeepSpeedEngine) -> bool:
     return engine._config.zero_config.memory_efficient_linear
 
 
-def kept_part(parameter: torch.Tensor | None) -> KeptPart | None:
+def share_of(parameter: torch.Tensor | None) -> Partition | None:
     """This rank's part of a parameter at ZeRO-3, if it is in memory, as it is, and there alone.
 
     None for any other tensor: one that is quantized, on NVMe, of which hpZ keeps a second part.
@@ -172,7 +172,7 @@ def kept_part(parameter: torch.Tensor | None) -> KeptPart | None:
     if part.numel() != -(-parameter.ds_numel // dist.get_world_size(group)):
         return None
     start = dist.get_rank(group) * part.numel()
-    return KeptPart(part.data, start, max(0, min(part.numel(), parameter.ds_numel - start)))
+    return Partition(part.data, start, max(0, min(part.numel(), parameter.ds_numel - start)))
 
 
 def clip_by(engine: deepspeed.DeepSpeedEngine, norm: torch.Tensor) -> None:

@@ -14,6 +14,13 @@ from universal.errors import CheckpointError, RankSilent
 LONG = 10  # seconds, after which a load tells how far it is
 
 
+def print_line(text: str) -> None:
+    """Print one line on standard output, if that is open: to whom it matters less than the job."""
+    with contextlib.suppress(Exception):  # of a pipe that nobody reads, of a closed file
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
 @contextlib.contextmanager
 def bar(total: int, progress: bool, delay: float = 0) -> Iterator[Callable[[int], Any]]:
     """Yields a function that moves a progress bar by so many bytes, if there is a terminal,
@@ -42,7 +49,7 @@ def in_one_line(program: str, rank: int = 0) -> Iterator[None]:
                 flush=True,
             )
 
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed by the shell
         stream.reconfigure(errors="backslashreplace")
     warnings.showwarning = lambda message, *rest: say("warning", message)
     warnings.simplefilter("always", UserWarning)
