@@ -12,6 +12,7 @@ from optimizers import momentum
 
 import universal
 from tests.support.case import (
+    PRINTED,
     case,
     check_restored,
     load,
@@ -24,9 +25,7 @@ from tests.support.case import (
 from tests.support.files import flip, records
 from tests.support.toy import differences, make, read_truth, save_truth, snapshot, train
 from universal import mirror
-from universal.errors import RankFailed
 from universal.load import reshard
-from universal.load.engine import Engine
 from universal.load.hooks import overridden
 
 
@@ -103,33 +102,6 @@ def half_a_step_of_sums(stage):
     go_back(stage, 0 if dist.get_world_size() == 2 else 1e-3, **SUMS)
 
 
-@case(quick_ranks=(2, 3))
-def one_rank_fails(stage):
-    """Whatever it raises, the others raise the same, at once; and the engine can load after
-    that."""
-    engine = make(stage, seed=5)
-    functions = [
-        (Engine, "names_of"),
-        (Engine, "check_pieces"),
-        (reshard, "read_states"),
-        (reshard, "assemble"),
-    ]
-    if stage == 3 and dist.get_world_size() == 2:
-        functions.append((reshard, "with_own_model_states"))
-    for owner, name in functions:
-        function = getattr(owner, name)
-
-        def fail(*arguments, name=name, function=function, **options):
-            if dist.get_rank() == 1:
-                raise ValueError(f"something odd in {name}")
-            return function(*arguments, **options)
-
-        with overridden(owner, **{name: fail}):
-            refused(engine, f"ValueError: something odd in {name}", kind=RankFailed)
-    load(engine)
-    check_restored(engine)
-
-
 @case(quick_stages=(1, 3))
 def masters_in_another_order(stage):
     """As of a DeepSpeed that cuts shards otherwise: every load compares the masters with the
@@ -182,6 +154,17 @@ def damage_is_seen_before_the_engine_changes(stage):
     refused(engine, "model_states.pt is damaged")
     changed = differences(before, snapshot(engine))
     assert all(name.endswith(" fp32") for name in changed)
+
+
+@case(quick_stages=(1,), quick_ranks=(2,))
+def a_load_that_takes_long(stage):
+    """It ends with its figures; others print none."""
+    engine = make(stage, seed=5)
+    load(engine)
+    assert "GB/s a rank" not in PRINTED.getvalue()
+    with overridden(reshard, LONG=0):
+        load(engine)
+    assert printed(" bytes a rank in ", "GB/s a rank")
 
 
 def save_as_on_a_gpu(stage):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from universal.errors import CheckpointError
+from universal.load.flat import Partition
 
 
 class LoadOptions(NamedTuple):
@@ -99,6 +100,19 @@ def loading_at_once(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractCon
     return overridden(engine._config, zero_config=zero)
 
 
+@contextlib.contextmanager
+def gathering_in_pieces(optimizer: Any) -> Iterator[None]:
+    """In this block, gloo gathers the weights of ZeRO-1 and 2 in pieces: it copies what it gathers,
+    and for all at once that takes the memory of the model, and twice the time."""
+    if dist.get_backend() != "gloo":
+        yield
+        return
+    backend = deepspeed.comm.comm.cdb
+    with overridden(backend, has_all_gather_into_tensor=lambda: False):
+        with overridden(optimizer, allgather_bucket_size=1 << 20):
+            yield
+
+
 def replace_load_checkpoint(replacement: Callable, owner: str) -> None:
     """Make every call of engine.load_checkpoint() one of the replacement.
 
@@ -142,6 +156,23 @@ def lacks_norm(optimizer: Any) -> bool:
 def has_efficient_linear(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Whether linear layers compute their matrix products in DeepSpeed's own way at ZeRO-3."""
     return engine._config.zero_config.memory_efficient_linear
+
+
+def share_of(parameter: torch.Tensor | None) -> Partition | None:
+    """This rank's part of a parameter at ZeRO-3, if it is in memory, as it is, and there alone.
+
+    None for any other tensor: one that is quantized, on NVMe, of which hpZ keeps a second part.
+    """
+    part = getattr(parameter, "ds_tensor", None)
+    if part is None or hasattr(part, "ds_quant_scale") or getattr(part, "final_location", None):
+        return None
+    if getattr(parameter, "ds_secondary_tensor", None) is not None:
+        return None
+    group = parameter.ds_process_group
+    if part.numel() != -(-parameter.ds_numel // dist.get_world_size(group)):
+        return None
+    start = dist.get_rank(group) * part.numel()
+    return Partition(part.data, start, max(0, min(part.numel(), parameter.ds_numel - start)))
 
 
 def clip_by(engine: deepspeed.DeepSpeedEngine, norm: torch.Tensor) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from universal.errors import CheckpointError, RankSilent
 
+LONG = 10  # seconds, after which a load tells how far it is
+
 
 def print_line(text: str) -> None:
     """Print one line on standard output, if that is open: to whom it matters less than the job."""
@@ -20,17 +22,17 @@ def print_line(text: str) -> None:
 
 
 @contextlib.contextmanager
-def bar(total: int, progress: bool) -> Iterator[Callable[[int], Any]]:
+def bar(total: int, progress: bool, delay: float = 0) -> Iterator[Callable[[int], Any]]:
     """Yields a function that moves a progress bar by so many bytes, if there is a terminal,
-    and tqdm, which comes with DeepSpeed."""
+    and tqdm, which comes with DeepSpeed. delay: seconds after which it appears."""
     try:
         from tqdm import tqdm
     except ImportError:
         yield lambda nbytes: None
         return
-    with tqdm(
-        total=total, unit="B", unit_scale=True, disable=not progress or None
-    ) as shown:  # None: no terminal
+    disable = not progress or None  # None: no terminal
+    options = {"unit": "B", "unit_scale": True, "disable": disable, "delay": delay}
+    with tqdm(total=total, **options) as shown:
         yield shown.update
 
 
