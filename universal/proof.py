@@ -50,7 +50,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_TENSORS = 8  # of a micro-batch, that have a digest each; the rest are among the others
 # What is added up in a step, each with its count. output: of a model, that may be a loss; numbers:
 # digests of so many tensors; a dtype counts where it was seen.
-SUMS = ("loss", "output", "norm", "draws", "others", *range(MOST_TENSORS), *ROUNDING)
+SUMMED = ("loss", "output", "norm", "draws", "others", *range(MOST_TENSORS), *ROUNDING)
 # How many places along each dimension of a sample are all looked at, by the number of dimensions;
 # of each doubling behind them as many as of the one before.
 PLACES = {1: 2**14, 2: 2**6}
@@ -294,7 +294,7 @@ class Proof:
     def begin_step(self):
         """Nothing has been seen of it: sums are 0, of 0 numbers. known: the part of the sums that
         is in this process's memory."""
-        shape = len(SUMS), 2
+        shape = len(SUMMED), 2
         self.sums = torch.zeros(shape, dtype=torch.float64, device=self.engine.device)
         self.known = torch.zeros(shape, dtype=torch.float64).tolist()
         self.waiting = []  # forward passes
@@ -302,7 +302,7 @@ class Proof:
         self.has_dtype = False
 
     def add(self, kind, total, count=1):
-        row = SUMS.index(kind)
+        row = SUMMED.index(kind)
         for column, number in enumerate((total, count)):
             sums = self.sums if torch.is_tensor(number) else self.known
             sums[row][column] += number
@@ -420,7 +420,7 @@ class Proof:
             self.files = [file for file in self.files if file.end > step]
 
     def row(self, step):
-        sums = zip(SUMS, self.sums.tolist(), strict=True)
+        sums = zip(SUMMED, self.sums.tolist(), strict=True)
         means = {kind: total / count if count else None for kind, (total, count) in sums}
         digests = [means[number] for number in range(MOST_TENSORS)]
         return Row(

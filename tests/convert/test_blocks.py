@@ -158,7 +158,7 @@ def test_many_at_once(tmp_path, monkeypatch, seed, short):
     monkeypatch.setattr(os, "preadv", read)
     for number in range(seed, seed + 20):
         draw = random.Random(number)
-        for name in ("BATCH", "GAP", "MOST_BUFFERS"):
+        for name in ("LARGEST_READ", "GAP", "MOST_BUFFERS"):
             monkeypatch.setattr(sources, name, draw.choice([8, 40, 1000]))
         tensors = [torch.rand(draw.randint(1, 60)) for _ in range(8)]
         extents = saved(tmp_path / "x", tensors)

@@ -39,17 +39,8 @@ def bar(total: int, progress: bool, delay: float = 0) -> Iterator[Callable[[int]
         return
     disable = not (progress and is_terminal(sys.stderr))
     options = {"unit": "B", "unit_scale": True, "disable": disable, "delay": delay}
-    shown = tqdm(total=total, **options)
-
-    def show(nbytes):
-        with contextlib.suppress(Exception):  # the terminal may be closed
-            shown.update(nbytes)
-
-    try:
-        yield show
-    finally:
-        with contextlib.suppress(Exception):
-            shown.close()
+    with tqdm(total=total, **options) as shown:  # it ends by itself when the terminal is gone
+        yield shown.update
 
 
 @contextlib.contextmanager
