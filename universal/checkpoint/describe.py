@@ -27,6 +27,7 @@ from universal.checkpoint.module_states import (
     read_model_states,
     trimmed,
 )
+from universal.checkpoint.names import plain_keys, with_plain_names
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import (
     UNSAVED,
@@ -235,7 +236,7 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
     ranks = max(shard.ranks)
     check_present(folder, paths, ranks)
     model_paths = model_states_of(folder, mp_rank, shard)
-    model = read_model_states(model_paths[0])
+    model = with_plain_names(read_model_states(model_paths[0]))
     if (folder / "offloaded_tensors").exists() and may_be_on_nvme(model):
         raise CheckpointError(f"{folder} has NVMe-offloaded states, which are not converted")
     experts = read_experts(folder, model)
@@ -581,7 +582,7 @@ def modules_of_layers(folder, parameters):
     for path in sorted(folder.glob("layer_*-model_states.pt")):
         layer, *ranks = path.name.removeprefix("layer_").split("-")
         module = modules.setdefault(tuple(ranks), {})
-        for key, value in expect(load(path), {str: object}, path).items():
+        for key, value in plain_keys(expect(load(path), {str: object}, path)).items():
             name = f"{int(layer)}.{key}"
             if name not in parameters and key not in tied:
                 module[name] = value
@@ -595,5 +596,6 @@ def saved_modules(checkpoint: Checkpoint) -> list[dict]:
     paths = [
         path.with_name(path.name.replace("_rank_00_", f"_rank_{i:02d}_")) for i in range(degree)
     ]
-    modules = [expect(load(path), {"module": (NoneType, dict)}, path)["module"] for path in paths]
+    models = [expect(load(path), {"module": (NoneType, dict)}, path) for path in paths]
+    modules = [with_plain_names(model)["module"] for model in models]
     return modules_of_layers(checkpoint.folder, ()) if None in modules else modules

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from universal.checkpoint.names import with_plain_names
 from universal.checkpoint.types import ModuleState
 from universal.checkpoint.zero import Cut, Slices
 from universal.errors import CheckpointError
@@ -90,7 +91,7 @@ def read_fragments(path: Path, first_path: Path, first: dict) -> dict[str, Tenso
 
     Raises: CheckpointError, if parts are missing, or these model states are of another save.
     """
-    model = first if path == first_path else expect(load(path), dict, path)
+    model = first if path == first_path else with_plain_names(expect(load(path), dict, path))
     for key in SAME_ON_ALL_RANKS:
         if model.get(key) != first.get(key):
             raise CheckpointError(f"{path} has other {key} than {first_path.name}")

@@ -29,6 +29,7 @@ from universal.checkpoint.module_states import (
     module_state,
     names_beside,
 )
+from universal.checkpoint.names import with_plain_names
 from universal.checkpoint.types import (
     Checkpoint,
     Described,
@@ -101,7 +102,7 @@ def read_whole(folder: Path) -> dict | None:
     path = folder / MODEL_STATES_FILE
     if not path.exists():
         return None
-    model = expect(load(path), dict, path)
+    model = with_plain_names(expect(load(path), dict, path))
     optimizer = model.get("optimizer")
     cut = isinstance(optimizer, dict) and "single_partition_of_fp32_groups" in optimizer
     return model if model.get("param_shapes", {}) is None and not cut else None
