@@ -16,6 +16,7 @@ from typing import NamedTuple
 from universal.checkpoint.converted import describe_universal
 from universal.checkpoint.experts import read_experts, teams_of
 from universal.checkpoint.module_states import (
+    common_entries,
     config_of,
     degrees_of,
     dtype_of_weights,
@@ -24,6 +25,7 @@ from universal.checkpoint.module_states import (
     names_beside,
     read_fragments,
     read_model_states,
+    trimmed,
 )
 from universal.checkpoint.names import plain_keys, with_plain_names
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
@@ -51,10 +53,9 @@ from universal.checkpoint.zero import (
     settings_of,
 )
 from universal.errors import CheckpointError, naming
-from universal.files.same import is_same
 from universal.files.schema import expect
 from universal.files.sources import OpenFile, keep_open
-from universal.files.torch_file import load, number_in, tensor_of, trim_storage
+from universal.files.torch_file import load, number_in, tensor_of
 
 # Seconds; the largest gap between the times of successive files of one save, or of its copy.
 BETWEEN_SAVES = 10
@@ -588,12 +589,6 @@ def modules_of_layers(folder, parameters):
     return list(modules.values())
 
 
-def trimmed(module):
-    """The entries, of tensors what they span."""
-    tensors = {name: tensor_of(value) for name, value in module.items()}
-    return module | {name: trim_storage(tensor) for name, tensor in tensors.items() if tensor}
-
-
 def saved_modules(checkpoint: Checkpoint) -> list[dict]:
     """[{name: value}]: the modules that tensor-parallel ranks have saved, with their weights."""
     path = checkpoint.files.model_states
@@ -604,16 +599,3 @@ def saved_modules(checkpoint: Checkpoint) -> list[dict]:
     models = [expect(load(path), {"module": (NoneType, dict)}, path) for path in paths]
     modules = [with_plain_names(model)["module"] for model in models]
     return modules_of_layers(checkpoint.folder, ()) if None in modules else modules
-
-
-def common_entries(modules):
-    """({name: value} without those that are not the same in all modules, their names)."""
-    entries = {}
-    different = set()
-    for module in modules:
-        for name, value in module.items():
-            if not is_same(entries.setdefault(name, value), value):
-                different.add(name)
-    for name in different:
-        del entries[name]
-    return entries, sorted(different)

@@ -14,6 +14,7 @@ from universal.checkpoint.names import with_plain_names
 from universal.checkpoint.types import ModuleState
 from universal.checkpoint.zero import Cut, Slices
 from universal.errors import CheckpointError
+from universal.files.same import is_same
 from universal.files.schema import expect, is_natural, is_shape
 from universal.files.torch_file import (
     Tensor,
@@ -220,3 +221,22 @@ def module_state(model: dict) -> ModuleState:
         objects=[name for name, value in module.items() if not isinstance(value, Tensor)],
         frozen=model.get("frozen_param_shapes") or {},
     )
+
+
+def trimmed(module: dict) -> dict:
+    """The entries, of tensors what they span."""
+    tensors = {name: tensor_of(value) for name, value in module.items()}
+    return module | {name: trim_storage(tensor) for name, tensor in tensors.items() if tensor}
+
+
+def common_entries(modules: list[dict]) -> tuple[dict, list[str]]:
+    """({name: value} without those that are not the same in all modules, their names)."""
+    entries = {}
+    different = set()
+    for module in modules:
+        for name, value in module.items():
+            if not is_same(entries.setdefault(name, value), value):
+                different.add(name)
+    for name in different:
+        del entries[name]
+    return entries, sorted(different)
