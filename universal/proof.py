@@ -35,8 +35,8 @@ from universal.batches import share
 from universal.checkpoint.next_steps import HEADER, NextSteps, Row, read_rows
 from universal.checkpoint.types import NEXT_STEPS
 from universal.load.collective import say
-from universal.load.engine import Engine
 from universal.load.hooks import deepspeed_load, wrap_methods
+from universal.load.training import TrainingEngine
 
 STEPS = 10
 # By how much a loss may differ from rounding alone, by the dtype of matrix products, finest first:
@@ -282,7 +282,7 @@ class Proof:
     """
 
     def __init__(self, engine):
-        self.engine = Engine(engine)
+        self.engine = TrainingEngine(engine)
         self.last_step = engine.global_steps + STEPS
         self.files = []
         self.comparison = None

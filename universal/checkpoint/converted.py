@@ -74,9 +74,9 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
         states = path.parent / file_name(name)
         return read_parameter(states, flat, group_of.get(flat), step, opened)
 
-    parameters = dict(zip(flats, pool.map(read, flats, flats.values()), strict=True))
-    parameters = plain_keys(parameters)
-    models = [with_plain_names(model) for model in models]
+    read_all = pool.map(read, flats, flats.values())
+    parameters = plain_keys(dict(zip(flats, read_all, strict=True)))
+    models = map(with_plain_names, models)
     models = [model | {"module": untrained_entries(model, parameters)} for model in models]
     description = Checkpoint(
         folder=folder,

@@ -137,13 +137,17 @@ def newest_first(folder: Path, say: Callable, converted_only: bool = False) -> l
             )
         return [tag.name for tag in dict.fromkeys([*later, named, *tags])]
     if name and name not in passed_over:
-        lacks_some = not converted_only and any((folder / name).glob("*_states.pt"))
-        holds = "which lacks rank 0's model states" if lacks_some else "which holds no checkpoint"
-        holds += " that is converted" if converted_only else ""
-        say(f"`{file}` names {name}, {holds}")
+        say(f"`{file}` names {name}, which {what_it_lacks(folder / name, converted_only)}")
     if last in given_up:
         say(
             f"{given_up[last].name} was written after {last.name}, so that run went back; if they "
             "were copied, and have the times of the copy, tell which tag to load"
         )
     return [tag.name for tag in tags]
+
+
+def what_it_lacks(tag, converted_only):
+    """Why a folder is no checkpoint."""
+    if converted_only:
+        return "holds no checkpoint that is converted"
+    return "lacks rank 0's model states" if any(tag.glob("*_states.pt")) else "holds no checkpoint"
