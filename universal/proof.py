@@ -530,7 +530,9 @@ def around_save(method, engine, save_dir, tag=None, *args, **options):
     result = method(engine, save_dir, tag, *args, **options)
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     after_save(engine, Path(save_dir, name))
-    if not options.get("save_latest", args[1] if len(args) > 1 else True):
+    is_latest = options.get("save_latest", args[1] if len(args) > 1 else True)
+    is_beside = not is_latest and Path(save_dir, "latest").exists()
+    if is_beside and not name.endswith(".unfinished"):  # which elastic.save() renames
         say_beside_latest(name)
     return result
 
