@@ -37,7 +37,7 @@ from measure.convert import Run, commands, timed
 from tests.support.lay_out import lay_out
 from tests.support.ranks import deepspeed, run
 from train import GPT, init_distributed, parameter_groups
-from universal.files.sources import THREADS
+from universal.files.sources import READERS
 from universal.load.reader import TensorReader, describe_for_load
 
 STAGE = 3
@@ -190,7 +190,7 @@ def save(folder, stage, frozen):
 def read_own_files(folder):
     """The shard and the model states of this rank, in threads. Returns the bytes."""
     number = f"*zero_pp_rank_{dist.get_rank()}_mp*"
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(READERS) as pool:
         return sum(map(len, pool.map(Path.read_bytes, Path(folder, "saved").glob(number))))
 
 
@@ -263,7 +263,7 @@ def read_slowly(folder):
     middle = time.perf_counter()
     os.preadv = preadv
     count = len(reads)
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(READERS) as pool:
         list(pool.map(read_alone, ranges))
     return len(ranges), count, middle - begin, time.perf_counter() - middle
 
@@ -285,7 +285,7 @@ def loads():
         ranges, reads, ours, alone = read_slowly(Path(work, "saved"))
     print(
         "64 ranks' files at ZeRO-3, 700 parameters, each read 1 ms late: one of 48 ranks reads "
-        f"{ranges}\nranges in {reads} reads and {ours:.2f} s; one by one in {THREADS} threads "
+        f"{ranges}\nranges in {reads} reads and {ours:.2f} s; one by one in {READERS} threads "
         f"they take {alone:.2f} s"
     )
 

@@ -35,8 +35,8 @@ from universal.batches import share
 from universal.checkpoint.next_steps import HEADER, NextSteps, Row, read_rows
 from universal.checkpoint.types import NEXT_STEPS
 from universal.load.collective import say
-from universal.load.engine import Engine
 from universal.load.hooks import deepspeed_load, wrap_methods
+from universal.load.training import TrainingEngine
 
 STEPS = 10
 # By how much a loss may differ from rounding alone, by the dtype of matrix products, finest first:
@@ -50,7 +50,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_TENSORS = 8  # of a micro-batch, that have a digest each; the rest are among the others
 # What is added up in a step, each with its count. output: of a model, that may be a loss; numbers:
 # digests of so many tensors; a dtype counts where it was seen.
-KINDS = ("loss", "output", "norm", "draws", "others", *range(MOST_TENSORS), *ROUNDING)
+SUMMED = ("loss", "output", "norm", "draws", "others", *range(MOST_TENSORS), *ROUNDING)
 # How many places along each dimension of a sample are all looked at, by the number of dimensions;
 # of each doubling behind them as many as of the one before.
 PLACES = {1: 2**14, 2: 2**6}
@@ -282,7 +282,7 @@ class Proof:
     """
 
     def __init__(self, engine):
-        self.engine = Engine(engine)
+        self.engine = TrainingEngine(engine)
         self.last_step = engine.global_steps + STEPS
         self.files = []
         self.comparison = None
@@ -294,7 +294,7 @@ class Proof:
     def begin_step(self):
         """Nothing has been seen of it: sums are 0, of 0 numbers. known: the part of the sums that
         is in this process's memory."""
-        shape = len(KINDS), 2
+        shape = len(SUMMED), 2
         self.sums = torch.zeros(shape, dtype=torch.float64, device=self.engine.device)
         self.known = torch.zeros(shape, dtype=torch.float64).tolist()
         self.waiting = []  # forward passes
@@ -302,7 +302,7 @@ class Proof:
         self.has_dtype = False
 
     def add(self, kind, total, count=1):
-        row = KINDS.index(kind)
+        row = SUMMED.index(kind)
         for column, number in enumerate((total, count)):
             sums = self.sums if torch.is_tensor(number) else self.known
             sums[row][column] += number
@@ -420,7 +420,7 @@ class Proof:
             self.files = [file for file in self.files if file.end > step]
 
     def row(self, step):
-        sums = zip(KINDS, self.sums.tolist(), strict=True)
+        sums = zip(SUMMED, self.sums.tolist(), strict=True)
         means = {kind: total / count if count else None for kind, (total, count) in sums}
         digests = [means[number] for number in range(MOST_TENSORS)]
         return Row(
@@ -530,7 +530,20 @@ def around_save(method, engine, save_dir, tag=None, *args, **options):
     result = method(engine, save_dir, tag, *args, **options)
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     after_save(engine, Path(save_dir, name))
+    is_latest = options.get("save_latest", args[1] if len(args) > 1 else True)
+    is_beside = not is_latest and Path(save_dir, "latest").exists()
+    if is_beside and not name.endswith(".unfinished"):  # which elastic.save() renames
+        say_beside_latest(name)
     return result
+
+
+@functools.cache
+def say_beside_latest(tag):
+    """Once, of a tag that is saved again and again."""
+    say(
+        f"{tag} is saved beside `latest`: a load without a tag takes whichever is of the later "
+        "step; one with the tag takes what it names"
+    )
 
 
 def around_load(method, engine, *args, **options):

@@ -158,7 +158,7 @@ def test_many_at_once(tmp_path, monkeypatch, seed, short):
     monkeypatch.setattr(os, "preadv", read)
     for number in range(seed, seed + 20):
         draw = random.Random(number)
-        for name in ("BATCH", "GAP", "MOST_BUFFERS"):
+        for name in ("LARGEST_READ", "GAP", "MOST_BUFFERS"):
             monkeypatch.setattr(sources, name, draw.choice([8, 40, 1000]))
         tensors = [torch.rand(draw.randint(1, 60)) for _ in range(8)]
         extents = saved(tmp_path / "x", tensors)
@@ -216,3 +216,20 @@ def test_a_bar(tmp_path, monkeypatch, patience, stdout, rank):
     fetching.fetch(progress=rank == 0)
     shown = "4.00k/4.00k" in sys.stderr.getvalue()
     assert shown == (not patience and stdout is Terminal and not rank)
+
+
+class HungUp(Terminal):
+    def write(self, text):
+        raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("stdout, stderr", [(Terminal(), HungUp()), (None, None)])
+def test_a_bar_stops_nothing(tmp_path, monkeypatch, stdout, stderr):
+    monkeypatch.setattr(reader, "LONG", 0)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    fetching = reader.TensorReader()
+    (extent,) = saved(tmp_path / "x", [torch.rand(1000)])
+    fetching.fill(torch.empty(1000), extent)
+    fetching.fetch(progress=True)
+    assert not fetching.requests

@@ -103,7 +103,7 @@ def play(cases, phase, stage, *names):
     def play_case(name):
         PRINTED.seek(0)
         PRINTED.truncate()
-        # A pipeline leaves its mpu there, and autocast that it was on: the next engine would take it.
+        # A pipeline leaves its mpu there, and autocast that it is on: the next engine takes them.
         clean = overridden(torch_autocast, TORCH_AUTOCAST_INITIALIZED=False)
         with contextlib.redirect_stdout(PRINTED), overridden(groups, mpu=None), clean:
             getattr(cases[name], phase)(stage)

@@ -198,7 +198,7 @@ def names_in_order(weights, groups, given, opened):
         known = [name for name in of_group if name in weights]
         allowed = [name for name in weights if homes.get(name, i) == i]
         orders = orders_of(weights, known, allowed, group, stepping(group, groups), opened)
-        fitting = (order for order in orders if fits(weights, *order, opened))
+        fitting = (order for order in orders if is_filled(weights, *order, opened))
         order, tensors = next(fitting, (known, []))
         names.append(order)
         placed.append(tensors)
@@ -219,7 +219,7 @@ def orders_of(weights, known, allowed, group, trained, opened):
     yield known, trained
     order = order_by_values if group and group[0].masters else order_by_shapes
     mixed = order(weights, allowed, group, opened)
-    if {*known} <= {*mixed}:
+    if known and {*known} <= {*mixed}:
         if group[0].masters or [name for name in mixed if name in known] == known:
             yield mixed, group
 
@@ -251,7 +251,7 @@ def order_by_shapes(weights, names, group, opened):
     return [] if shapeless or any(weights[name].size in skipped for name in order) else order
 
 
-def fits(weights, names, group, opened):
+def is_filled(weights, names, group, opened):
     """Whether these are the parameters of a group, as far as shapes and values tell."""
     chosen = [weights[name] for name in names]
     if not names or is_nowhere(places_of(weights, names, group)):

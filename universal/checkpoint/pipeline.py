@@ -16,7 +16,7 @@ from universal.checkpoint.order import (
     SavedRank,
     Told,
     beginning,
-    fits,
+    is_filled,
     stepping,
     trained_weights,
 )
@@ -184,7 +184,7 @@ def are_of_groups(names, rank, opened):
     if len(names) != len(rank.groups):
         return False
     groups = zip(names, rank.groups, strict=True)
-    return all(fits(rank.weights, of_group, group, opened) for of_group, group in groups)
+    return all(is_filled(rank.weights, of_group, group, opened) for of_group, group in groups)
 
 
 def splits_of(stages, layers, fit):

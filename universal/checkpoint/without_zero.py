@@ -22,6 +22,7 @@ from universal.checkpoint.module_states import (
     dtype_of_weights,
     keep_untrained,
 )
+from universal.checkpoint.names import with_plain_names
 from universal.checkpoint.order import (
     NOWHERE,
     Given,
@@ -74,7 +75,7 @@ def read_whole(folder: Path) -> dict | None:
     path = folder / MODEL_STATES_FILE
     if not path.exists():
         return None
-    model = expect(load(path), dict, path)
+    model = with_plain_names(expect(load(path), dict, path))
     optimizer = model.get("optimizer")
     cut = isinstance(optimizer, dict) and "single_partition_of_fp32_groups" in optimizer
     return model if model.get("param_shapes", {}) is None and not cut else None
@@ -115,7 +116,7 @@ def read_rank(path, model, given):
     base = expect(optimizer.get("optimizer_state_dict", optimizer), OPTIMIZER, path)
     expect(optimizer, MASTERS, path)
     with naming(path):
-        model = with_names_of_parameters(model, given)
+        model = with_names_of_parameters(with_plain_names(model), given)
         weights = trained_weights(model["module"] or {}, model["buffer_names"])
         return SavedRank(path, model, optimizer, base, weights, stepped_groups(optimizer, base))
 

@@ -20,10 +20,10 @@ from universal.errors import CheckpointError
 
 CHUNK = 1 << 20
 SHORT = 1 << 14  # bytes; below this it is faster to continue a CRC than to join two
-BATCH = 1 << 22  # bytes of one read
+LARGEST_READ = 1 << 22  # bytes of one read
 GAP = 1 << 16  # bytes that nobody wants, but to read them is faster than to read twice
 MOST_BUFFERS = 1000  # of one read; the system takes 1024
-THREADS = 8  # for a disk or a server that is slow to answer
+READERS = 8  # for a disk or a server that is slow to answer
 OpenFile = Callable[[str], BinaryIO]
 
 
@@ -228,7 +228,7 @@ class ByteReader:
             read(reader)
             return sum(map(len, buffers)), reader.spans
 
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(READERS) as pool:
             for nbytes, spans in pool.map(work, jobs):
                 show(nbytes)
                 for record, more in spans.items():
@@ -256,11 +256,11 @@ class ByteReader:
 
 
 def wanted_of(buffer: memoryview, source: Source, start: int) -> Iterator[Wanted]:
-    """Yields what has to be read to fill a buffer, in pieces of at most BATCH bytes."""
+    """Yields what has to be read to fill a buffer, in pieces of at most LARGEST_READ bytes."""
     done = 0
     for part in source.ranges(start, len(buffer) // width(source.dtype)):
-        for position in range(0, part.nbytes, BATCH):
-            nbytes = min(BATCH, part.nbytes - position)
+        for position in range(0, part.nbytes, LARGEST_READ):
+            nbytes = min(LARGEST_READ, part.nbytes - position)
             piece = buffer[done : done + nbytes]
             yield Wanted(piece, part.record, part.start + position)
             done += nbytes
@@ -273,7 +273,7 @@ def batches(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
         if batch and not (
             place.record.path == batch[0].record.path
             and 0 <= place.offset - batch[-1].end <= GAP
-            and place.end - batch[0].offset <= BATCH
+            and place.end - batch[0].offset <= LARGEST_READ
             and 2 * len(batch) < MOST_BUFFERS
         ):
             yield batch

@@ -49,7 +49,7 @@ class FlatTensor(NamedTuple):
         return self._replace(tensor=flat)
 
 
-class Share(NamedTuple):
+class Partition(NamedTuple):
     """A rank's part of a parameter at ZeRO-3: in `tensor`, the elements from `start` on."""
 
     tensor: torch.Tensor
@@ -84,4 +84,5 @@ def is_per_element(value: Any, flat: FlatTensor) -> bool:
 
 def is_same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether flat tensors of one dtype are the same, also where they hold NaN."""
-    return torch.equal(tensor.view(torch.uint8), other.view(torch.uint8))
+    dtype = {2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.uint8)
+    return torch.equal(tensor.view(dtype), other.view(dtype))
