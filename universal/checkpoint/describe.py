@@ -240,8 +240,7 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
         model = model | {"module": model["module"] | experts.state}
         with naming(model_paths[0]):
             model, not_saved = keep_untrained(model, parameters, fragments)
-        # The other tensor-parallel ranks have the same names, but only rank 0's shared_params says
-        # which are tied.
+        # Only rank 0's shared_params says which are tied.
         if not_saved and not mp_rank:
             text = (
                 f"{model_paths[0]}: no parameter group holds {', '.join(not_saved)}, "

@@ -4,10 +4,8 @@
 The state of the optimizer numbers them, group by group, and does not name them: the engine that
 loads them tells their order, or else their shapes do, and their values where masters are saved."""
 
-import functools
 import itertools
 import math
-import operator
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -41,8 +39,13 @@ class Told(NamedTuple):
 
     def by_group(self) -> list[dict[str, str]]:
         """The parameters of all stages together."""
-        groups = itertools.zip_longest(*self.stages, fillvalue={})
-        return [functools.reduce(operator.or_, of_stages) for of_stages in groups]
+        groups = []
+        for of_stages in itertools.zip_longest(*self.stages, fillvalue={}):
+            group = {}
+            for of_stage in of_stages:
+                group |= of_stage
+            groups.append(group)
+        return groups
 
 
 Given = Callable[[], Told]
@@ -158,18 +161,22 @@ def named_ranks(
 ) -> list[SavedRank]:
     """Tensor-parallel ranks, with names of their parameters. given: Told.by_group(), or None.
 
-    All have the same order; if their shapes or values tell each another one, nobody knows it.
+    All have the same order; if their shapes or values tell another one of each, nobody knows it.
     Raises: NeedsEngine, CheckpointError.
     """
     named = [named_rank(rank, given, opened) for rank in ranks]
-    names = named[0].names
-    if all(rank.names == names for rank in named):
+    orders = [(rank.names, rank.lost) for rank in named]
+    if all(order == orders[0] for order in orders):
         return named
     if given is None:
         raise NeedsEngine(UNCLEAR)
-    names = [[name for name in of_group if name in ranks[0].weights] for of_group in given]
-    lost = {(None, ORDER): UNKNOWN_ORDER}
-    return [rank._replace(groups=[], names=names, lost=lost) for rank in ranks]
+    weights = ranks[0].weights
+    unplaced = {
+        "groups": [],
+        "names": [[name for name in of_group if name in weights] for of_group in given],
+        "lost": {(None, ORDER): UNKNOWN_ORDER},
+    }
+    return [rank._replace(**unplaced) for rank in ranks]
 
 
 def named_rank(rank, given, opened):
@@ -316,7 +323,7 @@ def is_rounded(weight, masters, begin, opened):
 def beginning(weight: Tensor, opened: OpenFile) -> bytes:
     """Its first elements."""
     numel = min(math.prod(weight.size), FIRST)
-    return ByteReader(opened).read(extent_of(weight, numel), 0, numel)
+    return bytes(ByteReader(opened).read(extent_of(weight, numel), 0, numel))
 
 
 def rounded(floats: bytes, dtype: str) -> bytes:
