@@ -35,8 +35,8 @@ from universal.batches import share
 from universal.checkpoint.next_steps import HEADER, NextSteps, Row, read_rows
 from universal.checkpoint.types import NEXT_STEPS
 from universal.load.collective import say
-from universal.load.engine import Engine
 from universal.load.hooks import deepspeed_load, wrap_methods
+from universal.load.training import TrainingEngine
 
 STEPS = 10
 # By how much a loss may differ from rounding alone, by the dtype of matrix products, finest first:
@@ -282,7 +282,7 @@ class Proof:
     """
 
     def __init__(self, engine):
-        self.engine = Engine(engine)
+        self.engine = TrainingEngine(engine)
         self.last_step = engine.global_steps + STEPS
         self.files = []
         self.comparison = None
@@ -530,7 +530,18 @@ def around_save(method, engine, save_dir, tag=None, *args, **options):
     result = method(engine, save_dir, tag, *args, **options)
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     after_save(engine, Path(save_dir, name))
+    if not options.get("save_latest", args[1] if len(args) > 1 else True):
+        say_beside_latest(name)
     return result
+
+
+@functools.cache
+def say_beside_latest(tag):
+    """Once, of a tag that is saved again and again."""
+    say(
+        f"{tag} is saved beside `latest`: a load without a tag takes whichever is of the later "
+        "step; one with the tag takes what it names"
+    )
 
 
 def around_load(method, engine, *args, **options):

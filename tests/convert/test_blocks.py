@@ -216,3 +216,20 @@ def test_a_bar(tmp_path, monkeypatch, patience, stdout, rank):
     fetching.fetch(progress=rank == 0)
     shown = "4.00k/4.00k" in sys.stderr.getvalue()
     assert shown == (not patience and stdout is Terminal and not rank)
+
+
+class HungUp(Terminal):
+    def write(self, text):
+        raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("stdout, stderr", [(Terminal(), HungUp()), (None, None)])
+def test_a_bar_stops_nothing(tmp_path, monkeypatch, stdout, stderr):
+    monkeypatch.setattr(reader, "LONG", 0)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    fetching = reader.TensorReader()
+    (extent,) = saved(tmp_path / "x", [torch.rand(1000)])
+    fetching.fill(torch.empty(1000), extent)
+    fetching.fetch(progress=True)
+    assert not fetching.requests

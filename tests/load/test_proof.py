@@ -16,7 +16,7 @@ from proof_random import lines_of
 
 from tests.support.ranks import run
 from universal.checkpoint.next_steps import Row, read_rows
-from universal.load.engine import precision_of_float32
+from universal.load.training import precision_of_float32
 from universal.proof import Comparison, hashes
 
 

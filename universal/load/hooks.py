@@ -3,13 +3,14 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
+from universal.checkpoint.names import plain_name
 from universal.errors import CheckpointError
 from universal.load.flat import Partition
 
@@ -100,6 +101,35 @@ def loading_at_once(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractCon
     return overridden(engine._config, zero_config=zero)
 
 
+def names_in(module: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """{plain name of a tensor of a module: its name there, with what torch.compile() puts in}."""
+    prefixes = {"": ""}
+    for name, _ in module.named_modules():
+        prefix = f"{name}." if name else ""
+        prefixes[plain_name(prefix)] = prefix  # a compiled module comes before the one in it
+    parts = {name: name.rpartition(".") for name in names}
+    return {
+        name: prefixes.get(path + dot, path + dot) + last
+        for name, (path, dot, last) in parts.items()
+    }
+
+
+def taking_plain_names(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractContextManager:
+    """In this block, DeepSpeed finds a module's state, whichever side torch.compile() is on."""
+    load_module = engine.load_module_state_dict
+
+    def load(checkpoint, *args, **options):
+        for key in ("module", "frozen_param_fragments"):
+            entries = checkpoint.get(key) or {}
+            names = names_in(engine.module, map(plain_name, entries))
+            renamed = {names[plain_name(name)]: value for name, value in entries.items()}
+            if renamed.keys() != entries.keys():
+                checkpoint = checkpoint | {key: renamed}
+        return load_module(checkpoint, *args, **options)
+
+    return overridden(engine, load_module_state_dict=load)
+
+
 @contextlib.contextmanager
 def gathering_in_pieces(optimizer: Any) -> Iterator[None]:
     """In this block, gloo gathers the weights of ZeRO-1 and 2 in pieces: it copies what it gathers,
@@ -146,6 +176,25 @@ def zero_options(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
     """The config's zero_optimization, as it was written; {} if it has none, or only says true."""
     options = engine._config._param_dict.get("zero_optimization")
     return options if isinstance(options, dict) else {}
+
+
+def is_within_a_step(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether it holds gradients of micro-batches that have made no step yet."""
+    if backwards := getattr(engine, "_unmanaged_backward_count", 0):
+        return backwards > 0
+    is_boundary = engine._is_gradient_accumulation_boundary
+    if is_boundary is None and getattr(engine, "managed_gradient_accumulation", lambda: True)():
+        return engine.micro_steps % engine.gradient_accumulation_steps() > 0
+    return is_boundary is False  # accelerate says it, and counts steps alone
+
+
+def begin_step(engine: deepspeed.DeepSpeedEngine) -> None:
+    """The next micro-batch is the first one of a step, however many set_train_batch_size() makes.
+
+    So it is in a new engine, for DeepSpeed saves no count of them.
+    """
+    engine.micro_steps = 0
+    engine._unmanaged_backward_count = 0
 
 
 def lacks_norm(optimizer: Any) -> bool:

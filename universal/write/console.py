@@ -21,6 +21,13 @@ def print_line(text: str) -> None:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
+def is_terminal(stream: Any) -> bool:
+    """Whether somebody looks at it; not if it is closed, or None, as the shell closed it."""
+    with contextlib.suppress(Exception):
+        return stream.isatty()
+    return False
+
+
 @contextlib.contextmanager
 def bar(total: int, progress: bool, delay: float = 0) -> Iterator[Callable[[int], Any]]:
     """Yields a function that moves a progress bar by so many bytes, if there is a terminal,
@@ -30,9 +37,9 @@ def bar(total: int, progress: bool, delay: float = 0) -> Iterator[Callable[[int]
     except ImportError:
         yield lambda nbytes: None
         return
-    disable = not progress or None  # None: no terminal
+    disable = not (progress and is_terminal(sys.stderr))
     options = {"unit": "B", "unit_scale": True, "disable": disable, "delay": delay}
-    with tqdm(total=total, **options) as shown:
+    with tqdm(total=total, **options) as shown:  # it ends by itself when the terminal is gone
         yield shown.update
 
 
