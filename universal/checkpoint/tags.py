@@ -33,7 +33,7 @@ def find_tag(folder):
         return folder
     if (folder / "latest").is_file():
         return folder / named_by_latest(folder)
-    tags = {path.parent for mark in marks for path in folder.glob(f"*/{mark}")}
+    tags = {path.parent for mark in marks for path in folder.glob(f"[!.]*/{mark}")}
     tags = {tag for tag in tags if not (tag / "zero").is_dir()}
     if len(tags) > 1:
         names = ", ".join(sorted(tag.name for tag in tags))
