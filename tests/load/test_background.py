@@ -26,11 +26,11 @@ def start(stage, seed=1, **options):
     return make(stage, seed=seed, **options)
 
 
-def train_and_save(engine, steps, tag="step{}", save=None):
+def train_and_save(engine, steps, tag="step{}"):
     for step in steps:
         train(engine, step)
-        engine.save_checkpoint("c", tag.format(step), {"step": step})
         save_truth(snapshot(engine), f"{step}.pt")
+        engine.save_checkpoint("c", tag.format(step), {"step": step})
 
 
 def resume(stage, expected):
