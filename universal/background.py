@@ -53,11 +53,12 @@ def saves(engine: deepspeed.DeepSpeedEngine) -> bool:
     return is_installed and type(engine.checkpoint_engine) is TorchCheckpointEngine
 
 
-def begin(work: Callable[[], None]) -> None:
+def begin(work: Callable[[], None]) -> threading.Thread:
     """Do it in a thread. The process does not end before it is done."""
-    wait()
+    THREADS[:] = [thread for thread in THREADS if thread.is_alive()]
     THREADS.append(threading.Thread(target=work, name="universal"))
     THREADS[-1].start()
+    return THREADS[-1]
 
 
 def wait() -> None:
@@ -84,10 +85,11 @@ def begin_save(
     """
     if not saves(engine):
         return method(engine, save_dir, tag, client_state or {}, save_latest, *args, **options)
-    wait()
     if not hasattr(engine, "universal_saver"):
         engine.universal_saver = Saver()
     saver = engine.universal_saver
+    if saver.thread:
+        saver.thread.join()
     output = Path(save_dir, str(tag or f"global_step{engine.global_steps}"))
     saving = saver.new_folder(output)
     hidden = os.path.relpath(saving, save_dir)
@@ -97,7 +99,7 @@ def begin_save(
     latest = Path(save_dir, "latest") if save_latest else None
     finish = functools.partial(saver.finish, saving, output, latest, published)
     if saver.copy(collector.files):
-        begin(functools.partial(finish, saver.write))
+        saver.thread = begin(functools.partial(finish, saver.write))
     else:
         save = engine.checkpoint_engine.save
         finish(lambda: [save(state, str(path)) for path, state in collector.files])
@@ -111,6 +113,7 @@ class Saver:
         self.group = SideGroup()
         self.memory = {}
         self.images = []
+        self.thread = None
         # The first rank of its machine; machines may share the folder or have a disk each.
         self.leads = os.environ.get("LOCAL_RANK", "0") == "0"
 

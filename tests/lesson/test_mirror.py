@@ -4,6 +4,7 @@ what a dead one had is removed."""
 
 import errno
 import fcntl
+import functools
 import os
 import random
 import re
@@ -19,6 +20,7 @@ from helpers import MODEL, ROOT, at_step, flip, hang, kill, slow, told_to_stop
 
 from measure.logs import COLUMNS, compare, steps
 from measure.ranks import launch, run
+from universal.mirror import Mirror
 
 COMMON = (
     "--n_embd 32 --seq_len 16 --n_layer 1 --train_batch_size 24 --steps 12 --warmup_steps 4 "
@@ -32,14 +34,15 @@ def uninterrupted(work):
     run(work, 1, "examples.train_elastic", *COMMON, *flags)
 
 
-def train(work, name, machines, *arguments, then=None):
+def train(work, name, machines, *arguments, then=None, wait=True):
     """One rank on each of `machines`, which may name one several times. then() runs in each, before
-    the script. What they print is among the errors, where all ranks' is kept."""
+    the script. wait: Mirror's. What they print is among the errors, where all ranks' is kept."""
 
     def patch():
         os.dup2(2, 1)
         machine = machines[int(os.environ["RANK"])]
         os.environ["MIRROR_ROOT"] = str(Path(f"{name}_{machine}").resolve())
+        Mirror.__init__ = functools.partialmethod(Mirror.__init__, wait=wait)
         if then:
             then()
 
@@ -51,9 +54,9 @@ def train(work, name, machines, *arguments, then=None):
 # At whose call a rank dies: as it sends its shards, when all have theirs twice, as it receives, and
 # as it saves.
 SENDS = "universal.mirror.exchange"
-COPIED = "universal.mirror.Mirror.remove_others"
+COPIED = "universal.mirror.Mirror.commit"
 RECEIVES = "os.utime"
-SAVES = "torch.save"
+SAVES = "universal.mirror.Image"
 # What the next start says.
 TO_DISK = "back to the disk"
 ALONE = "is of one machine: it survives a rank's death, not the machine's"
