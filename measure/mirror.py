@@ -2,7 +2,7 @@
 
     python -m measure.mirror
 
-A GPT of 86 million parameters on 2 ranks, each on a "machine" of its own; both are on this machine,
+A GPT of 43 million parameters on 2 ranks, each on a "machine" of its own; both are on this machine,
 and share its cores. Every round does each way in turn; medians over the rounds, in milliseconds:
 
     blocked    what the training waits for before the next step
@@ -29,14 +29,15 @@ import torch
 import torch.distributed as dist
 
 import universal
+from measure import resume
 from measure.ranks import run
-from measure.resume import LENGTH, make_engine
 from universal import background
 from universal.load.hooks import overridden
 from universal.load.snapshot import Collector, Image
 from universal.mirror import Mirror
 
-BATCH, ROUNDS = 4, 6
+BATCH, ROUNDS = 4, 5
+LAYERS = 6  # of 12: each way keeps copies of its own, and all must fit
 IDLE = 0.5  # seconds
 
 
@@ -124,15 +125,16 @@ def ways_of(engine, memory, disk):
     return ways
 
 
-def measure(stage, memory, disk):
+def measure_ways(stage, memory, disk):
     """What each rank does; rank 0 prints the costs."""
-    engine = make_engine(BATCH, BATCH // int(os.environ["WORLD_SIZE"]), stage)
+    resume.SHAPE["n_layer"] = LAYERS
+    engine = resume.make_engine(BATCH, BATCH // int(os.environ["WORLD_SIZE"]), stage)
 
     def idle():
         time.sleep(IDLE)
 
     def compute():
-        rows = torch.randint(256, (BATCH // 2, LENGTH + 1))
+        rows = torch.randint(256, (BATCH // 2, resume.LENGTH + 1))
         engine.backward(engine(rows[:, :-1], rows[:, 1:]))
         engine.step()
 
@@ -178,7 +180,7 @@ def main():
             tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
             tempfile.TemporaryDirectory(dir="out") as disk,
         ):
-            out = run(Path.cwd(), 2, measure, stage, memory, disk, limit=900)
+            out = run(Path.cwd(), 2, measure_ways, stage, memory, disk, limit=900)
         medians, sizes = json.loads(out.splitlines()[-1])
         _, slept, _, no_work, _, computed, *_ = medians.pop("nothing")
         for name, row in medians.items():

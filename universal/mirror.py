@@ -106,8 +106,6 @@ class Mirror:
         self.partner = elsewhere[self.rank % len(elsewhere)] if elsewhere else self.rank
         self.machine_ranks = [rank for rank, other in enumerate(machines) if other == machine]
         self.leads = self.machine_ranks[0] == self.rank
-        # Files of two attempts at a step are never mixed.
-        self.attempt, *_ = all_gather(time.time_ns(), self.ranks)
         for problem in all_gather(self.problem(), self.ranks):
             if problem:
                 raise ValueError(problem)
@@ -154,9 +152,11 @@ class Mirror:
             )
         self.spare.mkdir(parents=True, exist_ok=True)
         images = [Image(path, content) for path, content in collector.files]
-        names = set().union(*all_gather({image.path.name for image in images}, self.ranks))
+        names = {image.path.name for image in images}
+        # Files of two attempts at a step are never mixed.
+        (attempt, *_), names = zip(*all_gather((time.time_ns(), names), self.ranks), strict=True)
         # With fewer files than its name says, a slot was being written.
-        slot = self.folder / f"step{step:09}-{self.attempt}.{len(names)}"
+        slot = self.folder / f"step{step:09}-{attempt}.{len(set().union(*names))}"
         slot.mkdir(exist_ok=True)
         for image in images:
             image.copy(self.memory_of(image.path, image.room))
