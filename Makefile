@@ -95,7 +95,7 @@ lint: .venv/installed-dev
 
 test-all: test
 	$(TEST) -m slow tests/load
-	$(TEST) -m slow tests/convert tests/pages
+	$(TEST) -m slow tests/convert tests/look tests/pages
 	$(TEST) -m slow tests/lesson
 	$(MAKE) clients versions
 

@@ -27,6 +27,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from universal.files import torch_file
+from universal.files.sources import ByteReader
+from universal.files.torch_writer import pickled, write_pt
 
 ROW = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
 
@@ -88,7 +90,7 @@ def main(folder):
     if added:
         with tempfile.TemporaryDirectory(dir=folder) as beside:
             path = Path(beside, first.name)
-            torch_file.write_pt(path, torch_file.pickled(states[first]), torch_file.Reader())
+            write_pt(path, pickled(states[first]), ByteReader())
             os.replace(path, first)
     print("\n".join(dict.fromkeys(added)) or "nothing is missing")
 

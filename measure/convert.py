@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from measure.lay_out import groups_of, lay_out
-from measure.ranks import ROOT
+from tests.support import ROOT
+from tests.support.lay_out import groups_of, lay_out
 from train import GPT
 
 # A process inherits the peak memory of the one that forks it, and this one is large: a small one

@@ -20,6 +20,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from torch.distributed import TCPStore
 
+import plot
 from measure.machines import HEAD, TORCHRUN, WARM, Job, differences, train_alone
 
 FOLDER = Path("ckpt_elastic").resolve()
@@ -114,23 +115,27 @@ def try_events(args):
 
 
 def draw(runs, path):
-    """The steps done again. runs: {name: events}, the first without a mirror, the second with
-    one."""
-    figure = Figure(figsize=(5.6, 4), layout="constrained")
+    """The steps done again, after each event that cost any. runs: {name: events}, the first without
+    a mirror, the second with one."""
+    rows = [events for events in zip(*runs.values(), strict=True) if any(e.again for e in events)]
+    figure = Figure(figsize=(6, 4), layout="constrained")
     axis = figure.subplots()
-    for shift, (name, events) in zip((-0.2, 0.2), runs.items(), strict=False):
-        counts = [event.again for event in events]
-        heights = [i + shift for i in range(len(events))]
-        bars = axis.barh(heights, counts, 0.4, label=f"{name}: {sum(counts)}")
-        axis.bar_label(bars, padding=2, fontsize=7)
+    for i, ((name, events), color) in enumerate(zip(runs.items(), plot.COLORS, strict=False)):
+        counts = [row[i].again for row in rows]
+        heights = [at + 0.4 * i - 0.2 for at in range(len(rows))]
+        total = sum(event.again for event in events)
+        bars = axis.barh(heights, counts, 0.4, color=color, label=f"{name}: {total} steps")
+        axis.bar_label(bars, padding=2, fontsize=9)
     labels = [
-        f"{event.what}, {event.ranks_before} to {event.ranks_after} ranks" for event in events
+        f"{row[-1].what}, {row[-1].ranks_before} → {row[-1].ranks_after} ranks" for row in rows
     ]
-    axis.set_yticks(range(len(events)), labels)
-    axis.margins(x=0.08)
-    axis.set(xlabel="steps done again", title=f"{len(events)} events in {STEPS} steps")
+    axis.set_yticks(range(len(rows)), labels)
+    axis.margins(x=0.1)
+    title = f"{len(events)} events in {STEPS} steps; {len(events) - len(rows)} cost no step"
+    axis.set(xlabel="steps done again", title=title)
     axis.invert_yaxis()
-    axis.legend(loc="lower right")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
 

@@ -36,7 +36,8 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 import universal.load.loader
-from measure.ranks import ROOT, deepspeed, last_error, launch, run
+from tests.support import ROOT
+from tests.support.ranks import deepspeed, last_error, launch, run
 
 WORK = ROOT / "runs" / "engines"
 BATCH = 12

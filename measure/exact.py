@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import plot
 from measure.logs import largest, read_log
-from measure.ranks import ends_after, run
+from tests.support.ranks import ends_after, run
 
 TRAIN = (
     "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 200 --checkpoint_interval 50"

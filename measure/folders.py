@@ -1,5 +1,5 @@
-"""Draw where the weight matrices of a ZeRO-1 checkpoint are: in the ranks' files, then in a
-universal checkpoint, then on two ranks that read it. One matrix is followed through all.
+"""Draw where the weight matrices of a checkpoint are: in the ranks' files at ZeRO-1 and 2 and at
+ZeRO-3, in a universal checkpoint, and on two ranks that read it. One matrix is followed through.
 
     python -m measure.folders ds_transformer_checkpoint/global_step100 --output out/folders.png
 """
@@ -55,6 +55,11 @@ def cut(parameters, ranks):
     return slices
 
 
+def cut_each(parameters, ranks):
+    """As ZeRO-3 does: each parameter by itself, and the shares of a rank end to end."""
+    return [[Part(name, -(-numel // ranks)) for name, numel in parameters] for _ in range(ranks)]
+
+
 def draw_row(axis, y, label, holders, followed, gap):
     """Holders of parts, side by side, as long as what is in them.
 
@@ -93,26 +98,27 @@ def connect(axis, pieces, y, whole, whole_y, style):
         start = stop
 
 
-def draw(files, folders, readers, followed):
-    """Returns a figure. What each rank's file, each folder and each new rank holds: [[Part]]."""
-    figure = Figure(figsize=(6, 4.5))
-    axis = figure.add_axes((0.22, 0.17, 0.77, 0.69))
-    begins, above = draw_row(axis, 3, "ZeRO-1/2:\na file per\nrank", files, followed, 0.03)
+def draw(files, files_of_3, folders, readers, followed):
+    """Returns a figure. What each rank's file holds at ZeRO-1 and at ZeRO-3, each folder, and each
+    new rank: [[Part]]."""
+    figure = Figure(figsize=(6, 5))
+    axis = figure.add_axes((0.22, 0.15, 0.77, 0.74))
+    begins, above = draw_row(axis, 3, "ZeRO-1 or 2:\na file per\nrank", files, followed, 0.03)
+    _, above_3 = draw_row(axis, 4.1, "ZeRO-3:\na file per\nrank", files_of_3, followed, 0.03)
     for rank, x in enumerate(begins):
-        axis.text(x, 3 + HEIGHT + 0.06, f"rank {rank}")
-    label = "universal, if\nconverted:\na folder per\nparameter"
+        axis.text(x, 4.1 + HEIGHT + 0.06, f"rank {rank}")
+    label = "a universal\ncheckpoint:\na folder per\nparameter"
     _, (whole,) = draw_row(axis, 1.5, label, folders, followed, 0.008)
     label = f"resumed on\n{len(readers)} ranks"
     begins, below = draw_row(axis, 0, label, readers, followed, 0.03)
-    # The arrows meet this row from above.
     for rank, x in enumerate(begins):
-        axis.text(x, -0.27, f"rank {rank}")
+        axis.text(x, -0.32, f"rank {rank}")
     connect(axis, above, 3, whole, 1.5 + HEIGHT, "<|-")  # points at the whole
     connect(axis, below, HEIGHT, whole, 1.5, "-|>")
-    axis.set(xlim=(0, 1), ylim=(-0.3, 3.8))
+    axis.set(xlim=(0, 1), ylim=(-0.35, 4.95))
     axis.axis("off")
-    title = "ZeRO-1/2 cuts across the parameters;\na universal checkpoint keeps each of them whole"
-    figure.suptitle(title, fontsize=12, y=0.98)
+    title = "ZeRO cuts the parameters for its ranks;\na universal checkpoint has each of them whole"
+    figure.suptitle(title, fontsize=12, y=0.985)
     handles = [
         Patch(facecolor=FOLLOWED, label="one weight matrix, followed"),
         Patch(facecolor=OTHER, label="the other matrices"),
@@ -144,7 +150,8 @@ def main():
     readers = cut(parameters, ranks=2)
     names = [part.name for parts in [*files, *readers] for part in parts]
     followed = max(matrices, key=names.count)  # the one that is cut most
-    figure = draw(files, [[parameter] for parameter in parameters], readers, followed)
+    folders = [[parameter] for parameter in parameters]
+    figure = draw(files, cut_each(parameters, len(files)), folders, readers, followed)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.output, dpi=200)
     print(f"wrote {args.output}")

@@ -27,7 +27,8 @@ import torch
 import universal
 from measure.logs import rows_of
 from measure.machines import QUIET, TORCHRUN, WARM
-from measure.ranks import ROOT, run_script
+from tests.support import ROOT
+from tests.support.ranks import run_script
 
 TRAIN = (
     "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 "

@@ -18,8 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from measure.lay_out import groups_of, lay_out
-from measure.ranks import ROOT
+from tests.support import ROOT
+from tests.support.lay_out import groups_of, lay_out
 from train import GPT
 
 SHARED = {"lm_head.weight": "wte.weight"}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import plot
 from measure.logs import largest
-from measure.ranks import run
+from tests.support.ranks import run
 
 COMMON = "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 --steps 160 --lr 1e-3".split()
 RESUME = "--resume --checkpoint_tag global_step60 --checkpoint_interval 400".split()

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import psutil
 
 from measure.logs import largest, rows_of, steps
-from measure.ranks import ROOT, ends_after, run
+from tests.support import ROOT
+from tests.support.ranks import ends_after, run
 
 AGENT = "--nnodes 1:3 --max-restarts 100 --rdzv-id job --rdzv-backend c10d".split()
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"

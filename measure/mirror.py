@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 import universal
 from measure import resume
-from measure.ranks import run
+from tests.support.ranks import run
 from universal import background
 from universal.load.hooks import overridden
 from universal.load.snapshot import Collector, Image

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import universal
-from measure.ranks import run
+from tests.support.ranks import run
 from train import GPT
 from universal import proof
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import universal
 from measure.convert import Run, commands, timed
-from measure.ranks import deepspeed, run
+from tests.support.ranks import deepspeed, run
 from train import GPT, init_distributed, parameter_groups
 
 STAGE = 3

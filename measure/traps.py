@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from measure.logs import read_log
-from measure.ranks import run
+from tests.support.ranks import run
 
 ROOT = Path(__file__).resolve().parent.parent
 PT = "grad_accu_pt.py"

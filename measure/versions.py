@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from measure.logs import compare
-from measure.ranks import ROOT, deepspeed, last_error, launch
+from tests.support import ROOT
+from tests.support.ranks import deepspeed, last_error, launch
 
 INSTALLED = ROOT / ".venv-versions"
 WORK = ROOT / "runs" / "versions"

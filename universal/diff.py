@@ -7,7 +7,27 @@ Compares every state of every parameter, in the precision in which it is saved; 
 parameters; hyperparameters, the scheduler, the counters and the client state. Exit code 0: no
 number of a tensor differs by more than the tolerance, and nothing else differs; 1: something does;
 2: one of them is damaged, or there is none. Torch is needed only where numbers differ. If the
-package is installed, the command is ds_diff."""
+package is installed, the command is ds_diff.
+
+--json prints an object with these keys:
+
+    folders: the two that were compared
+    tolerance: as it was given
+    same: whether the exit code is 0
+    tensors: how many both sides have
+    equal: how many of them are equal bit by bit
+    bytes: compared on each side
+    gaps: the other tensors, the largest difference first
+    others: what else differs, in lines
+
+The keys of a gap:
+
+    name: of the parameter and its state, or of the buffer
+    of: its elements
+    absolute: the largest difference; null if only one of two is a finite number
+    relative: the largest, to the larger of two numbers; null likewise
+    elements: how many differ
+"""
 
 import argparse
 import json
@@ -26,8 +46,17 @@ from universal.checkpoint.types import Described
 from universal.checkpoint.without_zero import NeedsEngine, unnamed_states
 from universal.errors import CheckpointError
 from universal.files.joined import strided
-from universal.files.sources import ByteReader, check_all, keep_open, nbytes_of, portions, width
-from universal.files.torch_file import Stub, Tensor, number_in, packed
+from universal.files.sources import (
+    ByteReader,
+    Source,
+    check_all,
+    keep_open,
+    nbytes_of,
+    portions,
+    width,
+)
+from universal.files.torch_file import Stub, Tensor, number_in
+from universal.files.torch_writer import packed
 from universal.write.console import bar, in_one_line
 from universal.write.screen import WIDTH, counted, short, size, wrapped
 
@@ -51,15 +80,15 @@ COMPARED_COUNTERS = (
 
 
 class Pair(NamedTuple):
-    """Two sources (sources.py) of the same elements."""
+    """Two sources of the same elements."""
 
     name: str
-    first: Any
-    second: Any
+    first: Source
+    second: Source
 
 
 class Section(NamedTuple):
-    """Elements of a pair; all of them where a source can only be read from its begin."""
+    """Elements of a pair."""
 
     pair: Pair
     start: int
@@ -148,8 +177,6 @@ def pieces_of(pairs: Iterable[Pair]) -> Iterator[Section]:
     for pair in pairs:
         numel = pair.first.numel
         per_piece = max(1, PER_JOB // width(pair.first.dtype))
-        if any(hasattr(source, "chunks") for source in pair[1:]):
-            per_piece = max(1, numel)
         for start in range(0, numel, per_piece):
             yield Section(pair, start, min(per_piece, numel - start))
 
@@ -179,52 +206,21 @@ class Gap(NamedTuple):
 NO_GAP = Gap(0.0, 0.0, 0)
 
 
-class Stream:
-    """Reads the elements of a source in order, so many at a time."""
-
-    def __init__(self, source, start, reader):
-        self.source = source
-        self.position = start
-        self.reader = reader
-        self.chunks = reader.chunks(source) if hasattr(source, "chunks") else None
-        self.left = bytearray()
-        self.buffer = bytearray()
-
-    def read(self, numel: int) -> bytearray:
-        """The bytes of the next elements. Use them before you ask for more."""
-        nbytes = numel * width(self.source.dtype)
-        if self.chunks:
-            while len(self.left) < nbytes:
-                chunk, _ = next(self.chunks)
-                self.left += chunk
-            data = self.left[:nbytes]
-            del self.left[:nbytes]
-            return data
-        if nbytes != len(self.buffer):
-            self.buffer = bytearray(nbytes)
-        self.reader.read_elements(memoryview(self.buffer), self.source, self.position)
-        self.position += numel
-        return self.buffer
-
-    def end(self) -> None:
-        """Read to the end of what can only be read as a whole: only then is it checked."""
-        for _ in self.chunks or ():
-            pass
-
-
 def compare(piece: Section, readers: tuple[ByteReader, ByteReader]) -> Gap:
     """By how much the elements of a piece differ. Raises: CheckpointError, OSError."""
     sources = piece.pair[1:]
     dtypes = [source.dtype for source in sources]
-    streams = [Stream(*pair) for pair in zip(sources, [piece.start] * 2, readers, strict=True)]
     per_read = max(1, PER_READ // max(map(width, dtypes)))
+    end = piece.start + piece.numel
     gap = NO_GAP
-    for start in range(0, piece.numel, per_read):
-        first, second = (stream.read(min(per_read, piece.numel - start)) for stream in streams)
+    for start in range(piece.start, end, per_read):
+        numel = min(per_read, end - start)
+        first, second = (
+            reader.read(source, start, numel)
+            for reader, source in zip(readers, sources, strict=True)
+        )
         if dtypes[0] != dtypes[1] or first != second:
             gap = gap.joined(gap_of(first, second, *dtypes))
-    for stream in streams:
-        stream.end()
     return gap
 
 
@@ -403,7 +399,7 @@ def text_of(value, text):
 def diff(first: str, second: str, tolerance: float = 0.0, progress: bool = False) -> dict[str, Any]:
     """Compare the checkpoints in two folders, or in those below them that find_tag() finds.
 
-    Returns: lists, dicts, numbers and text; docs/inspect.md explains each key.
+    Returns: lists, dicts, numbers and text; the module's docstring explains each key.
     Raises: CheckpointError, if one of them is damaged, or cannot be read.
     """
     try:

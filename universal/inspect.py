@@ -6,8 +6,16 @@
 The folder is the one with the tags, or a checkpoint. Of the checkpoint that a resume would take,
 every checksum is compared; not so with --quick. --ranks prints the lines of a config with which so
 many data-parallel ranks keep the batch. Exit code 0: all checkpoints are complete; 1: one is
-damaged or incomplete; 2: there is none. If the package is
-installed, the command is ds_inspect."""
+damaged or incomplete; 2: there is none. If the package is installed, the command is ds_inspect.
+
+--json prints an object with these keys:
+
+    folder: as it was given
+    takes: the tag that a resume takes; null if there is none
+    says: what a resume would print about the choice, in lines
+    tags: {tag: what universal/checkpoint/facts.py lists}
+    on_ranks: with --ranks: the settings, which it lists, too; null if no tag is taken
+"""
 
 import argparse
 import contextlib
@@ -22,7 +30,7 @@ from typing import Any, NamedTuple
 
 from universal.checkpoint.describe import describe, paths_of
 from universal.checkpoint.facts import facts_of, settings_on
-from universal.checkpoint.tags import list_tags, newest_first
+from universal.checkpoint.tags import is_checkpoint, list_tags, newest_first
 from universal.checkpoint.types import Checkpoint, Described
 from universal.checkpoint.without_zero import ROUNDED, NeedsEngine, rounded
 from universal.errors import CheckpointError
@@ -54,7 +62,7 @@ def look(
     ranks: int | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """What is in a folder, as lists, dicts, numbers and text. docs/inspect.md explains each key.
+    """What is in a folder, as lists, dicts, numbers and text, under the keys of --json.
 
     tag: look at this one alone. quick: compare no checksums. ranks: how many data-parallel ones
     shall go on. Raises: CheckpointError, if there is no checkpoint; OSError.
@@ -80,7 +88,7 @@ def places_in(folder, tag, says):
         raise CheckpointError(f"{folder} cannot be read: permission denied")
     if tag is not None:
         places = {tag: folder / tag} if (folder / tag).is_dir() else {}
-    elif any(folder.glob("*_states.pt")):
+    elif is_checkpoint(folder):
         places = {os.path.basename(os.path.abspath(folder)): folder}
     else:
         places = {name: folder / name for name in list_tags(folder)}

@@ -19,13 +19,13 @@ import struct
 import time
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from universal.checkpoint.describe import describe, left_over
 from universal.checkpoint.tags import find_tag
 from universal.errors import CheckpointError, naming
 from universal.files.joined import strided
-from universal.files.sources import ByteReader, nbytes_of, width
+from universal.files.sources import ByteReader, Source, nbytes_of, width
 from universal.write.console import bar, in_one_line, report, totals
 from universal.write.publish import sync, unfinished
 
@@ -50,10 +50,10 @@ FORMAT_NAMES = {
 
 
 class Weight(NamedTuple):
-    """A tensor of the file. source: of its elements, in order (sources.py)."""
+    """A tensor of the file. source: of its elements."""
 
     shape: tuple
-    source: Any
+    source: Source
 
 
 def weights_of(folder: Path, workers: int, strict: bool) -> dict[str, Weight]:

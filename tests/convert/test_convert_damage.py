@@ -17,24 +17,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import (
-    MODEL,
-    at_event,
-    content,
-    converter,
-    data_of,
-    failed,
-    flip,
-    frozen_and_buffer,
-    load,
-    makes_a_file,
-    not_converted,
-    settled,
-    slow,
-    with_bit_flipped,
-)
 
-from measure.ranks import run
+from tests.support.commands import at_event, converter, failed, makes_a_file, slow
+from tests.support.conversions import not_converted, settled
+from tests.support.files import MODEL, content, data_of, flip, load, with_bit_flipped
+from tests.support.helpers import frozen_and_buffer
+from tests.support.ranks import run
 from universal import CheckpointError, convert
 from universal.files import torch_file
 

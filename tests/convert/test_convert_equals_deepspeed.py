@@ -7,17 +7,12 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from helpers import (
-    MODEL,
-    assert_equal_to_deepspeed,
-    edit,
-    frozen_and_buffer,
-    load,
-    not_converted,
-    slow,
-)
 
-from measure.ranks import run
+from tests.support.commands import slow
+from tests.support.conversions import assert_equal_to_deepspeed, not_converted
+from tests.support.files import MODEL, edit, load
+from tests.support.helpers import frozen_and_buffer
+from tests.support.ranks import run
 
 MODELS = "mp_rank_*_model_states.pt"
 # Parameters that divide among no number of ranks, and some smaller than it.

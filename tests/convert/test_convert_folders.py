@@ -8,19 +8,11 @@ import warnings
 
 import pytest
 import torch
-from helpers import (
-    SHAPES,
-    content,
-    converter,
-    each_state,
-    edit,
-    failed,
-    load,
-    not_converted,
-    settled,
-)
 
-from measure.lay_out import lay_out
+from tests.support.commands import converter, failed
+from tests.support.conversions import not_converted, settled
+from tests.support.files import SHAPES, content, each_state, edit, load
+from tests.support.lay_out import lay_out
 from universal import CheckpointError, convert
 from universal.safetensors import export
 

@@ -18,23 +18,12 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from helpers import (
-    SHAPES,
-    at_event,
-    content,
-    converter,
-    each_state,
-    edit,
-    failed,
-    flip,
-    forked,
-    makes_a_file,
-    settled,
-    slow,
-)
 
 import train
-from measure.lay_out import groups_of, lay_out
+from tests.support.commands import at_event, converter, failed, forked, makes_a_file, slow
+from tests.support.conversions import settled
+from tests.support.files import SHAPES, content, each_state, edit, flip
+from tests.support.lay_out import groups_of, lay_out
 from universal import CheckpointError, convert
 from universal.safetensors import export
 

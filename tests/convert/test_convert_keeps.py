@@ -19,20 +19,13 @@ import numpy
 import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from helpers import (
-    MODEL,
-    ROOT,
-    SHAPES,
-    assert_equal_to_deepspeed,
-    content,
-    converter,
-    edit,
-    load,
-    states,
-)
-from toy import same
 
-from measure.lay_out import lay_out
+from tests.support import ROOT
+from tests.support.commands import converter
+from tests.support.conversions import assert_equal_to_deepspeed
+from tests.support.files import MODEL, SHAPES, content, edit, load, states
+from tests.support.lay_out import lay_out
+from tests.support.toy import same
 from universal import convert
 
 

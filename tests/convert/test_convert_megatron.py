@@ -12,9 +12,12 @@ import types
 
 import pytest
 import torch
-from helpers import MODEL, ROOT, content, convert_with_deepspeed, edit, forked, load
 
 import universal
+from tests.support import ROOT
+from tests.support.commands import command
+from tests.support.conversions import convert_with_deepspeed
+from tests.support.files import MODEL, content, edit, load
 
 # The archive in tests/data, the files with the weights of each rank, the dicts in which they are
 # there, and the first layer's name.
@@ -84,12 +87,9 @@ def test_equal_to_deepspeed(saved, tmp_path):
         assert wanted["args"].lr == got["args"].lr
 
 
-def run_example(*arguments):
-    def work():
-        sys.argv = ["megatron_info.py", *map(str, arguments)]
-        runpy.run_path(str(ROOT / "examples" / "megatron_info.py"), run_name="__main__")
-
-    return forked(work)()
+def run_example(*words):
+    script = str(ROOT / "examples" / "megatron_info.py")
+    return command(lambda: runpy.run_path(script, run_name="__main__"), *words)
 
 
 def test_what_megatron_leaves_out(saved):

@@ -8,9 +8,11 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT, at_event, content, converter, failed, makes_a_file, start_converter
 
-from measure.ranks import PORT
+from tests.support import ROOT
+from tests.support.commands import at_event, converter, failed, makes_a_file, start_converter
+from tests.support.files import content
+from tests.support.ranks import PORT
 from universal import convert
 
 

@@ -8,8 +8,10 @@ import random
 
 import pytest
 import torch
-from helpers import MODEL, converter, each_state, edit, failed, not_converted
 
+from tests.support.commands import converter, failed
+from tests.support.conversions import not_converted
+from tests.support.files import MODEL, each_state, edit
 from universal import convert
 
 

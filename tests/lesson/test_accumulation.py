@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import ROOT, refused
 from torch.utils.data import DataLoader, DistributedSampler
 
 from measure import traps
 from measure.logs import compare, read_log
-from measure.ranks import launch, run
+from tests.support import ROOT
+from tests.support.helpers import refused
+from tests.support.ranks import launch, run
 
 
 class Layout(NamedTuple):

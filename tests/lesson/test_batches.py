@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import run_all
 from repeats import CHECKS, KINDS, STEPS, play
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.support.helpers import run_all
 from universal import batches
 from universal.batches import Sampler, Share
 

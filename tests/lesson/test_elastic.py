@@ -13,11 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, at_step, forked, hang, kill, slow, told_to_stop
 
 from measure import machines
 from measure.logs import compare, steps
-from measure.ranks import launch, run
+from tests.support import ROOT
+from tests.support.commands import forked, hang, kill, slow, told_to_stop
+from tests.support.helpers import at_step
+from tests.support.ranks import launch, run
 from universal import elastic
 
 INEXACT = (

@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from helpers import slow
 
 import universal
 from measure.logs import COLUMNS, compare
-from measure.ranks import ends_after, launch, run
+from tests.support.commands import slow
+from tests.support.ranks import ends_after, launch, run
 from universal import exact
 from universal.batches import Share
 

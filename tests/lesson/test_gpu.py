@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+
+from tests.support import ROOT
 
 
 def gpu(folder, *arguments):

@@ -9,10 +9,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, slow
 
 from measure.logs import compare
-from measure.ranks import PORT, run
+from tests.support import ROOT
+from tests.support.commands import slow
+from tests.support.ranks import PORT, run
 
 BIN = Path(sys.executable).parent
 SMALL = (

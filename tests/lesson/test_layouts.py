@@ -5,12 +5,14 @@ import json
 import shutil
 
 import pytest
-from helpers import assert_equal_to_deepspeed, edit, slow
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import universal
 from measure.logs import compare, largest, read_log
-from measure.ranks import launch, run
+from tests.support.commands import slow
+from tests.support.conversions import assert_equal_to_deepspeed
+from tests.support.files import edit
+from tests.support.ranks import launch, run
 from universal.batches import Share
 from universal.proof import Row
 

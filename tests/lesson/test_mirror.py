@@ -16,10 +16,13 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-from helpers import MODEL, ROOT, at_step, flip, hang, kill, slow, told_to_stop
 
 from measure.logs import COLUMNS, compare, steps
-from measure.ranks import launch, run
+from tests.support import ROOT
+from tests.support.commands import hang, kill, slow, told_to_stop
+from tests.support.files import MODEL, flip
+from tests.support.helpers import at_step
+from tests.support.ranks import launch, run
 from universal.mirror import Mirror
 
 COMMON = (
@@ -280,7 +283,7 @@ def test_refusals(work, stage, machines):
 ENGINE = """
 import os, signal, sys, threading
 import deepspeed, torch
-import toy
+from tests.support import toy
 
 
 def two_groups(parameters):

@@ -3,13 +3,12 @@
 import csv
 import math
 import os
-import sys
 from unittest.mock import MagicMock
 
 import pytest
-from helpers import forked
 
 import plot as script
+from tests.support.commands import command
 
 HEADER = "step,loss,val_loss,lr,grad_norm,loss_scale,tokens_per_second,seconds,"
 
@@ -27,17 +26,15 @@ def falling(begin, end):
     return {step: 5.0 - 0.25 * step for step in range(begin, end + 1)}
 
 
-def plot(folder, *arguments):
+def plot(folder, *words):
     """What it says; it draws where an output is named."""
 
-    def main():
+    def prepare():
         os.chdir(folder)
-        if "--output" not in arguments:
+        if "--output" not in words:
             script.draw = lambda *_: MagicMock()
-        sys.argv = ["plot.py", *map(str, arguments)]
-        script.main()
 
-    return forked(main)()
+    return command(script.main, *words, before=prepare)
 
 
 @pytest.fixture
@@ -128,6 +125,12 @@ def test_zero_is_drawn_at_zero():
     assert heights[1] > heights[0] + 5  # rounding can be told from zero
 
 
+def test_rounding_can_be_read_from_its_axis():
+    strip = draw(run({1: 2.0, 2: 1.0}), run({1: 2.0, 2: 1.0 + 1.8e-7})).axes[1]
+    assert [label.get_text() for label in strip.get_yticklabels()] == ["0", "1e-07", "2e-07"]
+    assert strip.get_yscale() == "linear" and strip.get_ylim()[1] > 1.8e-7
+
+
 def test_a_resumed_run_begins_the_picture():
     """Of the steps before the resume it shows two for five of those after it."""
     losses = {step: 1.0 + step for step in range(1, 201)}
@@ -136,7 +139,11 @@ def test_a_resumed_run_begins_the_picture():
     (baseline, dots, *_) = top.lines
     assert (min(baseline.get_xdata()), max(baseline.get_xdata())) == (60, 200)
     assert list(dots.get_xdata()) == [200] and list(strip.lines[0].get_xdata()) == list(later)
-    assert [text.get_text() for text in top.get_legend().texts] == ["a", "b", "validation loss"]
+    assert [text.get_text() for text in top.get_legend().texts] == [
+        "a",
+        "b",
+        "validation loss (black: resumed)",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from pathlib import Path
 import deepspeed
 import pytest
 import torch
-from helpers import refused
 
 import train
 import universal
-from measure.ranks import launch, run
+from tests.support.helpers import refused
+from tests.support.ranks import launch, run
 
 
 @pytest.fixture

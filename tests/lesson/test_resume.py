@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import each_row_once, edit, fp16_is, record_rows, slow
 
 import train
 import universal
 from measure.logs import compare, read_log, steps
-from measure.ranks import launch, run
+from tests.support.commands import slow
+from tests.support.files import edit
+from tests.support.helpers import each_row_once, fp16_is, record_rows
+from tests.support.ranks import launch, run
 
 # With the size of a micro-batch behind it.
 SIZE = "--n_embd 32 --seq_len 16 --train_batch_size 24 --train_micro_batch_size_per_gpu"

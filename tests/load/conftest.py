@@ -1,8 +1,14 @@
 """A launch costs more than a load: one launch does all that the chosen tests want of a layout."""
 
 import pytest
-from case import play
-from helpers import run_all
+
+from tests.support.case import play, runs_of
+from tests.support.helpers import run_all
+
+
+def pytest_generate_tests(metafunc):
+    if metafunc.function.__name__ == "test_case":
+        metafunc.parametrize("name, stage, ranks", runs_of(metafunc.module.CASES))
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import forked, kill, slow
-from toy import begin, differences, make, read_truth, same, save_truth, snapshot, train
 
 import universal
-from measure.ranks import launch, run
+from tests.support.commands import forked, kill, slow
+from tests.support.ranks import launch, run
+from tests.support.toy import (
+    begin,
+    differences,
+    make,
+    read_truth,
+    same,
+    save_truth,
+    snapshot,
+    train,
+)
 from universal import background, elastic
 from universal.files.torch_file import verify
 

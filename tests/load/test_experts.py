@@ -11,10 +11,10 @@ import experts
 import pytest
 import torch
 from experts import Life
-from helpers import edit, flip, load, records
 
 import universal
-from measure.ranks import run
+from tests.support.files import edit, flip, load, records
+from tests.support.ranks import run
 from universal.errors import CheckpointError
 from universal.load.live_experts import check_autoep
 

@@ -7,10 +7,9 @@ import sys
 import time
 
 import pytest
-import toy
-from helpers import ROOT
 
-from measure.ranks import run
+from tests.support import ROOT, toy
+from tests.support.ranks import run
 from universal.errors import RankSilent
 from universal.load.collective import process_group
 

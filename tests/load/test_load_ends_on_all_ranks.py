@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import flip
-from toy import begin, make
 
 import universal
-from measure.ranks import launch, run
+from tests.support.files import flip
+from tests.support.ranks import last_error, launch, run
+from tests.support.toy import begin, make
 from universal.checkpoint import zero
 from universal.errors import RankSilent
 from universal.load import loader, reader, reshard
@@ -153,3 +153,13 @@ def test_what_it_needs(monkeypatch):
     monkeypatch.setattr(loader.deepspeed.DeepSpeedEngine, "universal", copy, raising=False)
     with pytest.raises(universal.CheckpointError, match=f"two copies of universal: {copy} is"):
         universal.install()
+
+
+def test_a_launch_that_hangs_tells_what_its_ranks_said(tmp_path):
+    def say_and_hang():
+        print(f"rank {os.environ['RANK']} has come so far")
+        time.sleep(60)
+
+    result = launch(tmp_path, 2, say_and_hang, limit=2)
+    assert all(f"rank {rank} has come so far" in result.err for rank in (0, 1)), result.err
+    assert last_error(result.err) == "TimeoutError: not done after 2 seconds"

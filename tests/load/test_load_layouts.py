@@ -3,17 +3,11 @@ are in tests/ranks/layouts.py."""
 
 import layouts
 import pytest
-from case import cases_of, runs_of
 
-from measure.ranks import run
+from tests.support.case import cases_of, test_case  # noqa: F401
+from tests.support.ranks import run
 
 CASES = layouts.kinds() | cases_of(layouts)
-
-
-@pytest.mark.parametrize("name, stage, ranks", runs_of(CASES))
-def test_case(failures, name, stage, ranks):
-    error = failures.get((name, stage, ranks))
-    assert not error, error
 
 
 @pytest.mark.clients

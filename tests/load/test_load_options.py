@@ -5,14 +5,8 @@ import by_deepspeed
 import interrupted
 import models
 import optimizers
-import pytest
 import weights
-from case import cases_of, runs_of
+
+from tests.support.case import cases_of, test_case  # noqa: F401
 
 CASES = cases_of(weights, models, optimizers, interrupted, by_deepspeed)
-
-
-@pytest.mark.parametrize("name, stage, ranks", runs_of(CASES))
-def test_case(failures, name, stage, ranks):
-    error = failures.get((name, stage, ranks))
-    assert not error, error

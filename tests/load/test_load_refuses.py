@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from harms import (
+
+from tests.support.files import flip
+from tests.support.harms import (
     FIRST_MODEL,
     LAST_MODEL,
     LATER_LAST_MODEL,
@@ -60,9 +62,8 @@ from harms import (
     write,
     written_at,
 )
-from helpers import flip, run_all
-
-from measure.ranks import run
+from tests.support.helpers import run_all
+from tests.support.ranks import run
 
 SCRIPT = "tests/ranks/damage.py"
 

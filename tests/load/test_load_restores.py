@@ -1,21 +1,22 @@
 """Every state of every optimizer, every kind of parameter and buffer: what the live engine held,
 bit for bit.
 
-The model and the training are in tests/ranks/zoo.py. One launch trains all jobs of a stage; each is
-converted as it is saved."""
+The model and the training are in tests/support/zoo.py. One launch trains all jobs of a stage; each
+is converted as it is saved."""
 
 import json
 import re
 
 import pytest
 import torch
-import zoo
-from helpers import assert_equal_to_deepspeed, content, load
-from toy import differences, read_truth, same
-from zoo import DTYPES, KEYS, SAVED, STATES, TAG, Job
 
 import universal
-from measure.ranks import run
+from tests.support import zoo
+from tests.support.conversions import assert_equal_to_deepspeed
+from tests.support.files import content, load
+from tests.support.ranks import run
+from tests.support.toy import differences, read_truth, same
+from tests.support.zoo import DTYPES, KEYS, SAVED, STATES, TAG, Job
 
 PLAIN = [key for key in KEYS if not re.search(r"[\[+*\\]", key)]
 

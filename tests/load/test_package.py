@@ -7,8 +7,9 @@ import subprocess
 import sys
 from importlib import metadata
 
-from helpers import ROOT
 from packaging.requirements import Requirement
+
+from tests.support import ROOT
 
 WHERE = """
 import deepspeed, universal

@@ -13,7 +13,7 @@ from proof_engines import FAULTS, KINDS, OF_REPEATS, SAVED, play
 from proof_files import STORIES, play_stories
 from proof_random import lines_of
 
-from measure.ranks import run
+from tests.support.ranks import run
 from universal.proof import hashes
 
 

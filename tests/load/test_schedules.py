@@ -3,7 +3,6 @@ step; one that goes on as it was is not."""
 
 import pytest
 import torch
-import toy
 from deepspeed.runtime.lr_schedules import (
     LRRangeTest,
     OneCycle,
@@ -27,7 +26,8 @@ from torch.optim.lr_scheduler import (
 )
 
 import universal
-from measure.ranks import run
+from tests.support import toy
+from tests.support.ranks import run
 from universal.load.schedules import changed_rate
 
 SAVED = 50  # of the steps below, all but its last ones

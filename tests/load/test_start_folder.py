@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+
+from tests.support import ROOT
 
 START = ROOT / "universal" / "start"
 SITE = "sitecustomize.py"

@@ -5,8 +5,8 @@ import sys
 
 import deepspeed
 import pytest
-from helpers import ROOT
 
+from tests.support import ROOT
 from universal.load.versions import NEWEST_TRIED, doubts, say_doubts
 
 WRONG = "computes wrong gradients at ZeRO-2 with gradient accumulation"

@@ -8,31 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import whole_and_refused
-from case import case, cases_of, play, runs_of
-from helpers import run_all
-from whole_and_refused import load_bitsandbytes, save_bitsandbytes
 
 import universal
+from tests.support.case import case, cases_of, play, test_case  # noqa: F401
 from universal.load import reshard
 from universal.load.engine import Engine
 from universal.load.reader import SavedOptimizer
 
 CASES = cases_of(whole_and_refused)
-
-
-@pytest.mark.parametrize("name, stage, ranks", runs_of(CASES))
-def test_case(failures, name, stage, ranks):
-    error = failures.get((name, stage, ranks))
-    assert not error, error
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_bitsandbytes(tmp_path, stage):
-    """The package itself, where it is installed."""
-    pytest.importorskip("bitsandbytes")
-    cases = {"bitsandbytes": case(save_bitsandbytes)(load_bitsandbytes)}
-    for phase, ranks in (("save", 2), ("load", 2), ("load", 3)):
-        assert not run_all(tmp_path, ranks, play, cases, phase, stage, names=cases)
 
 
 def optimizer_of(kind):

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
 
 from measure.logs import compare
-from measure.ranks import launch, run
+from tests.support import ROOT
+from tests.support.ranks import launch, run
 
 clients = pytest.mark.clients
 CLIENTS = {

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
-from helpers import ROOT
 
 from measure.lesson import without_answers
-from measure.ranks import launch
+from tests.support import ROOT
+from tests.support.ranks import launch
 
 NOTEBOOK = json.loads((ROOT / "docs" / "lesson.ipynb").read_text())
 CODE = {cell["id"]: cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"}

@@ -1,13 +1,25 @@
 """CONTRIBUTING.md: its map has every file that people open, in the order of their imports; its
-tests exist."""
+recipes work; its tests exist."""
 
 import ast
+import math
 import re
+import sys
 
-from helpers import ROOT
+import pytest
+import torch
+
+import universal.checkpoint.describe
+import universal.files.sources
+import universal.safetensors
+from tests.load import test_load_refuses
+from tests.support import ROOT
+from tests.support.commands import command, failed
+from tests.support.files import flip, load, records, states
+from universal.inspect import look
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-MAP, TESTS = PAGE.split("## Tests")
+MAP, RECIPES, TESTS = re.split("## Recipes|## Tests", PAGE)
 FILES = [*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), *ROOT.glob("universal/*/[!_]*.py")]
 ROOMS = ("files", "checkpoint", "write", "load")  # from the lowest to the highest
 PACKAGES = {"universal", *(f"universal.{room}" for room in ROOMS)}
@@ -88,6 +100,69 @@ def test_rooms():
         if room not in ("load", "start") and path.stem not in WITH_TORCH:
             packages = {module.split(".")[0] for module in imported(path, wherever=False)}
             assert not packages & {"torch", "deepspeed"}, path
+
+
+def test_one_name_one_thing():
+    """No top-level name is defined twice, but for what several modules offer alike."""
+    homes = {"main": None, "install": None}
+    for path in ROOT.glob("universal/**/*.py"):
+        for node in ast.parse(path.read_text()).body:
+            targets = getattr(node, "targets", [node])
+            for name in (
+                getattr(target, "id", getattr(target, "name", None)) for target in targets
+            ):
+                assert name is None or homes.setdefault(name, path) in (path, None), (name, path)
+
+
+@pytest.fixture
+def recipe():
+    """recipe(number, {what stands there: what the test has}, names): the block of code, run."""
+    blocks = re.findall("```python\n(.*?)```", RECIPES, re.S)
+
+    def run(number, replaced, names):
+        code = blocks[number]
+        for old, new in replaced.items():
+            assert old in code
+            code = code.replace(old, new)
+        exec(code, names)
+        return names
+
+    return run
+
+
+def test_one_tensor_is_read(recipe, laid_out):
+    source = laid_out(1)
+    parts = [next(iter(states(load(path))))["exp_avg"] for path in sorted(source.glob("*_optim_*"))]
+    replaced = {"global_step100": str(source), "transformer.wte.weight": "a"}
+    data = recipe(0, replaced, {"universal": universal})["data"]
+    assert torch.equal(torch.frombuffer(data, dtype=torch.float32), torch.cat(parts)[:15])
+    for path in source.glob("*_optim_*"):
+        for record in records(path)[-3:]:  # of 3 states of the largest group
+            flip(path, record)
+    with pytest.raises(universal.CheckpointError, match="is damaged"):
+        recipe(0, replaced, {"universal": universal})
+
+
+def test_a_command_is_added(recipe, laid_out):
+    source = laid_out(3)
+    names = vars(universal.safetensors) | {"__name__": "count", "math": math, "sys": sys}
+    main = recipe(1, {}, names)["main"]
+    assert command(main, source.parent).out == "26\n"
+    for path in source.glob("*_optim_*"):
+        path.write_bytes(b"")
+    failed(command(main, source), 2, "universal.count: error: ", "is damaged")
+
+
+def test_a_damage_is_added(recipe, laid_out):
+    """Of a row that the table has."""
+    source = laid_out(1)
+    row = recipe(2, {"Damage(": "row = Damage("}, dict(vars(test_load_refuses)))["row"]
+    source.rename(source.with_name("t"))
+    row.change(source.parent)
+    (problem,) = (facts["problem"] for facts in look(source.parent)["tags"].values())
+    known = test_load_refuses.DAMAGES[row.name].expected(1)
+    verdict, says, _ = row.expected(1)
+    assert says in problem and says in known[1] and verdict == known[0]
 
 
 def test_every_promise_has_its_test():

@@ -7,10 +7,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.auto_ep import AutoEP
-from toy import begin
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import universal
+from tests.support.toy import begin
 
 
 def make_engine(size):

@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from layouts import reset_mesh
-from toy import begin, make
 
 import universal
+from tests.support.toy import begin, make
 
 SMALL = {
     "vocab_size": 128,

@@ -6,12 +6,13 @@ import shutil
 from pathlib import Path
 
 import torch.distributed as dist
-from case import case, load, printed, refused, saved, train_and_save
-from helpers import convert_with_deepspeed, flip, records
 from optimizers import OfItsRank, SliceNorm
-from toy import differences, make, read_truth, save_truth, snapshot, train
 
 import universal
+from tests.support.case import case, load, printed, refused, saved, train_and_save
+from tests.support.conversions import convert_with_deepspeed
+from tests.support.files import flip, records
+from tests.support.toy import differences, make, read_truth, save_truth, snapshot, train
 
 of_slices = functools.partial(make, optimizer=SliceNorm)
 

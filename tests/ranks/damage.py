@@ -12,9 +12,18 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from toy import begin, differences, in_turn, make, read_truth, save_truth, snapshot, train
 
 import universal
+from tests.support.toy import (
+    begin,
+    differences,
+    in_turn,
+    make,
+    read_truth,
+    save_truth,
+    snapshot,
+    train,
+)
 
 
 def save(engine):

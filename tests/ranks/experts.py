@@ -14,9 +14,9 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
-from toy import begin, in_turn
 
 import universal
+from tests.support.toy import begin, in_turn
 
 BATCH = 24  # rows of a step
 TOKENS = 5  # of a row

@@ -8,12 +8,21 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from case import case, check_restored, load, printed, refused, restored, saved, train_and_save
-from helpers import flip, records
 from optimizers import momentum
-from toy import differences, make, read_truth, save_truth, snapshot, train
 
 import universal
+from tests.support.case import (
+    case,
+    check_restored,
+    load,
+    printed,
+    refused,
+    restored,
+    saved,
+    train_and_save,
+)
+from tests.support.files import flip, records
+from tests.support.toy import differences, make, read_truth, save_truth, snapshot, train
 from universal import mirror
 from universal.errors import RankFailed
 from universal.load import reshard

@@ -9,9 +9,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
-from toy import Net, begin, make, split_groups, train
 
 import universal
+from tests.support.toy import Net, begin, make, split_groups, train
 
 TAG = "global_step2"
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}

@@ -4,23 +4,19 @@ refusals."""
 
 import functools
 import shutil
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from case import Case, case, load, printed, refused
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.utils import groups
-from helpers import flip, records
 from models import Vocabulary
 from optimizers import momentum
 from torch import nn
-from toy import differences, make, same, snapshot, split_groups, train
 
-from universal.errors import RankFailed
-from universal.load.hooks import overridden
-from universal.load.reader import TensorReader
+from tests.support.case import Case, case, load, printed, refused
+from tests.support.files import flip, records
+from tests.support.toy import differences, make, same, snapshot, split_groups, train
 
 # --------------------------------------------------------------------------------------------------
 # tensor parallelism
@@ -286,23 +282,6 @@ def damage_is_noticed(stage):
     load(engine, "left over")
     assert printed("left over from before")
     assert not differences(truth_of("cut")[0], snapshot(engine))
-
-
-@tensor_parallel()
-def one_rank_fails(stage):
-    fill = TensorReader.fill
-
-    def fail(*arguments):
-        if dist.get_rank() == 1:
-            raise ValueError("something odd")
-        return fill(*arguments)
-
-    engine = halves(stage, 1, seed=5)
-    began = time.monotonic()
-    with overridden(TensorReader, fill=fail):
-        refused(engine, "ValueError: something odd", kind=RankFailed, tag="cut")
-    assert time.monotonic() - began < 20
-    load(engine, "cut")
 
 
 def save_two_in_one(stage):

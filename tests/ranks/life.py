@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import nn
-from toy import adam, begin, make, snapshot, train
 
 import universal
-from measure.ranks import launch
+from tests.support.ranks import launch
+from tests.support.toy import adam, begin, make, snapshot, train
 
 LAST = 50  # the last step of any life
 

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
-from toy import begin
 
 from examples.train_3d import Spread, Sum
+from tests.support.toy import begin
 from train import GPT, load_text, micro_batch, parameter_groups
 
 folder, kind, *degrees = sys.argv[1:]

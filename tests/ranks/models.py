@@ -2,7 +2,15 @@
 
 import torch
 import torch.distributed as dist
-from case import (
+from deepspeed import DeepSpeedEngine
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import PipelineModule
+from optimizers import momentum
+from torch import nn
+
+import universal
+from tests.support.case import (
     PRINTED,
     case,
     check_same_state,
@@ -13,15 +21,16 @@ from case import (
     saved,
     train_and_save,
 )
-from deepspeed import DeepSpeedEngine
-from deepspeed.moe.layer import MoE
-from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from deepspeed.pipe import PipelineModule
-from optimizers import momentum
-from torch import nn
-from toy import Net, adam, differences, make, read_truth, snapshot, split_groups, train
-
-import universal
+from tests.support.toy import (
+    Net,
+    adam,
+    differences,
+    make,
+    read_truth,
+    snapshot,
+    split_groups,
+    train,
+)
 from universal import batches
 from universal.load.hooks import overridden
 
@@ -114,32 +123,6 @@ def empty_parameters(stage):
         universal.convert("t", "u")
     dist.barrier()
     restored(stage, "u", net=Empty)
-
-
-class Forgetful(nn.Module):
-    """Resets what a state that it loads does not name, as detectron2's frozen BatchNorm does."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.randn(8))
-        self.register_buffer("deviation", torch.rand(8))
-
-    def _load_from_state_dict(self, state_dict, prefix, *rest):
-        for name, buffer in self.named_buffers():
-            state_dict.setdefault(prefix + name, torch.zeros_like(buffer))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-class TwoForgetful(Net):
-    def __init__(self):
-        super().__init__()
-        self.one = Forgetful()
-        self.two = Forgetful()
-
-
-@case(saved(net=TwoForgetful))
-def modules_that_reset(stage):
-    restored(stage, net=TwoForgetful)
 
 
 class Vocabulary(nn.Module):

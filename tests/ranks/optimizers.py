@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from case import (
+
+import universal
+from tests.support.case import (
     case,
     check_restored,
     check_weights_restored,
@@ -17,9 +19,7 @@ from case import (
     saved,
     train_and_save,
 )
-from toy import differences, make, snapshot, states_of, train
-
-import universal
+from tests.support.toy import differences, make, snapshot, states_of, train
 
 
 def momentum(parameters):

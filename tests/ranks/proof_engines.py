@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from helpers import fp16_is
 from torch import nn
-from toy import begin, in_turn, make
 
 import universal
+from tests.support.helpers import fp16_is
+from tests.support.toy import begin, in_turn, make
 from universal import batches, exact
 
 SAVED = 2  # the step of the save

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from proof_engines import SAVED, Kind, engine_of, train
-from toy import begin, in_turn
 
 import universal
+from tests.support.toy import begin, in_turn
 from universal import elastic, proof
 from universal.mirror import Mirror
 

@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 import torch.distributed as dist
-from helpers import run_all
 from random_engines import WIDTH, engine_of, plan
-from toy import begin, in_turn, train
 
 import universal
+from tests.support.helpers import run_all
+from tests.support.toy import begin, in_turn, train
 
 SAVED = 2
 

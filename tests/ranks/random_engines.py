@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from helpers import run_all
 from torch import nn
-from toy import (
+
+import universal
+from tests.support.helpers import run_all
+from tests.support.toy import (
     RARE_DTYPES,
     ExtraState,
     begin,
@@ -27,8 +29,6 @@ from toy import (
     split_groups,
     train,
 )
-
-import universal
 
 OPTIMIZERS = {
     "AdamW": {},

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from helpers import run_all
 from layouts import reset_mesh
 from torch import nn
-from toy import begin, in_turn, make
 
 import universal
+from tests.support.helpers import run_all
+from tests.support.toy import begin, in_turn, make
 from universal.load.engine import Engine
 
 LAYOUTS = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]  # tensor x data

@@ -16,13 +16,13 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups
-from helpers import fp16_is
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
-from toy import adam, begin, in_turn, make
 
+from tests.support.helpers import fp16_is
+from tests.support.toy import adam, begin, in_turn, make
 from universal import batches, exact
 from universal.load.hooks import overridden
 

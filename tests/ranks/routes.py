@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from case import PRINTED, case, load, printed, refused, saved, train_and_save
 from deepspeed.linear import LoRAConfig, OptimizedLinear
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import groups
 from optimizers import momentum
 from torch import nn
-from toy import Net, differences, make, read_truth, save_truth, split_groups, train
 
 import universal
+from tests.support.case import PRINTED, case, load, printed, refused, saved, train_and_save
+from tests.support.toy import Net, differences, make, read_truth, save_truth, split_groups, train
 from universal.load.hooks import overridden
 
 # --------------------------------------------------------------------------------------------------

@@ -8,14 +8,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import toy
-from case import Case, case, load, refused
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import fused_adam
 from deepspeed.runtime import engine as deepspeed_engine
-from toy import Net, differences, make, read_truth, save_truth, split_groups, train
 
 import universal
+from tests.support import toy
+from tests.support.case import Case, case, load, refused
+from tests.support.toy import Net, differences, make, read_truth, save_truth, split_groups, train
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}

@@ -2,7 +2,8 @@
 
 import deepspeed
 import torch
-from case import (
+
+from tests.support.case import (
     case,
     check_same_state,
     check_weights_restored,
@@ -11,7 +12,7 @@ from case import (
     restored,
     train_and_save,
 )
-from toy import make, read_truth, save_truth, snapshot, train
+from tests.support.toy import make, read_truth, save_truth, snapshot, train
 
 
 def save_and_go_on(stage):
@@ -101,18 +102,3 @@ def weights_alone_without_zero(stage):
     optimizer = engine.optimizer
     for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
         assert all(torch.equal(m.to(w), w) for m, w in zip(masters, weights, strict=True))
-
-
-def save_without_zero(stage):
-    engine = make(0)
-    for step in (0, 1):
-        train(engine, step)
-    engine.save_checkpoint(".", tag="t")
-
-
-@case(save_without_zero, stages=(1,))
-def without_zero(stage):
-    engine = make(0)
-    refused(engine, "does not exist", tag="nope")
-    load(engine)
-    assert engine.global_steps == 2

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from case import (
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import universal
+from tests.support.case import (
     PRINTED,
     case,
     check_restored,
@@ -20,11 +24,16 @@ from case import (
     saved,
     train_and_save,
 )
-from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from toy import ExtraState, Net, differences, make, read_truth, save_truth, snapshot, train
-
-import universal
+from tests.support.toy import (
+    ExtraState,
+    Net,
+    differences,
+    make,
+    read_truth,
+    save_truth,
+    snapshot,
+    train,
+)
 from universal import mirror
 
 # --------------------------------------------------------------------------------------------------
@@ -208,32 +217,6 @@ def scales_without_their_codes(stage):
     load(make(stage, Adapter, seed=1), load_module_strict=False)
 
 
-def quantized_by_bitsandbytes():
-    from bitsandbytes.nn import Linear4bit
-
-    net = Adapter()
-    net.base = Linear4bit(8, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32)
-    return net.to("cpu")  # which quantizes
-
-
-def save_bitsandbytes(stage):
-    saved(net=quantized_by_bitsandbytes)(stage)
-    engine = make(stage, quantized_by_bitsandbytes)
-    state = engine.module.base.state_dict()
-    save_truth({name: state[name] for name in state if name.startswith("weight.")}, "scales.pt")
-    save_truth(engine.module.base(torch.ones(1, 8)), "output.pt")
-
-
-def load_bitsandbytes(stage):
-    """The package itself, whose scales are quantized, too."""
-    engine = restored(stage, net=quantized_by_bitsandbytes)
-    state = engine.module.base.state_dict()
-    wrong = differences(read_truth("scales.pt"), state)
-    assert not wrong, wrong
-    assert torch.equal(engine.module.base(torch.ones(1, 8)), read_truth("output.pt"))
-    assert "left as it is" not in PRINTED.getvalue()
-
-
 # --------------------------------------------------------------------------------------------------
 # What optimizers and schedulers keep
 
@@ -299,13 +282,6 @@ def a_group_without_states(stage):
     load(engine)
     wrong = differences(read_truth(), snapshot(engine, states_of_its_group))
     assert not wrong, wrong
-
-
-@case(saved(optimizer=lambda ps: torch.optim.Adamax(ps, lr=0.01)))
-def hyperparameters_of_the_same_names(stage):
-    radam = make(stage, optimizer=lambda ps: torch.optim.RAdam(ps, lr=0.01))
-    refused(radam, "of another optimizer", "knows no exp_inf; load_optimizer_states=False")
-    load(radam, load_optimizer_states=False)
 
 
 # --------------------------------------------------------------------------------------------------

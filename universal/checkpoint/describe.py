@@ -18,6 +18,7 @@ from universal.checkpoint.experts import read_experts, teams_of
 from universal.checkpoint.module_states import (
     config_of,
     degrees_of,
+    dtype_of_weights,
     keep_untrained,
     module_state,
     read_fragments,
@@ -126,7 +127,7 @@ def is_of_its_config(save):
     checkpoint, raw = save.described
     model = raw.models[0]
     bf16 = any(config_of(model, section).get("enabled") for section in BF16_SECTIONS)
-    return bf16 == checkpoint.layout.bf16 or not config_of(model)
+    return bf16 == (checkpoint.layout.dtype == "bf16") or not config_of(model)
 
 
 def find_shards(folder: Path) -> dict:
@@ -175,11 +176,12 @@ def paths_of(checkpoint: Checkpoint) -> list[Path]:
 class ModelParallelRank(NamedTuple):
     """A model-parallel rank, joined from its data-parallel ranks.
 
-    model: rank 0's model states, with an untrained module. shard: rank 0's. settings: as of
-    zero.settings_of(). files: rank 0's model states first.
+    model: rank 0's model states, with an untrained module. dtype: of Layout. shard: rank 0's.
+    settings: as of zero.settings_of(). files: rank 0's model states first.
     """
 
     model: dict
+    dtype: str
     shard: SavedShard
     parameters: dict
     settings: dict
@@ -222,6 +224,7 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
     problems = other_steps(model_paths[0], shards, model, parameters, shard.stage)
     state = optimizer_state(shard.optimizer, rank_dependent)
     problems += problem_of_loss(shards[0], parameters, state)
+    dtype = dtype_of_weights(model, shards[0].name.startswith("bf16_"))
     if model["module"] is not None:
         model = model | {"module": model["module"] | experts.state}
         with naming(model_paths[0]):
@@ -235,7 +238,9 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
             )
             problems.append(Problem(True, text))
     files = [*model_paths, *experts.files, *shards]
-    return ModelParallelRank(model, shard, parameters, settings, rank_dependent, problems, files)
+    return ModelParallelRank(
+        model, dtype, shard, parameters, settings, rank_dependent, problems, files
+    )
 
 
 def check_present(folder, paths, ranks):
@@ -349,15 +354,15 @@ def describe_zero(folder, shards, pool, opened):
     used = {path.name for rank in ranks for path in rank.files}
     layout = Layout(
         optimizer_class=kind or first.shard.optimizer_class,
-        ranks=first.model["dp_world_size"],
-        bf16=shards[0][0].name.startswith("bf16_"),
+        shards=first.model["dp_world_size"],
+        dtype=first.dtype,
         tensor=tensor,
         pipeline=pipeline,
     )
     description = Checkpoint(
         folder=folder,
         stage=first.shard.stage,
-        ranks=layout.ranks,
+        ranks=layout.shards,
         layout=layout,
         parameters=parameters,
         flat_names=[list(names) for names in first.model["param_shapes"]],

@@ -44,6 +44,8 @@ class Team(NamedTuple):
     """Ranks that share out a flat tensor: all of them, or those that have the same experts.
 
     ranks: in the order of their slices. first_experts: {layer: the number of their first expert}.
+
+    Team(range(1, 4, 2), {"moe.": 2})  # ranks 1 and 3 of 4 have the experts from number 2 on
     """
 
     ranks: range

@@ -1,6 +1,55 @@
 # SPDX-License-Identifier: MIT
 """What a checkpoint is, in lists, dicts, numbers and text: who saved it and how, what is in it, and
-on how many ranks it can go on. inspect.py prints it."""
+on how many ranks it can go on. inspect.py prints it.
+
+The keys of a tag; one that cannot be described has the first four, which inspect.py adds:
+
+    problem: why a resume does not take it; null if nothing is wrong
+    readable: false if the system refuses to read a file: a resume ends then, and takes no other
+    checked: whether its checksums were compared
+    unread_damage: damage in what a resume does not read: copies of weights in the model states
+    step: optimizer steps
+    skipped: of these, how many overflowed
+    samples: DeepSpeed's count
+    universal: whether it was converted
+    stage: ZeRO's, as it was saved; of a universal one, that of its source
+    ranks: those among which ZeRO cuts: data x sequence
+    layout: {"tensor", "pipeline", "sequence", "expert"}: how many ranks share one
+    experts: the number of experts of each layer
+    dtype: of the forward pass
+    deepspeed: the version that saved it
+    batch: {"samples", "micro", "steps", "ranks", "micro_batches"}: global batch, micro-batch,
+        accumulation steps, data-parallel ranks; null if the config does not tell
+    optimizer: {"type", "class": DeepSpeed's, "states", "groups": counts and hyperparameters,
+        "bytes": of all states}
+    scheduler: {"type", "state"}
+    trained: {"tensors", "elements"}
+    frozen: the same, of parameters that no optimizer holds
+    buffers: the same
+    added: the same, of what modules add to their state
+    untold: the same, of trained or frozen parameters where nothing tells which: without ZeRO,
+        the optimizer does not name its own
+    bytes: of its files
+    files: how many
+    client_state: its keys
+    next_steps: [first, last] of the steps that are written down, to be compared when they are
+        trained again
+    own_ranks_only: why no other number of ranks will do; null if any will
+    goes_on: for each number of ranks: {"ranks": data-parallel, "gpus", "steps", "efficiency",
+        "nbytes": of states on each GPU}
+    not_converted: what a conversion would lose
+    notes: what is unusual
+
+The keys of on_ranks; if `problem` is a text, it has the first two:
+
+    ranks: data-parallel
+    problem: why there are no settings
+    batch: the global batch
+    steps: accumulation steps
+    efficiency: the part of the computed micro-batches that counts
+    config: entries of DeepSpeed's config
+    training_arguments: of TrainingArguments, and of LLaMA-Factory's YAML
+"""
 
 import collections
 import math
@@ -12,9 +61,10 @@ from universal.checkpoint.module_states import client_state_of, config_of, degre
 from universal.checkpoint.next_steps import read_rows
 from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Described
 from universal.checkpoint.without_zero import unnamed_states
+from universal.checkpoint.zero import saved_stage
 from universal.files.schema import is_natural
 from universal.files.sources import nbytes_of
-from universal.files.torch_file import Stub, extent_of
+from universal.files.torch_file import extent_of
 
 PLAIN = (bool, int, float, str)
 LONGEST = 16  # list or dict of which all is shown
@@ -22,7 +72,7 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def facts_of(described: Described, told: bool = True) -> dict[str, Any]:
-    """What a checkpoint is; docs/inspect.md explains each key.
+    """What a checkpoint is, but for the first four keys of a tag.
 
     told: whether it says which parameters are trained.
     """
@@ -65,12 +115,9 @@ def facts_of(described: Described, told: bool = True) -> dict[str, Any]:
 
 
 def stage_of(described):
-    """0 to 3, as it was saved: the Description's 1 is 2, too, and a universal one's is None."""
-    stage = described.raw.optimizer.get("zero_stage")
-    if isinstance(stage, Stub) and stage.args:
-        return stage.args[0]
+    """0 to 3, also of what was converted; BF16_Optimizer has a stage in the config alone."""
     config = config_of(described.raw.models[0], "zero_optimization")
-    return config.get("stage", described.checkpoint.stage)
+    return saved_stage(described.raw.optimizer) or config.get("stage", described.checkpoint.stage)
 
 
 def layout_of(described):
@@ -97,8 +144,8 @@ def dtype_of(checkpoint, model):
     for name in (*BF16_SECTIONS, "fp16"):
         if config_of(model, name).get("enabled") is True:
             return "fp16" if name == "fp16" else "bf16"
-    if checkpoint.layout and checkpoint.layout.bf16:
-        return "bf16"
+    if checkpoint.layout and checkpoint.layout.dtype != "fp32":
+        return checkpoint.layout.dtype
     autocast = config_of(model, "torch_autocast")
     if autocast.get("enabled") is True:
         return f"fp32, autocast to {autocast.get('dtype', 'float16')}"
@@ -314,7 +361,7 @@ def accumulation(batch: Batch | None, ranks: int) -> tuple[int | None, float | N
 
 def settings_on(facts: dict[str, Any], ranks: int) -> dict[str, Any]:
     """What a config needs so that so many data-parallel ranks keep the batch, and a line in
-    "problem" if they cannot. docs/inspect.md explains each key."""
+    "problem" if they cannot: the keys of on_ranks."""
     settings = {"ranks": ranks, "problem": None}
     (own, *others) = facts["goes_on"]
     if facts["own_ranks_only"] and ranks != own["ranks"]:

@@ -2,8 +2,9 @@
 """Which checkpoint in a folder is meant: the tags in it, and in which order to try them."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from universal.checkpoint.describe import BETWEEN_SAVES, describe, find_shards
 from universal.checkpoint.without_zero import MODEL_STATES_FILE
@@ -15,7 +16,8 @@ from universal.files.torch_file import load
 class Tag(NamedTuple):
     """A checkpoint in a folder. step, written: of its model states, and when they were written.
 
-    is_saved: by DeepSpeed, and not converted, which may be long after.
+    is_saved: whether DeepSpeed saved it. A conversion may have been written long after its step, so
+    its time says nothing of where the run went.
     """
 
     name: str
@@ -24,23 +26,31 @@ class Tag(NamedTuple):
     is_saved: bool
 
 
-def find_tag(folder):
+def is_checkpoint(folder: Path) -> bool:
+    """Whether it has a checkpoint's files, and is not the folder above."""
+    return any(folder.glob("*_states.pt"))
+
+
+def find_tag(folder: str | Path) -> Path:
     """The folder with a checkpoint's files: this one, or the one in it that `latest` names, or the
-    only one in it."""
+    only one in it that is not converted. What writes or compares takes no other for it, as a
+    resume does (newest_first). Raises CheckpointError, if there are several."""
     folder = Path(folder)
-    marks = ("*_optim_states.pt", MODEL_STATES_FILE)
-    if any(path for mark in marks for path in folder.glob(mark)):
+    if is_checkpoint(folder):
         return folder
     if (folder / "latest").is_file():
         return folder / named_by_latest(folder)
-    tags = {path.parent for mark in marks for path in folder.glob(f"[!.]*/{mark}")}
-    tags = {tag for tag in tags if not (tag / "zero").is_dir()}
+    tags = [tag for tag in list_tags(folder) if is_saved(folder / tag)]
     if len(tags) > 1:
-        names = ", ".join(sorted(tag.name for tag in tags))
         raise CheckpointError(
-            f"{folder} holds several checkpoints, and no `latest` that names one: {names}"
+            f"{folder} holds several checkpoints, and no `latest` that names one: {', '.join(tags)}"
         )
-    return tags.pop() if tags else folder
+    return folder / tags[0] if tags else folder
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether a checkpoint is as DeepSpeed saved it, and not converted."""
+    return not (folder / "zero").is_dir()
 
 
 def latest_file(folder, converted_only=False):
@@ -50,7 +60,7 @@ def latest_file(folder, converted_only=False):
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def named_by_latest(folder, converted_only=False):
+def named_by_latest(folder: Path, converted_only: bool = False) -> str:
     """The tag that latest_file() names; "" if there is no such file."""
     path = latest_file(folder, converted_only)
     text = os.fsdecode(path.read_bytes()).strip().replace("\0", "?") if path else ""
@@ -58,7 +68,7 @@ def named_by_latest(folder, converted_only=False):
     return os.path.relpath(folder / text, folder) if text else ""
 
 
-def list_tags(folder):
+def list_tags(folder: Path) -> list[str]:
     """The names of the checkpoints in a folder, whole or not. A tag like epoch1/step5 is a folder
     in a folder; such tags are found if they are next to the one that `latest` names."""
     tags = set()
@@ -75,7 +85,7 @@ def rank_0_model_states(folder: Path) -> Path:
     plain = folder / MODEL_STATES_FILE
     of_stage_3 = folder / f"zero_pp_rank_0_{MODEL_STATES_FILE}"
     present = [path for path in (plain, of_stage_3) if path.exists()]
-    both = len(present) == 2 and not (folder / "zero").is_dir()
+    both = len(present) == 2 and is_saved(folder)
     if both or len(find_shards(folder)) > 1:
         return describe(folder).checkpoint.files.model_states
     if present:
@@ -89,18 +99,20 @@ def step_of(path: Path) -> int:
     return expect(load(path), {"global_steps": is_natural}, path)["global_steps"]
 
 
-def newest_first(folder, say, converted_only=False):
+def newest_first(
+    folder: Path, say: Callable[[str], Any], converted_only: bool = False
+) -> list[str]:
     """The tags in a folder, in the order in which to try to resume from them: first the one that
     `latest` names, unless there is a later one. say(text) reports what is skipped."""
     tags = []
     passed_over = set()
     for name in list_tags(folder):
-        is_saved = not (folder / name / "zero").is_dir()
-        if is_saved and converted_only:
+        saved = is_saved(folder / name)
+        if saved and converted_only:
             continue
         try:
             path = rank_0_model_states(folder / name)
-            tags.append(Tag(name, step_of(path), path.stat().st_mtime, is_saved))
+            tags.append(Tag(name, step_of(path), path.stat().st_mtime, saved))
         except (CheckpointError, OSError) as error:
             passed_over.add(name)
             say(f"{name} is passed over: {type(error).__name__}: {error}")

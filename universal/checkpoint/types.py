@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+from universal.files.sources import Source
+
 NEXT_STEPS = "next_steps.csv"  # proof.py writes and reads it, beside the shards
 
 UNSAVED = {  # what DeepSpeed saves in no file
@@ -14,7 +16,7 @@ UNSAVED = {  # what DeepSpeed saves in no file
 
 
 def kind_with_unsaved(zero_config: dict) -> str | None:
-    """Which of UNSAVED the options of zero_optimization ask for."""
+    """The key of UNSAVED that these options of zero_optimization ask for; None if all is saved."""
     if zero_config.get("zenflow") is not None:
         return "ZenFlow"
     offload = zero_config.get("offload_optimizer")
@@ -29,7 +31,7 @@ class Parameter(NamedTuple):
         make a flat tensor of each parameter group; ZeRO-3 cuts a group into sub-groups, and makes
         one of each.
     group_number: of its parameter group in the optimizer.
-    states: {name: source of the elements (sources.py)}, fp32 first.
+    states: where the elements of each are, by name, fp32 first.
     scalars: {name: value, or Tensor with its bytes}, the rest of its optimizer state, which is the
         same for a whole flat tensor.
     """
@@ -37,7 +39,7 @@ class Parameter(NamedTuple):
     shape: tuple
     flat_number: int
     group_number: int | None
-    states: dict
+    states: dict[str, Source]
     scalars: dict
 
 
@@ -45,13 +47,15 @@ class Layout(NamedTuple):
     """How ranks cut a checkpoint. DeepSpeed's own loader restores it on this layout alone.
 
     optimizer_class: the class of DeepSpeed's optimizer, which is another one for ZeRO-1 and 2, for
-    ZeRO-3, and for two kinds of bf16; "" if there is PyTorch's own alone; or one of UNSAVED. ranks:
-    1 without ZeRO, where all hold the same. tensor, pipeline: the degrees.
+    ZeRO-3, and for two kinds of bf16; "" if there is PyTorch's own alone; or one of UNSAVED.
+    shards: into how many ZeRO cuts the optimizer's states, one a data-parallel rank; 1 without
+    ZeRO, where all ranks hold the same. dtype: of the weights, "bf16", "fp16" or "fp32", which is
+    also what is said if no file tells that it is fp16. tensor, pipeline: the degrees.
     """
 
     optimizer_class: str
-    ranks: int
-    bf16: bool
+    shards: int
+    dtype: str
     tensor: int
     pipeline: int
 
@@ -59,6 +63,14 @@ class Layout(NamedTuple):
     def unsaved(self) -> str | None:
         """What is in no file of such a checkpoint."""
         return UNSAVED.get(self.optimizer_class)
+
+    def reads_files_of(self, saved: "Layout") -> bool:
+        """Whether DeepSpeed's own loader finds here what was saved on that layout.
+
+        The names of files tell bf16 from the others alone.
+        """
+        same_prefix = (self.dtype == "bf16") == (saved.dtype == "bf16")
+        return same_prefix and self._replace(dtype=saved.dtype) == saved
 
     def in_words(self, data: int, unit: str = "") -> str:
         """How many ranks they are, say 8 (tensor 2 x data 4). data: how many share the batch."""
@@ -72,7 +84,8 @@ class ModuleState(NamedTuple):
     """What the module's state holds besides trained parameters.
 
     tensors: {name: Tensor}: buffers, frozen parameters, tensors of get_extra_state() or of a
-    state_dict hook. objects: the names of what is no tensor. frozen: {name: shape}.
+    state_dict hook. objects: the names of what is no tensor. frozen: {name: shape}; empty at
+    ZeRO-1 and without ZeRO, whatever is frozen: DeepSpeed lists it at ZeRO-2 and 3 alone.
     """
 
     tensors: dict
@@ -122,8 +135,8 @@ class PackedStates(NamedTuple):
 class Checkpoint(NamedTuple):
     """A checkpoint without its data. It can be pickled, to send it to other processes.
 
-    stage: 1 (for ZeRO-2, too) or 3; 0 without ZeRO. ranks: how many data-parallel ones wrote it.
-    These and layout are None for a universal checkpoint, which is not cut. parameters: by name.
+    stage: of ZeRO, 1 to 3; 0 without it. ranks: how many data-parallel ones wrote it. These and
+    layout are None for a universal checkpoint, which is not cut. parameters: by name.
     flat_names: their names, in the order of the flat tensors. problems: what a conversion loses.
     packed: what reader.describe() adds for the ranks that load it.
     """
@@ -143,6 +156,11 @@ class Checkpoint(NamedTuple):
     @property
     def is_universal(self) -> bool:
         return self.layout is None
+
+    @property
+    def cuts_each_parameter(self) -> bool:
+        """Whether every rank has a part of each parameter, as at ZeRO-3."""
+        return self.stage == 3
 
     @property
     def is_data_parallel(self) -> bool:

@@ -22,6 +22,7 @@ from universal.checkpoint.module_states import (
     WITHOUT_ZERO,
     config_of,
     degrees_of,
+    dtype_of_weights,
     identity,
     keep_untrained,
     module_state,
@@ -119,17 +120,17 @@ def describe_whole(
             OrderedDict((name, weights[name].size) for name in of_group) for of_group in names
         ]
         model = model | {"optimizer": None, "param_shapes": shapes}
+        dtype = dtype_of_weights(model, "bfloat16" in {weight.dtype for weight in weights.values()})
         if model["module"] is not None:
             model, _ = keep_untrained(model, parameters)
         settings = optimizer_settings(path, optimizer, model) | {"base_optimizer_state": base}
     param_groups = [group | {"params": [i]} for i, group in enumerate(base["param_groups"])]
     state = optimizer_state(base | {"param_groups": param_groups}, unsliced)
-    bf16 = any(weight.dtype == "bfloat16" for weight in weights.values())
     description = Checkpoint(
         folder=folder,
         stage=0,
         ranks=model["dp_world_size"],
-        layout=Layout(class_of(optimizer), 1, bf16, tensor, pipeline),
+        layout=Layout(class_of(optimizer), 1, dtype, tensor, pipeline),
         parameters=parameters,
         flat_names=names,
         module=module_state(model),
@@ -220,7 +221,10 @@ def place_all(weights, names, groups, opened):
 
 
 def places_of(weights, group):
-    """[Stepped], where the weights are; NOWHERE if they do not fill the group."""
+    """The Stepped of each weight, in their order: a tensor of its own, or a place in the flat one.
+
+    If the weights do not fill the group, nobody knows which is where: then all are NOWHERE.
+    """
     if len(weights) == len(group):
         return group
     ends = [*itertools.accumulate(math.prod(weight.size) for weight in weights)]

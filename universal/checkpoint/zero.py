@@ -22,10 +22,10 @@ from universal.files.torch_file import (
     extent_of,
     load,
     number_in,
-    pickled,
     read_scalar,
     tensor_of,
 )
+from universal.files.torch_writer import pickled
 
 # --------------------------------------------------------------------------------------------------
 # 1. one shard
@@ -35,7 +35,7 @@ def is_count(value):
     return is_natural(value) and value > 0
 
 
-def is_flat(value):
+def is_flat(value: Any) -> bool:
     tensor = tensor_of(value)
     return tensor is not None and len(tensor.size) == 1
 
@@ -66,9 +66,9 @@ STAGE_1_OR_2 = {
 class SavedShard(NamedTuple):
     """What one rank saved of the optimizer, in the same form at every stage.
 
-    stage: 1 (for ZeRO-2, too) or 3. optimizer_class: of DeepSpeed's. content: as it was saved.
+    stage: 1, 2 or 3. optimizer_class: of DeepSpeed's. content: as it was saved.
     optimizer: the state dict of PyTorch's. Of each flat tensor: masters, in fp32; slice_sizes:
-    elements of a rank's slice, padding included; ranks: of how many.
+    elements of a rank's slice, padding included; ranks: how many ranks have a slice of it.
     """
 
     path: Path
@@ -92,7 +92,7 @@ def read_shard(path: Path) -> SavedShard:
         paddings = [0] * len(flats)
     else:
         expect(content, STAGE_1_OR_2, path)
-        kind = (1, "DeepSpeedZeroOptimizer")
+        kind = (2 if saved_stage(content) == 2 else 1, "DeepSpeedZeroOptimizer")
         optimizer = optimizer_of(content)
         flats = content["single_partition_of_fp32_groups"]
         paddings = content["group_paddings"]
@@ -107,6 +107,12 @@ def read_shard(path: Path) -> SavedShard:
     masters = [tensor_of(flat) for flat in flats]
     sizes = [flat.size[0] + n for flat, n in zip(masters, paddings, strict=False)]
     return SavedShard(path, *kind, content, optimizer, masters, sizes, ranks)
+
+
+def saved_stage(content: dict) -> int | None:
+    """The ZeRO stage that the states of an optimizer name; BF16_Optimizer's name none."""
+    enum = content.get("zero_stage")
+    return enum.args[0] if isinstance(enum, Stub) and enum.args else None
 
 
 def optimizer_of(content):
@@ -162,9 +168,16 @@ class Cut(NamedTuple):
     """Where a parameter lies in the flat tensors of its ranks: a formula, not a list of pieces.
 
     ZeRO-1 and 2: the parameters of a group are laid end to end and cut into one slice per rank.
-        origin: where it begins in them. share: elements of a slice. start: 0.
+        origin: the element of the group at which the parameter begins. share: elements of a slice.
+        start: 0.
     ZeRO-3: every parameter is cut by itself.
-        origin: 0. share: ceil(numel / ranks). start: where it begins in every rank's flat tensor.
+        origin: 0. share: ceil(numel / ranks), which each rank has of it. start: the element of
+        every rank's flat tensor at which it begins.
+
+        Cut(origin=1000, share=256, start=0, numel=300)  # elements 1000 to 1299 of the group: on
+                                                         # ranks 3, 4 and 5
+        Cut(origin=0, share=75, start=512, numel=300)    # on each of 4 ranks, elements 512 to 586
+                                                         # of its flat tensor
     """
 
     origin: int
@@ -174,7 +187,7 @@ class Cut(NamedTuple):
 
 
 class Slices(NamedTuple):
-    """A source (sources.py): the elements of a parameter, in the flat tensors of its ranks."""
+    """A Source: the elements of a parameter, in the flat tensors of its ranks."""
 
     extents: tuple[Extent, ...]
     cut: Cut
@@ -200,11 +213,13 @@ class Slices(NamedTuple):
 class FlatCut(NamedTuple):
     """Where the parameters of a flat tensor lie in its slices.
 
-    number: of the flat tensor. team: the ranks that have its slices. cuts: by the names in the
-    shards. numel: of all parameters.
+    number: of the flat tensor, which `name` gives with its kind: group 3, or at ZeRO-3 sub-group 3.
+    team: the ranks that have its slices. cuts: by the names in the shards. numel: of all
+    parameters.
     """
 
     number: int
+    name: str
     team: Team
     cuts: dict
     numel: int
@@ -217,16 +232,17 @@ def cut_flat(shard: SavedShard, number: int, shapes: dict, team: Team) -> FlatCu
 
     Raises: CheckpointError, if this is not what the shard is like.
     """
+    flat_name = f"{'sub-group' if shard.stage == 3 else 'group'} {number}"
     ranks = len(team.ranks)
     if shard.ranks[number] != ranks:
         raise CheckpointError(
-            f"group {number} is cut for {shard.ranks[number]} ranks and not for {ranks}"
+            f"{flat_name} is cut for {shard.ranks[number]} ranks and not for {ranks}"
         )
     paddings = [0] * len(shapes)
     if of_groups := shard.content.get("param_alignment_paddings"):
         paddings = dict(enumerate(of_groups)).get(number) or paddings
     if len(paddings) != len(shapes):
-        raise CheckpointError(f"group {number} has another number of param_alignment_paddings")
+        raise CheckpointError(f"{flat_name} has another number of param_alignment_paddings")
     cuts = {}
     end = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
@@ -238,7 +254,7 @@ def cut_flat(shard: SavedShard, number: int, shapes: dict, team: Team) -> FlatCu
         else:
             cuts[name] = Cut(end, shard.slice_sizes[number], 0, numel)
             end += numel + padding
-    return FlatCut(number, team, cuts, end)
+    return FlatCut(number, flat_name, team, cuts, end)
 
 
 def check_slice(shard: SavedShard, rank: int, flat_cut: FlatCut, trust_mapping: bool) -> int:
@@ -251,17 +267,17 @@ def check_slice(shard: SavedShard, rank: int, flat_cut: FlatCut, trust_mapping: 
     ranks = shard.ranks[number]
     if shard.stage == 3:
         if size != flat_cut.numel:
-            raise CheckpointError(f"group {number} is not cut for {ranks} ranks")
+            raise CheckpointError(f"{flat_cut.name} is not cut for {ranks} ranks")
         return size
     if flat_cut.numel > ranks * size:
         raise CheckpointError(
-            f"group {number} has {flat_cut.numel} elements, its slices have fewer"
+            f"{flat_cut.name} has {flat_cut.numel} elements, its slices have fewer"
         )
     begin = flat_cut.team.ranks.index(rank) * size
     mapping = {}
     for name, cut in flat_cut.cuts.items():
         if cut.share != size:
-            raise CheckpointError(f"group {number} has a slice of another size")
+            raise CheckpointError(f"{flat_cut.name} has a slice of another size")
         start = max(cut.origin, begin)
         end = min(cut.origin + cut.numel, begin + size)
         if start < end:
@@ -339,13 +355,13 @@ def join_shards(
     parameters = {}
     rank_dependent = {}
     group_of = {flat: i for i, group in enumerate(param_groups) for flat in group["params"]}
-    for number, team, cuts, _ in flat_cuts:
+    for number, flat_name, team, cuts, _ in flat_cuts:
         of_all = [flats[number] for flats in states]
         of_ranks = [of_all[rank] for rank in team.ranks]
         unsliced = set().union(*(flat.unsliced for flat in of_all))
         check_same_states(shards, of_all, unsliced)
         sliced = {
-            key: slices_of([shards[rank] for rank in team.ranks], key, number, of_ranks)
+            key: slices_of([shards[rank] for rank in team.ranks], key, flat_name, of_ranks)
             for key in of_ranks[0].states
             if key == "fp32" or key not in unsliced
         }
@@ -382,14 +398,14 @@ def check_same_states(shards, of_ranks, unsliced):
             )
 
 
-def slices_of(shards, key, number, of_ranks):
+def slices_of(shards, key, flat_name, of_ranks):
     """The Slices of a state of a flat tensor as a whole."""
     extents = []
     for path, flat in zip(shards, of_ranks, strict=True):
         extents.append(extent_of(flat.states[key], flat.numel))
         if extents[-1].dtype != extents[0].dtype:
             raise CheckpointError(
-                f"{path}: {key} of group {number} is not what it is in {shards[0].name}"
+                f"{path}: {key} of {flat_name} is not what it is in {shards[0].name}"
             )
     return Slices(tuple(extents), Cut(0, 0, 0, 0))
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from universal.errors import CheckpointError
-from universal.files.sources import SHORT, ByteReader, width
+from universal.files.sources import SHORT, ByteReader, Source, width
 from universal.files.torch_file import Tensor, contiguous_strides
 
 ARRAY_CODES = {"float32": "f", "float64": "d"}  # of the module array
@@ -25,7 +25,11 @@ MOST = 1 << 24  # bytes that are read at a time; whole elements of any kind
 
 
 class Block(NamedTuple):
-    """A box of elements in a part, and in the whole. Strides and offsets are in elements."""
+    """A box of elements in a part, and in the whole. Strides and offsets are in elements.
+
+    Block(part=1, shape=(4, 3), stride=(3, 1), offset=0, whole_stride=(6, 1), whole_offset=3)
+    # a part of 4 x 3 is the right half of a matrix of 4 x 6
+    """
 
     part: int
     shape: tuple
@@ -34,7 +38,7 @@ class Block(NamedTuple):
     whole_stride: tuple
     whole_offset: int
 
-    def fits(self, source: Any) -> bool:
+    def fits(self, source: Source) -> bool:
         """Whether the source of its part has all of its elements, each in one place."""
         if not len(self.shape) == len(self.stride) == len(self.whole_stride):
             return False
@@ -86,7 +90,7 @@ class Target(NamedTuple):
     start: int
     filled: bytearray
 
-    def take(self, box: Block, part: Any, reader: ByteReader, unit: int) -> bool:
+    def take(self, box: Block, part: Source, reader: ByteReader, unit: int) -> bool:
         """Read a block of a part, in units of bytes. Returns whether copies are the same."""
         *shape, count = box.shape
         *strides, stride = box.stride
@@ -112,7 +116,7 @@ class Target(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A source (sources.py) whose elements are in several parts, which are sources themselves.
+    """A Source whose elements are in several parts, which are sources themselves.
 
     So is a whole of the parts of tensor-parallel ranks, and such a rank's part of a whole
     (part_of()).
@@ -122,7 +126,7 @@ class Joined(NamedTuple):
     """
 
     name: str
-    parts: tuple
+    parts: tuple[Source, ...]
     blocks: tuple[Block, ...] | None
     numel: int
 
@@ -178,7 +182,7 @@ class Joined(NamedTuple):
 class Padded(NamedTuple):
     """A source with zeros after another's elements, such as a vocabulary padded to divide."""
 
-    source: Any
+    source: Source
 
     @property
     def dtype(self) -> str:
@@ -199,7 +203,7 @@ def strided(name: str, tensor: Tensor) -> Joined:
     return Joined(name, (tensor.storage,), (block,), math.prod(tensor.size))
 
 
-def part_of(whole: Any, shape: tuple, blocks: Sequence[Block], numel: int) -> Joined:
+def part_of(whole: Source, shape: tuple, blocks: Sequence[Block], numel: int) -> Joined:
     """The source of a part, of which these blocks are all, in a whole.
 
     shape: of the whole. numel: of the part.

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Read ranges of bytes in files, each once, and check them against checksums.
 
-A Record is a stored run of bytes with the CRC-32 that was saved with it. A source says where the
-elements of a tensor are: it has dtype and numel, and ranges(start, numel) yields the ByteRanges of
-some of them; or else read_into() reads them. Extent is the simplest. A ByteReader reads, and
-remembers the CRC-32 of what it has read; check() compares that with the records' own.
+A Record is a stored run of bytes with the CRC-32 that was saved with it. A Source says where the
+elements of a tensor are. A ByteReader reads, and remembers the CRC-32 of what it has read; check()
+compares that with the records' own.
 """
 
 import functools
@@ -14,7 +13,7 @@ import resource
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from universal.errors import CheckpointError
 
@@ -32,6 +31,21 @@ def width(dtype: str) -> int:
 
 # --------------------------------------------------------------------------------------------------
 # 1. where elements are
+
+
+class Source(Protocol):
+    """Where the elements of a tensor are, in the order of their indices. Extent is the simplest.
+
+    A source whose elements are not stored as they are, such as a mean of several parts, has no
+    ranges(), but read_into(buffer, start, reader), which fills the buffer and returns the CRC-32 of
+    its bytes, or None.
+    """
+
+    dtype: str  # "float32", as in Tensor
+    numel: int
+
+    def ranges(self, start: int, numel: int) -> Iterator["ByteRange"]:
+        """The bytes of elements from `start` on, in the order of the elements."""
 
 
 class Record(NamedTuple):
@@ -81,7 +95,7 @@ class Extent(NamedTuple):
         yield ByteRange(self.record, part.byte_offset, nbytes_of(part))
 
 
-def nbytes_of(content: Any) -> int:
+def nbytes_of(content: bytes | Source) -> int:
     """The size of bytes, or of what a source reads."""
     if isinstance(content, bytes | memoryview):
         return len(content)
@@ -146,7 +160,7 @@ class ByteReader:
         spans[-2] += len(buffer)
         return crc
 
-    def read_elements(self, buffer: memoryview, source: Any, start: int = 0) -> int | None:
+    def read_elements(self, buffer: memoryview, source: Source, start: int = 0) -> int | None:
         """Fill the buffer with elements of a source, from `start` on.
 
         Returns their CRC-32, if it is known without another look at them.
@@ -161,13 +175,13 @@ class ByteReader:
             done += part.nbytes
         return crc
 
-    def read(self, source: Any, start: int, numel: int) -> bytearray:
+    def read(self, source: Source, start: int, numel: int) -> bytearray:
         """Elements of a source, from `start` on."""
         data = bytearray(numel * width(source.dtype))
         self.read_elements(memoryview(data), source, start)
         return data
 
-    def chunks(self, source: Any) -> Iterator[tuple[memoryview, int]]:
+    def chunks(self, source: Source) -> Iterator[tuple[memoryview, int]]:
         """Yields (bytes of a source, their CRC-32). Use a chunk before you ask for the next."""
         size = width(source.dtype)
         per_chunk = CHUNK // size

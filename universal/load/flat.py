@@ -13,6 +13,9 @@ class Piece(NamedTuple):
     """The part of a parameter that lies in this rank's partition.
 
     start: its first element in the parameter. offset: its first element in the flat tensor.
+
+    Piece("a.weight", start=24, offset=0, numel=276)  # all but the first 24 elements, which the
+                                                      # rank before has at the end of its partition
     """
 
     name: str

@@ -8,7 +8,7 @@ this rank's elements are.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from universal.checkpoint.tensor_parallel import (
 from universal.checkpoint.types import Checkpoint
 from universal.errors import CheckpointError
 from universal.files.joined import Joined, part_of
-from universal.files.sources import Extent
+from universal.files.sources import Extent, Source
 from universal.load.collective import ProcessGroup
 from universal.load.engine import Engine
 from universal.load.flat import whole_shape
@@ -39,7 +39,7 @@ class Parts(NamedTuple):
     degree: int
     wholes: dict[str, Whole]
 
-    def source(self, name: str, whole: Any, numel: int) -> Any:
+    def source(self, name: str, whole: Source, numel: int) -> Source:
         """The source of this rank's part of a parameter, or of a state of it.
 
         whole: the source of all. numel: of the part.

@@ -19,7 +19,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from universal.files.sources import ByteReader
-from universal.files.torch_file import described, header_of, records, write_records
+from universal.files.torch_writer import described, header_of, records, write_records
 
 PAGE = 1 << 16  # bytes
 

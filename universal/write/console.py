@@ -6,14 +6,16 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
 
 from universal.errors import CheckpointError, RankSilent
 
 
 @contextlib.contextmanager
-def bar(total, progress):
-    """Yields a function that moves a progress bar, if there is a terminal, and tqdm, which comes
-    with DeepSpeed."""
+def bar(total: int, progress: bool) -> Iterator[Callable[[int], Any]]:
+    """Yields a function that moves a progress bar by so many bytes, if there is a terminal,
+    and tqdm, which comes with DeepSpeed."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -26,7 +28,7 @@ def bar(total, progress):
 
 
 @contextlib.contextmanager
-def in_one_line(program, rank=0):
+def in_one_line(program: str, rank: int = 0) -> Iterator[None]:
     """Rank 0 prints an error, and every warning, as one line on standard error; after an error the
     process ends."""
 
@@ -59,7 +61,9 @@ def in_one_line(program, rank=0):
     os._exit(code)
 
 
-def totals(source, output, parameters, sizes, began):
+def totals(
+    source: Any, output: Any, parameters: Sized, sizes: Iterable[int], began: float
+) -> dict[str, Any]:
     """What a command returns, and report() prints. sizes: in bytes. began: by perf_counter()."""
     return {
         "source": source,
@@ -70,7 +74,8 @@ def totals(source, output, parameters, sizes, began):
     }
 
 
-def report(done):
+def report(done: dict[str, Any]) -> None:
+    """Print the line of figures of totals()."""
     print(
         f"{done['source']} -> {done['output']}: {done['parameters']} parameters, "
         f"{done['bytes']:,} bytes in {done['seconds']:.2f} s, "

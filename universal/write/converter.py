@@ -25,7 +25,8 @@ from universal.checkpoint.types import NEXT_STEPS, Checkpoint, RawStates
 from universal.checkpoint.zero import lost_states
 from universal.errors import CheckpointError, naming
 from universal.files.sources import ByteReader, Extent, check_all, keep_open, nbytes_of
-from universal.files.torch_file import Pickled, contiguous, pickled, verify, write_pt
+from universal.files.torch_file import contiguous, verify
+from universal.files.torch_writer import Pickled, pickled, write_pt
 from universal.write.console import bar, totals
 from universal.write.processes import AllGather, all_or_none, alone, merge_spans
 from universal.write.publish import beside, check_output, publish, sync, unfinished

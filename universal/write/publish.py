@@ -9,18 +9,21 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 from universal.checkpoint.types import NEXT_STEPS
 from universal.errors import CheckpointError
 
 
-def beside(output, what):
+def beside(output: Path, what: str) -> Path:
+    """A hidden path next to the output."""
     return output.with_name(f".{output.name}.{what}")
 
 
-def check_output(source, output):
+def check_output(source: Path, output: Path) -> None:
     """Check that the output is new, or a universal checkpoint and nothing else, and does not
-    contain the source."""
+    contain the source. Raises CheckpointError."""
     entry = re.compile(
         r"zero|(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|layer_.*_model_states\.pt"
         rf"|{NEXT_STEPS}"
@@ -73,9 +76,10 @@ def locked(folder, made):
 
 
 @contextlib.contextmanager
-def unfinished(output):
+def unfinished(output: Path) -> Iterator[Path]:
     """An empty folder next to the output, to write into; removed in the end unless it was
-    published. First removes what a killed conversion left."""
+    published. First removes what a killed conversion left. Raises CheckpointError, if another
+    conversion is at it."""
     folder = beside(output, "unfinished")
     old = beside(output, "replaced")
     with contextlib.ExitStack() as stack:
@@ -103,7 +107,7 @@ def unfinished(output):
                 beside(output, "pointer").unlink(missing_ok=True)
 
 
-def publish(folder, output, latest=None):
+def publish(folder: Path, output: Path, latest: Path | None = None) -> None:
     """Write everything to the disk, give the finished folder its final name, and let the file
     `latest`, if any, point to it. If this is interrupted, the output is either the old or the new
     one, and whole. For a moment the old one is next to its place; the next conversion then moves it
@@ -122,8 +126,8 @@ def publish(folder, output, latest=None):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def sync(folder):
-    """Write everything in the file system of this folder to the disk."""
+def sync(folder: Path) -> None:
+    """Write everything in the file system of this folder to the disk. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:

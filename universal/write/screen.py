@@ -20,9 +20,10 @@ def lines_of(view: dict[str, Any]) -> list[str]:
     lines = [*head(view)]
     if view["takes"]:
         lines.append("")
-        for label, text in rows_of(view["tags"][view["takes"]]):
+        facts = view["tags"][view["takes"]]
+        for label, text in rows_of(facts):
             lines += wrapped(f"{label:>13}  {text}")
-        lines += table(view["tags"][view["takes"]])
+        lines += table(facts)
     if settings := view.get("on_ranks"):
         lines += ["", *settings_lines(settings)]
     return [line.rstrip() for line in lines]
@@ -38,9 +39,10 @@ def head(view):
             yield from wrapped(f"  {text}")
     names = sorted(tags, key=lambda name: (name != takes, not tags[name]["problem"]))
     for name in names[:MOST_TAGS]:
+        facts = tags[name]
         mark = "*" if name == takes else " "
-        yield from wrapped(f"{mark} {name}: {state_in_words(tags[name])}")
-        for text in tags[name]["unread_damage"]:
+        yield from wrapped(f"{mark} {name}: {state_in_words(facts)}")
+        for text in facts["unread_damage"]:
             yield from wrapped(f"{INDENT}{text}")
     if len(names) > MOST_TAGS:
         yield f"  and {len(names) - MOST_TAGS} more"
@@ -54,7 +56,7 @@ def state_in_words(facts):
         return f"{kind}, DAMAGED: {cut(facts['problem'])}"
     if facts["unread_damage"]:
         return f"{kind}, complete, but for damage that a resume does not read:"
-    return f"{kind}, {'complete, all checksums match' if facts['checked'] else 'complete'}"
+    return f"{kind}, complete, all checksums match" if facts["checked"] else f"{kind}, complete"
 
 
 def cut(text):
@@ -65,13 +67,14 @@ def kind_of(facts):
     stage = f"ZeRO-{facts['stage']}" if facts["stage"] else "without ZeRO"
     ranks = facts["ranks"]
     layout = facts["layout"]
-    ways = {"data": ranks // layout["sequence"]} | layout
-    ways = [f"{count} {way}" for way, count in ways.items() if count > 1 and way != "expert"]
-    text = f"{stage}, {'1 rank' if ranks == 1 else f'{ranks} ranks'}"
-    if max(layout["tensor"], layout["pipeline"], layout["sequence"]) > 1:
+    degrees = {"data": ranks // layout["sequence"]} | layout
+    sharing = degrees.pop("expert")
+    ways = [f"{count} {way}" for way, count in degrees.items() if count > 1]
+    text = f"{stage}, {counted(ranks, 'rank')}"
+    if ways and ways != [f"{ranks} data"]:
         text = f"{stage}, {' x '.join(ways)}-parallel ranks"
-    if facts["experts"]:
-        text += f", {facts['experts'][0]} experts shared by {layout['expert']}"
+    for count in facts["experts"][:1]:
+        text += f", {count} experts shared by {sharing}"
     return f"universal (from {text})" if facts["universal"] else text
 
 
@@ -108,22 +111,23 @@ def rows_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def batch_text(batch):
     if batch is None:
         return "its config does not tell"
-    micro, steps, ranks = batch["micro"], batch["steps"], batch["ranks"]
+    samples, micro, steps, ranks = map(batch.get, ("samples", "micro", "steps", "ranks"))
     product = f"{micro} x {counted(steps, 'step')} x {counted(ranks, 'rank')}"
-    if micro * steps * ranks == batch["samples"]:
-        return f"{batch['samples']} = {product}"
-    return f"{batch['samples']}, of the {micro * steps * ranks} = {product} that are computed"
+    computed = micro * steps * ranks
+    if computed == samples:
+        return f"{samples} = {product}"
+    return f"{samples}, of the {computed} = {product} that are computed"
 
 
 def optimizer_rows(optimizer):
-    kinds = [kind for kind in (optimizer["type"], optimizer["class"]) if kind]
+    kinds = filter(None, (optimizer["type"], optimizer["class"]))
     kind = " in ".join(kinds) or "of a type that is not saved"
     states = ", ".join(optimizer["states"]) or "no states"
     yield "optimizer", f"{kind}: {states}; {size(optimizer['bytes'])}"
     groups = optimizer["groups"]
     for i, group in enumerate(groups[:MOST_GROUPS]):
-        rates = {"lr": "rate", "weight_decay": "decay"}
-        texts = [f"{what} {short(group[key])}" for key, what in rates.items() if key in group]
+        rates = {"rate": group.get("lr"), "decay": group.get("weight_decay")}
+        texts = [f"{what} {short(rate)}" for what, rate in rates.items() if rate is not None]
         if group["tensors"]:
             texts.append(f"{short(group['elements'])} in {counted(group['tensors'], 'parameter')}")
         yield f"group {i}", ", ".join(texts)
@@ -136,12 +140,12 @@ def scheduler_text(scheduler):
         return "none"
     state = scheduler["state"]
     if isinstance(state, dict):
-        numbers = {
-            key: value
+        numbers = [
+            f"{key} {short(value)}"
             for key, value in state.items()
             if isinstance(value, (int, float)) and not key.startswith("_")
-        }
-        state = ", ".join(f"{key} {short(value)}" for key, value in [*numbers.items()][:3])
+        ]
+        state = ", ".join(numbers[:3])
     return f"{scheduler['type'] or 'of a type that is not saved'}: {state}"
 
 
@@ -153,11 +157,11 @@ def elements_text(facts):
         "added": "added by modules",
         "untold": "trained or frozen",
     }
-    texts = [
-        f"{short(facts[key]['elements'])} {what} ({counted(facts[key]['tensors'], 'tensor')})"
-        for key, what in parts.items()
-        if facts[key]["tensors"]
-    ]
+    texts = []
+    for key, what in parts.items():
+        elements, tensors = short(facts[key]["elements"]), facts[key]["tensors"]
+        if tensors:
+            texts.append(f"{elements} {what} ({counted(tensors, 'tensor')})")
     return ", ".join(texts) or "none"
 
 
@@ -167,19 +171,20 @@ def table(facts):
     if facts["own_ranks_only"]:
         yield from wrapped(f"{'goes on':>13}  on its own ranks only: {facts['own_ranks_only']}")
     rows = {
-        "resumes on": [f"{share['ranks']}" for share in shares],
-        "GPUs": [f"{share['gpus']}" for share in shares],
-        "steps": [f"{share['steps']}" for share in shares],
-        "efficiency": [percent(share["efficiency"]) for share in shares],
-        "states each": [f"{size(share['nbytes'])}" for share in shares],
+        "resumes on": ("ranks", str),
+        "GPUs": ("gpus", str),
+        "steps": ("steps", str),
+        "efficiency": ("efficiency", percent),
+        "states each": ("nbytes", size),
     }
     if all(share["gpus"] == share["ranks"] for share in shares):
         del rows["GPUs"]
     if shares[0]["steps"] is None:
         del rows["steps"], rows["efficiency"]
-    for label, cells in rows.items():
-        unit = " ranks" if label == "resumes on" else ""
-        yield f"{label:>13}  {' '.join(f'{cell:>8}' for cell in cells)}{unit}"
+    for label, (key, in_words) in rows.items():
+        cells = " ".join(f"{in_words(share[key]):>8}" for share in shares)
+        unit = " ranks" if key == "ranks" else ""
+        yield f"{label:>13}  {cells}{unit}"
 
 
 def chosen(shares):
@@ -200,10 +205,11 @@ def settings_lines(settings):
     if settings["problem"]:
         yield from wrapped(f"on {ranks}: {settings['problem']}")
         return
-    batch, micro = settings["batch"], settings["config"]["train_micro_batch_size_per_gpu"]
+    batch, efficiency = settings["batch"], settings["efficiency"]
+    micro = settings["config"]["train_micro_batch_size_per_gpu"]
     steps = counted(settings["steps"], "accumulation step")
-    yield f"on {ranks}: {steps}, efficiency {percent(settings['efficiency'])}"
-    any_ranks = settings["efficiency"] < 1
+    yield f"on {ranks}: {steps}, efficiency {percent(efficiency)}"
+    any_ranks = efficiency < 1
     made = f", or **universal.batches.config({batch}, {micro})" if any_ranks else ""
     yield f"  DeepSpeed's config{made}:"
     yield from (f"    {json.dumps(key)}: {value}," for key, value in settings["config"].items())

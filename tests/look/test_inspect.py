@@ -11,11 +11,12 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from helpers import MODEL, ROOT, data_of, edit, failed, flip, forked, records, with_bit_flipped
 
-from measure.lay_out import lay_out
-from universal import CheckpointError, convert
-from universal import inspect as command
+from tests.support import ROOT
+from tests.support.commands import command, failed
+from tests.support.files import MODEL, data_of, edit, flip, records, with_bit_flipped
+from tests.support.lay_out import lay_out
+from universal import CheckpointError, convert, inspect
 from universal.checkpoint import facts
 from universal.inspect import look
 from universal.write import screen
@@ -31,15 +32,8 @@ CONFIG = {
 }
 
 
-def inspected(*words, before=lambda: None):
-    """The command's exit code, and what it says. before() is called ahead of it."""
-
-    def work():
-        before()
-        sys.argv = ["inspect.py", *map(str, words)]
-        command.main()
-
-    return forked(work)()
+def inspected(*words, **options):
+    return command(inspect.main, *words, **options)
 
 
 def add_more(model):
@@ -123,17 +117,11 @@ def test_command(source):
 
 
 def test_documented(source):
-    """The page has a row for every key of the JSON, and for no other."""
-    page = (ROOT / "docs" / "inspect.md").read_text()
+    """The docstrings have a line for every key of the JSON, and for no other."""
     view = look(source, ranks=5)
     (of_tag,) = view["tags"].values()
-    for title, known in (
-        ("Keys of inspect", view),
-        ("Keys of a tag", of_tag),
-        ("Keys of on_ranks", view["on_ranks"]),
-    ):
-        section = page.split(f"## {title}\n")[1].split("\n## ")[0]
-        assert re.findall(r"^\| `(\w+)` \|", section, re.M) == [*known], title
+    keys = re.findall(r"^    (\w+): ", inspect.__doc__ + facts.__doc__, re.M)
+    assert keys == [*view, *of_tag, *view["on_ranks"]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,7 +153,7 @@ def test_damage(source, tmp_path, universal):
 
 def test_every_record(source):
     """One bit of any record of any file is seen; of a file that is read in many spans, too."""
-    pytest.MonkeyPatch().setattr(command, "SPAN", 16)
+    pytest.MonkeyPatch().setattr(inspect, "SPAN", 16)
     seen = 0
     for path in source.glob("*.pt"):
         before = path.read_bytes()

@@ -15,13 +15,12 @@ import sys
 import tempfile
 import time
 import traceback
-from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support import ROOT
 
 # What DeepSpeed imports when it makes an engine, at each stage, and what the scripts import.
 for name in (
@@ -155,8 +154,8 @@ def launch(folder, ranks, script, *arguments, patch=None, limit=300, grace=0):
     when one fails.
 
     patch() runs in every rank before the script. Returns codes, of all ranks; code, out and err of
-    the first rank that ended badly, or of rank 0; and err of all ranks as `errors`. grace: seconds
-    that the others have when one fails."""
+    the first rank that ended badly, or of rank 0; and err of all ranks as `errors`. If some are not
+    done in time, err is what all have said. grace: seconds that the others have when one fails."""
     children = [Rank(rank, ranks, folder, script, arguments, patch) for rank in range(ranks)]
     codes = {}
     deadline = time.monotonic() + limit
@@ -178,7 +177,8 @@ def launch(folder, ranks, script, *arguments, patch=None, limit=300, grace=0):
     texts = [rank.printed() for rank in children]
     culprit = next((rank for rank, code in codes.items() if code), 0)
     if codes[culprit] == "time limit":
-        texts[culprit][1] += f"\nTimeoutError: not done after {limit} seconds\n"
+        said = [f"rank {rank} said:\n{out}{err}" for rank, (out, err) in enumerate(texts)]
+        texts[culprit][1] = "\n".join([*said, f"TimeoutError: not done after {limit} seconds\n"])
     out, err = texts[culprit]
     errors = "".join(err for _, err in texts)
     return SimpleNamespace(code=codes[culprit], codes=codes, out=out, err=err, errors=errors)

@@ -6,41 +6,27 @@ import os
 import re
 import shutil
 import signal
-import sys
 from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
 import torch
-import zoo
-from helpers import (
-    MODEL,
-    at_event,
-    convert_with_deepspeed,
-    failed,
-    forked,
-    load,
-    with_bit_flipped,
-)
 from safetensors.torch import load_file
-from toy import same
-from zoo import TAG, Job
 
-from measure.lay_out import lay_out
-from measure.ranks import run
-from universal import CheckpointError, convert
-from universal import safetensors as command
+from tests.support import zoo
+from tests.support.commands import at_event, command, failed, forked
+from tests.support.conversions import convert_with_deepspeed
+from tests.support.files import MODEL, load, with_bit_flipped
+from tests.support.lay_out import lay_out
+from tests.support.ranks import run
+from tests.support.toy import same
+from tests.support.zoo import TAG, Job
+from universal import CheckpointError, convert, safetensors
 from universal.safetensors import export
 
 
 def exporter(*words):
-    """The command's exit code, and what it says."""
-
-    def work():
-        sys.argv = ["safetensors.py", *map(str, words)]
-        command.main()
-
-    return forked(work)()
+    return command(safetensors.main, *words)
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,17 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
-from toy import RARE_DTYPES, ExtraState, begin, make, save_truth, snapshot, split_groups
 
 import universal
+from tests.support.toy import (
+    RARE_DTYPES,
+    ExtraState,
+    begin,
+    make,
+    save_truth,
+    snapshot,
+    split_groups,
+)
 
 SAVED = 3  # the step after which a job saves
 STEPS = 6

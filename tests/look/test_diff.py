@@ -12,23 +12,18 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from helpers import MODEL, ROOT, edit, failed, flip, forked, load
 
 import universal.diff
-from measure.lay_out import lay_out
+from tests.support import ROOT
+from tests.support.commands import command, failed
+from tests.support.files import MODEL, edit, flip, load
+from tests.support.lay_out import lay_out
 from universal import convert
 from universal.diff import diff
 
 
-def compared(*words, before=lambda: None):
-    """The command's exit code, and what it says. before() is called ahead of it."""
-
-    def work():
-        before()
-        sys.argv = ["diff.py", *map(str, words)]
-        universal.diff.main()
-
-    return forked(work)()
+def compared(*words, **options):
+    return command(universal.diff.main, *words, **options)
 
 
 def add_more(model):
@@ -63,16 +58,14 @@ def test_the_same(pair):
 
 
 def test_documented(pair):
-    """The page has a row for every key of the JSON, and for no other."""
-    page = (ROOT / "docs" / "inspect.md").read_text()
+    """The docstring has a line for every key of the JSON, and for no other."""
     source, output = pair
     change(output / "zero" / "a" / "exp_avg.pt", lambda tensor: tensor.add_(1))
     done = compared(source, output, "--json")
     view = json.loads(done.out)
     assert done.code == 1 and view["gaps"][0]["name"] == "a exp_avg"
-    for title, known in (("Keys of diff", view), ("Keys of a gap", view["gaps"][0])):
-        section = page.split(f"## {title}\n")[1].split("\n## ")[0]
-        assert re.findall(r"^\| `(\w+)` \|", section, re.M) == [*known], title
+    keys = re.findall(r"^    (\w+): ", universal.diff.__doc__, re.M)
+    assert keys == [*view, *view["gaps"][0]]
 
 
 @pytest.mark.parametrize("chunk", [4, 1 << 20])

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_load_refuses import DAMAGES, SCRIPT, STEPS
 
-from measure.ranks import run
+from tests.load.test_load_refuses import DAMAGES, SCRIPT, STEPS
+from tests.support.ranks import run
 from universal import CheckpointError
 from universal.inspect import look
 

@@ -7,9 +7,10 @@ import tarfile
 import experts
 import kinds
 import pytest
-from helpers import ROOT, convert_with_deepspeed
 
-from measure.ranks import run
+from tests.support import ROOT
+from tests.support.conversions import convert_with_deepspeed
+from tests.support.ranks import run
 from universal import convert
 from universal.diff import diff
 from universal.inspect import look

@@ -5,8 +5,8 @@ They assert what they see; the test is that they end.
     def frozen_layers(stage):
         restored(stage, net=Bigger)
 
-A test module has CASES = cases_of(module, ...), runs_of(CASES) for its parameters, and asks the
-fixture `failures` of tests/load/conftest.py."""
+A test module has CASES = cases_of(module, ...), and imports test_case(), of which
+tests/load/conftest.py makes one test for each way to run a case."""
 
 import contextlib
 import functools
@@ -19,9 +19,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
-from toy import begin, differences, in_turn, make, read_truth, save_truth, snapshot, train
 
 import universal
+from tests.support.toy import (
+    begin,
+    differences,
+    in_turn,
+    make,
+    read_truth,
+    save_truth,
+    snapshot,
+    train,
+)
 from universal.load.hooks import overridden
 
 PRINTED = io.StringIO()  # by this rank, in this case
@@ -79,6 +88,11 @@ def runs_of(cases):
                 marks = [] if quick else [pytest.mark.slow]
                 runs.append(pytest.param(name, stage, ranks, marks=marks))
     return runs
+
+
+def test_case(failures, name, stage, ranks):
+    error = failures.get((name, stage, ranks))
+    assert not error, error
 
 
 def play(cases, phase, stage, *names):

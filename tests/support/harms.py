@@ -9,9 +9,9 @@ import types
 from typing import NamedTuple
 
 import torch
-from helpers import edit, flip, load, records, with_bit_flipped
 
 import universal
+from tests.support.files import edit, flip, load, records, with_bit_flipped
 
 
 class Files(NamedTuple):

@@ -1,0 +1,242 @@
+"""What docs/lesson.ipynb needs besides its subject: it installs, runs commands, draws, and compares
+files. Students need not read it. Only install() works without torch and matplotlib."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from importlib import metadata
+from pathlib import Path
+
+FOLDER = Path("ckpt_lesson")  # all checkpoints of the lesson
+CHATTER = re.compile(r"\[20|Traceback|  |\s*$|step \d*[1-9] ")  # the launcher's, and 9 of 10 steps
+CODE = re.compile(r"```python\n(.*?)```", re.S)
+
+
+def version(package):
+    try:
+        return metadata.version(package).split("+")[0]  # without +cpu or +cu130
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def install():
+    """Install the pinned torch and DeepSpeed, and matplotlib, where they are not there."""
+    # Use this Python's `deepspeed` and `python`.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    requirements = Path("requirements.txt").read_text()
+    pins = dict(re.findall(r"^(torch|deepspeed)==(\S+)$", requirements, re.M))
+    missing = [f"{name}=={pin}" for name, pin in pins.items() if version(name) != pin]
+    if version("matplotlib") == "none":
+        missing.append("matplotlib")
+    if missing:
+        command = [sys.executable, "-m", "pip", "install", "-q", *missing]
+        if not shutil.which("nvidia-smi"):
+            command += ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+        subprocess.run(command, check=True)
+    print("installed:", ", ".join(missing) or "nothing, all is there")
+
+
+def run(command):
+    """Run a command as a terminal would. Show the lines that matter, each once, and its time."""
+    print("$", command, flush=True)
+    began = time.time()
+    seen = set()
+    with subprocess.Popen(
+        shlex.split(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in process.stdout:
+            line = re.sub(r"^\[rank\d+\]: ", "", line)
+            if line not in seen and not CHATTER.match(line):
+                print(line, end="", flush=True)
+            seen.add(line)
+    print(f"({time.time() - began:.0f} s)")
+
+
+def show(baseline, *others):
+    """Draw the losses of these runs. Print, and return by step, how far each is from the first."""
+    import plot
+
+    runs = {name: plot.read_log(f"logs/{name}.csv") for name in (baseline, *others)}
+    gaps = {name: plot.differences(runs[baseline], runs[name], "loss") for name in others}
+    for name, gap in gaps.items():
+        first = min(gap)
+        largest = max(gap.values())
+        print(f"{name} against {baseline}: {gap[first]:.1e} at step {first}, at most {largest:.1e}")
+    display_and_close(plot.draw(plot.in_words(runs), list(gaps.values())))
+    return gaps
+
+
+def display_and_close(figure):
+    import matplotlib.pyplot as plt
+    from IPython.display import display
+
+    display(figure)
+    plt.close(figure)
+
+
+def solution(name):
+    """The code of the folded answer that defines a function, from the notebook's file."""
+    cells = json.loads(Path("docs/lesson.ipynb").read_text())["cells"]
+    answers = [CODE.findall("".join(cell["source"])) for cell in cells]
+    (code,) = [code for blocks in answers for code in blocks if f"def {name}(" in code]
+    return code
+
+
+# --------------------------------------------------------------------------------------------------
+# parts 2 and 3: files
+
+
+def draw_shards(shards, followed):
+    """Where each matrix of the first group lies; `followed` is blue."""
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 2.2), layout="constrained")
+    for rank, shard in enumerate(shards):
+        at = 0
+        for i, (name, piece) in enumerate(shard["param_slice_mappings"][0].items()):
+            color = "#56B4E9" if name == followed else ("0.8", "0.9")[i % 2]
+            axis.barh(rank, piece.numel, left=at, color=color, edgecolor="white")
+            at += piece.numel
+    axis.set(
+        title=f"blue: {followed}",
+        xlabel="elements of the first group",
+        ylabel="rank",
+        yticks=range(len(shards)),
+    )
+    axis.invert_yaxis()
+    display_and_close(figure)
+
+
+def save(content, path):
+    import torch
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(content, path)
+
+
+def write_the_rest(model, shard, weights, moments, step, output):
+    """What DeepSpeed's loader needs besides the parameters: learning rate, loss scale, schedule."""
+    groups = shard[moments]["param_groups"]
+    same = {
+        key: value
+        for key, value in groups[0].items()
+        if all(group[key] == value for group in groups)
+    }
+    rest = {
+        key: shard[key] for key in shard if key not in (weights, moments, "param_slice_mappings")
+    }
+    rest |= {"ds_version": model["ds_version"], "param_groups": groups}
+    stage_3 = {"state": {0: {"step": step}}, "param_groups": [same]}
+    rest["optimizer_state_dict"] = stage_3  # where stage 3 looks
+    save(rest, output / "zero" / "optimizer_state.pt")
+    for prefix in ("", "zero_pp_rank_0_"):  # the file's name at stages 1 and 2, and at stage 3
+        save(
+            model | {"module": {}, "frozen_param_fragments": None},
+            output / f"{prefix}mp_rank_00_model_states.pt",
+        )
+
+
+def bits(path):
+    import torch
+
+    content = torch.load(path, weights_only=False)
+    tensor = content["param"] if isinstance(content, dict) else content
+    return tensor.dtype, tensor.shape, tensor.numpy().tobytes()
+
+
+def assert_same_bits(mine, real):
+    """Each parameter's files are the same in both folders."""
+    files = [sorted(folder.glob("zero/*/*.pt")) for folder in (mine, real)]
+    names = [
+        [str(path.relative_to(folder)) for path in paths]
+        for folder, paths in zip((mine, real), files, strict=True)
+    ]
+    assert names[0] == names[1], "not the same parameters, or not the same states"
+    wrong = [name for name in names[0] if bits(mine / name) != bits(real / name)]
+    assert not wrong, f"{len(wrong)} of {len(names[0])} files differ, the first is {wrong[0]}"
+    sizes = [sum(path.stat().st_size for path in paths) for paths in files]
+    assert sizes[0] < 2 * sizes[1], (
+        f"{sizes[0]:,} bytes in place of {sizes[1]:,}: is there a .clone()?"
+    )
+    print(f"{len(names[0])} files are the same, bit for bit")
+
+
+# --------------------------------------------------------------------------------------------------
+# part 5: the traps
+
+
+def cut_short(targets, step):
+    """The same targets, in sequences of unequal length: the loss ignores targets of -100."""
+    import torch
+
+    from train import derive_seed
+
+    generator = torch.Generator().manual_seed(derive_seed("length", step))
+    lengths = torch.randint(1, targets.size(1) + 1, (len(targets), 1), generator=generator)
+    return targets.masked_fill(torch.arange(targets.size(1)) >= lengths, -100)
+
+
+def share_of_tokens(targets, rows):
+    return (targets[rows] >= 0).sum().item() / (targets >= 0).sum().item()
+
+
+def make_optimizer(model):
+    """AdamW, and a schedule that warms up for 20 steps."""
+    import torch
+
+    from train import parameter_groups
+
+    optimizer = torch.optim.AdamW(parameter_groups(model), lr=1e-3, betas=(0.9, 0.95))
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1, (done + 1) / 20))
+    return optimizer, warm_up
+
+
+def measure(right, trapped):
+    """What a trap does, from two logs: its gaps, and what changes at the first and tenth step."""
+    return {
+        "gaps": [abs(x["loss"] - y["loss"]) for x, y in zip(right, trapped, strict=True)],
+        "norm": trapped[0]["norm"] / right[0]["norm"],
+        "sequences": trapped[0]["sequences"],
+        "rate": trapped[9]["rate"] / right[9]["rate"],
+    }
+
+
+def print_traps(measured):
+    print(f"{'':39}{'largest':>12}{'norm of the':>16}{'sequences':>12}{'learning':>12}")
+    print(f"{'':39}{'difference':>12}{'1st gradient':>16}{'in a step':>12}{'rate, 10th':>12}")
+    for name, trap in measured.items():
+        print(f"{name:39}{max(trap['gaps']):>12.1e}{trap['norm']:>14.3f} x", end="")
+        print(f"{trap['sequences']:>12}{trap['rate']:>10.2f} x")
+
+
+def draw_traps(measured):
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6.4, 5), layout="constrained")
+    for i, name in enumerate(sorted(measured, key=lambda name: measured[name]["gaps"][-1])):
+        gaps = measured[name]["gaps"]
+        largest = [max(gaps[max(0, at - 4) : at + 1]) for at in range(len(gaps))]
+        (line,) = axis.plot(range(1, len(gaps) + 1), largest, linestyle=("-", "--", ":")[i % 3])
+        axis.annotate(
+            textwrap.fill(name, 24),
+            xy=(len(gaps), largest[-1]),
+            xytext=(1.08, (i + 0.5) / len(measured)),
+            textcoords="axes fraction",
+            verticalalignment="center",
+            color=line.get_color(),
+            arrowprops={"arrowstyle": "-", "color": line.get_color()},
+        )
+    axis.set_yscale("symlog", linthresh=1e-8)
+    axis.set(
+        xlabel="step",
+        ylabel="|difference of the loss|, the largest of 5 steps",
+        title="What each trap does to the loss",
+        xlim=(1, len(gaps)),
+    )
+    display_and_close(figure)

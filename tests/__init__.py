@@ -1,0 +1,1 @@
+"""A package, so that measure/ can import tests.support."""

@@ -1,0 +1,1 @@
+from tests.support.fixtures import tmp_path  # noqa: F401

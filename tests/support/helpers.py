@@ -1,0 +1,143 @@
+"""Patches for ranks, what they have logged and seen, and several tasks of one launch."""
+
+import contextlib
+import io
+import os
+import pkgutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+import train
+from tests.support.commands import kill
+from tests.support.ranks import launch, run_script
+
+
+def fp16_is(supported):
+    """A patch: the device has fp16, or has it not, whatever this CPU is."""
+    return lambda: setattr(get_accelerator(), "is_fp16_supported", lambda: supported)
+
+
+def frozen_and_buffer():
+    """A patch: a GPT with a frozen layer that comes from elsewhere and a buffer that training
+    moves."""
+    import train  # each rank's own
+
+    class Variant(train.GPT):
+        def __init__(self, *shape):
+            super().__init__(*shape)
+            torch.nn.init.normal_(self.wpe.weight, generator=torch.Generator().manual_seed(1))
+            self.wpe.weight.requires_grad_(False)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, *args, **options):
+            self.calls += self.training
+            return super().forward(*args, **options) * (1 + 0.01 * self.calls)
+
+    train.GPT = Variant
+
+
+def at_step(step, rank, act=kill, call="train.micro_batch"):
+    """A patch: in that step this rank calls act() before the call of a function; by default when it
+    draws the data."""
+
+    def patch():
+        import train
+
+        function = pkgutil.resolve_name(call)
+        micro_batch = train.micro_batch
+        current = 0
+
+        def wrapped(*arguments, **options):
+            # A thread may be at it, and a step behind.
+            at_it = current == step if function is micro_batch else current >= step > 0
+            if at_it and os.environ["RANK"] == str(rank):
+                act()
+            return function(*arguments, **options)
+
+        def draw(args, text, number, m):
+            nonlocal current
+            current = number or current  # 0: validation
+            return (wrapped if function is micro_batch else micro_batch)(args, text, number, m)
+
+        pytest.MonkeyPatch().setattr(call, wrapped)
+        train.micro_batch = draw
+
+    return patch
+
+
+def record_rows(name):
+    """A patch: every sequence that passes through the model in training is written down, by
+    rank."""
+
+    def record(module, arguments):
+        if type(module).__name__ == "GPT" and module.training:
+            inputs, targets = arguments
+            rows = torch.cat([inputs, targets[:, -1:]], dim=1).tolist()
+            with open(f"{name}.rows.{os.environ['RANK']}", "a") as file:
+                file.writelines(f"{row}\n" for row in rows)
+
+    def patch():
+        torch.nn.modules.module.register_module_forward_pre_hook(record)
+
+    return patch
+
+
+def each_row_once(folder, name, ranks, numbers, batch, seq_len):
+    """Whether over ranks and micro-batches the model has seen the global batch of each step: each
+    row once."""
+    seen = [Path(folder, f"{name}.rows.{rank}").read_text().splitlines() for rank in range(ranks)]
+    text, _, _ = train.load_text(None, seq_len)
+    args = SimpleNamespace(
+        seed=1337,
+        seq_len=seq_len,
+        train_batch_size=batch,
+        train_micro_batch_size_per_gpu=batch,
+    )
+    share = batch // ranks
+    for i, step in enumerate(numbers):
+        inputs, targets = train.micro_batch(args, text, step, 0)
+        drawn = [str(row) for row in torch.cat([inputs, targets[:, -1:]], dim=1).tolist()]
+        # Hardly any two are the same, so counting them means something.
+        assert len(set(drawn)) > 0.8 * batch
+        trained = [row for rows in seen for row in rows[i * share : (i + 1) * share]]
+        if sorted(trained) != sorted(drawn):
+            return False
+    return sum(map(len, seen)) == len(numbers) * batch
+
+
+def refused(patched, script, ranks, arguments):
+    """The line with which rank 0 of so many refuses the arguments before it meets the others; in
+    this process. 0 ranks: no launcher has started it."""
+    launched = {"RANK": "0", "WORLD_SIZE": str(ranks)} if ranks else {}
+    patched.setattr(sys, "argv", [script, *map(str, arguments)])
+    patched.setattr(os, "environ", os.environ | launched)
+    printed = io.StringIO()
+    with pytest.raises(SystemExit) as stop, contextlib.redirect_stderr(printed):
+        run_script(script)
+    line = printed.getvalue()
+    assert stop.value.code == 2 and line.count("\n") == 1, line
+    assert line.startswith(f"{script.removeprefix('examples.').removesuffix('.py')}.py: error: ")
+    return line
+
+
+def run_all(folder, ranks, script, *arguments, names):
+    """{name: error} of what has failed. The script does what is named, one after the other, and
+    adds each name to the file `ended`. What fails ends the launch: what comes after it gets another
+    one."""
+    failures = {}
+    left = list(names)
+    ended = Path(folder, "ended")
+    while left:
+        ended.write_text("")
+        result = launch(folder, ranks, script, *arguments, *left, limit=600)
+        left = left[len(ended.read_text().splitlines()) :]
+        assert left or result.code == 0, f"{script} {result.codes}\n{result.errors}"
+        if left:
+            printed = f"{result.out}\n{result.errors}"
+            failures[left.pop(0)] = f"{result.codes} on {ranks} ranks\n{printed}"
+    return failures
