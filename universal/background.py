@@ -31,7 +31,7 @@ from universal.write.publish import publish
 
 SAVING = "saving"  # the last part of a hidden folder's name
 CGROUP = Path("/sys/fs/cgroup")
-THREADS = []
+UNDER_WAY = []
 
 
 def install() -> None:
@@ -55,16 +55,16 @@ def saves(engine: deepspeed.DeepSpeedEngine) -> bool:
 
 def begin(work: Callable[[], None]) -> threading.Thread:
     """Do it in a thread. The process does not end before it is done."""
-    THREADS[:] = [thread for thread in THREADS if thread.is_alive()]
-    THREADS.append(threading.Thread(target=work, name="universal"))
-    THREADS[-1].start()
-    return THREADS[-1]
+    UNDER_WAY[:] = [thread for thread in UNDER_WAY if thread.is_alive()]
+    UNDER_WAY.append(threading.Thread(target=work, name="universal"))
+    UNDER_WAY[-1].start()
+    return UNDER_WAY[-1]
 
 
 def wait() -> None:
     """Wait for what is done in the background."""
-    while THREADS:
-        THREADS.pop().join()
+    while UNDER_WAY:
+        UNDER_WAY.pop().join()
 
 
 def begin_save(
