@@ -60,12 +60,12 @@ def records(sources: list) -> dict[str, Any]:
     return {f"data/{number}": source for number, source in enumerate(sources)}
 
 
-def header_of(stem: str, name: str, nbytes: int, offset: int) -> zipfile.ZipInfo:
+def record_header(stem: str, name: str, nbytes: int, offset: int) -> zipfile.ZipInfo:
     """The header of a record that begins at this offset, without its checksum."""
     info = zipfile.ZipInfo(f"{stem}/{name}")
     info.CRC = 0
     info.file_size = info.compress_size = nbytes
-    info.header_offset = offset
+    info.record_headerfset = offset
     # torch aligns records, to map them.
     padding = -(offset + len(info.FileHeader()) + 4) % 64
     info.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)
@@ -77,13 +77,13 @@ def write_records(file: BinaryIO, stem: str, sources: dict[str, Any], reader: By
     # ZipFile writes the directory alone: archive.open() would checksum all bytes again.
     with zipfile.ZipFile(file, "w") as archive:
         for name, source in sources.items():
-            info = header_of(stem, name, nbytes_of(source), file.tell())
+            info = record_header(stem, name, nbytes_of(source), file.tell())
             file.write(info.FileHeader())
             for chunk, crc in chunks_of(source, reader):
                 file.write(chunk)
                 info.CRC = append_crc(info.CRC, chunk, crc)
             archive.start_dir = file.tell()
-            file.seek(info.header_offset)
+            file.seek(info.record_headerfset)
             file.write(info.FileHeader())  # with the checksum
             file.seek(archive.start_dir)
             archive.filelist.append(info)

@@ -19,7 +19,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from universal.files.sources import ByteReader
-from universal.files.torch_writer import described, header_of, records, write_records
+from universal.files.torch_writer import described, record_header, records, write_records
 
 PAGE = 1 << 16  # bytes
 
@@ -71,7 +71,7 @@ class Image:
         self.begins = []
         end = 0
         for number, storage in enumerate(self.storages):
-            info = header_of(path.stem, f"data/{number}", storage.nbytes(), end)
+            info = record_header(path.stem, f"data/{number}", storage.nbytes(), end)
             self.begins.append(end + len(info.FileHeader()))
             end = self.begins[-1] + storage.nbytes()
         # The directory, too, names each record.
