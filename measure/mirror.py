@@ -9,7 +9,7 @@ and share its cores. Every round does each way in turn; medians over the rounds,
     a step     by how much a step is longer that follows, if it sleeps, as the CPU does where a GPU
                computes, and if it computes on the CPU
     safe       until two machines hold the step, or the disk does
-    work       CPU time of this rank, of all its threads
+    work       CPU time of this rank, of all its threads, and for the kernel
     MB         what rank 0 copies
 
 The ways: a plain copy of rank 0's tensors into memory that is kept; Mirror, in the background and
@@ -119,9 +119,15 @@ def ways_of(engine, memory, disk):
     ways["Mirror, wait"] = (save_and_wait, nothing, nbytes)
     universal.install(proof=False, background=True)
     plain = type(engine).save_checkpoint.__wrapped__
+
+    def sync_files():
+        for path in Path(disk, "plain").glob("*.pt"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
     save = lambda: engine.save_checkpoint(disk, tag="background")  # noqa: E731
     ways["save, background"] = (save, background.wait, nbytes)
-    ways["save"] = (lambda: plain(engine, disk, tag="plain"), os.sync, nbytes)
+    ways["save"] = (lambda: plain(engine, disk, tag="plain"), sync_files, nbytes)
     return ways
 
 

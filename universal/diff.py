@@ -46,6 +46,7 @@ from universal.checkpoint.types import Described
 from universal.checkpoint.without_zero import NeedsEngine, unnamed_states
 from universal.errors import CheckpointError
 from universal.files.joined import strided
+from universal.files.same import is_same
 from universal.files.sources import (
     ByteReader,
     Source,
@@ -56,7 +57,6 @@ from universal.files.sources import (
     width,
 )
 from universal.files.torch_file import Stub, Tensor, number_in
-from universal.files.torch_writer import packed
 from universal.write.console import bar, in_one_line
 from universal.write.screen import WIDTH, counted, short, size, wrapped
 
@@ -114,18 +114,18 @@ def describe_both(folders: list) -> list[Described]:
     known = [names_by_group(each.checkpoint) for each in described if each]
     names = known[0] if known else []
     return [
-        each or describe(folder, THREADS, names=names)
+        each or describe(folder, THREADS, given=lambda: names)
         for each, folder in zip(described, folders, strict=True)
     ]
 
 
 def names_by_group(checkpoint):
-    """[[name]] by parameter group, in the order in which the optimizer got them."""
-    names = [[] for _ in checkpoint.optimizer.param_groups]
+    """As Given, without an engine."""
+    names = [{} for _ in checkpoint.optimizer.param_groups]
     for name in (name for of_flat in checkpoint.flat_names for name in of_flat):
         parameter = checkpoint.parameters.get(name)
         if parameter and parameter.group_number is not None:
-            names[parameter.group_number].append(name)
+            names[parameter.group_number][name] = name
     return names
 
 
@@ -287,19 +287,6 @@ def compare_all(pairs: list[Pair], progress: bool) -> dict[str, Gap]:
 # 3. all else
 
 
-def is_equal(a: Any, b: Any) -> bool:
-    """Whether two values that were pickled are the same; tensors, in each of their bytes."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(is_equal(a[key], b[key]) for key in a)
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return packed(a) == packed(b)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(is_equal, a, b))
-    if isinstance(a, (int, float)) and isinstance(b, (int, float)):  # NaN is NaN
-        return (a == b or a != a and b != b) and isinstance(a, bool) == isinstance(b, bool)
-    return packed(a) == packed(b)
-
-
 def rest_of(described: Described) -> dict[str, Any]:
     """{what it is: value} of all that is in no tensor of a parameter or of the module."""
     checkpoint, raw = described
@@ -331,7 +318,7 @@ def differing(first: dict, second: dict) -> list[str]:
             words.append(f"{key} is in the {SIDES[values[0] is ABSENT]} alone")
         elif all(isinstance(value, dict) for value in values):
             words += (f"{key} {text}" for text in differing(*values))
-        elif not is_equal(*values):
+        elif not is_same(*values):
             words.append(f"{key}: {', '.join(texts_of(values))}")
     return words
 
@@ -359,7 +346,7 @@ def differing_scalars(first: dict, second: dict) -> list[str]:
     for key in sorted(first.keys() | second.keys()):
         values, others = first.get(key, {}), second.get(key, {})
         common = values.keys() & others.keys()
-        names = sorted(name for name in common if not is_equal(values[name], others[name]))
+        names = sorted(name for name in common if not is_same(values[name], others[name]))
         if names:
             of = f"{names[0]} and {len(names) - 1} more" if names[1:] else names[0]
             pair = texts_of((values[names[0]], others[names[0]]))

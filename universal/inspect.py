@@ -137,7 +137,7 @@ def describe_any(folder):
     try:
         return describe(folder, WORKERS), []
     except NeedsEngine as error:
-        return describe(folder, WORKERS, names=[]), [str(error)]
+        return describe(folder, WORKERS, given=list), [str(error)]
 
 
 def first_whole(order, looks, quick, progress):

@@ -24,8 +24,9 @@ from universal.background import wait
 from universal.errors import CheckpointError
 from universal.load.collective import process_group
 from universal.load.engine import Engine
-from universal.load.hooks import LoadOptions, replace_load_checkpoint
-from universal.load.loader import find_and_load, has_known_experts, load_other_experts
+from universal.load.hooks import LoadOptions, collectives_after, replace_load_checkpoint
+from universal.load.loader import Search, find_and_load, has_known_experts, load_other_experts
+from universal.load.reader import Damaged
 from universal.load.versions import say_doubts
 from universal.proof import after_load, watch
 
@@ -69,11 +70,10 @@ def load_checkpoint(
 
     Args, where they say more than DeepSpeed's:
         tag: None for the one that `latest` names, or a later one, if it is complete; otherwise the
-            newest whole one. If the engine's config says load_universal, only converted ones count.
+            newest whole one. With load_universal in the config only converted ones count.
         load_module_strict: False lets new parameters keep their weights, with fresh optimizer
             states, leaves out those that are gone, and names both in a line.
-        missing_ok: return (None, None), as DeepSpeed does, if load_dir holds no checkpoint, not
-            even a damaged one.
+        missing_ok: return (None, None), as DeepSpeed does, if load_dir has none, not even damaged.
         timeout: seconds that a rank waits for another one.
 
     Returns: (folder of the checkpoint, client state); on other ranks, rank 0's client state.
@@ -81,7 +81,6 @@ def load_checkpoint(
         whole, or of another model or optimizer; it never continues with initial values. The engine
         may then be half loaded: do not train it.
     """
-    check_requirements(load_dir, custom_load_fn)
     wait()
     options = LoadOptions(
         load_module_strict=load_module_strict,
@@ -89,17 +88,29 @@ def load_checkpoint(
         load_lr_scheduler_states=load_lr_scheduler_states,
         load_module_only=load_module_only,
     )
+    search = Search(load_dir, tag, missing_ok)
+    while True:
+        try:
+            with process_group(timeout) as ranks, collectives_after(ranks.meet):
+                check_requirements(load_dir, custom_load_fn)
+                return load_next(engine, search, options, ranks)
+        except Damaged as error:
+            if tag is not None or not search.tags:
+                raise
+            search.damage = str(error)
+
+
+def load_next(engine, search, options, ranks):
+    """Load the next checkpoint of a search. Returns: as load_checkpoint()."""
     wrapped = Engine(engine)
     if engine.has_moe_layers and not has_known_experts(wrapped):
-        path, client_state = load_other_experts(engine, load_dir, tag, missing_ok, options)
+        path, client_state = load_other_experts(engine, search, options)
         folder = path and Path(path).parent  # the path is of a file
     else:
-        with process_group(timeout) as group:
-            path, client_state = find_and_load(wrapped, load_dir, tag, missing_ok, options, group)
+        path, client_state = find_and_load(wrapped, search, options, ranks)
         folder = path and Path(path)
     if path:
-        resharded = wrapped.was_resharded
-        after_load(engine, folder if options.load_optimizer_states else None, resharded)
+        after_load(engine, folder if options.load_optimizer_states else None, wrapped.was_resharded)
     return path, client_state
 
 

@@ -2,6 +2,7 @@
 an earlier save that the last one has not replaced are left over: it names them in one line, and
 neither it nor the export looks into them. What is mixed is refused."""
 
+import itertools
 import os
 import shutil
 import warnings
@@ -90,6 +91,8 @@ def saved(tmp_path):
     def make(name, ranks, stage, dtype="bf16", step=100):
         folder = tmp_path / name
         lay_out(folder, SHAPES, ranks, stage)
+        if stage == 0:
+            make_whole(folder, ranks)
         config = {"bf16": {"enabled": dtype == "bf16"}}
         edit(folder, "*_model_*", lambda model: model.update(global_steps=step, ds_config=config))
         edit(folder, "*_optim_*", each_state(lambda state: state["step"].fill_(step)))
@@ -100,6 +103,20 @@ def saved(tmp_path):
         return folder
 
     return make
+
+
+def make_whole(folder, ranks):
+    """Of a folder at ZeRO-1, what is saved without ZeRO: one file, and shards of nobody."""
+    weights = {n: torch.rand(shape) for group in SHAPES for n, shape in group.items()}
+    parameters = [[torch.nn.Parameter(weights[name]) for name in group] for group in SHAPES]
+    adam = torch.optim.AdamW([{"params": group} for group in parameters])
+    for parameter in itertools.chain(*parameters):
+        parameter.grad = parameter.detach()
+    adam.step()
+    whole = {"module": weights, "optimizer": adam.state_dict(), "param_shapes": None}
+    edit(folder, "*_model_*", lambda model: model.update(whole))
+    for shard in folder.glob("*_optim_*"):
+        shard.unlink()
 
 
 def results(folder, output):
@@ -119,6 +136,7 @@ def results(folder, output):
 EXPERTS = {"optimizer_state_dict": {"expert": os.getcwd}}
 CHANGES = {
     "none": lambda path: None,
+    "earlier": lambda path: os.utime(path, (0, 0)),
     "damage": lambda path: os.truncate(path, 999),
     "experts": lambda path: edit(path.parent, path.name, lambda shard: shard.update(EXPERTS)),
 }
@@ -130,26 +148,45 @@ AGAIN = {
     "zero3_then_zero1": ((4, 3), (2, 1)),
     "bf16_then_fp32": ((3, 1, "bf16"), (3, 1, "fp32")),
     "fp32_then_bf16": ((3, 1, "fp32"), (3, 1, "bf16")),
+    "zero1_then_without": ((4, 1), (2, 0, "fp32")),
+    "zero3_then_without": ((4, 3), (4, 0, "fp32")),
+    "without_then_zero3": ((4, 0, "fp32"), (2, 3)),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("before, after", AGAIN.values(), ids=AGAIN)
 def test_saved_again(saved, tmp_path, before, after, change):
-    """By fewer ranks, also at another stage, or in another dtype: the newest counts, also where
-    both have all their shards."""
+    """By fewer ranks, also at another stage, in another dtype, or without experts: the newest
+    counts, also where both have all their shards. That is told by the times or, where a copy has
+    none, by the step."""
     old = saved("old", *before)
-    new = saved("new", *after, step=200)
+    new = saved("new", *after, step=50 if change == "earlier" else 200)
+    (old / "layer_0_expert_0_mp_rank_00_model_states.pt").touch()
     wanted, nothing = results(new, tmp_path / "wanted")
     left = set(os.listdir(old)) - set(os.listdir(new))
     shutil.copytree(new, old, dirs_exist_ok=True)
     for name in left:
-        CHANGES[change](old / name)
+        if "expert" not in name or change == "earlier":
+            CHANGES[change](old / name)
     files = content(old)
     got, (text,) = results(old, tmp_path / "got")
     assert got == wanted and content(old) == files and not nothing
     assert str(old) in text and min(left) in text
     assert len(left) <= 3 or f"and {len(left) - 3} more" in text
+
+
+def test_nvme_left_over(laid_out, tmp_path):
+    """The folder of swapped states counts unless the config says that there are none."""
+
+    def on(device):
+        config = {"zero_optimization": {"offload_optimizer": {"device": device}}}
+        source = laid_out(3, model=lambda model: model.update(ds_config=config))
+        (source / "offloaded_tensors").mkdir()
+        return source
+
+    not_converted(on("nvme"), "has NVMe-offloaded states, which are not converted")
+    convert(on("cpu"), tmp_path / "u")
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -1,6 +1,7 @@
 """Two checkpoints compared, `python -m universal.diff`: nothing differs between a checkpoint and
 what it converts into; what was changed is what is named, and by how much."""
 
+import argparse
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from tests.support.files import MODEL, edit, flip, load
 from tests.support.lay_out import lay_out
 from universal import convert
 from universal.diff import diff
+from universal.files.same import is_same
+from universal.files.torch_file import load as read_pt
 
 
 def compared(*words, **options):
@@ -138,6 +142,54 @@ CHANGES = {
 }
 
 
+def endless(number):
+    """A list that contains itself."""
+    values = [number]
+    values.append(values)
+    return values
+
+
+VIEW = torch.arange(12.0).view(3, 4)
+SAME = (
+    ({"a": [torch.ones(3)]}, {"a": (torch.ones(3),)}, True),
+    ({"a": [torch.ones(3)]}, {"a": [torch.tensor([1.0, 1, 2])]}, False),
+    ({"a": torch.ones(3)}, {"a": torch.ones(3, 1)}, False),
+    (torch.ones(3), torch.ones(3, dtype=torch.int32), False),
+    (VIEW[:, 1], torch.tensor([1.0, 5, 9]), True),
+    (VIEW[:, 1], torch.tensor([1.0, 5, 8]), False),
+    (VIEW.t(), VIEW.t().contiguous(), True),
+    (torch.zeros(1), -torch.zeros(1), False),
+    (torch.tensor([math.nan]), torch.tensor([math.nan]), True),
+    (torch.zeros(0, 3), torch.zeros(0, 3), True),
+    (torch.nn.Parameter(torch.ones(2)), torch.ones(2), True),
+    ([3, math.nan, None], [3.0, math.nan, None], True),
+    ([True], [1], False),
+    ({"a": 1}, {"a": 1, "b": None}, False),
+    ([1], [1, 2], False),
+    (argparse.Namespace(x=[torch.ones(2)]), argparse.Namespace(x=[torch.ones(2)]), True),
+    (argparse.Namespace(x=[torch.ones(2)]), argparse.Namespace(x=[torch.zeros(2)]), False),
+    (argparse.Namespace(x=1), SimpleNamespace(x=1), False),
+    (torch.float16, torch.bfloat16, False),
+    (endless(1), endless(1), True),
+    (endless(1), endless(2), False),
+)
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_what_is_the_same(tmp_path, checksums):
+    """Whatever file it is in."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        for a, b, same in SAME:
+            torch.save(a, tmp_path / "a.pt")
+            torch.save([0, b], tmp_path / "b.pt")
+            loaded = read_pt(tmp_path / "a.pt"), read_pt(tmp_path / "b.pt")[1]
+            assert is_same(*loaded) is is_same(*reversed(loaded)) is same, (a, b)
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
 @pytest.mark.parametrize("words", CHANGES)
 def test_the_rest(pair, words):
     """Each change is one line; nothing else is said."""
@@ -194,6 +246,26 @@ def test_unlike_ranks_and_stages(laid_out, tmp_path):
     lay_out(tmp_path / "x", shapes, 3, 3)
     view = diff(laid_out(1, shapes=shapes), tmp_path / "x")
     assert view["tensors"] == len(view["gaps"]) == 3
+
+
+def test_states_without_names(tmp_path):
+    """Saved without ZeRO, where shapes do not tell which parameter has which state."""
+
+    def save(name, last):
+        moments = torch.arange(9.0).view(3, 3).T.contiguous()
+        moments[2, 2] = last
+        group = {"lr": 0.1, "params": [0]}
+        optimizer = {"state": {0: {"exp_avg": moments}}, "param_groups": [group]}
+        model = {"module": {"a": torch.ones(3, 3), "b": torch.ones(3, 3)}, "optimizer": optimizer}
+        model |= {"buffer_names": [], "param_shapes": None, "dp_world_size": 1}
+        (tmp_path / name).mkdir()
+        path = tmp_path / name / MODEL
+        torch.save(model | {"global_steps": 1, "skipped_steps": 0}, path)
+
+    save("x", 8)
+    save("y", 7)
+    (gap,) = diff(tmp_path / "x", tmp_path / "y")["gaps"]
+    assert (gap["name"], gap["absolute"], gap["elements"]) == ("parameter 0 exp_avg", 1.0, 1)
 
 
 def test_what_belongs_to_a_rank_is_not_said_to_be_equal(laid_out):

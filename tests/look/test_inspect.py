@@ -14,10 +14,11 @@ import torch
 
 from tests.support import ROOT
 from tests.support.commands import command, failed
-from tests.support.files import MODEL, data_of, edit, flip, records, with_bit_flipped
+from tests.support.files import MODEL, data_of, edit, flip, load, records, with_bit_flipped
 from tests.support.lay_out import lay_out
 from universal import CheckpointError, convert, inspect
 from universal.checkpoint import facts
+from universal.checkpoint.describe import describe
 from universal.inspect import look
 from universal.write import screen
 
@@ -83,6 +84,29 @@ def test_facts(source, tmp_path):
     assert of_universal["optimizer"].pop("class") is None and optimizer.pop("class")
     differing = {key for key in found if found[key] != of_universal[key]}
     assert differing == {"universal", "bytes", "files"}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_types(laid_out, stage):
+    """The stage is that which was saved; files tell bf16 from other dtypes by their names, and the
+    weights tell fp16 from fp32."""
+    source = laid_out(stage)
+    checkpoint = describe(source).checkpoint
+    assert checkpoint.stage == stage and checkpoint.cuts_each_parameter == (stage == 3)
+    assert checkpoint.layout.dtype == "bf16" and checkpoint.layout.shards == checkpoint.ranks == 2
+    layouts = [checkpoint.layout]
+    for path in source.glob("bf16_*"):
+        torch.save(load(path), path.with_name(path.name.removeprefix("bf16_")))
+        path.unlink()
+    for dtype in (torch.float16, torch.float32):
+
+        def change(model, dtype=dtype):
+            model["module"] = {name: x.to(dtype) for name, x in model["module"].items()}
+
+        edit(source, "*_model_*", change)
+        layouts.append(describe(source).checkpoint.layout)
+    assert [layout.dtype for layout in layouts] == ["bf16", "fp16", "fp32"]
+    assert layouts[1].reads_files_of(layouts[2]) and not layouts[1].reads_files_of(layouts[0])
 
 
 def test_listed_as_frozen(laid_out):

@@ -151,7 +151,18 @@ def test_a_command_is_added(recipe, laid_out):
     assert command(main, source.parent).out == "26\n"
     for path in source.glob("*_optim_*"):
         path.write_bytes(b"")
-    failed(command(main, source), 2, "universal.count: error: ", "is damaged")
+    failed(command(main, source), 2, "ds_count: error: ", "is damaged")
+
+
+def test_a_release_is_followed():
+    """The constants and the commands that the steps name are there."""
+    constants = re.findall(r"`([A-Z_]+)`\s+in\s+`([\w/]+\.py)`", RECIPES)
+    assert [name for name, _ in constants] == ["OLD", "NEWEST_TRIED"]
+    for name, path in constants:
+        assert re.search(rf"^{name} = ", (ROOT / path).read_text(), re.M), name
+    targets = re.findall(r"`make (?:OUT=assets )?([\w-]+)`", RECIPES)
+    makefile = (ROOT / "Makefile").read_text()
+    assert len(targets) == 3 and all(f"\n{target}: " in makefile for target in targets)
 
 
 def test_a_damage_is_added(recipe, laid_out):

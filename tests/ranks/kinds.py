@@ -5,13 +5,12 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 import universal
-from tests.support.toy import Net, begin, make, split_groups, train
+from tests.support.toy import Net, begin, falling, make, split_groups, train
 
 TAG = "global_step2"
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -30,10 +29,6 @@ AGAIN = [("zero1", "zero3"), ("zero3", "zero2"), ("zero2", "zero1"), ("zero1", "
 
 def two_groups(parameters):
     return torch.optim.AdamW(split_groups(parameters, 2), lr=0.01)
-
-
-def falling(optimizer):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
 
 
 def engine_of(options):
@@ -80,15 +75,9 @@ def sequence_parallel():
     mpu = SimpleNamespace(**vars(parallel_state_sp))
     mpu.get_tensor_model_parallel_world_size = lambda: 1
     mpu.get_tensor_model_parallel_rank = lambda: 0
-    model = Net()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 3,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}},
-    }
-    trained = [p for p in model.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config, mpu=mpu)
+    optimizer = {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}}
+    numbers = {"batch": None, "micro": 2, "gradient_accumulation_steps": 3}
+    engine = make(1, optimizer=optimizer, mpu=mpu, **numbers)
     for _ in range(6):
         engine.backward(engine(torch.ones(2, 8)))
         engine.step()

@@ -19,7 +19,7 @@ from tests.support.case import (
     saved,
     train_and_save,
 )
-from tests.support.toy import differences, make, snapshot, states_of, train
+from tests.support.toy import differences, falling, make, snapshot, states_of, train
 
 
 def momentum(parameters):
@@ -176,10 +176,6 @@ def converted_without_a_state(stage):
     refused(engine, "converted without", "eta", "load_optimizer_states=False", tag="u")
     load(engine, "u", load_optimizer_states=False)
     check_weights_restored(engine)
-
-
-def falling(optimizer):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
 
 
 @case(saved(scheduler=falling, zero={"elastic_checkpoint": True}), stages=(1, 2))

@@ -17,7 +17,16 @@ from torch import nn
 
 import universal
 from tests.support.case import PRINTED, case, load, printed, refused, saved, train_and_save
-from tests.support.toy import Net, differences, make, read_truth, save_truth, split_groups, train
+from tests.support.toy import (
+    Net,
+    differences,
+    make,
+    read_truth,
+    save_truth,
+    snapshot,
+    split_groups,
+    train,
+)
 from universal.load.hooks import overridden
 
 # --------------------------------------------------------------------------------------------------
@@ -148,6 +157,64 @@ def another_optimizer_where_states_are_of_a_rank(stage):
     refused(make(stage), "of another optimizer: it has ['lr']", "load_optimizer_states=False")
     if dist.get_world_size() == 2:
         load(make(stage, optimizer=LikeAdam))
+
+
+class InContainers(LikeAdam):
+    """Keeps a moment in a dict and one in a list, and a table of a whole group."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.param_groups[0]["table"] = torch.arange(3.0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            zeros = torch.zeros_like(parameter)
+            mean = state.setdefault("of", {"mean": zeros})["mean"].lerp_(parameter.grad, 0.1)
+            other = state.setdefault("list", [zeros.clone()])[0].lerp_(mean, 0.1)
+            parameter.sub_(mean + other, alpha=0.01)
+
+
+def save_in_containers(stage):
+    engine = make(stage, optimizer=InContainers)
+    for step in range(2):
+        train(engine, step)
+    engine.save_checkpoint(".", tag="t")
+    save_truth([train(engine, step) for step in (2, 3)], "losses.pt")
+
+
+@case(save_in_containers, stages=(0, 1, 3), quick_stages=(0, 1, 3), quick_ranks=(2, 3))
+def states_in_containers(stage):
+    """Each rank has others: they load on the ranks that saved, and on others not at all."""
+    engine = make(stage, optimizer=InContainers, seed=5)
+    if stage and dist.get_world_size() != 2:
+        return refused(engine, "of the optimizer is not cut like the weights", "own ranks only")
+    load(engine)
+    losses = [train(engine, step) for step in (2, 3)]
+    gap = max(abs(a - b) for a, b in zip(losses, read_truth("losses.pt"), strict=True))
+    assert gap <= (1e-6 if dist.get_world_size() != 2 else 0), gap
+    if stage == 0:
+        refused(make(1, optimizer=InContainers), "of the optimizer is not cut like the weights")
+
+
+class Tabled(torch.optim.AdamW):
+    """Its groups have a tensor that is the same on all ranks."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.01)
+        self.param_groups[0]["table"] = torch.arange(3.0)
+
+
+@case(saved(optimizer=Tabled), stages=(1, 3))
+def a_table_in_a_group(stage):
+    engine = make(stage, optimizer=Tabled, seed=5)
+    engine.optimizer.param_groups[0]["table"].zero_()
+    load(engine)
+    (table,) = [group.pop("table") for group in engine.optimizer.param_groups]
+    truth = read_truth()
+    assert torch.equal(table, truth["groups"][0].pop("table"))
+    assert not differences(truth, snapshot(engine))
 
 
 class Shaped(nn.Module):

@@ -7,15 +7,23 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import fused_adam
 from deepspeed.runtime import engine as deepspeed_engine
 
 import universal
 from tests.support import toy
-from tests.support.case import Case, case, load, refused
-from tests.support.toy import Net, differences, make, read_truth, save_truth, split_groups, train
+from tests.support.case import Case, case, convert, load, refused
+from tests.support.toy import (
+    Net,
+    differences,
+    falling,
+    make,
+    read_truth,
+    save_truth,
+    split_groups,
+    train,
+)
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
@@ -40,10 +48,6 @@ def adamw(parameters):
     """With weight decay for matrices alone."""
     matrices = {"params": [p for p in parameters if p.dim() == 2], "weight_decay": 0.1}
     return torch.optim.AdamW([matrices, {"params": [p for p in parameters if p.dim() < 2]}], 0.01)
-
-
-def falling(optimizer):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
 
 
 def engine_of(kind, seed, net=Net, optimizer=adamw, **options):
@@ -131,9 +135,7 @@ def load_into(source, kind, stage):
 
 def convert_into(source, kind, stage):
     """The same, of what our converter makes of it; the config says load_universal."""
-    if dist.get_rank() == 0:
-        universal.convert("t", "u", check=True)
-    dist.barrier()
+    convert(check=True)
     engine = engine_of(kind, seed=5, checkpoint={"load_universal": True})
     assert load(engine, "u")["word"] == source
     check(engine, source, kind)
@@ -244,6 +246,27 @@ def evaluation(stage):
             assert torch.equal(value, truth[name].float()), (source, name)
 
 
+def save_again(stage):
+    """Tags of step 2 with ZeRO, over which step 3 is saved without."""
+    for kind in ("1 fp32", "3 fp32"):
+        engine = engine_of(kind, seed=2)
+        for step in range(2):
+            train(engine, step)
+        engine.save_checkpoint(kind, tag="t")
+        save("0 fp32", kind)
+
+
+@of_stage_0(save_again)
+def saved_again(stage):
+    """The newest save counts, whether or not the tag is named."""
+    for kind in ("1 fp32", "3 fp32"):
+        for tag, to in (("t", "0 fp32"), (None, "1 fp32")):
+            engine = engine_of(to, seed=5)
+            universal.load_checkpoint(engine, kind, tag)
+            lost = differences(read_truth(f"{kind}/truth.pt"), snapshot(engine))
+            assert not {*lost} - {"scale"}, (kind, to, lost)
+
+
 class OfAll(torch.optim.AdamW):
     """Made of all parameters of the net that was made last, the frozen ones among them."""
 
@@ -267,8 +290,7 @@ def frozen_parameters_given(stage):
         engine = engine_of(kind, 5, net, optimizer)
         load(engine)
         check(engine, "0 fp32", kind)
-    if dist.get_rank() == 0:
-        universal.convert("t", "u")
+    convert()
 
 
 class Strided(Net):
@@ -326,8 +348,7 @@ def steps_in_last_state(stage):
         steps = {float(state["step"]) for state in torch_optimizer(engine).state.values()}
         assert steps == ({0.0, 3.0} if kind == "0 fp32" else {3.0}), steps
         assert loss_gap(engine) <= 1e-6
-    if dist.get_rank() == 0:
-        universal.convert("t", "u")
+    convert()
 
 
 class Shorter(Net):

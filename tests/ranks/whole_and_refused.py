@@ -17,6 +17,7 @@ from tests.support.case import (
     PRINTED,
     case,
     check_restored,
+    convert,
     load,
     printed,
     refused,
@@ -28,6 +29,7 @@ from tests.support.toy import (
     ExtraState,
     Net,
     differences,
+    falling,
     make,
     read_truth,
     save_truth,
@@ -112,9 +114,7 @@ def check_renamed(stage, net):
     """A model whose state_dict() has other names than its parameters comes back: from its ranks'
     files, from a conversion, and at another stage."""
     restored(stage, net=net)
-    if dist.get_rank() == 0:
-        universal.convert("t", "u")
-    dist.barrier()
+    convert()
     restored(stage, "u", net=net)
     restored(4 - stage, net=net)
 
@@ -311,10 +311,6 @@ def another_default_device(stage):
     check_restored(engine)
 
 
-def falling(optimizer):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-
-
 def save_without_scheduler(stage):
     engine = make(stage)
     train(engine, 0)
@@ -392,9 +388,7 @@ def save_client_state(stage):
 
 @case(save_client_state, quick_stages=(1,))
 def attributes_of_a_client_state(stage):
-    if dist.get_rank() == 0:
-        universal.convert("t", "u")
-    dist.barrier()
+    convert()
     for tag in ("t", "u"):
         average = load(make(stage), tag)["average"]
         assert average._metadata == nn.BatchNorm1d(3).state_dict()._metadata
@@ -418,9 +412,7 @@ def save_without_checksums(stage):
 @case(save_without_checksums, quick_stages=(1,))
 def files_without_checksums(stage):
     restored(stage)
-    if dist.get_rank() == 0:
-        universal.convert("t", "u", check=True)
-    dist.barrier()
+    convert(check=True)
     restored(stage, "u")
 
 

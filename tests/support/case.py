@@ -125,6 +125,13 @@ def load(engine, tag="t", **options):
     return client_state
 
 
+def convert(tag="t", output="u", **options):
+    """Rank 0 converts a checkpoint; then it is there for all."""
+    if dist.get_rank() == 0:
+        universal.convert(tag, output, **options)
+    dist.barrier()
+
+
 def refused(engine, *parts, tag="t", timeout=60, kind=universal.CheckpointError, **options):
     """load_checkpoint() refuses, in one line that has these parts and is the same on all ranks."""
     line = None

@@ -99,6 +99,11 @@ def adam(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+def falling(optimizer):
+    """A schedule whose rate at a step is the base rate / (step + 1)."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+
 def split_groups(parameters, count):
     """So many parameter groups that differ in their hyper-parameters; none is empty."""
     shares = [parameters[i::count] for i in range(count)]

@@ -21,6 +21,7 @@ from universal.checkpoint.module_states import (
     dtype_of_weights,
     keep_untrained,
     module_state,
+    names_beside,
     read_fragments,
     read_model_states,
 )
@@ -35,7 +36,7 @@ from universal.checkpoint.types import (
     RawStates,
     kind_with_unsaved,
 )
-from universal.checkpoint.without_zero import describe_whole, read_whole
+from universal.checkpoint.without_zero import MODEL_STATES_FILE, Given, describe_whole, read_whole
 from universal.checkpoint.zero import (
     SavedShard,
     check_slice,
@@ -49,9 +50,10 @@ from universal.checkpoint.zero import (
     settings_of,
 )
 from universal.errors import CheckpointError, naming
+from universal.files.same import is_same
 from universal.files.schema import expect
-from universal.files.sources import OpenFile, Record, keep_open
-from universal.files.torch_file import Tensor, load, number_in, tensor_of, trim_storage
+from universal.files.sources import OpenFile, keep_open
+from universal.files.torch_file import load, number_in, tensor_of, trim_storage
 
 # Seconds; the largest gap between the times of successive files of one save, or of its copy.
 BETWEEN_SAVES = 10
@@ -60,24 +62,33 @@ BF16_SECTIONS = ("bf16", "bfloat16")  # of DeepSpeed's config; the second is the
 
 
 class Save(NamedTuple):
-    """One of the checkpoints in a folder, and when it was written."""
+    """One of the checkpoints in a folder.
 
-    described: Described
+    model: its model states. bf16: whether its config should say so; None where files do not tell.
+    doubted: whether its files may be of two steps. written: in seconds. outcome: what describe()
+    returns of it, or raises.
+    """
+
+    model: dict
+    bf16: bool | None
+    doubted: bool
     written: float
+    outcome: Described | CheckpointError
 
 
 def describe(
     folder: str | Path,
     workers: int = 4,
     opened: OpenFile | None = None,
-    names: list[list[str]] | None = None,
+    given: Given | None = None,
 ) -> Described:
     """The Checkpoint in a folder, and what was pickled.
 
-    Reads no tensors but the optimizer's scalars, and runs no code.
+    If several were saved under this name, it is the newest that is whole. Reads no tensors but the
+    optimizer's scalars, and runs no code.
 
     Args:
-        names: as in describe_whole(), if it was saved without ZeRO.
+        given: as in describe_whole(), if it was saved without ZeRO.
 
     Raises: CheckpointError, if files are missing, damaged, or not of the same checkpoint.
     """
@@ -85,28 +96,53 @@ def describe(
     opened = opened or keep_open()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist")
-    whole = read_whole(folder)
-    if whole is not None:
-        return describe_whole(folder, whole, names, opened)
+    with ThreadPoolExecutor(workers) as pool:
+        saves, problems = saves_in(folder, given, pool, opened)
+        if (folder / "zero").is_dir() and not saves and not problems:
+            return describe_universal(folder, pool, opened)
+    if not saves:
+        nothing = (
+            f"{folder} holds no *_optim_states.pt: it is no ZeRO checkpoint, nor a folder above"
+        )
+        raise CheckpointError("; ".join(dict.fromkeys(problems)) or nothing)
+    outcome = newest(saves).outcome
+    if isinstance(outcome, CheckpointError):
+        raise outcome
+    return outcome
+
+
+def saves_in(folder, given, pool, opened):
+    """([Save], [why others are not whole])."""
     saves = []
     problems = []
-    with ThreadPoolExecutor(workers) as pool:
-        if (folder / "zero").is_dir():
-            return describe_universal(folder, pool, opened)
-        for shards in find_shards(folder).values():
-            try:
-                described = describe_zero(folder, shards, pool, opened)
-                saves.append(Save(described, shards[0][0].stat().st_mtime))
-            except CheckpointError as error:
-                problems.append(str(error))
-    if saves:
-        return newest(saves)
-    nothing = f"{folder} holds no *_optim_states.pt: it is no ZeRO checkpoint, nor a folder above"
-    raise CheckpointError("; ".join(problems) or nothing)
+    for shards in find_shards(folder).values():
+        try:
+            described = describe_zero(folder, shards, pool, opened)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        checkpoint, raw = described
+        doubted = any(not problem.loses_state for problem in checkpoint.problems)
+        written = shards[0][0].stat().st_mtime
+        bf16 = shards[0][0].name.startswith("bf16_")
+        saves.append(Save(raw.models[0], bf16, doubted, written, described))
+    try:
+        whole = read_whole(folder)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return saves, problems
+    if whole is not None:
+        try:
+            outcome = describe_whole(folder, whole, given, opened)
+        except CheckpointError as error:
+            outcome = error
+        written = (folder / MODEL_STATES_FILE).stat().st_mtime
+        saves.append(Save(whole, None, False, written, outcome))
+    return saves, problems
 
 
 def newest(saves):
-    """Of checkpoints that were saved under the same name in different dtypes.
+    """Of checkpoints that were saved under the same name, at other stages or in other dtypes.
 
     Copies have no usable times; the doubt is about the step. The config in the model states tells
     of which dtype the last save was, as far as known.
@@ -114,39 +150,31 @@ def newest(saves):
     saves = [save for save in saves if is_of_its_config(save)] or saves
     since = max(save.written for save in saves) - BETWEEN_SAVES
     recent = [save for save in saves if save.written > since]
-
-    def rank(save):
-        checkpoint, raw = save.described
-        return not checkpoint.problems, raw.models[0]["global_steps"], save.written
-
-    return max(recent, key=rank).described
+    return max(
+        recent, key=lambda save: (not save.doubted, save.model["global_steps"], save.written)
+    )
 
 
 def is_of_its_config(save):
     """Whether the shards are of the dtype that the model states' config names."""
-    checkpoint, raw = save.described
-    model = raw.models[0]
-    bf16 = any(config_of(model, section).get("enabled") for section in BF16_SECTIONS)
-    return bf16 == (checkpoint.layout.dtype == "bf16") or not config_of(model)
+    config = config_of(save.model)
+    bf16 = any(config_of(save.model, section).get("enabled") for section in BF16_SECTIONS)
+    return save.bf16 in (None, bf16) or not config
 
 
 def find_shards(folder: Path) -> dict:
-    """The optimizer shards.
+    """The optimizer shards of ZeRO.
 
     Returns: {prefix of the file, its dtype: {model-parallel rank: {data-parallel rank: path}}}.
-    Raises: CheckpointError.
     """
     shards = {}
     for path in sorted(folder.glob("*_optim_states.pt")):
         match = re.fullmatch(
             r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", path.name
         )
-        if match is None:
-            raise CheckpointError(
-                f"{path} is not the optimizer shard of a ZeRO checkpoint of dense layers"
-            )
-        prefix, rank, mp_rank = match.groups()
-        shards.setdefault(prefix, {}).setdefault(int(mp_rank), {})[int(rank)] = path
+        if match:
+            prefix, rank, mp_rank = match.groups()
+            shards.setdefault(prefix, {}).setdefault(int(mp_rank), {})[int(rank)] = path
     return shards
 
 
@@ -165,7 +193,9 @@ def left_over(checkpoint: Checkpoint) -> list[str]:
 def paths_of(checkpoint: Checkpoint) -> list[Path]:
     """Its .pt files, without what an earlier save has left over, and none of somebody else."""
     folder = checkpoint.folder
-    paths = [*folder.glob("*_states.pt"), *folder.glob("zero/**/*.pt")]
+    paths = [*folder.glob("*_states.pt")]
+    if checkpoint.is_universal:
+        paths += folder.glob("zero/**/*.pt")
     return sorted(path for path in paths if path.name not in checkpoint.files.left_over)
 
 
@@ -205,6 +235,8 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
     check_present(folder, paths, ranks)
     model_paths = model_states_of(folder, mp_rank, shard)
     model = read_model_states(model_paths[0])
+    if (folder / "offloaded_tensors").exists() and may_be_on_nvme(model):
+        raise CheckpointError(f"{folder} has NVMe-offloaded states, which are not converted")
     experts = read_experts(folder, model)
     if experts.files:  # they may be all that is trained, and are cut for fewer ranks
         ranks = model["dp_world_size"]
@@ -241,6 +273,12 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
     return ModelParallelRank(
         model, dtype, shard, parameters, settings, rank_dependent, problems, files
     )
+
+
+def may_be_on_nvme(model):
+    """Whether its optimizer was, or nothing tells: an earlier save leaves a folder, too."""
+    offload = config_of(model, "zero_optimization", "offload_optimizer")
+    return not config_of(model) or offload.get("device") == "nvme"
 
 
 def check_present(folder, paths, ranks):
@@ -334,8 +372,6 @@ def other_steps(path, shards, model, parameters, stage):
 
 def describe_zero(folder, shards, pool, opened):
     """What describe() returns, of the checkpoint that has these shards."""
-    if (folder / "offloaded_tensors").exists():
-        raise CheckpointError(f"{folder} has NVMe-offloaded states, which are not converted")
     lowest = min(shards)
     first = describe_ranks(folder, lowest, shards[lowest], pool, opened)
     tensor, pipeline = degrees_of(first.model, len(shards))
@@ -351,7 +387,7 @@ def describe_zero(folder, shards, pool, opened):
     kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
     if kind:
         problems.append(Problem(True, f"{folder}: no file holds {UNSAVED[kind]}"))
-    used = {path.name for rank in ranks for path in rank.files}
+    used = {path for rank in ranks for path in rank.files}
     layout = Layout(
         optimizer_class=kind or first.shard.optimizer_class,
         shards=first.model["dp_world_size"],
@@ -372,7 +408,7 @@ def describe_zero(folder, shards, pool, opened):
         ),
         files=Files(
             model_states=first.files[0],
-            left_over=sorted({path.name for path in folder.glob("*mp_rank_*_states.pt")} - used),
+            left_over=names_beside(folder, used),
         ),
         problems=[*(problem for rank in ranks for problem in rank.problems), *problems],
     )
@@ -569,24 +605,13 @@ def saved_modules(checkpoint: Checkpoint) -> list[dict]:
 
 
 def common_entries(modules):
-    """({name: value} without tensors that are not the same in all modules, names of those)."""
+    """({name: value} without those that are not the same in all modules, their names)."""
     entries = {}
     different = set()
     for module in modules:
         for name, value in module.items():
-            if content_of(entries.setdefault(name, value)) != content_of(value):
+            if not is_same(entries.setdefault(name, value), value):
                 different.add(name)
     for name in different:
         del entries[name]
     return entries, sorted(different)
-
-
-def content_of(value):
-    """What tells whether two tensors hold the same: their checksums. Others are not compared."""
-    return without_files(value) if isinstance(value, Tensor) else None
-
-
-def without_files(source):
-    if isinstance(source, Record):
-        return source if source.crc is None else (source.crc, source.nbytes)
-    return tuple(map(without_files, source)) if isinstance(source, tuple) else source

@@ -18,6 +18,8 @@ from universal.files.torch_file import load, tensor_of
 LIST = "deepspeed_moe.experts.deepspeed_experts"  # of a layer's experts, within deepspeed's MoE
 EXPERT = re.compile(rf"(?P<layer>.*\.|){re.escape(LIST)}\.(?P<number>\d+)\.(?P<rest>.*)", re.DOTALL)
 
+AUTOEP_LAYERS = ("ds_autoep_layers", "autoep_layers")  # the second is the older name
+
 
 class ExpertName(NamedTuple):
     """The parts of the name of an expert's parameter or buffer.
@@ -74,8 +76,7 @@ def read_experts(folder: Path, model: dict) -> Experts:
         pipeline-parallel ranks.
     """
     counts = model.get("num_experts") or []
-    present = any(folder.glob("layer_*_expert_*"))
-    if model.get("ds_autoep_layers") or present and not counts:
+    if any(model.get(key) for key in AUTOEP_LAYERS):
         raise CheckpointError(
             f"{folder} has experts of AutoEP, which are not loaded on other ranks, nor converted: "
             "DeepSpeed's own converter does AutoEP's"

@@ -5,6 +5,7 @@ At ZeRO-1 and 2 all ranks share one file. At ZeRO-3 each has its own: of paramet
 nothing, of frozen ones this rank's part."""
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -105,6 +106,11 @@ def degrees_of(model: dict, mp_ranks: int) -> tuple[int, int]:
     degrees = model.get("checkpoint_parallel_dimensions") or {}
     pipeline = degrees.get("pp_degree") or (1 if model["module"] is not None else mp_ranks)
     return degrees.get("tp_degree") or max(1, mp_ranks // pipeline), pipeline
+
+
+def names_beside(folder: Path, used: Iterable[Path]) -> list[str]:
+    """Of the files of other saves under the same name, with optimizer shards or model states."""
+    return sorted({path.name for path in {*folder.glob("*mp_rank_*_states.pt")}.difference(used)})
 
 
 def config_of(model: dict, *keys: str) -> dict:

@@ -4,7 +4,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from universal.checkpoint.describe import BETWEEN_SAVES, describe, find_shards
 from universal.checkpoint.without_zero import MODEL_STATES_FILE
@@ -87,7 +87,7 @@ def rank_0_model_states(folder: Path) -> Path:
     present = [path for path in (plain, of_stage_3) if path.exists()]
     both = len(present) == 2 and is_saved(folder)
     if both or len(find_shards(folder)) > 1:
-        return describe(folder).checkpoint.files.model_states
+        return describe(folder, given=list).checkpoint.files.model_states  # no engine is needed
     if present:
         return present[0]
     # Which of them is missing?
@@ -99,9 +99,7 @@ def step_of(path: Path) -> int:
     return expect(load(path), {"global_steps": is_natural}, path)["global_steps"]
 
 
-def newest_first(
-    folder: Path, say: Callable[[str], Any], converted_only: bool = False
-) -> list[str]:
+def newest_first(folder: Path, say: Callable, converted_only: bool = False) -> list[str]:
     """The tags in a folder, in the order in which to try to resume from them: first the one that
     `latest` names, unless there is a later one. say(text) reports what is skipped."""
     tags = []

@@ -19,7 +19,6 @@ from universal.files.torch_file import (
     Tensor,
     contiguous,
     contiguous_strides,
-    has_gaps,
     known_class,
     stub,
 )
@@ -165,9 +164,7 @@ class TensorParallel:
 
     def join_tensor(self, name: str, parts: list[Tensor]) -> Tensor:
         """One tensor of the module, such as a frozen parameter, from those of the ranks."""
-        states = [
-            {"frozen": strided(name, part) if has_gaps(part) else part.storage} for part in parts
-        ]
+        states = [{"frozen": strided(name, part)} for part in parts]
         shapes = [tuple(part.size) for part in parts]
         parameters = [
             Parameter(shape, 0, None, state, {})

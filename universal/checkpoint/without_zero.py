@@ -13,7 +13,8 @@ else their shapes do. Where the master weights are:
 import itertools
 import math
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from universal.checkpoint.module_states import (
     identity,
     keep_untrained,
     module_state,
+    names_beside,
 )
 from universal.checkpoint.types import (
     Checkpoint,
@@ -44,6 +46,7 @@ from universal.checkpoint.zero import (
 )
 from universal.errors import CheckpointError, naming
 from universal.files.joined import strided
+from universal.files.same import holds_elements
 from universal.files.schema import expect
 from universal.files.sources import ByteReader, OpenFile
 from universal.files.torch_file import (
@@ -55,12 +58,16 @@ from universal.files.torch_file import (
     read_scalar,
     stub,
     tensor_of,
-    trim_storage,
 )
 
 MODEL_STATES_FILE = "mp_rank_00_model_states.pt"
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
+
+
+# What an engine tells: by group, {parameter: its entry in the state of the module}, in the order in
+# which the optimizer got them.
+Given = Callable[[], list[dict[str, str]]]
 
 
 class NeedsEngine(CheckpointError):
@@ -82,42 +89,55 @@ class Stepped(NamedTuple):
 
 MASTERS = {"fp32_groups?": [[tensor_of]], "fp32_groups_flat?": [is_flat]}
 NOWHERE = Stepped(None, {}, False)
+ORDER = "the order of the parameters"
 NO_OPTIMIZER = {"state": {}, "param_groups": []}
 
 
 def read_whole(folder: Path) -> dict | None:
-    """The model states of a checkpoint that was saved without ZeRO; None if it was not."""
+    """The model states of a checkpoint that was saved without ZeRO; None if there is none.
+
+    BF16_Optimizer without ZeRO is none: it cuts its masters into shards. Raises: CheckpointError.
+    """
     path = folder / MODEL_STATES_FILE
-    if not path.exists() or (folder / "zero").is_dir() or any(folder.glob("*_optim_states.pt")):
+    if not path.exists():
         return None
     model = expect(load(path), dict, path)
-    return model if model.get("param_shapes") is None else None
+    optimizer = model.get("optimizer")
+    cut = isinstance(optimizer, dict) and "single_partition_of_fp32_groups" in optimizer
+    return model if model.get("param_shapes", {}) is None and not cut else None
 
 
-def describe_whole(
-    folder: Path, model: dict, names: list[list[str]] | None, opened: OpenFile
-) -> Described:
+def describe_whole(folder: Path, model: dict, given: Given | None, opened: OpenFile) -> Described:
     """A Checkpoint that was saved without ZeRO, and what was pickled.
 
-    model: as of read_whole(). names: of the trained parameters, by group, in the order in which the
-    optimizer got them; None if nobody knows. Without a place in the optimizer, parameters have
-    their weights alone. Raises: CheckpointError.
+    model: as of read_whole(). given: what an engine tells of the parameters; None if nobody does.
+    Without a place in the optimizer, parameters have their weights alone. Raises: CheckpointError.
     """
     path = folder / MODEL_STATES_FILE
     expect(model, WITHOUT_ZERO | {"optimizer?": (NoneType, dict)}, path)
     optimizer = model.get("optimizer") or NO_OPTIMIZER
     base = expect(optimizer.get("optimizer_state_dict", optimizer), OPTIMIZER, path)
     expect(optimizer, MASTERS, path)
+    if model.get("num_experts"):
+        raise CheckpointError(f"{path} has experts, which without ZeRO are not described")
     tensor, pipeline = degrees_of(model, len([*folder.glob("mp_rank_*_model_states.pt")]))
+    used = [folder / f"mp_rank_{i:02d}_model_states.pt" for i in range(tensor * pipeline)]
     with naming(path):
+        given = None if given is None else given()
+        model = with_names_of_parameters(model, given or [])
         weights = trained_weights(model) if tensor * pipeline == 1 else {}
         groups = stepped_groups(optimizer, base) if weights else []
-        if names is None:
+        unknown = {}
+        if given is None:
+            groups = [stepping(group, groups) for group in groups]
             names = names_by_shape(weights, groups, opened)
-        names = [[name for name in of_group if name in weights] for of_group in names]
+        else:
+            names, groups, unknown = names_in_order(weights, groups, given, opened)
         parameters, unsliced = place_all(weights, names, groups, opened)
+        unsliced |= unknown
         shapes = [
-            OrderedDict((name, weights[name].size) for name in of_group) for of_group in names
+            OrderedDict((name, weights[name].size) for name in of_group if name in parameters)
+            for of_group in names
         ]
         model = model | {"optimizer": None, "param_shapes": shapes}
         dtype = dtype_of_weights(model, "bfloat16" in {weight.dtype for weight in weights.values()})
@@ -135,7 +155,7 @@ def describe_whole(
         flat_names=names,
         module=module_state(model),
         optimizer=state,
-        files=Files(path, []),
+        files=Files(path, names_beside(folder, used)),
         problems=problem_of_loss(path, parameters, state),
     )
     return Described(description, RawStates([model], settings))
@@ -191,10 +211,14 @@ def stepped_groups(optimizer, base):
         groups.append(
             [Stepped(*pair, flat) for pair in zip(map(tensor_of, tensors), states, strict=True)]
         )
-    # DeepSpeed gives each trained parameter a gradient, if only of zeros: the others are frozen.
-    if not masters and any(stepped.state for group in groups for stepped in group):
-        groups = [[stepped for stepped in group if stepped.state] for group in groups]
     return groups
+
+
+def stepping(group, groups):
+    """What of a group has been trained. DeepSpeed gives each trained parameter a gradient, if only
+    of zeros, and so a state: the others are frozen."""
+    counted = any(stepped.state for of_group in groups for stepped in of_group)
+    return [stepped for stepped in group if stepped.masters or stepped.state or not counted]
 
 
 def with_step_of_last(states):
@@ -206,37 +230,51 @@ def with_step_of_last(states):
 def place_all(weights, names, groups, opened):
     """({name: Parameter}, {(group, name): why a state has no place}).
 
-    A group whose parameters are not as many as the names gives them no place.
+    names: of the tensors of each group, in their order; if they do not fill it, nobody knows which
+    is where. What is frozen, or has no elements, is no trained parameter.
     """
     parameters = {}
     unsliced = {}
     for i, (of_group, group) in enumerate(itertools.zip_longest(names, groups, fillvalue=[])):
-        places = places_of([weights[name] for name in of_group], group)
-        for name, stepped in zip(of_group, places, strict=True):
-            parameters[name], keys = describe_one(weights[name], i, stepped, opened)
-            unsliced |= {(i, key): "is not cut like the weights" for key in keys}
-        scalars = [parameters[name].scalars for name in of_group]
-        unsliced |= {(i, key): "differs between parameters" for key in differences(scalars)}
+        trained = stepping(group, groups)
+        chosen = []
+        for name, stepped in zip(of_group, places_of(weights, of_group, group), strict=True):
+            if math.prod(weights[name].size) and (stepped is NOWHERE or is_among(stepped, trained)):
+                parameters[name], keys = describe_one(weights[name], i, stepped, opened)
+                unsliced |= {(i, key): "is not cut like the weights" for key in keys}
+                chosen.append(parameters[name].scalars)
+        unsliced |= {(i, key): "differs between parameters" for key in differences(chosen)}
     return parameters, unsliced
 
 
-def places_of(weights, group):
+def is_among(stepped, trained):
+    """Whether a tensor is trained: of a flat one, all parameters are."""
+    return stepped.flat or any(stepped is other for other in trained)
+
+
+def places_of(weights, names, group):
     """The Stepped of each weight, in their order: a tensor of its own, or a place in the flat one.
 
     If the weights do not fill the group, nobody knows which is where: then all are NOWHERE.
     """
-    if len(weights) == len(group):
+    ends = [*itertools.accumulate(math.prod(weights[name].size) for name in names)]
+    if group and group[0].flat:
+        if ends[-1:] == [math.prod(group[0].masters.size)]:
+            return [group[0]._replace(begin=begin) for begin in (0, *ends[:-1])]
+    elif len(names) == len(group):
         return group
-    ends = [*itertools.accumulate(math.prod(weight.size) for weight in weights)]
-    if group and group[0].flat and ends[-1:] == [math.prod(group[0].masters.size)]:
-        return [group[0]._replace(begin=begin) for begin in (0, *ends[:-1])]
-    return [NOWHERE] * len(weights)
+    return [NOWHERE] * len(names)
+
+
+def is_nowhere(places):
+    return any(stepped is NOWHERE for stepped in places)
 
 
 def describe_one(weight, group, stepped, opened):
     """(the Parameter at a place, the names of its states that have another shape)."""
     masters = stepped.masters or weight
     numel = math.prod(weight.size)
+    whole = {math.prod(masters.size)}
     states = {"fp32": elements_in("fp32", masters, stepped.begin, numel)}
     scalars = {}
     unsliced = set()
@@ -244,6 +282,8 @@ def describe_one(weight, group, stepped, opened):
         tensor = tensor_of(value)
         if tensor and tensor.size == masters.size and key != "step":
             states[key] = elements_in(key, tensor, stepped.begin, numel)
+        elif tensor is None and math.prod(masters.size) > 1 and holds_elements(value, whole):
+            unsliced.add(key)
         elif tensor is None or math.prod(tensor.size) == 1:
             scalars[key] = read_scalar(value, opened)
         else:
@@ -254,12 +294,98 @@ def describe_one(weight, group, stepped, opened):
 def elements_in(key, tensor, begin, numel):
     """Where elements of a tensor are, in the order of its indices."""
     if has_gaps(tensor) and numel:
-        return strided(key, trim_storage(tensor))
+        return strided(key, tensor)
     return extent_of(tensor, begin + numel).part(begin, numel)
 
 
 # --------------------------------------------------------------------------------------------------
-# which parameters the optimizer's tensors are, where no engine tells
+# which parameters the optimizer's tensors are
+
+
+def with_names_of_parameters(model, given):
+    """The model states, in which the entries of the module have the names of the parameters: a
+    wrapper gives them names that its state_dict() takes back."""
+    names = {entry: name for of_group in given for name, entry in of_group.items()}
+    if model["module"] is None or all(entry == name for entry, name in names.items()):
+        return model
+    module = {names.get(entry, entry): value for entry, value in model["module"].items()}
+    return model | {"module": module}
+
+
+def names_in_order(weights, groups, given, opened):
+    """([[name]] by group, in the order of its tensors, [their Stepped], {(group, ORDER): why nobody
+    knows them}).
+
+    given: the engine's names. Raises: CheckpointError, if the file is damaged.
+    """
+    if not any(given):
+        return [[] for _ in given], groups, {}
+    homes = {name: i for i, of_group in enumerate(given) for name in of_group}
+    names = []
+    placed = []
+    for i, (of_group, group) in enumerate(itertools.zip_longest(given, groups, fillvalue=())):
+        known = [name for name in of_group if name in weights]
+        allowed = [name for name in weights if homes.get(name, i) == i]
+        orders = orders_of(weights, known, allowed, group, stepping(group, groups), opened)
+        fitting = (order for order in orders if fits(weights, *order, opened))
+        order, tensors = next(fitting, (known, []))
+        names.append(order)
+        placed.append(tensors)
+    counts = Counter(itertools.chain(*names))
+    unknown = {}
+    for i, order in enumerate(names):
+        if order and (not placed[i] or max(counts[name] for name in order) > 1):
+            names[i] = [name for name in order if homes.get(name) == i]
+            placed[i] = []
+            unknown[i, ORDER] = "is not that of the engine, and the file does not tell it"
+    return names, placed, unknown
+
+
+def orders_of(weights, known, allowed, group, trained, opened):
+    """Yields (names, [Stepped]), which may be what is in a group: what the engine has, of all
+    tensors, or of those that have been trained; and the same with what it does not have."""
+    yield known, group
+    yield known, trained
+    order = order_by_values if group and group[0].masters else order_by_shapes
+    mixed = order(weights, allowed, group, opened)
+    if {*known} <= {*mixed}:
+        if group[0].masters or [name for name in mixed if name in known] == known:
+            yield mixed, group
+
+
+def order_by_values(weights, names, group, opened):
+    """The names in the order of a group's masters; [] if several have the same values."""
+    order = []
+    left = [*names]
+    while left:
+        before = [weights[name] for name in order]
+        fitting = [name for name in left if is_next(before, weights[name], group, opened)]
+        if len(fitting) != 1:
+            break
+        order += fitting
+        left.remove(fitting[0])
+    return order
+
+
+def order_by_shapes(weights, names, group, opened):
+    """The names that fit as the next tensor of a group, one by one; [] if others might, too."""
+    order = []
+    skipped = set()
+    for name in names:
+        if is_next([weights[before] for before in order], weights[name], group, opened):
+            order.append(name)
+        else:
+            skipped.add(weights[name].size)
+    shapeless = skipped and not all(stepped.state for stepped in group)
+    return [] if shapeless or any(weights[name].size in skipped for name in order) else order
+
+
+def fits(weights, names, group, opened):
+    """Whether these are the parameters of a group, as far as shapes and values tell."""
+    chosen = [weights[name] for name in names]
+    if not names or is_nowhere(places_of(weights, names, group)):
+        return False
+    return all(is_next(chosen[:i], weight, group, opened) for i, weight in enumerate(chosen))
 
 
 def names_by_shape(weights, groups, opened):
@@ -288,7 +414,7 @@ def names_by_shape(weights, groups, opened):
             frozen.add(weight.size)
     for of_group, group in zip(names, groups, strict=True):
         chosen = [weights[name] for name in of_group]
-        unclear |= NOWHERE in places_of(chosen, group)
+        unclear |= is_nowhere(places_of(weights, of_group, group))
         unclear |= any(weight.size in frozen for weight in chosen)
     if unclear:
         raise NeedsEngine(
@@ -317,6 +443,8 @@ def is_next(before, weight, group, opened):
 
 def is_rounded(weight, masters, begin, opened):
     """Whether a weight is what its masters are in its precision, as far as its first elements."""
+    if weight.dtype not in ROUNDED:
+        return True
     numel = min(math.prod(weight.size), 64)
     reader = ByteReader(opened)
     halves = reader.read(extent_of(weight, numel), 0, numel)

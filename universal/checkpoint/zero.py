@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from universal.checkpoint.experts import Team
 from universal.checkpoint.types import OptimizerState, Parameter, Problem
 from universal.errors import CheckpointError
+from universal.files.same import holds_elements, is_same
 from universal.files.schema import expect, is_natural
 from universal.files.sources import ByteRange, Extent, OpenFile
 from universal.files.torch_file import (
@@ -25,7 +26,6 @@ from universal.files.torch_file import (
     read_scalar,
     tensor_of,
 )
-from universal.files.torch_writer import pickled
 
 # --------------------------------------------------------------------------------------------------
 # 1. one shard
@@ -321,7 +321,9 @@ def read_flat(shard: SavedShard, number: int, numel: int, opened: OpenFile) -> F
     unsliced = {}
     for key, value in shard.optimizer["state"].get(number, {}).items():
         tensor = tensor_of(value)
-        if tensor is None or is_scalar(tensor, key, size):
+        if tensor is None and size > 1 and holds_elements(value, {size, shard.slice_sizes[number]}):
+            unsliced[key] = value
+        elif tensor is None or is_scalar(tensor, key, size):
             scalars[key] = read_scalar(value, opened)
         elif (
             key not in ("fp32", "step")
@@ -443,16 +445,6 @@ def differences(values: list[dict]) -> dict:
             if not in_both or not is_same(values[0][key], of_rank[key]):
                 differing[key] = f"differs between ranks 0 and {rank}"
     return differing
-
-
-def is_same(a, b):
-    """Whether two values are the same; objects are, if they are of the same content."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return a == b
-    plain = (bool, int, float, str)
-    if isinstance(a, plain) and isinstance(b, plain) and a == b:
-        return True
-    return pickled(a).data == pickled(b).data
 
 
 def lost_states(parameters: dict, optimizer: OptimizerState) -> list[str]:

@@ -3,8 +3,8 @@
 
     torch_file.load(path)          the content: tensors become Tensor, other objects Stub
     schema.expect(content, ...)    raises CheckpointError if it is not what a checkpoint has there
-    sources.Reader                 reads elements of a source in chunks, and compares checksums
+    sources.ByteReader             reads elements of a Source, and compares checksums
 
-A source is where the elements of a tensor are: an Extent of one file, or a Joined of parts.
+A Source is where the elements of a tensor are: an Extent of one file, or a Joined of parts.
 Needs Python alone, and of this package errors.py.
 """

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from universal.errors import CheckpointError
-from universal.files.sources import SHORT, ByteReader, Source, width
-from universal.files.torch_file import Tensor, contiguous_strides
+from universal.files.sources import SHORT, ByteReader, Record, Source, width
+from universal.files.torch_file import Tensor, contiguous_strides, has_gaps, trim_storage
 
 ARRAY_CODES = {"float32": "f", "float64": "d"}  # of the module array
 AVERAGED = ARRAY_CODES.keys()
@@ -196,8 +196,15 @@ class Padded(NamedTuple):
         buffer[nbytes:] = bytes(len(buffer[nbytes:]))
 
 
-def strided(name: str, tensor: Tensor) -> Joined:
-    """The source of a tensor of any strides, which may be a view, in the order of its indices."""
+def strided(name: str, tensor: Tensor) -> Source:
+    """The source of a tensor's elements in the order of its indices, whatever its strides are.
+
+    Its storage is a record, or has no elements beside those that it spans (trim_storage()).
+    """
+    if isinstance(tensor.storage, Record):  # of bytes, whatever they stand for
+        tensor = trim_storage(tensor)
+    if not has_gaps(tensor):
+        return tensor.storage
     strides = contiguous_strides(tensor.size)
     block = Block(0, tensor.size, tensor.stride, tensor.offset, strides, 0)
     return Joined(name, (tensor.storage,), (block,), math.prod(tensor.size))

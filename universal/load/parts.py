@@ -91,21 +91,20 @@ def parts_of(engine: Engine, checkpoint: Checkpoint, ranks: ProcessGroup) -> Par
     if degree > 1:
         for of_rank, others in ranks.all_gather((rank, shapes)):
             of_ranks[of_rank] = others | of_ranks.get(of_rank, {})  # of all pipeline stages
-    with ranks.all_or_none():
-        saved = unpack(checkpoint.packed.model).get(INFO_KEY)
-        # One rank wants it, too: a vocabulary may be padded for one.
-        info = engine.cuts() or saved and for_another_degree(saved)
-        joiner = TensorParallel(info, degree, "this engine")
-        if checkpoint.layout is None or checkpoint.layout.tensor != degree:
-            check_same_words(joiner, TensorParallel(saved, 1, checkpoint.folder), shapes)
-        wholes = {}
-        for name in shapes:
-            if any(name not in of_rank for of_rank in of_ranks.values()):
-                raise CheckpointError(f"not every tensor-parallel rank has a part of {name}")
-            shapes_of_parts = [of_ranks[i][name] for i in range(degree)]
-            wholes[name] = joiner.whole(name, shapes_of_parts)
-            parts = [Extent("float32", None, 0, math.prod(shape)) for shape in shapes_of_parts]
-            joiner.check_cover(name, wholes[name], parts, math.prod(wholes[name].shape))
+    saved = unpack(checkpoint.packed.model).get(INFO_KEY)
+    # One rank wants it, too: a vocabulary may be padded for one.
+    info = engine.cuts() or saved and for_another_degree(saved)
+    joiner = TensorParallel(info, degree, "this engine")
+    if checkpoint.layout is None or checkpoint.layout.tensor != degree:
+        check_same_words(joiner, TensorParallel(saved, 1, checkpoint.folder), shapes)
+    wholes = {}
+    for name in shapes:
+        if any(name not in of_rank for of_rank in of_ranks.values()):
+            raise CheckpointError(f"not every tensor-parallel rank has a part of {name}")
+        shapes_of_parts = [of_ranks[i][name] for i in range(degree)]
+        wholes[name] = joiner.whole(name, shapes_of_parts)
+        parts = [Extent("float32", None, 0, math.prod(shape)) for shape in shapes_of_parts]
+        joiner.check_cover(name, wholes[name], parts, math.prod(wholes[name].shape))
     return Parts(rank, degree, wholes)
 
 
