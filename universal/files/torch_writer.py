@@ -65,7 +65,7 @@ def record_header(stem: str, name: str, nbytes: int, offset: int) -> zipfile.Zip
     info = zipfile.ZipInfo(f"{stem}/{name}")
     info.CRC = 0
     info.file_size = info.compress_size = nbytes
-    info.record_headerfset = offset
+    info.header_offset = offset
     # torch aligns records, to map them.
     padding = -(offset + len(info.FileHeader()) + 4) % 64
     info.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)
@@ -83,7 +83,7 @@ def write_records(file: BinaryIO, stem: str, sources: dict[str, Any], reader: By
                 file.write(chunk)
                 info.CRC = append_crc(info.CRC, chunk, crc)
             archive.start_dir = file.tell()
-            file.seek(info.record_headerfset)
+            file.seek(info.header_offset)
             file.write(info.FileHeader())  # with the checksum
             file.seek(archive.start_dir)
             archive.filelist.append(info)
