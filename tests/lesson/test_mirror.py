@@ -120,7 +120,7 @@ LONG = {
 # Mirror's wait: without it a step whose copy was under way may be done again.
 LIVES = [
     ("all in one", ALL_IN_ONE, "ab", "", True),
-    ("in the background", [DEATH], "aa", "--zero_stage 3", False),
+    ("in the background", [IN_SENDING], "bb", "--zero_stage 3", False),
     slow("all in one, in the background", ALL_IN_ONE, "ab", "", False),
 ]
 LIVES += [slow(name, *job, True) for name, job in LONG.items()]
