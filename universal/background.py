@@ -26,6 +26,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from universal.load.collective import SideGroup, say
 from universal.load.hooks import overridden
 from universal.load.snapshot import Collector, Image, copies_done, new_memory
+from universal.write.console import print_line
 from universal.write.processes import all_or_none, one_line
 from universal.write.publish import publish
 
@@ -189,15 +190,14 @@ class Saver:
                 if self.publish(saving, output, latest) and published:
                     published()
             if self.group.rank == 0:
-                print(f"universal: {output} is saved", flush=True)
+                print_line(f"universal: {output} is saved")
         except Exception as error:
             if self.leads:
                 shutil.rmtree(saving, ignore_errors=True)
             if self.group.rank == 0:
-                print(
+                print_line(
                     f"universal: WARNING: {output} is not saved, and the training goes on: "
-                    f"{one_line(error)}",
-                    flush=True,
+                    f"{one_line(error)}"
                 )
 
     def publish(self, saving: Path, output: Path, latest: Path | None) -> bool:

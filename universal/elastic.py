@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from universal import background
+from universal.write.console import print_line
 from universal.write.publish import publish
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def open_store() -> dist.TCPStore:
 
 def stand_by(rank: int, reason: str) -> NoReturn:
     """Wait until the job is done, or until the agent restarts everything, with SIGTERM."""
-    print(f"rank {rank} stands by until the next change: {reason}", flush=True)
+    print_line(f"rank {rank} stands by until the next change: {reason}")
     try:
         store = open_store()
         store.wait([DONE], datetime.timedelta(days=365))
@@ -131,8 +132,9 @@ def end_process(code: int) -> NoReturn:
     and C++ then aborts: "terminate called without an active exception", exit code -6."""
     atexit.unregister(end_process)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # it may be closed
+            stream.flush()
     os._exit(code)
 
 
@@ -183,7 +185,7 @@ def save(
                 remove_old(folder, keep)
     dist.barrier()
     if rank == 0:
-        print(f"saved {checkpoint}", flush=True)
+        print_line(f"saved {checkpoint}")
 
 
 ATTEMPTS = {}  # {folder: the last attempt of these ranks to save into it}
@@ -198,9 +200,8 @@ def begin_attempt(folder: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         last = folder / ".last_save"
         if folder in ATTEMPTS and last.read_text() != ATTEMPTS[folder]:
-            print(
-                f"others train this job, too, and have saved into {folder}: the agents meet again",
-                flush=True,
+            print_line(
+                f"others train this job, too, and have saved into {folder}: the agents meet again"
             )
             attempt = [None]
         else:

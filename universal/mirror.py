@@ -43,6 +43,7 @@ from universal.load.engine import Engine
 from universal.load.hooks import overridden
 from universal.load.snapshot import Collector, Image, copies_done
 from universal.proof import after_save
+from universal.write.console import print_line
 
 if TYPE_CHECKING:
     import deepspeed
@@ -110,10 +111,9 @@ class Mirror:
             if problem:
                 raise ValueError(problem)
         if self.partner == self.rank == 0:
-            print(
+            print_line(
                 f"mirror.py: {folder} is of one machine: "
-                "it survives a rank's death, not the machine's",
-                flush=True,
+                "it survives a rank's death, not the machine's"
             )
 
     def problem(self) -> str | None:
@@ -249,11 +249,10 @@ class Mirror:
             return self.folder
         if counts and self.rank == 0:
             if newest in whole:
-                print(f"mirror.py: {problem}", flush=True)
-            print(
+                print_line(f"mirror.py: {problem}")
+            print_line(
                 "mirror.py: no newer step is complete in memory: "
-                f"back to the disk, {disk}, at step {saved}",
-                flush=True,
+                f"back to the disk, {disk}, at step {saved}"
             )
         return disk
 
@@ -267,7 +266,7 @@ class Mirror:
             try:
                 verify(path)
             except (CheckpointError, OSError) as error:
-                print(f"mirror.py: {error}; removed", flush=True)
+                print_line(f"mirror.py: {error}; removed")
                 path.unlink(missing_ok=True)
 
     def problem_of_slot(self, slot: str) -> str | None:

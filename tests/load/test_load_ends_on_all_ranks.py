@@ -9,9 +9,11 @@ import signal
 import time
 from pathlib import Path
 
+import plants
 import pytest
 
 import universal
+from tests.support.commands import slow
 from tests.support.files import flip
 from tests.support.ranks import last_error, launch, run
 from tests.support.toy import begin, make
@@ -131,6 +133,17 @@ def test_our_own_bug_is_no_damage(saved, module, function, rank):
     # The other rank says the same.
     assert result.errors.count("RankFailed: KeyError: 'planted'") == 2
     assert "passed over" not in (saved / "said.0").read_text()
+
+
+@pytest.mark.parametrize(
+    "route, ranks, every",
+    [("ZeRO-3", 3, 23)] + [slow(route, 3 if "ZeRO" in route else 2, 1) for route in plants.ROUTES],
+)
+def test_an_error_anywhere(tmp_path, route, ranks, every):
+    """At the first and at the last call of each function of a load, on rank 0 or 1: all ranks end
+    with that error, soon, and the engine can load after that."""
+    run(tmp_path, ranks, plants.main, route, every)
+    assert (tmp_path / "failures").read_text() == ""
 
 
 def test_a_damaged_shard_is_passed_over(saved, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.module_states import module_state, read_model_states
+from universal.checkpoint.names import plain_keys, with_plain_names
 from universal.checkpoint.types import (
     Checkpoint,
     Described,
@@ -74,6 +75,8 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
         return read_parameter(states, flat, group_of.get(flat), step, opened)
 
     parameters = dict(zip(flats, pool.map(read, flats, flats.values()), strict=True))
+    parameters = plain_keys(parameters)
+    models = [with_plain_names(model) for model in models]
     models = [model | {"module": untrained_entries(model, parameters)} for model in models]
     description = Checkpoint(
         folder=folder,

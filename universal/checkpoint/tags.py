@@ -124,6 +124,7 @@ def newest_first(folder: Path, say: Callable, converted_only: bool = False) -> l
     last = max(tags, key=lambda tag: tag.step, default=None)
     tags.sort(key=lambda tag: (tag not in given_up, tag.step, tag.is_saved), reverse=True)
     name = named_by_latest(folder, converted_only)
+    file = "latest_universal" if converted_only else "latest"
     # A job killed before it wrote `latest` leaves a newer tag. Others are from an earlier run, or
     # `latest` was edited.
     for named in [tag for tag in tags if tag.name == name]:
@@ -131,12 +132,15 @@ def newest_first(folder: Path, say: Callable, converted_only: bool = False) -> l
         later = [tag for tag in tags if tag.step > named.step and tag.written > since]
         if later:
             say(
-                f"`latest` names {name}, and {later[0].name} was written after it: the later one "
+                f"`{file}` names {name}, and {later[0].name} was written after it: the later one "
                 "is taken, if it is complete"
             )
         return [tag.name for tag in dict.fromkeys([*later, named, *tags])]
     if name and name not in passed_over:
-        say(f"`latest` names {name}, which holds no checkpoint")
+        lacks_some = not converted_only and any((folder / name).glob("*_states.pt"))
+        holds = "which lacks rank 0's model states" if lacks_some else "which holds no checkpoint"
+        holds += " that is converted" if converted_only else ""
+        say(f"`{file}` names {name}, {holds}")
     if last in given_up:
         say(
             f"{given_up[last].name} was written after {last.name}, so that run went back; if they "
