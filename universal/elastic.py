@@ -21,6 +21,7 @@ continues from the disk.
 import atexit
 import contextlib
 import datetime
+import functools
 import os
 import shutil
 import signal
@@ -34,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from universal import background
 from universal.write.console import print_line
 from universal.write.publish import publish
 
@@ -109,6 +111,7 @@ def watch_sigterm(device: torch.device) -> Callable[[], bool]:
 
 def exit_together(finished: bool) -> NoReturn:
     """Exit, all ranks together, with 0 if the job is done and 143 if it is to continue."""
+    background.wait()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     standing_by = int(os.environ.get("STANDING_BY", 0))
     dist.barrier()  # a rank that leaves early can take the others down
@@ -152,6 +155,7 @@ def save(
     keep: how many of the newest checkpoints to keep; the others are removed, with what was
     converted from them, except those that `latest` and `latest_universal` name.
     """
+    background.wait()
     folder, rank = Path(folder), dist.get_rank()
     checkpoint = folder / f"global_step{engine.global_steps}"
     leads = os.environ.get("LOCAL_RANK", "0") == "0"  # the first rank of its machine
@@ -159,6 +163,10 @@ def save(
     if leads:
         remove_unfinished(checkpoint)  # of a job that was killed as it saved
     dist.barrier()
+    if background.saves(engine):
+        clean = functools.partial(remove_old, folder, keep) if keep else None
+        engine.save_checkpoint(folder, checkpoint.name, client_state, published=clean)
+        return
     # A cut-off rank that still writes for an earlier attempt must not write into this one.
     unfinished = Path(f"{checkpoint}.{attempt}.unfinished")
     engine.save_checkpoint(
@@ -172,7 +180,7 @@ def save(
         with contextlib.suppress(FileNotFoundError):  # another machine that shares it was first
             unfinished.rename(renamed)
         if renamed.exists():
-            publish(renamed, checkpoint, "latest")
+            publish(renamed, checkpoint, folder / "latest")
             if keep:
                 remove_old(folder, keep)
     dist.barrier()

@@ -23,7 +23,8 @@ MAP, RECIPES, TESTS = re.split("## Recipes|## Tests", PAGE)
 FILES = [*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), *ROOT.glob("universal/*/[!_]*.py")]
 ROOMS = ("files", "checkpoint", "write", "load")  # from the lowest to the highest
 PACKAGES = {"universal", *(f"universal.{room}" for room in ROOMS)}
-WITH_TORCH = ("resume", "mirror", "proof", "trainer", "exact", "elastic")  # beside load/
+# Beside load/.
+WITH_TORCH = ("resume", "mirror", "proof", "trainer", "exact", "elastic", "background")
 
 
 def name_of(path):

@@ -102,7 +102,9 @@ class Extent(NamedTuple):
 
 def nbytes_of(content: bytes | Source) -> int:
     """The size of bytes, or of what a source reads."""
-    return len(content) if isinstance(content, bytes) else content.numel * width(content.dtype)
+    if isinstance(content, bytes | memoryview):
+        return len(content)
+    return content.numel * width(content.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
