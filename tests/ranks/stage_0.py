@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import fused_adam
@@ -14,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import universal
 from tests.support import toy
-from tests.support.case import Case, case, convert, load, refused
+from tests.support.case import Case, case, convert, load, printed, refused
 from tests.support.toy import (
     Net,
     differences,
@@ -324,6 +325,15 @@ def another_order(stage):
             kept = {n: v for n, v in read_truth(f"{source}/truth.pt").items() if n != "scale"}
             lost = differences(rounded(kept, snapshot(engine)), snapshot(engine))
             assert not lost, (source, kind, lost)
+
+
+@of_stage_0(lambda stage: save("0 fp32", "reversed", optimizer=reversed_adamw))
+def an_order_that_does_not_fit(stage):
+    """Without masters, nothing tells another one: DeepSpeed's loader would say nothing."""
+    universal.load_checkpoint(engine_of("0 fp32", 5), "reversed", "t")
+    assert printed("WARNING: the order of the parameters of the optimizer is not known")
+    with pytest.raises(universal.CheckpointError, match="is not known.*on its own ranks only"):
+        universal.load_checkpoint(engine_of("1 fp32", 5), "reversed", "t")
 
 
 class OfAllInGroups(torch.optim.AdamW):

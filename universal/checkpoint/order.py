@@ -24,7 +24,7 @@ UNCLEAR = (
     "it does not say which parameters are in which group of the optimizer, and their shapes do not "
     "tell: load it without converting it"
 )
-UNKNOWN_ORDER = "is not that of the engine, and the file does not tell it"
+UNKNOWN_ORDER = "is not known: the file does not tell it, and that of the engine does not fit"
 
 
 class Told(NamedTuple):

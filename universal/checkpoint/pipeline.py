@@ -12,6 +12,7 @@ from pathlib import Path
 
 from universal.checkpoint.module_states import modules_of_layers
 from universal.checkpoint.order import (
+    ORDER,
     NeedsEngine,
     SavedRank,
     Told,
@@ -25,7 +26,7 @@ from universal.errors import CheckpointError
 from universal.files.sources import OpenFile
 from universal.files.torch_file import verify
 
-UNTOLD = "is of a pipeline without ZeRO, and nothing tells which stage had which parameters"
+UNTOLD = "is not known: no ZeRO, and nothing tells which stage had which parameters"
 
 
 def split_pipeline(
@@ -78,7 +79,7 @@ def trained_groups(rank):
 
 def without_places(ranks, tensor, names):
     """The ranks, with all parameters in the first stage, and no states."""
-    ranks = [rank._replace(groups=[], lost={(None, "state"): UNTOLD}) for rank in ranks]
+    ranks = [rank._replace(groups=[], lost={(None, ORDER): UNTOLD}) for rank in ranks]
     return [rank._replace(names=names) for rank in ranks[:tensor]] + ranks[tensor:]
 
 
