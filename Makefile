@@ -4,7 +4,7 @@
 # make hosts     three hosts whose cable is pulled, in network namespaces of this machine; 10 minutes
 # make exact     the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of checkpoints; 20 to 30 minutes
 # make 3d        change the tensor, pipeline and sequence layout; 30 minutes
-# make resume    what it costs to resume a model of 86 million parameters, and by DeepSpeed's means
+# make resume    what it costs to resume a model of 86 million parameters, and by others' means; 5 minutes
 # make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
 # make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; 20 minutes
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; 9 minutes
@@ -239,12 +239,17 @@ $(OUT)/3d.txt: .venv/installed-dev measure/layouts.py plot.py train.py $(EXAMPLE
 	cat $@
 
 # What a resume costs, of a model of 86 million parameters
-resume: $(OUT)/resume_cost.txt
+resume: $(OUT)/resume_cost.txt $(OUT)/load_cost.txt
 
 $(OUT)/resume_cost.txt: .venv/installed measure/resume.py train.py $(PACKAGE)
 	@mkdir -p $(OUT)
 	$(PY) -m measure.resume > $@
 	sed -i /WARNING/d $@
+	@cat $@
+
+$(OUT)/load_cost.txt: .venv/installed measure/resume.py train.py $(PACKAGE)
+	@mkdir -p $(OUT)
+	$(PY) -m measure.resume --loads > $@
 	@cat $@
 
 # Training loops that are not ours

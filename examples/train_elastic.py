@@ -121,13 +121,19 @@ def load(engine, args, run, memory):
 
 
 def open_log(run_name, saved):
-    """As in train.py. The mirror also holds a step's row: a job that died before it logged the
-    step does it now."""
-    if "row" not in saved:
-        return train.open_log(run_name, saved["step"])
-    log = train.open_log(run_name, saved["step"] - 1)
-    log.writerow(saved["row"])
+    """As in train.py. A checkpoint also holds the rows of steps that were not logged yet."""
+    rows = saved.get("rows", [])
+    log = train.open_log(run_name, saved["step"] - len(rows))
+    log.writerows(rows)
     return log
+
+
+def write_rows(log, rows, committed, monitor):
+    """Log the rows of the steps up to `committed`. Returns the others."""
+    for row in rows if log else []:
+        if row["step"] <= committed:
+            train.write_row(log, row, monitor)
+    return [row for row in rows if row["step"] > committed]
 
 
 def resume_and_train(engine, args, run, rows, memory=None):
@@ -137,19 +143,24 @@ def resume_and_train(engine, args, run, rows, memory=None):
     step = saved["step"]
     stopping = elastic.watch_sigterm(engine.device)  # SIGTERM: the same answer on all ranks
     log = open_log(args.run_name, saved) if RANK == 0 else None
+    waiting = []  # rows of steps that may be done again
     for row in rows(step):
         step = row["step"]
-        state = {"step": step, "run": run}
-        if memory:  # if this run dies before it logs the row, the next will
-            memory.save(state | {"row": row})
-        if log:
-            train.write_row(log, row, engine.monitor)
+        waiting.append(row)
+        state = {"step": step, "run": run, "rows": [*waiting]}
+        committed = memory.save(state) if memory else step
+        if memory and memory.every > 1:  # steps between two copies may be done again anyway
+            committed = step
         stop = stopping()
         if stop or step % args.checkpoint_interval == 0:
             elastic.save(engine, args.checkpoint_dir, state, args.keep)
+        waiting = write_rows(log, waiting, committed, engine.monitor)
         if stop:
             break
     finished = step == args.steps
+    if memory:
+        memory.finish()
+        write_rows(log, waiting, step, engine.monitor)
     if memory and finished:
         memory.close()
     elastic.exit_together(finished)

@@ -2,28 +2,43 @@
 how close it stays.
 
     python -m measure.resume
+    python -m measure.resume --loads    loading alone, by turns with its peers; 3 minutes
 
     universal   universal.load_checkpoint(), from the ZeRO checkpoint as it is
     DeepSpeed   DeepSpeed's converter and its universal loader
 
 Seconds: of the conversion, a process of its own, and of loading, the slowest rank. Memory: the
 largest of a rank while it loads, over what it had, and the converter's. Difference: the largest of
-the training loss over the steps after the resume."""
+the training loss over the steps after the resume.
 
+The peers of loading: DeepSpeed's own loader, on the ranks that saved; DCP, torch's distributed
+checkpoint of FSDP2, on others; and the reads of a rank's own files into memory, with nothing else.
+"""
+
+import argparse
 import json
 import os
 import re
+import statistics
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import universal
 from measure.convert import Run, commands, timed
+from tests.support.lay_out import lay_out
 from tests.support.ranks import deepspeed, run
 from train import GPT, init_distributed, parameter_groups
+from universal.files.sources import READERS
+from universal.load.reader import TensorReader, describe_for_load
 
 STAGE = 3
 BATCH = 4
@@ -32,6 +47,7 @@ SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768}  # 86 million parameters
 SAVED = 2  # steps before the save
 STEPS = 12
 WAYS = ("universal", "DeepSpeed")
+ROUNDS = 2
 
 
 def make_engine(batch, micro, stage, load_universal=False):
@@ -58,14 +74,18 @@ def megabytes(key):
 
 def load(engine, folder, way):
     """Returns (seconds, megabytes) of this rank."""
+    if way == "universal":
+        return cost(lambda: universal.load_checkpoint(engine, folder, "saved"))
+    return cost(lambda: engine.load_checkpoint(folder, way))
+
+
+def cost(work):
+    """(seconds, megabytes) of this rank for what must return something."""
     before = megabytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     dist.barrier()
     start = time.perf_counter()
-    if way == "universal":
-        universal.load_checkpoint(engine, folder, "saved")
-    else:
-        assert engine.load_checkpoint(folder, way)[0]
+    assert work()
     return time.perf_counter() - start, megabytes("VmHWM") - before
 
 
@@ -102,6 +122,174 @@ def trained(work, ranks, *way):
     return json.loads(out.splitlines()[-1])
 
 
+# -----------------------------------------------------------------------------
+# loading alone
+
+
+class Frozen(nn.Module):
+    """A gigabyte of frozen weights, and a few that are trained."""
+
+    def __init__(self):
+        super().__init__()
+        frozen = (nn.Linear(2048, 2048, bias=False) for _ in range(64))
+        self.base = nn.ModuleList(layer.requires_grad_(False) for layer in frozen)
+        self.head = nn.Linear(64, 64)
+
+
+class Fsdp:
+    """The GPT under FSDP2, saved and loaded by DCP."""
+
+    def __init__(self):
+        self.model = GPT(**SHAPE, seq_len=LENGTH, dropout=0.0)
+        for block in self.model.blocks:
+            fully_shard(block)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(parameter_groups(self.model), lr=3e-4)
+
+    def state(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, folder):
+        dcp.save(self.state(), checkpoint_id=folder)
+
+    def load(self, folder):
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder)
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **states)
+        return state
+
+
+def made(frozen, stage):
+    if not frozen:
+        return make_engine(BATCH, 1, stage)
+    init_distributed()
+    config = {
+        "train_batch_size": BATCH,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    }
+    model = Frozen()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+    return engine
+
+
+def save(folder, stage, frozen):
+    """What each rank does."""
+    engine = made(frozen, stage)
+    if not frozen:
+        tokens = torch.randint(256, (1, LENGTH + 1))
+        engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+        engine.step()  # before it, there are no moments
+        Fsdp().save(f"{folder}/dcp")
+    engine.save_checkpoint(folder, "saved")
+
+
+def read_own_files(folder):
+    """The shard and the model states of this rank, in threads. Returns the bytes."""
+    number = f"*zero_pp_rank_{dist.get_rank()}_mp*"
+    with ThreadPoolExecutor(READERS) as pool:
+        return sum(map(len, pool.map(Path.read_bytes, Path(folder, "saved").glob(number))))
+
+
+def load_by_turns(folder, stage, frozen, peer, peer_begins):
+    """What each rank does; rank 0 prints [(ours, peer's), ...], (seconds, megabytes) each."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    engine = made(frozen, stage)
+    fsdp = Fsdp() if peer == "DCP" else None
+    ways = {
+        "universal": lambda: universal.load_checkpoint(engine, folder, "saved"),
+        "DeepSpeed": lambda: engine.load_checkpoint(folder, "saved"),
+        "DCP": lambda: fsdp.load(f"{folder}/dcp"),
+        "reads": lambda: read_own_files(folder),
+    }
+    names = ["universal", peer]
+    rounds = []
+    for _ in range(ROUNDS):
+        costs = {name: cost(ways[name]) for name in names[:: -1 if peer_begins else 1]}
+        slowest = torch.tensor([costs[name] for name in names])
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        rounds.append(slowest.tolist())
+    print("\n" + json.dumps(rounds))
+
+
+def compare(folder, stage, frozen, ranks, peer):
+    """The cells of a row. Memory is that of a first load, which nobody has prepared."""
+    rounds = []
+    sizes = [0, 0]
+    for peer_begins in (False, True):
+        work = (load_by_turns, folder, stage, frozen, peer, peer_begins)
+        rounds += json.loads(run(folder, ranks, *work, limit=300).splitlines()[-1])
+        sizes[peer_begins] = rounds[-ROUNDS][peer_begins][1]
+    ours, theirs = (statistics.median(turn[way][0] for turn in rounds) for way in (0, 1))
+    ratio = statistics.median(turn[0][0] / turn[1][0] for turn in rounds)
+    return f"{ours:.2f}", f"{theirs:.2f}", f"{ratio:.2f}", *(f"{size:.0f}" for size in sizes)
+
+
+def read_slowly(folder):
+    """What one of 48 ranks reads of 64 ranks' files, if the storage answers after a millisecond.
+
+    Returns: (ranges, reads, seconds, seconds if each range is read by itself in 8 threads).
+    """
+    group = {f"layer.{i}.weight": torch.Size((350, 350)) for i in range(700)}
+    lay_out(folder, [group, {}], 64, 3)
+    checkpoint = describe_for_load(folder)
+    share = -(-350 * 350 // 48)
+    start = 17 * share
+    reader = TensorReader()
+    ranges = []
+    for key in ("fp32", "exp_avg", "exp_avg_sq"):
+        flat = torch.empty(len(group) * share)
+        for part, parameter in zip(flat.split(share), checkpoint.parameters.values(), strict=True):
+            reader.fill(part, parameter.states[key], start)
+            ranges += parameter.states[key].ranges(start, share)
+    preadv = os.preadv
+    reads = []
+
+    def slow(*read):
+        time.sleep(0.001)
+        reads.append(read)
+        return preadv(*read)
+
+    def read_alone(part):
+        file = reader.opened(part.record.path)
+        slow(file.fileno(), [bytearray(part.nbytes)], part.record.offset + part.start)
+
+    os.preadv = slow
+    begin = time.perf_counter()
+    reader.fetch()
+    middle = time.perf_counter()
+    os.preadv = preadv
+    count = len(reads)
+    with ThreadPoolExecutor(READERS) as pool:
+        list(pool.map(read_alone, ranges))
+    return len(ranges), count, middle - begin, time.perf_counter() - middle
+
+
+def loads():
+    assert universal.load_checkpoint  # so that no rank has to import it
+    row = "{:<22}{:>6}{:>10}{:>11}{:>8}{:>8}{:>8}{:>10}"
+    print(f"seconds of the slowest rank, medians of {2 * ROUNDS}, by turns; saved on 4 ranks")
+    print(row.format("", "ranks", "universal", "peer", "", "ratio", "MB", "MB peer"))
+    for stage, frozen in ((1, False), (3, False), (3, True)):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as work:
+            run(work, 4, save, work, stage, frozen, limit=300)
+            peers = [(4, "reads")] if frozen else [(4, "DeepSpeed"), (2, "DCP")]
+            for ranks, peer in peers:
+                ours, theirs, *rest = compare(work, stage, frozen, ranks, peer)
+                name = f"ZeRO-{stage}" + ", 1 GB frozen" * frozen
+                print(row.format(name, ranks, ours, peer, theirs, *rest), flush=True)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as work:
+        ranges, reads, ours, alone = read_slowly(Path(work, "saved"))
+    print(
+        "64 ranks' files at ZeRO-3, 700 parameters, each read 1 ms late: one of 48 ranks reads "
+        f"{ranges}\nranges in {reads} reads and {ours:.2f} s; one by one in {READERS} threads "
+        f"they take {alone:.2f} s"
+    )
+
+
 def main():
     row = "{:<12}{:>12}{:>10}{:>10}{:>14}{:>14}"
     print(row.format("", "seconds of", "loading", "MB of", "MB of the", "difference"))
@@ -127,4 +315,8 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--loads", action="store_true", help="loading alone")
+    loads() if parser.parse_args().loads else main()

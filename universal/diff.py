@@ -44,6 +44,7 @@ from universal.checkpoint.module_states import client_state_of
 from universal.checkpoint.tags import find_tag
 from universal.checkpoint.types import Described
 from universal.checkpoint.without_zero import NeedsEngine, unnamed_states
+from universal.checkpoint.zero import is_computed_anew
 from universal.errors import CheckpointError
 from universal.files.joined import strided
 from universal.files.same import is_same
@@ -328,7 +329,8 @@ def scalars_of(described: Described) -> dict[str, dict]:
     scalars = {}
     for name, parameter in described.checkpoint.parameters.items():
         for key, value in parameter.scalars.items():
-            scalars.setdefault(key, {})[name] = number_of(value)
+            if not is_computed_anew(key, described.checkpoint.optimizer.param_groups):
+                scalars.setdefault(key, {})[name] = number_of(value)
     return scalars
 
 

@@ -21,6 +21,7 @@ continues from the disk.
 import atexit
 import contextlib
 import datetime
+import functools
 import os
 import shutil
 import signal
@@ -34,6 +35,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from universal import background
+from universal.write.console import print_line
 from universal.write.publish import publish
 
 if TYPE_CHECKING:
@@ -81,7 +84,7 @@ def open_store() -> dist.TCPStore:
 
 def stand_by(rank: int, reason: str) -> NoReturn:
     """Wait until the job is done, or until the agent restarts everything, with SIGTERM."""
-    print(f"rank {rank} stands by until the next change: {reason}", flush=True)
+    print_line(f"rank {rank} stands by until the next change: {reason}")
     try:
         store = open_store()
         store.wait([DONE], datetime.timedelta(days=365))
@@ -108,6 +111,7 @@ def watch_sigterm(device: torch.device) -> Callable[[], bool]:
 
 def exit_together(finished: bool) -> NoReturn:
     """Exit, all ranks together, with 0 if the job is done and 143 if it is to continue."""
+    background.wait()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     standing_by = int(os.environ.get("STANDING_BY", 0))
     dist.barrier()  # a rank that leaves early can take the others down
@@ -128,8 +132,9 @@ def end_process(code: int) -> NoReturn:
     and C++ then aborts: "terminate called without an active exception", exit code -6."""
     atexit.unregister(end_process)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # it may be closed
+            stream.flush()
     os._exit(code)
 
 
@@ -150,6 +155,7 @@ def save(
     keep: how many of the newest checkpoints to keep; the others are removed, with what was
     converted from them, except those that `latest` and `latest_universal` name.
     """
+    background.wait()
     folder, rank = Path(folder), dist.get_rank()
     checkpoint = folder / f"global_step{engine.global_steps}"
     leads = os.environ.get("LOCAL_RANK", "0") == "0"  # the first rank of its machine
@@ -157,6 +163,10 @@ def save(
     if leads:
         remove_unfinished(checkpoint)  # of a job that was killed as it saved
     dist.barrier()
+    if background.saves(engine):
+        clean = functools.partial(remove_old, folder, keep) if keep else None
+        engine.save_checkpoint(folder, checkpoint.name, client_state, published=clean)
+        return
     # A cut-off rank that still writes for an earlier attempt must not write into this one.
     unfinished = Path(f"{checkpoint}.{attempt}.unfinished")
     engine.save_checkpoint(
@@ -170,12 +180,12 @@ def save(
         with contextlib.suppress(FileNotFoundError):  # another machine that shares it was first
             unfinished.rename(renamed)
         if renamed.exists():
-            publish(renamed, checkpoint, "latest")
+            publish(renamed, checkpoint, folder / "latest")
             if keep:
                 remove_old(folder, keep)
     dist.barrier()
     if rank == 0:
-        print(f"saved {checkpoint}", flush=True)
+        print_line(f"saved {checkpoint}")
 
 
 ATTEMPTS = {}  # {folder: the last attempt of these ranks to save into it}
@@ -190,9 +200,8 @@ def begin_attempt(folder: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         last = folder / ".last_save"
         if folder in ATTEMPTS and last.read_text() != ATTEMPTS[folder]:
-            print(
-                f"others train this job, too, and have saved into {folder}: the agents meet again",
-                flush=True,
+            print_line(
+                f"others train this job, too, and have saved into {folder}: the agents meet again"
             )
             attempt = [None]
         else:

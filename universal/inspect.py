@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from universal.checkpoint.describe import describe, paths_of
 from universal.checkpoint.facts import facts_of, settings_on
+from universal.checkpoint.names import plain_keys, with_plain_names
 from universal.checkpoint.tags import is_checkpoint, list_tags, newest_first
 from universal.checkpoint.types import Checkpoint, Described
 from universal.checkpoint.without_zero import ROUNDED, NeedsEngine, rounded
@@ -179,7 +180,7 @@ def check_steps_by_sample(described: Described) -> None:
     if not compares_weights(checkpoint):
         return
     path = checkpoint.files.model_states
-    module = load(path)["module"] or {}
+    module = with_plain_names(load(path))["module"] or {}
     reader = ByteReader()
     for name, parameter in checkpoint.parameters.items():
         weight = tensor_of(module.get(name))
@@ -315,7 +316,7 @@ def weights_not_read(folder):
         if path.name.endswith("model_states.pt"):
             with contextlib.suppress(CheckpointError):  # a second name, which a conversion leaves
                 content = load(path)
-                module = content.get("module") or content
+                module = plain_keys(content.get("module") or content)
                 tensors = [tensor_of(module.get(name)) for name in checkpoint.parameters]
                 places |= {place_of(tensor.storage) for tensor in tensors if tensor}
     return places

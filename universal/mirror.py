@@ -7,26 +7,32 @@ had reached.
     path, client_state = universal.load_checkpoint(engine, folder, missing_ok=True)
     for step in ...:
         ...
-        mirror.save({"step": step})             # once this returns, the step cannot be lost
+        committed = mirror.save({"step": step}) # the steps up to this one cannot be lost
     mirror.close()                              # the job is done
 
-Every rank saves its files into its machine's memory, and sends a copy to a rank on the next
-machine. A shard is lost only if two such neighbors die at once. Machines that only have disks of
-their own need just gather().
+Every rank copies its tensors into its machine's memory. A thread completes the files there, and
+sends them to a rank on the next machine, while the next step is trained; the next save() waits for
+it. So a restart repeats at most the step whose copy was under way; with wait=True, none. A shard is
+lost only if two such neighbors die at once. Machines that only have disks of their own need just
+gather().
 """
 
 import contextlib
 import fcntl
+import functools
 import os
+import re
 import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from universal.background import begin
 from universal.checkpoint.describe import describe
 from universal.checkpoint.tags import named_by_latest, rank_0_model_states, step_of
 from universal.errors import CheckpointError
@@ -34,7 +40,10 @@ from universal.files.torch_file import verify
 from universal.load import reader
 from universal.load.collective import end_process_group, gloo_group
 from universal.load.engine import Engine
+from universal.load.hooks import overridden
+from universal.load.snapshot import Collector, Image, copies_done
 from universal.proof import after_save
+from universal.write.console import print_line
 
 if TYPE_CHECKING:
     import deepspeed
@@ -42,6 +51,7 @@ if TYPE_CHECKING:
 # Room for two steps, all of which one machine may hold after a loss: bytes of each parameter for
 # fp32, Adam's two moments, the weights, and spare.
 BYTES_PER_PARAMETER = 33.6
+SLACK = 1 << 16  # bytes by which the next step's file may be longer
 
 
 class FileState(NamedTuple):
@@ -66,19 +76,30 @@ def file_state(path: Path) -> FileState:
 
 
 class Mirror:
-    """The shards of a job, in memory."""
+    """The shards of a job, in memory. committed: the last step of these ranks that two machines
+    hold; 0, if there is none."""
 
     def __init__(
-        self, engine: "deepspeed.DeepSpeedEngine", folder: str | os.PathLike, every: int = 1
+        self,
+        engine: "deepspeed.DeepSpeedEngine",
+        folder: str | os.PathLike,
+        every: int = 1,
+        wait: bool = False,
     ):
         """folder: in each machine's memory, for this job alone. every: steps from one copy to the
-        next. Raises ValueError, on all ranks, if another job uses the folder or there is not enough
-        room."""
+        next. wait: whether save() waits until two machines hold the step. Raises ValueError, on all
+        ranks, if another job uses the folder or there is not enough room."""
         self.engine = engine
         self.every = every
+        self.wait = wait
+        self.committed = 0
+        self.thread = self.failure = self.slot = None
+        self.mapped = {}  # {inode: memory} of files that are written again and again
         self.folder = Path(folder)
         self.ranks = gloo_group()
         self.rank = dist.get_rank()
+        self.unfinished = self.folder / f".rank{self.rank}"
+        self.spare = self.unfinished / "spare"
         machines = machine_ids(self.folder, self.ranks)
         machine = machines[self.rank]
         elsewhere = [rank for rank, other in enumerate(machines) if other != machine]
@@ -86,16 +107,13 @@ class Mirror:
         self.partner = elsewhere[self.rank % len(elsewhere)] if elsewhere else self.rank
         self.machine_ranks = [rank for rank, other in enumerate(machines) if other == machine]
         self.leads = self.machine_ranks[0] == self.rank
-        # Files of two attempts at a step are never mixed.
-        self.attempt, *_ = all_gather(time.time_ns(), self.ranks)
         for problem in all_gather(self.problem(), self.ranks):
             if problem:
                 raise ValueError(problem)
         if self.partner == self.rank == 0:
-            print(
+            print_line(
                 f"mirror.py: {folder} is of one machine: "
-                "it survives a rank's death, not the machine's",
-                flush=True,
+                "it survives a rank's death, not the machine's"
             )
 
     def problem(self) -> str | None:
@@ -117,28 +135,92 @@ class Mirror:
             return f"{self.folder} has room for {room:.1f} MB, and needs {needed:.1f} MB"
         return None
 
-    def save(self, client_state: dict[str, Any]) -> None:
-        """Call it on all ranks after a step. If `every` divides the step, two machines hold it when
-        this returns."""
+    def save(self, client_state: dict[str, Any]) -> int:
+        """Call it on all ranks after a step. If `every` divides the step, it is copied; with `wait`
+        two machines hold it when this returns, otherwise when the next save() does.
+
+        Returns: `committed`. Raises: what kept the copy before from being sent.
+        """
         step = self.engine.global_steps
         if step % self.every:
-            return
-        unfinished = self.folder / f".rank{self.rank}"
-        self.engine.save_checkpoint(
-            str(unfinished), tag="saved", client_state=client_state, save_latest=False
-        )
-        files = [*unfinished.glob("saved/*.pt")]
-        copies = [Transfer(path.name, file_state(path), self.rank, self.partner) for path in files]
-        transfers = sum(all_gather(copies, self.ranks), [])
-        count = len({transfer.name for transfer in transfers})
+            return self.committed
+        self.finish()
+        collector = Collector()
+        with overridden(self.engine, checkpoint_engine=collector):
+            self.engine.save_checkpoint(
+                str(self.unfinished), tag="saved", client_state=client_state, save_latest=False
+            )
+        self.spare.mkdir(parents=True, exist_ok=True)
+        images = [Image(path, content) for path, content in collector.files]
+        names = {image.path.name for image in images}
+        # Files of two attempts at a step are never mixed.
+        (attempt, *_), names = zip(*all_gather((time.time_ns(), names), self.ranks), strict=True)
         # With fewer files than its name says, a slot was being written.
-        slot = self.folder / f"step{step:09}-{self.attempt}.{count}"
+        slot = self.folder / f"step{step:09}-{attempt}.{len(set().union(*names))}"
         slot.mkdir(exist_ok=True)
-        for path in files:
-            path.rename(slot / path.name)
-        exchange(slot, transfers, self.ranks)
+        for image in images:
+            image.copy(self.memory_of(image.path, image.room))
+        copies_done()
         after_save(self.engine, slot)
-        self.remove_others(slot.name)
+        self.thread = begin(functools.partial(self.send, step, images, slot))
+        return self.finish() if self.wait else self.committed
+
+    def finish(self) -> int:
+        """Wait until two machines hold the last step that was copied. Returns `committed`."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+        if self.failure:
+            raise self.failure
+        return self.committed
+
+    def memory_of(self, path: Path, nbytes: int) -> torch.Tensor:
+        """A file's bytes, so many, uint8. In place of a new file that of the step before the last
+        is written again: fresh memory costs more than the copy into it."""
+        spare = self.spare / re.sub(r"\.pt\..*", ".pt", path.name)
+        if spare.exists() and not path.exists():
+            spare.rename(path)
+        path.touch()
+        inode = path.stat().st_ino
+        if inode not in self.mapped or self.mapped[inode].numel() < nbytes:
+            self.mapped[inode] = map_file(path, nbytes + SLACK)
+        if path.stat().st_size != nbytes:
+            os.truncate(path, nbytes)
+        return self.mapped[inode][:nbytes]
+
+    def send(self, step: int, images: list[Image], slot: Path) -> None:
+        """Complete the files of this rank, and exchange them with the other machines; in a
+        thread."""
+        try:
+            copies = []
+            for image in images:
+                os.truncate(image.path, len(image.seal()))
+                copies.append(
+                    Transfer(image.path.name, file_state(image.path), self.rank, self.partner)
+                )
+            transfers = sum(all_gather(copies, self.ranks), [])
+            for image in images:
+                image.path.rename(slot / image.path.name)
+            exchange(slot, transfers, self.ranks, self.memory_of)
+            names = [t.name for t in transfers if self.rank in (t.source, t.target)]
+            self.commit(step, slot, names)
+        except Exception as error:
+            self.failure = error
+
+    def commit(self, step: int, slot: Path, names: list[str]) -> None:
+        """Two machines hold the slot. The one before gives its memory to the next."""
+        for name in names if self.slot else []:
+            with contextlib.suppress(FileNotFoundError):
+                (self.slot / name).rename(self.spare / name)
+        dist.barrier(group=self.ranks)
+        for path in self.folder.glob("step*") if self.leads else []:
+            if path != slot:
+                shutil.rmtree(path)
+        paths = [folder / name for folder in (slot, self.spare) for name in names]
+        used = {path.stat().st_ino for path in paths if path.exists()}
+        self.mapped = {inode: memory for inode, memory in self.mapped.items() if inode in used}
+        self.slot = slot
+        self.committed = step
 
     def remove_others(self, kept: str) -> None:
         """Remove all slots of this machine but the one of that name."""
@@ -151,6 +233,7 @@ class Mirror:
     def gather(self, folder: str | os.PathLike) -> Path:
         """Bring together what the machines hold. Returns the folder with the newest whole step:
         this one or `folder`."""
+        self.finish()
         self.remove_damaged()
         disk = gather(folder)  # all ranks have removed theirs when it returns
         saved = max(all_gather(latest_step(disk), self.ranks))
@@ -166,11 +249,10 @@ class Mirror:
             return self.folder
         if counts and self.rank == 0:
             if newest in whole:
-                print(f"mirror.py: {problem}", flush=True)
-            print(
+                print_line(f"mirror.py: {problem}")
+            print_line(
                 "mirror.py: no newer step is complete in memory: "
-                f"back to the disk, {disk}, at step {saved}",
-                flush=True,
+                f"back to the disk, {disk}, at step {saved}"
             )
         return disk
 
@@ -184,7 +266,7 @@ class Mirror:
             try:
                 verify(path)
             except (CheckpointError, OSError) as error:
-                print(f"mirror.py: {error}; removed", flush=True)
+                print_line(f"mirror.py: {error}; removed")
                 path.unlink(missing_ok=True)
 
     def problem_of_slot(self, slot: str) -> str | None:
@@ -198,6 +280,7 @@ class Mirror:
 
     def close(self) -> None:
         """The job is done: nothing stays in memory."""
+        self.finish()
         if self.leads:
             shutil.rmtree(self.folder)
 
@@ -263,8 +346,21 @@ def machine_ids(folder: Path, ranks: dist.ProcessGroup) -> list[tuple]:
     return all_gather((boot, folder.stat().st_dev, folder.stat().st_ino), ranks)
 
 
-def exchange(folder: Path, transfers: list[Transfer], ranks: dist.ProcessGroup) -> None:
-    """Send files, the same list on all ranks. All have arrived when it returns."""
+def map_file(path: Path, nbytes: int) -> torch.Tensor:
+    """A file's bytes, so many, uint8."""
+    return torch.from_file(str(path), True, nbytes, dtype=torch.uint8, device="cpu")
+
+
+def exchange(
+    folder: Path,
+    transfers: list[Transfer],
+    ranks: dist.ProcessGroup,
+    memory_of: Callable[[Path, int], torch.Tensor] = map_file,
+) -> None:
+    """Send files, the same list on all ranks. All have arrived when it returns.
+
+    memory_of: the bytes of a file, so many, which may be new.
+    """
     rank = dist.get_rank()
     begun = []
     for transfer in transfers:
@@ -273,7 +369,7 @@ def exchange(folder: Path, transfers: list[Transfer], ranks: dist.ProcessGroup) 
             continue
         path = folder / (name if rank == source else f"{name}.{size}.part")
         path.parent.mkdir(exist_ok=True)
-        data = torch.from_file(str(path), True, size, dtype=torch.uint8, device="cpu")
+        data = memory_of(path, size)
         if rank == source:
             work = dist.isend(data, target, group=ranks)
         else:

@@ -7,9 +7,10 @@ they are trained again.
 
 A job that dies after step 103 and resumes from step 100 trains 101 to 103 twice. So after each save
 the next ten steps get a row each in `next_steps.csv`, beside the shards: the mean loss over all
-micro-batches and ranks, the gradient norm, the learning rates, the loss scale, and a digest of the
-samples, which no number of ranks changes. After a load, rank 0 compares. The first loss tests the
-weights, the samples and the dropout; the next ones test what the optimizer has restored.
+micro-batches and ranks, the gradient norm, the learning rates, the loss scale, and digests of the
+samples and of the random draws, which no number of ranks changes. After a load, rank 0 compares.
+The first loss tests the weights, the samples and the dropout; the next ones test what the optimizer
+has restored.
 
 A proof never stops a training: what goes wrong costs the proof, and a line. All ranks meet in one
 all-reduce at the end of each of the ten steps, whatever each has seen of it.
@@ -19,10 +20,14 @@ import contextlib
 import functools
 import math
 import os
+import random
+import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import deepspeed
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -30,16 +35,27 @@ from universal.batches import share
 from universal.checkpoint.next_steps import HEADER, NextSteps, Row, read_rows
 from universal.checkpoint.types import NEXT_STEPS
 from universal.load.collective import say
-from universal.load.engine import Engine
 from universal.load.hooks import deepspeed_load, wrap_methods
+from universal.load.training import TrainingEngine
 
 STEPS = 10
-# By how much a loss may differ from rounding alone, by the dtype of matrix products: as a share of
-# the loss, or of 1, if that is more.
+# By how much a loss may differ from rounding alone, by the dtype of matrix products, finest first:
+# as a share of the loss, or of 1, if that is more.
 ROUNDING = {"float64": 1e-5, "float32": 1e-5, "tfloat32": 2e-3, "float16": 2e-3, "bfloat16": 1e-2}
 NORM_ROUNDING = 10  # times as much of the gradient norm
 LOSS = "the loss"
 GRAD_NORM = "the gradient norm"
+# Views of elements as integers, by their bytes.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MOST_TENSORS = 8  # of a micro-batch, that have a digest each; the rest are among the others
+# What is added up in a step, each with its count. output: of a model, that may be a loss; numbers:
+# digests of so many tensors; a dtype counts where it was seen.
+SUMMED = ("loss", "output", "norm", "draws", "others", *range(MOST_TENSORS), *ROUNDING)
+# How many places along each dimension of a sample are all looked at, by the number of dimensions;
+# of each doubling behind them as many as of the one before.
+PLACES = {1: 2**14, 2: 2**6}
+PLACES_OF_MORE = 4  # 768 of an image of 3 x 224 x 224
+MOST_NODES = 10000  # of a graph of operations
 
 
 # --------------------------------------------------------------------------------------------------
@@ -65,24 +81,64 @@ def scrambled(numbers):
     return numbers ^ (numbers >> 29)
 
 
-def hashes(samples, mask=None):
-    """[B]: a number below 2**32 for each row of a tensor [B, ...]; zeros at its end change nothing.
+def sampled_places(size, most, device):
+    """The places that are looked at along a dimension, the same whatever follows them."""
+    parts = [torch.arange(min(size, most), device=device)]
+    begin, step = most, 2
+    while begin < size:
+        parts.append(torch.arange(begin, min(size, 2 * begin), step, device=device))
+        begin, step = 2 * begin, 2 * step
+    return torch.cat(parts)
 
-    mask: 0 for padding, which follows the micro-batch, if it has the shape of the samples [B, T].
+
+def hashes(samples, mask=None):
+    """[B]: a number below 2**32 for each row of a tensor [B, ...].
+
+    Padding at the end of any dimension changes nothing: zeros, or the -100 of labels. mask: 0 for
+    other padding, which follows the micro-batch, if it has the shape of the samples [B, T].
     """
-    rows = samples.detach().contiguous().reshape(len(samples), -1)
-    dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    numbers = rows.view(dtypes.get(rows.element_size(), torch.int64)).long()
-    places = torch.arange(1, numbers.size(1) + 1, device=rows.device)
-    if mask is not None and mask.shape == numbers.shape:
-        places = mask.long().cumsum(1) * mask.bool()
-    return scrambled((numbers * scrambled(places)).sum(1)) & 0xFFFFFFFF
+    rows = samples.detach().reshape(len(samples), *samples.shape[1:] or [1])
+    if rows.is_complex():
+        rows = torch.view_as_real(rows)
+    most = PLACES.get(rows.dim() - 1, PLACES_OF_MORE)
+    looked_at = [sampled_places(size, most, rows.device) for size in rows.shape[1:]]
+    hashed_places = torch.zeros((), dtype=torch.long, device=rows.device)
+    for places in looked_at:
+        hashed_places = scrambled(hashed_places.unsqueeze(-1) + places + 1)
+    index = ...
+    if hashed_places.shape != rows.shape[1:]:
+        index = (slice(None), *torch.meshgrid(*looked_at, indexing="ij"))
+    numbers = rows[index].contiguous().view(INTEGERS[rows.element_size()]).long()
+    if not rows.is_floating_point():
+        numbers = numbers.masked_fill(numbers == -100, 0)
+    if mask is not None and mask.shape == samples.shape and rows.dim() == 2:
+        hashed_places = scrambled((mask.long().cumsum(1) * mask.bool())[index])
+    sums = (numbers * hashed_places).flatten(1).sum(1)
+    return scrambled(sums) & 0xFFFFFFFF
 
 
 def generator_states():
-    """Of the CPU and of this rank's device; whatever draws random numbers changes them."""
+    """Of those that a process has one of; Python code alone knows of others."""
     device = deepspeed.accelerator.get_accelerator()
-    return torch.cat([torch.get_rng_state(), device.get_rng_state()])
+    of_torch = [torch.get_rng_state(), device.get_rng_state().cpu()]
+    _, keys, *position = numpy.random.get_state()
+    of_numpy = (keys.tobytes(), *position)
+    return [*(state.numpy().tobytes() for state in of_torch), of_numpy, random.getstate()]
+
+
+@dataclass
+class ForwardPass:
+    """Of which the loss has not been seen yet.
+
+    digests: of each tensor with a row for each sample, mixed with those before it: [rows]. others:
+    the same of the other tensors: [1], or None. states: of the generators, before it; None if they
+    are not compared any more. draws: a hash of those that have changed.
+    """
+
+    digests: list = field(default_factory=list)
+    others: torch.Tensor | None = None
+    states: list | None = None
+    draws: int | None = None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -92,14 +148,14 @@ def generator_states():
 class Comparison:
     """Rank 0's, of the steps in `rows`, which were trained before the load.
 
-    resharded: this package has loaded them, and not DeepSpeed's own loader. draws: whether the
-    model has drawn random numbers. gaps: by how much each number of a step differs at most.
+    restored: what has been, in words. draws: those of all steps so far, before and now. gaps: by
+    how much each number of a step differs at most.
     """
 
-    def __init__(self, rows, resharded):
+    def __init__(self, rows, restored):
         self.rows = rows
-        self.resharded = resharded
-        self.draws = False
+        self.restored = restored
+        self.draws = ([], [])
         self.gaps = {}
 
     def differs(self, now):
@@ -109,9 +165,16 @@ class Comparison:
         """
         before = self.rows[now.step]
         trained = f"trained before on {ranks_in_words(before.ranks)}"
-        for name, number_before, number, tolerance in pairs_of(before, now):
-            self.gaps[name] = max(abs(number - number_before), self.gaps.get(name, 0))
-            if not math.isclose(number_before, number, rel_tol=0, abs_tol=tolerance):
+        for draws, row in zip(self.draws, (before, now), strict=True):
+            draws.append(row.draws)
+        for name, number_before, number, tolerance in pairs_of(
+            before, now, self.growth(before, now)
+        ):
+            gap = gap_between(number_before, number)
+            self.gaps[name] = max(self.gaps.get(name, 0), gap, key=sorted_last_if_nan)
+            is_of_samples = name in (LOSS, GRAD_NORM)
+            is_other = gap > tolerance or gap == math.inf
+            if is_other or is_of_samples and are_same_samples(before, now) is False:
                 kind, cause = self.explain(name, before, now)
                 numbers = f"{name} was {number_before:.7g}, and is {number:.7g}"
                 say(f"{kind}: step {now.step}, {trained}: {numbers}{cause}")
@@ -125,46 +188,85 @@ class Comparison:
             say(f"{steps}, {trained}, now on {now.ranks}: {name} differs by at most {gap}")
         return False
 
+    def growth(self, before, now):
+        """By how much rounding may have grown: twice a step since the second one, which has the
+        first weights that differ. Where nothing has been added in another order, it does not."""
+        same = before.ranks == now.ranks and before.micro_batch == now.micro_batch
+        if same and not any(self.gaps.values()):
+            return 1
+        return 2 ** max(0, now.step - min(self.rows) - 1)
+
     def explain(self, name, before, now):
         """What a difference points to. Returns: "WARNING" or "NOTE"; the words."""
         if name not in (LOSS, GRAD_NORM):
             return "WARNING", ""
-        known = None not in (before.samples, now.samples) and before.dtype == now.dtype
-        if known and before.samples != now.samples:
+        known = are_same_samples(before, now)
+        if known is False:
             return "WARNING", ": other samples than before"
-        restored = "the state was restored bit by bit"
-        if not self.resharded:
-            restored = "DeepSpeed's own loader restored the state"
         kind = "WARNING"
-        if now.step > min(self.rows):
+        draws_before, draws = self.draws
+        if None not in draws_before and any(draws) != any(draws_before):
+            cause = "random numbers were drawn in one of the two runs alone"
+        elif any(draws) and draws != draws_before:
+            cause = "it is the dropout"
+            if before.ranks != now.ranks:
+                kind = "NOTE"
+                cause = "dropout follows the rank"
+        elif now.step > min(self.rows):
             cause = f"step {now.step - 1} has updated the weights in another way"
+            if rounding_of(before, now) > ROUNDING["float32"]:  # the first loss may have hidden it
+                cause += ", or there were draws that it cannot see"
         elif name == GRAD_NORM and LOSS in self.gaps:
             cause = "another backward pass: the loss is the same"
-        elif not self.draws:
-            cause = "other weights, buffers or micro-batches: no random numbers were drawn"
-        elif before.ranks == now.ranks:
-            cause = "it is the dropout"
         else:
-            kind = "NOTE"
-            cause = "dropout follows the rank"
+            cause = "other weights, buffers or micro-batches, or draws that it cannot see"
         samples = "the same samples, so" if known else "other samples, or"
-        return kind, f": {samples} {cause} ({restored})"
+        return kind, f": {samples} {cause} ({self.restored})"
 
 
 def ranks_in_words(ranks):
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
-def pairs_of(before, now):
+def gap_between(number_before, number):
+    """0 for two infinities, or two that are not numbers; not a number between those."""
+    if number == number_before or number != number and number_before != number_before:
+        return 0.0
+    if math.isfinite(number) != math.isfinite(number_before):
+        return math.inf
+    return abs(number - number_before)
+
+
+def sorted_last_if_nan(gap):
+    return math.inf if math.isnan(gap) else gap
+
+
+def are_same_samples(before, now):
+    """Whether a step has the same samples; None if that is not known."""
+    if before.dtype != now.dtype:
+        return None
+    digests = [(row.digests or "").split() for row in (before, now)]
+    pairs = [*zip(*digests, strict=False)]
+    if before.micro_batch == now.micro_batch and None not in (before.others, now.others):
+        pairs.append((before.others, now.others))
+    return all(a == b for a, b in pairs) if pairs else None
+
+
+def rounding_of(*rows):
+    return max(ROUNDING.get(row.dtype, 1e-2) for row in rows)
+
+
+def pairs_of(before, now, growth):
     """Each number of a step: its name, its values, and how far apart rounding may bring them."""
     for group, rates in enumerate(zip(before.rates, now.rates, strict=False)):
-        yield f"the learning rate of group {group}", *rates, 1e-6 * rates[0]
+        if None not in rates:  # as the optimizer chooses them
+            yield f"the learning rate of group {group}", *rates, 1e-6 * abs(rates[0])
     yield "the loss scale", before.loss_scale, now.loss_scale, 0
-    rounding = max(ROUNDING.get(row.dtype, 1e-2) for row in (before, now))
+    rounding = max(rounding_of(before, now), min(growth * rounding_of(before, now), 1e-2))
     if None not in (before.loss, now.loss):
         yield LOSS, before.loss, now.loss, rounding * max(1, abs(before.loss))
     if None not in (before.grad_norm, now.grad_norm):
-        tolerance = NORM_ROUNDING * rounding * before.grad_norm
+        tolerance = NORM_ROUNDING * rounding * abs(before.grad_norm)  # -1 after an overflow
         yield GRAD_NORM, before.grad_norm, now.grad_norm, tolerance
 
 
@@ -175,50 +277,93 @@ def pairs_of(before, now):
 class Proof:
     """Writes down the next steps of an engine, and compares those that were trained before.
 
-    last_step: of the proof, on all ranks alike. files, comparison: rank 0's alone.
+    last_step: of the proof, on all ranks alike. files, comparison: rank 0's alone. has_failed:
+    something has gone wrong, and a line has said so.
     """
 
     def __init__(self, engine):
-        self.engine = Engine(engine)
+        self.engine = TrainingEngine(engine)
         self.last_step = engine.global_steps + STEPS
         self.files = []
         self.comparison = None
-        self.settings = {"dtype": "float32"}
+        self.has_failed = False
+        self.graph_dtype = None
+        self.settings = {}
         self.begin_step()
 
     def begin_step(self):
-        """Nothing has been seen of it: sums are 0, of 0 numbers. output: that may be a loss."""
-        self.sums = torch.zeros(4, dtype=torch.float64, device=self.engine.device)
-        self.counts = dict.fromkeys(("loss", "output", "norm", "samples"), 0)
-        self.waiting = []  # hashes of samples whose loss has not been seen yet
+        """Nothing has been seen of it: sums are 0, of 0 numbers. known: the part of the sums that
+        is in this process's memory."""
+        shape = len(SUMMED), 2
+        self.sums = torch.zeros(shape, dtype=torch.float64, device=self.engine.device)
+        self.known = torch.zeros(shape, dtype=torch.float64).tolist()
+        self.waiting = []  # forward passes
+        self.has_loss = False
+        self.has_dtype = False
 
     def add(self, kind, total, count=1):
-        self.sums[list(self.counts).index(kind)] += total
-        self.counts[kind] += count
+        row = SUMMED.index(kind)
+        for column, number in enumerate((total, count)):
+            sums = self.sums if torch.is_tensor(number) else self.known
+            sums[row][column] += number
 
     def follow_save(self, folder, step):
         file = NextSteps(folder, step + 1, self.last_step)
         file.write(HEADER, "w")
         others = [f for f in self.files if not os.path.sameopenfile(f.folder, file.folder)]
-        self.files = [*others, file]
+        self.files = [*others, file][-STEPS:]  # each keeps its folder open
 
-    def follow_load(self, folder, step, resharded):
+    def follow_load(self, folder, step, restored):
         if (folder / NEXT_STEPS).exists():
             rows, has_room = read_rows(folder / NEXT_STEPS, step + 1)
-            self.comparison = Comparison(rows, resharded) if rows else None
+            self.comparison = Comparison(rows, restored) if rows else None
             if has_room:
                 self.files = [NextSteps(folder, step + 1 + len(rows), self.last_step)]
 
-    def see_inputs(self, arguments):
-        self.settings["dtype"] = self.engine.matrix_dtype()
+    def begin_forward(self, arguments):
+        forward = ForwardPass(states=generator_states())
+        self.waiting.append(forward)
+        with contextlib.suppress(Exception):  # a sparse tensor has no hash, say
+            self.see_inputs(forward, arguments)
+
+    def see_inputs(self, forward, arguments):
+        if not self.engine.sees_samples():
+            return
         tensors = [pair for pair in tensors_in(arguments) if pair[1].dim()]
-        if tensors and self.engine.sees_samples():
-            masks = [tensor for name, tensor in tensors if name == "attention_mask"]
-            self.waiting.append(hashes(tensors[0][1], *masks[:1]))
+        mask = next((tensor for name, tensor in tensors if name == "attention_mask"), None)
+        lengths = [len(tensor) for _, tensor in tensors]
+        samples = self.engine.micro_batch()
+        if samples not in lengths and max(lengths[:1], default=0) > 1:  # the last of an epoch
+            samples = lengths[0]
+        mixed = 0
+        for _, tensor in tensors:
+            if len(tensor) == samples and len(forward.digests) < MOST_TENSORS:
+                mixed = scrambled(mixed + hashes(tensor, mask)) & 0xFFFFFFFF
+                forward.digests.append(mixed)
+            else:
+                others = 0 if forward.others is None else forward.others
+                forward.others = scrambled(others + hashes(tensor[None])) & 0xFFFFFFFF
+
+    def see_draws(self):
+        """Whether the last forward pass has drawn random numbers, or what follows it has."""
+        forward = self.waiting[-1] if self.waiting else None
+        if forward and forward.states:
+            pairs = zip(forward.states, generator_states(), strict=True)
+            changed = [before for before, after in pairs if before != after]
+            if changed:
+                forward.draws = zlib.crc32(repr(changed).encode())
+                forward.states = None
 
     def see_output(self, output):
         """A model may return its loss, of which around_backward() is called directly."""
-        for _, tensor in list(tensors_in(output))[:1]:
+        tensors = [tensor for _, tensor in tensors_in(output)]
+        self.see_draws()
+        if self.graph_dtype is None:
+            self.graph_dtype = coarsest(dtypes_in_graph(tensors))
+        if not self.has_dtype:
+            self.add(coarsest([self.engine.matrix_dtype(), self.graph_dtype]), 0)
+            self.has_dtype = True
+        for tensor in tensors[:1]:
             if tensor.numel() == 1 and tensor.requires_grad:
                 loss = tensor.detach().squeeze()
                 tensor.register_hook(functools.partial(self.see_gradient, loss))
@@ -228,7 +373,7 @@ class Proof:
         with harmless(self.engine.engine):
             has_weight = gradient.detach().squeeze() != 0
             self.add("output", loss * has_weight, has_weight)
-            self.add_samples(has_weight)
+            self.add_forward_passes(has_weight)
 
     def see_loss(self, loss, is_share, is_exact):
         """is_share: the losses of a step add up to their mean, as their caller has divided them.
@@ -237,13 +382,20 @@ class Proof:
         """
         has_weight = loss != 0
         count = has_weight if is_exact else 1
-        self.add("loss", loss, 0 if is_share and self.counts["loss"] else count)
-        self.add_samples(has_weight)
+        self.add("loss", loss, 0 if is_share and self.has_loss else count)
+        self.has_loss = True
+        self.see_draws()
+        self.add_forward_passes(has_weight)
 
-    def add_samples(self, has_weight=1):
+    def add_forward_passes(self, has_weight=1):
         """has_weight: 0, if their micro-batch is computed again, and so is not of the batch."""
-        for rows in self.waiting:
-            self.add("samples", rows.sum() * has_weight, len(rows) * has_weight)
+        for forward in self.waiting:
+            for number, rows in enumerate(forward.digests):
+                self.add(number, rows.sum() * has_weight, len(rows) * has_weight)
+            if forward.others is not None:
+                self.add("others", forward.others.sum() * has_weight, has_weight)
+            if forward.draws is not None:
+                self.add("draws", forward.draws * has_weight, has_weight)
         self.waiting.clear()
 
     def end_step(self, step):
@@ -251,13 +403,12 @@ class Proof:
         try:
             if self.engine.is_pipeline():  # its first stage, which sees samples, sees no loss
                 del self.waiting[share(self.engine.engine).weighted :]
-            self.add_samples()
+            self.add_forward_passes()
             norm = self.engine.grad_norm()
             if norm is not None:
                 self.add("norm", norm)
         finally:
-            counts = torch.stack([torch.as_tensor(n).to(self.sums) for n in self.counts.values()])
-            self.sums = torch.stack([self.sums, counts], dim=1)
+            self.sums += torch.tensor(self.known, dtype=torch.float64).to(self.sums)
             dist.all_reduce(self.sums, group=self.engine.stepping_group())
         if dist.get_rank() == 0:
             row = self.row(step)
@@ -269,16 +420,43 @@ class Proof:
             self.files = [file for file in self.files if file.end > step]
 
     def row(self, step):
-        means = [total / count if count else None for total, count in self.sums.tolist()]
-        loss, output, norm, samples = means
+        sums = zip(SUMMED, self.sums.tolist(), strict=True)
+        means = {kind: total / count if count else None for kind, (total, count) in sums}
+        digests = [means[number] for number in range(MOST_TENSORS)]
         return Row(
             step=step,
             ranks=dist.get_world_size(),
-            samples=samples,
-            loss=output if loss is None else loss,
-            grad_norm=norm,
+            micro_batch=self.engine.micro_batch(),
+            dtype=coarsest([name for name in ROUNDING if means[name] is not None]),
+            loss=means["output"] if means["loss"] is None else means["loss"],
+            grad_norm=means["norm"],
+            draws=means["draws"] or 0,
+            others=means["others"],
+            digests=" ".join(str(digest) for digest in digests if digest is not None),
             **self.settings,
         )
+
+
+def dtypes_in_graph(outputs):
+    """The names of the dtypes that operations have returned on the way to these tensors.
+
+    An autocast inside the model is seen by them alone; but of a compiled model nothing is.
+    """
+    nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn]
+    seen = set(nodes)
+    for node in nodes:  # it grows
+        following = {next_node for next_node, _ in node.next_functions if next_node} - seen
+        if len(seen) < MOST_NODES:
+            seen |= following
+            nodes += following
+    results = [result for node in nodes for result in node._input_metadata]
+    return {str(result.dtype).removeprefix("torch.") for result in results}
+
+
+def coarsest(dtypes):
+    """The name of that which rounds most; float32 if there is none."""
+    known = [name for name in ROUNDING if name in dtypes]
+    return known[-1] if known else "float32"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -307,10 +485,14 @@ def harmless(engine):
     try:
         yield
     except Exception as error:
-        if engine.universal_proof:  # it goes on, as the other ranks wait for this one in end_step()
-            engine.universal_proof.files = []
-            engine.universal_proof.comparison = None
-        say(f"the next steps are not proved: {type(error).__name__}: {error}")
+        proof = engine.universal_proof
+        if proof:  # it goes on, as the other ranks wait for this one in end_step()
+            proof.files = []
+            proof.comparison = None
+        if not getattr(proof, "has_failed", False):
+            say(f"the next steps are not proved: {type(error).__name__}: {error}")
+        if proof:
+            proof.has_failed = True
 
 
 def after_save(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
@@ -323,23 +505,45 @@ def after_save(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
                 proof.follow_save(folder, engine.global_steps)
 
 
-def after_load(engine: deepspeed.DeepSpeedEngine, folder: Path | None, resharded: bool) -> None:
+def after_load(
+    engine: deepspeed.DeepSpeedEngine, folder: Path | None, resharded: bool, whole: bool = True
+) -> None:
     """The next steps of this engine may have been trained before. Call it on all ranks.
 
-    folder: of the checkpoint; None, if not all of it was loaded. resharded: by this package.
+    folder: of the checkpoint; None, if not all of it was loaded. resharded: by this package. whole:
+    whether all that the checkpoint holds was asked for.
     """
+    restored = "the state was restored bit by bit"
+    if not resharded:
+        restored = "DeepSpeed's own loader restored the state"
+    elif not whole:
+        restored = "what was not left out was restored bit by bit"
     engine.universal_proof = None
     if folder and getattr(engine, "wants_universal_proof", False):
         with harmless(engine):
             proof = engine.universal_proof = Proof(engine)
             if dist.get_rank() == 0:
-                proof.follow_load(folder, engine.global_steps, resharded)
+                proof.follow_load(folder, engine.global_steps, restored)
 
 
 def around_save(method, engine, save_dir, tag=None, *args, **options):
     result = method(engine, save_dir, tag, *args, **options)
-    after_save(engine, Path(save_dir, str(tag or f"global_step{engine.global_steps}")))
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    after_save(engine, Path(save_dir, name))
+    is_latest = options.get("save_latest", args[1] if len(args) > 1 else True)
+    is_beside = not is_latest and Path(save_dir, "latest").exists()
+    if is_beside and not name.endswith(".unfinished"):  # which elastic.save() renames
+        say_beside_latest(name)
     return result
+
+
+@functools.cache
+def say_beside_latest(tag):
+    """Once, of a tag that is saved again and again."""
+    say(
+        f"{tag} is saved beside `latest`: a load without a tag takes whichever is of the later "
+        "step; one with the tag takes what it names"
+    )
 
 
 def around_load(method, engine, *args, **options):
@@ -353,14 +557,15 @@ def around_forward(method, engine, *inputs, **named):
     trains = engine.module.training and torch.is_grad_enabled()
     if not proof or not trains or torch.compiler.is_compiling():
         return method(engine, *inputs, **named)
-    with contextlib.suppress(Exception):  # a sparse tensor has no hash, say
-        proof.see_inputs([*inputs, named])
-    generators = generator_states() if proof.comparison else None
-    output = method(engine, *inputs, **named)
+    with harmless(engine):
+        proof.begin_forward([*inputs, named])
+    try:
+        output = method(engine, *inputs, **named)
+    except BaseException:
+        proof.waiting = proof.waiting[:-1]  # it may be tried again
+        raise
     with harmless(engine):
         proof.see_output(output)
-        if generators is not None:
-            proof.comparison.draws |= not torch.equal(generators, generator_states())
     return output
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 import deepspeed
 from packaging.version import Version
 
+from universal.background import install as save_in_background
+from universal.background import wait
 from universal.errors import CheckpointError
 from universal.load.collective import process_group
 from universal.load.engine import Engine
@@ -32,7 +34,7 @@ OLDEST_DEEPSPEED = "0.16.4"
 TIMEOUT = 1800  # seconds that a rank waits for another one, which may still be reading
 
 
-def install(proof: bool = True) -> None:
+def install(proof: bool = True, background: bool = False) -> None:
     """Let load_checkpoint() answer every engine.load_checkpoint(), such as that of a Trainer.
 
     As with DeepSpeed's, a first start (no tag, and an absent or empty folder) finds nothing and
@@ -40,11 +42,15 @@ def install(proof: bool = True) -> None:
 
     proof: whether the steps after a checkpoint are written down, and compared when they are trained
         again (proof.py).
+    background: whether engine.save_checkpoint() returns before its files are on the disk
+        (background.py).
 
     Raises: CheckpointError, if another copy of this package is installed.
     """
     say_doubts()
     watch(proof)
+    if background:
+        save_in_background()
     replace_load_checkpoint(functools.partialmethod(load_checkpoint, missing_ok=True), __file__)
 
 
@@ -75,6 +81,7 @@ def load_checkpoint(
         whole, or of another model or optimizer; it never continues with initial values. The engine
         may then be half loaded: do not train it.
     """
+    wait()
     options = LoadOptions(
         load_module_strict=load_module_strict,
         load_optimizer_states=load_optimizer_states and not load_module_only,
@@ -103,7 +110,9 @@ def load_next(engine, search, options, ranks):
         path, client_state = find_and_load(wrapped, search, options, ranks)
         folder = path and Path(path)
     if path:
-        after_load(engine, folder if options.load_optimizer_states else None, wrapped.was_resharded)
+        resharded = wrapped.was_resharded
+        whole = options.load_module_strict and options.load_lr_scheduler_states
+        after_load(engine, folder if options.load_optimizer_states else None, resharded, whole)
     return path, client_state
 
 

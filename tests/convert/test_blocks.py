@@ -1,8 +1,11 @@
 """Elements that are joined from parts, or lie with any strides, against torch: random tensors, read
-from any element to any other, also a few bytes at a time."""
+from any element to any other, also a few bytes at a time; and many of them at once, in threads."""
 
+import io
 import itertools
+import os
 import random
+import sys
 import zlib
 
 import pytest
@@ -10,8 +13,10 @@ import torch
 
 from universal.errors import CheckpointError
 from universal.files import joined as blocks
+from universal.files import sources
 from universal.files.sources import ByteReader, Extent, Record
 from universal.files.torch_file import Tensor
+from universal.load import reader
 
 DTYPES = (torch.float32, torch.uint8, torch.bfloat16, torch.float64, torch.complex128)
 
@@ -129,3 +134,102 @@ def test_a_block_that_goes_beyond_a_row(tmp_path):
         draw = random.Random(seed)
         check(draw, joined, whole)
         check(draw, blocks.part_of(joined, (3, 4), [own], 6), whole[:, :2])
+
+
+@pytest.mark.parametrize("short", [False, True], ids=["", "short answers"])
+@pytest.mark.parametrize("seed", range(0, 60, 20))
+def test_many_at_once(tmp_path, monkeypatch, seed, short):
+    """In any order, also from storage that answers with less than it was asked for; and a byte that
+    was read wrong is noticed, though another reading of it is right."""
+    preadv = os.preadv
+    wrong = []
+
+    def read(fd, buffers, offset):
+        count = preadv(fd, [buffers[0][:7]] if short else buffers, offset)
+        if wrong and offset <= wrong[0] < offset + count:
+            place = wrong.pop() - offset
+            for buffer in buffers:
+                if place < len(buffer):
+                    buffer[place] ^= 4
+                    break
+                place -= len(buffer)
+        return count
+
+    monkeypatch.setattr(os, "preadv", read)
+    for number in range(seed, seed + 20):
+        draw = random.Random(number)
+        for name in ("LARGEST_READ", "GAP", "MOST_BUFFERS"):
+            monkeypatch.setattr(sources, name, draw.choice([8, 40, 1000]))
+        tensors = [torch.rand(draw.randint(1, 60)) for _ in range(8)]
+        extents = saved(tmp_path / "x", tensors)
+        fetching = reader.TensorReader()
+        pairs = []
+        for _ in range(30):
+            i = draw.randrange(8)
+            numel = len(tensors[i])
+            block = blocks.Block(0, (numel,), (1,), 0, (1,), 0)
+            joined = blocks.Joined("x", (extents[i],), (block,), numel)
+            start = draw.randrange(numel)
+            pairs.append((torch.zeros(draw.randint(1, numel - start)), tensors[i][start:]))
+            fetching.fill(pairs[-1][0], draw.choice([extents[i], extents[i], joined]), start)
+        if is_wrong := draw.random() < 0.5:
+            wrong.append(draw.choice([extents[i].record.offset + 4 * start]))
+        fetching.fetch()
+        if is_wrong:
+            with pytest.raises(CheckpointError, match="is damaged"):
+                fetching.check()
+        else:
+            fetching.check()
+            assert all(torch.equal(filled, wanted[: len(filled)]) for filled, wanted in pairs)
+
+
+def test_near_ranges_are_one_read(tmp_path, monkeypatch):
+    """Of 64 KB at most between them, and 4 MB in all."""
+    (extent,) = saved(tmp_path / "x", [torch.arange(1 << 21)])
+    reads = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *read: reads.append(read) or preadv(*read))
+    fetching = reader.TensorReader()
+    for start in (0, 5000, 9000, 30_000, 700_000):
+        fetching.fill(torch.empty(100, dtype=torch.int64), extent, start)
+    fetching.fill(torch.empty(1 << 20, dtype=torch.int64), extent, 1 << 20)
+    fetching.fetch()
+    assert len(reads) == 3 + 2
+    fetching.check()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("patience", [10, 0])
+@pytest.mark.parametrize("stdout, rank", [(Terminal, 0), (Terminal, 1), (io.StringIO, 0)])
+def test_a_bar(tmp_path, monkeypatch, patience, stdout, rank):
+    """If it takes long, on a terminal, on one rank."""
+    monkeypatch.setattr(reader, "LONG", patience)
+    monkeypatch.setattr(sys, "stdout", stdout())
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    fetching = reader.TensorReader()
+    (extent,) = saved(tmp_path / "x", [torch.rand(1000)])
+    fetching.fill(torch.empty(1000), extent)
+    fetching.fetch(progress=rank == 0)
+    shown = "4.00k/4.00k" in sys.stderr.getvalue()
+    assert shown == (not patience and stdout is Terminal and not rank)
+
+
+class HungUp(Terminal):
+    def write(self, text):
+        raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("stdout, stderr", [(Terminal(), HungUp()), (None, None)])
+def test_a_bar_stops_nothing(tmp_path, monkeypatch, stdout, stderr):
+    monkeypatch.setattr(reader, "LONG", 0)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    fetching = reader.TensorReader()
+    (extent,) = saved(tmp_path / "x", [torch.rand(1000)])
+    fetching.fill(torch.empty(1000), extent)
+    fetching.fetch(progress=True)
+    assert not fetching.requests

@@ -224,18 +224,6 @@ def test_verify(tmp_path, saved, kind):
     assert not any(output.parent.iterdir())
 
 
-
-
-
-
-
-
-
-
-
-
-
-
 def keys(value, path=()):
     """The path of everything in nested dicts and lists."""
     if isinstance(value, (dict, list)):

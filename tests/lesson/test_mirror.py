@@ -4,6 +4,7 @@ what a dead one had is removed."""
 
 import errno
 import fcntl
+import functools
 import os
 import random
 import re
@@ -22,6 +23,7 @@ from tests.support.commands import hang, kill, slow, told_to_stop
 from tests.support.files import MODEL, flip
 from tests.support.helpers import at_step
 from tests.support.ranks import launch, run
+from universal.mirror import Mirror
 
 COMMON = (
     "--n_embd 32 --seq_len 16 --n_layer 1 --train_batch_size 24 --steps 12 --warmup_steps 4 "
@@ -35,14 +37,15 @@ def uninterrupted(work):
     run(work, 1, "examples.train_elastic", *COMMON, *flags)
 
 
-def train(work, name, machines, *arguments, then=None):
+def train(work, name, machines, *arguments, then=None, wait=True):
     """One rank on each of `machines`, which may name one several times. then() runs in each, before
-    the script. What they print is among the errors, where all ranks' is kept."""
+    the script. wait: Mirror's. What they print is among the errors, where all ranks' is kept."""
 
     def patch():
         os.dup2(2, 1)
         machine = machines[int(os.environ["RANK"])]
         os.environ["MIRROR_ROOT"] = str(Path(f"{name}_{machine}").resolve())
+        Mirror.__init__ = functools.partialmethod(Mirror.__init__, wait=wait)
         if then:
             then()
 
@@ -54,9 +57,9 @@ def train(work, name, machines, *arguments, then=None):
 # At whose call a rank dies: as it sends its shards, when all have theirs twice, as it receives, and
 # as it saves.
 SENDS = "universal.mirror.exchange"
-COPIED = "universal.mirror.Mirror.remove_others"
+COPIED = "universal.mirror.Mirror.commit"
 RECEIVES = "os.utime"
-SAVES = "torch.save"
+SAVES = "universal.mirror.Image"
 # What the next start says.
 TO_DISK = "back to the disk"
 ALONE = "is of one machine: it survives a rank's death, not the machine's"
@@ -114,28 +117,35 @@ LONG = {
     "killed as it receives": ([Life("aabb", at_step(8, 0, kill, RECEIVES), "", 8)], "aabb", ""),
     "one comes back": (COMES_BACK, "bbaa", ""),
 }
-LIVES = [("all in one", ALL_IN_ONE, "ab", "")]
-LIVES += [slow(name, *job) for name, job in LONG.items()]
+# Mirror's wait: without it a step whose copy was under way may be done again.
+LIVES = [
+    ("all in one", ALL_IN_ONE, "ab", "", True),
+    ("in the background", [IN_SENDING], "bb", "--zero_stage 3", False),
+    slow("all in one, in the background", ALL_IN_ONE, "ab", "", False),
+]
+LIVES += [slow(name, *job, True) for name, job in LONG.items()]
+LIVES += [slow(f"{name}, in the background", *job, False) for name, job in LONG.items()]
 
 
-@pytest.mark.parametrize("name, lives, last, flags", LIVES)
-def test_lives(work, uninterrupted, name, lives, last, flags):
+@pytest.mark.parametrize("name, lives, last, flags, wait", LIVES)
+def test_lives(work, uninterrupted, name, lives, last, flags, wait):
     """Killed, and memory lost with the machine: the job goes on at the very next step, on what is
     left, and no bit differs."""
     name = re.sub(r"\W+", "_", name)
     before = Life("", None, "", 0)
     for life in (*lives, Life(last, None, "", 12)):
         arguments = f"{flags} {life.flags}".split()
-        result = train(work, name, life.machines, *arguments, then=life.then)
-        assert (result.code == 0) == (life.then is None), result.errors
-        assert before.words in result.errors, result.errors
-        resumed = re.findall(r"^resumed from .* at step (\d+)$", result.errors, re.M)
-        assert resumed == [str(before.last)] * (before.last > 0)
-        next_step = re.search(r"^step +(\d+) \|", result.errors, re.M)
-        assert not next_step or int(next_step[1]) == before.last + 1
         logged = max(steps(work, name), default=0)
-        back = "--mirror" in flags or TO_DISK in life.words
-        assert logged <= life.last or back, "a step is going to be done twice"
+        result = train(work, name, life.machines, *arguments, then=life.then, wait=wait)
+        assert (result.code == 0) == (life.then is None), result.errors
+        assert before.words.replace("all_in_one", name) in result.errors, result.errors
+        resumed = re.findall(r"^resumed from .* at step (\d+)$", result.errors, re.M)
+        (reached,) = map(int, resumed or ["0"])
+        assert reached in (before.last, before.last - (not wait)), result.errors
+        next_step = re.search(r"^step +(\d+) \|", result.errors, re.M)
+        assert not next_step or int(next_step[1]) == reached + 1
+        back = "--mirror" in flags + before.flags or TO_DISK in before.words
+        assert logged <= reached or back, "a step that was logged is done twice"
         for machine in life.lost:
             shutil.rmtree(work / f"{name}_{machine}")
         before = life
@@ -314,18 +324,19 @@ dataset = torch.utils.data.TensorDataset(rows)
 """
 
 
-def own_script(folder, total, mirrored):
+def own_script(folder, total, mirrored, wait=False):
     """The lines of docs/elastic.md, around an engine that is not ours; they record what they do."""
     page = (ROOT / "docs" / "elastic.md").read_text()
     (lines,) = re.findall(r"```python\n(.*?Mirror\(.*?)```", page, re.S)
-    lines = lines.replace('"/dev/shm/job"', 'os.environ["MIRROR_FOLDER"]')
+    lines = lines.replace('"/dev/shm/job", every=1', f'os.environ["MIRROR_FOLDER"], wait={wait}')
     if not mirrored:
         lines = lines.replace("mirror.gather(folder)", "folder")
         lines = lines.replace("if step == steps:\n    mirror.close()\n", "")
         lines = "".join(line for line in lines.splitlines(True) if "irror" not in line)
     done = r"mirror\.save\({" if mirrored else r"train_step\("
+    held = "committed" if mirrored else "step"
     lines = re.sub(r"(.*load_checkpoint.*\n.*\n)", r'\1record("from", done)\n', lines)
-    lines = re.sub(rf"(.*{done}.*\n)", r'\1    record("did", step, loss)\n', lines)
+    lines = re.sub(rf"(.*{done}.*\n)", rf'\1    record("did", step, loss, {held})\n', lines)
     values = f"batch, micro, stage, steps, every, folder = 12, 2, 2, {total}, 100, 'c'\n"
     values += "config = {'train_batch_size': None}\n"
     lines = lines.replace("...  # deepspeed.initialize()\n", ENGINE + STEPS)
@@ -339,6 +350,17 @@ def recorded(folder):
     return done, {int(word[1]) for word in words if word[0] == "from"}
 
 
+def committed_once(folder):
+    """Whether no step is done that was committed before."""
+    committed = 0
+    for line in (folder / "record").read_text().splitlines():
+        word, *numbers = line.split()
+        if int(numbers[0]) + (word == "from") <= committed:
+            return False
+        committed = int(numbers[2]) if word == "did" else committed
+    return True
+
+
 def own_machines(**changes):
     """A patch: each rank is on a machine of its own."""
 
@@ -349,11 +371,12 @@ def own_machines(**changes):
     return patch
 
 
-@pytest.mark.parametrize("kills", [0, 1, slow(20)])
-def test_lines_for_other_scripts(tmp_path, kills):
+@pytest.mark.parametrize("kills, wait", [(0, True), (1, False), slow(20, True), slow(20, False)])
+def test_lines_for_other_scripts(tmp_path, kills, wait):
     """At ZeRO-2 with a frozen layer and two groups. 4 ranks, which do not divide the batch, are
     told to stop after step 5. With a mirror: one of three machines is killed, at any moment of a
-    step. No step is done twice, and the weights are those of a run that nothing happened to."""
+    step. No committed step is done twice, and the weights are those of a run that nothing happened
+    to."""
     total = 20 + 15 * kills
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -362,7 +385,7 @@ def test_lines_for_other_scripts(tmp_path, kills):
     wanted = dict(recorded(alone)[0])
     script = tmp_path / "own.py"
     dice = random.Random(7)
-    own_script(tmp_path, total, mirrored=kills > 0)
+    own_script(tmp_path, total, mirrored=kills > 0, wait=wait)
     result = launch(tmp_path, 4, script, patch=own_machines(TOLD="1"))
     assert result.code == 143 and max(recorded(tmp_path)[0])[0] == 5, result.errors
     for number in range(kills):
@@ -377,7 +400,8 @@ def test_lines_for_other_scripts(tmp_path, kills):
     assert launch(tmp_path, 3 if kills else 2, script, patch=own_machines()).code == 0
     done, resumed = recorded(tmp_path)
     numbers = [step for step, _ in done]
-    assert len(numbers) == len(set(numbers))
+    assert committed_once(tmp_path)
+    assert not wait or len(numbers) == len(set(numbers))
     assert {*numbers, *resumed} - {0} == set(range(1, total + 1))
     assert max(abs(norm - wanted[step]) for step, norm in done) < 1e-5
     assert not (tmp_path / "machine0").exists()

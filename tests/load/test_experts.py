@@ -164,6 +164,12 @@ OF_EXPERT = "moe.1.deepspeed_moe.experts.deepspeed_experts.3._extra_state"
 AUTOEP_LAYER = {"expert_key_prefix": "moe.0.experts", "num_experts": 4}
 
 
+def make_universal(folder):
+    (folder / "zero").mkdir()
+    for shard in folder.glob("*_optim_*"):
+        shard.unlink()
+
+
 class Refusal(NamedTuple):
     """What is done to the folder of a checkpoint, and to the Life that is to load it."""
 
@@ -189,7 +195,7 @@ REFUSALS = [
     Refusal("without_zero", "of experts, only those of", changes={"stage": 0}),
     Refusal("tensor_parallel", "tensor or pipeline", lambda f: edit_models(f, mp_world_size=2)),
     Refusal("autoep", "AutoEP", lambda f: edit_models(f, ds_autoep_layers=[AUTOEP_LAYER])),
-    Refusal("universal", "is not read", lambda f: (f / "zero").mkdir()),
+    Refusal("universal", "is not read", make_universal),
 ]
 
 

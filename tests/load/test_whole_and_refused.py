@@ -10,7 +10,8 @@ import torch
 import whole_and_refused
 
 import universal
-from tests.support.case import case, cases_of, play, test_case  # noqa: F401
+from tests.support.case import cases_of, play, test_case  # noqa: F401
+from tests.support.helpers import run_all
 from universal.load import reshard
 from universal.load.engine import Engine
 from universal.load.reader import SavedOptimizer
@@ -53,3 +54,14 @@ def test_optimizers_of_torch(saved):
             takers.add(kind.__name__)
     adams = {"Adam", "AdamW"}
     assert takers == (adams if saved.__name__ in adams else {saved.__name__})
+
+
+@pytest.mark.parametrize("name", whole_and_refused.LOW_BIT)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_of_few_bits(tmp_path, name, stage):
+    """The packages themselves, where they are installed."""
+    pytest.importorskip(name.partition(".")[0])
+    cases = {name: whole_and_refused.LOW_BIT[name]}
+    for phase, ranks in (("save", 2), ("load", 2), ("load", 3)):
+        failures = run_all(tmp_path, ranks, play, cases, phase, stage, names=cases)
+        assert not failures, failures[name]

@@ -390,7 +390,7 @@ def test_batch(name):
     """The batch by the rules of DeepSpeed's config, or of universal_train_batch_size; ranks that
     share sequences count once."""
     numbers, more, wanted = BATCHES[name]
-    config = dict(zip(facts.BATCH, numbers, strict=True)) | more
+    config = dict(zip(facts.BATCH_KEYS, numbers, strict=True)) | more
     config = {key: value for key, value in config.items() if value is not None}
     model = {"ds_config": config, "dp_world_size": 4, "global_steps": 100}
     model["global_samples"] = config.pop("samples", None)

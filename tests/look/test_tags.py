@@ -84,3 +84,33 @@ def test_latest_with_a_path(place, tmp_path, text):
     latest("latest", text.format(tmp_path.name, tmp_path), 3)
     assert named_by_latest(tmp_path) == "step100"
     assert order(tmp_path) == (["step100", "step200"], [])
+
+
+LATEST = {
+    "absent": (None, {}, "`latest` names x, which holds no checkpoint"),
+    "damaged": (lambda path: path.write_text(""), {}, None),
+    "cut": (
+        lambda path: path.rename(path.with_name("mp_rank_01_model_states.pt")),
+        {},
+        "`latest` names x, which lacks rank 0's model states",
+    ),
+    "not converted": (
+        lambda path: None,
+        {"converted_only": True},
+        "`latest_universal` names x, which holds no checkpoint that is converted",
+    ),
+}
+
+
+@pytest.mark.parametrize("harm", LATEST)
+def test_what_latest_names(place, tmp_path, harm):
+    """One that cannot be taken has one reason, in one line."""
+    tag, latest = place
+    act, options, line = LATEST[harm]
+    if act:
+        tag("x", 1, 1)
+        act(tmp_path / "x" / "mp_rank_00_model_states.pt")
+    latest("latest_universal" if options else "latest", "x", 2)
+    tags, lines = order(tmp_path, **options)
+    assert tags == [] and len(lines) == 1
+    assert lines == [line] if line else lines[0].startswith("x is passed over: ")

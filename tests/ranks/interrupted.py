@@ -12,6 +12,7 @@ from optimizers import momentum
 
 import universal
 from tests.support.case import (
+    PRINTED,
     case,
     check_restored,
     load,
@@ -24,6 +25,7 @@ from tests.support.case import (
 from tests.support.files import flip, records
 from tests.support.toy import differences, make, read_truth, save_truth, snapshot, train
 from universal import mirror
+from universal.load import reshard
 from universal.load.hooks import overridden
 
 
@@ -51,6 +53,10 @@ def the_first_start(stage):
                 continue
             raise AssertionError(options)
         assert engine.load_checkpoint(".")[1]["step"] == 2
+        engine.save_checkpoint("more", "regular")
+        assert dist.get_rank() or not printed("beside `latest`")
+        engine.save_checkpoint("more", "best", save_latest=False)
+        assert printed("best is saved beside `latest`: a load without a tag takes whichever is of")
 
 
 def save_and_go_on(stage, **options):
@@ -98,6 +104,84 @@ SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 def half_a_step_of_sums(stage):
     """With gradients added up in another precision, and so in another place."""
     go_back(stage, 0 if dist.get_world_size() == 2 else 1e-3, **SUMS)
+
+
+def micro_batch(engine, step=8):
+    x = torch.randn(1, 8, generator=torch.Generator().manual_seed(step))
+    engine.backward(engine(x.to(next(engine.module.parameters()).dtype)))
+
+
+def step_at_the_boundary(engine, step):
+    """As accelerate trains: it says which micro-batch is the last, and steps at that alone."""
+    count = engine.gradient_accumulation_steps()
+    for i in range(count):
+        engine.set_gradient_accumulation_boundary(i == count - 1)
+        micro_batch(engine, 100 * step + i)
+    engine.step()
+
+
+def save_alone(stage):
+    engine = make(stage)
+    train(engine, 1)
+    engine.save_checkpoint(".", "t")
+
+
+@case(save_alone, stages=(0, 1, 2, 3), quick_ranks=(2,), quick_stages=(0, 2))
+def a_boundary_that_is_told(stage):
+    """DeepSpeed then counts steps, not micro-batches: only half a step is said to be one."""
+    engine = make(stage, seed=5)
+    for step in (7, 8, 9, 10):
+        step_at_the_boundary(engine, step)
+    load(engine)
+    assert dist.get_rank() or not printed("half a step")
+    step_at_the_boundary(engine, 2)
+    engine.set_gradient_accumulation_boundary(False)
+    micro_batch(engine)
+    load(engine)
+    assert printed("the gradients of half a step are discarded")
+
+
+UNMANAGED = {"managed_gradient_accumulation": False}
+
+
+@case(functools.partial(train_and_save, **UNMANAGED), quick_ranks=(2,), quick_stages=(1, 3))
+def half_a_step_unmanaged(stage):
+    """Its samples are not counted with those of the next step."""
+    engine = make(stage, seed=5, **UNMANAGED)
+    micro_batch(engine)
+    engine.step()
+    load(engine)
+    assert dist.get_rank() or not printed("half a step")
+    samples = engine.global_samples
+    micro_batch(engine)
+    load(engine)
+    assert printed("the gradients of half a step are discarded")
+    micro_batch(engine)
+    engine.step()
+    assert engine.global_samples == samples + dist.get_world_size()
+
+
+def save_a_batch_that_grows(stage):
+    engine = make(stage)
+    for step in range(4):
+        train(engine, step)
+    engine.set_train_batch_size(24)
+    train(engine, 4)
+    engine.save_checkpoint(".", "t")
+    save_truth([train(engine, step) for step in (5, 6)], "losses.pt")
+
+
+@case(save_a_batch_that_grows, stages=(0, 1, 2, 3), quick_stages=(1,))
+def a_batch_that_grows_after_the_load(stage):
+    """5 steps of the smaller batch would be two and a half of the larger."""
+    engine = make(stage, seed=5)
+    load(engine)
+    engine.set_train_batch_size(24)
+    for step, saved_loss in zip((5, 6), read_truth("losses.pt"), strict=True):
+        assert abs(train(engine, step) - saved_loss) <= 1e-6
+    load(make(stage, batch=24, seed=5))
+    assert printed("config has 12, but its 72 samples in 5 steps are of more than one")
+    assert dist.get_rank() or not printed("WARNING: the global batch")
 
 
 @case(quick_stages=(1, 3))
@@ -152,6 +236,17 @@ def damage_is_seen_before_the_engine_changes(stage):
     refused(engine, "model_states.pt is damaged")
     changed = differences(before, snapshot(engine))
     assert all(name.endswith(" fp32") for name in changed)
+
+
+@case(quick_stages=(1,), quick_ranks=(2,))
+def a_load_that_takes_long(stage):
+    """It ends with its figures; others print none."""
+    engine = make(stage, seed=5)
+    load(engine)
+    assert "GB/s a rank" not in PRINTED.getvalue()
+    with overridden(reshard, LONG=0):
+        load(engine)
+    assert printed(" bytes a rank in ", "GB/s a rank")
 
 
 def save_as_on_a_gpu(stage):

@@ -4,9 +4,11 @@ without: play("first", KIND...), then play("again", FAULT...).
 FAULTS says what each fault changes after the load, and what the proof must say of it.
 """
 
+import random
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -33,8 +35,13 @@ class Model(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.second = nn.Linear(8, 1)
         self.register_buffer("shift", torch.ones(1))
+        self.autocast = False
 
-    def forward(self, samples, attention_mask=None):
+    def forward(self, samples, attention_mask=None, labels=0):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return self.loss(samples, attention_mask) + torch.as_tensor(labels).float().mean()
+
+    def loss(self, samples, attention_mask):
         if isinstance(samples, dict):
             samples = samples["samples"]
         samples = torch.as_tensor(samples, dtype=self.first.weight.dtype)
@@ -156,8 +163,52 @@ def padded(engine, samples, weight):
     engine.backward(weight * engine(samples, attention_mask=mask.long()))
 
 
-def sparse(engine, samples, weight):
-    usual(engine, samples.to_sparse(), weight)
+def autocast_inside(engine, samples, weight):
+    engine.module.autocast = True
+    usual(engine, samples, weight)
+
+
+def labels_behind_a_constant(engine, samples, weight):
+    engine.backward(weight * engine(torch.ones_like(samples), labels=samples))
+
+
+def hardly_any_samples(engine, samples, weight):
+    """The loss does not show them."""
+    usual(engine, samples * 1e-3, weight)
+
+
+def numpys_draws(engine, samples, weight):
+    engine.backward(weight * engine(samples) * (1 + numpy.random.rand()))
+
+
+def draws_of_one_rank(engine, samples, weight):
+    loss = engine(samples)
+    if dist.get_rank() == 1:
+        loss = loss * (1 + random.random())
+    engine.backward(weight * loss)
+
+
+GENERATOR = torch.Generator()
+
+
+def draws_of_its_own(engine, samples, weight):
+    GENERATOR.manual_seed(dist.get_rank() + dist.get_world_size())
+    engine.backward(weight * engine(samples) * (1 + torch.rand((), generator=GENERATOR)))
+
+
+def late_dropout(engine, samples, weight):
+    engine.module.dropout.p = 0.5 if engine.global_steps > SAVED else 0.0
+    torch.manual_seed(dist.get_rank() + dist.get_world_size())
+    usual(engine, samples, weight)
+
+
+def seeded_dropout(engine, samples, weight):
+    """By the micro-batch, as train.py does."""
+    torch.manual_seed(samples.view(torch.int32).sum())
+    usual(engine, samples, weight)
+
+
+BY_RANK = (numpys_draws, draws_of_one_rank, draws_of_its_own, late_dropout)
 
 
 class Kind(NamedTuple):
@@ -189,6 +240,11 @@ KINDS = {
     "evaluated": Kind(evaluated),
     "exact": Kind(stage=2, exact=True),
     "padded": Kind(padded, micro=(1, 3)),
+    "autocast_inside": Kind(autocast_inside),
+    "labels": Kind(labels_behind_a_constant, micro=(1, 3)),
+    "hardly_any_samples": Kind(hardly_any_samples, stage=2, dtype="bf16"),
+    "seeded_dropout": Kind(seeded_dropout, dropout=0.5),
+    **{draws.__name__: Kind(draws) for draws in BY_RANK},
 }
 
 
@@ -266,6 +322,10 @@ def other_buffer(engine):
     engine.module.shift += 1e-3
 
 
+def no_dropout(engine):
+    engine.module.dropout.p = 0.0
+
+
 class Fault(NamedTuple):
     """change: to the engine, after the load. dealt: the micro-batches then. says: a part of the
     line."""
@@ -277,6 +337,7 @@ class Fault(NamedTuple):
 
 
 FIRST = f"WARNING: step {SAVED + 1}, trained before on 4 ranks: the"
+NOTE = f"NOTE: step {SAVED + 1}, trained before on 4 ranks: the loss was"
 SECOND = f"WARNING: step {SAVED + 2}, trained before on 4 ranks: the"
 FAULTS = {
     "momentum": Fault(f"{SECOND} loss was", no_momentum),
@@ -296,13 +357,20 @@ FAULTS = {
     "repeats_count": Fault("other samples than before", dealt=repeats_count),
     "weights_of_1": Fault(f"{FIRST} loss was 0.2185828, and is 0.1748662", dealt=weights_of_1),
     "unknown_samples": Fault("other samples, or", dealt=other_samples, kind="no_tensor"),
-    "dropout_by_rank": Fault("the same samples, so dropout follows the rank", kind="dropout"),
+    "dropout_by_rank": Fault(NOTE, kind="dropout"),
+    "no_dropout": Fault("drawn in one of the two runs alone", no_dropout, kind="dropout"),
+    "labels_of_others": Fault("other samples", dealt=other_samples, kind="labels"),
+    "samples_unseen": Fault("other samples", dealt=other_samples, kind="hardly_any_samples"),
+    "late_dropout": Fault(f"NOTE: step {SAVED + 2}, trained before", kind="late_dropout"),
+    "numpys_draws": Fault(NOTE, kind="numpys_draws"),
+    "draws_of_one_rank": Fault(NOTE, kind="draws_of_one_rank"),
+    "draws_of_its_own": Fault("or draws that it cannot see", kind="draws_of_its_own"),
+    "buffer_and_seeded_dropout": Fault("other weights", other_buffer, kind="seeded_dropout"),
 }
-# Of which nothing is to be seen where the ranks divide the micro-batches.
-OF_REPEATS = ("without_weights", "repeats_count", "weights_of_1")
-FAULTS |= {
-    kind: Fault("the loss differs by at most", kind=kind) for kind in KINDS if kind != "dropout"
-}
+# Of which nothing is to be seen where the ranks divide the micro-batches, or are as many as before.
+OF_REPEATS = ("without_weights", "repeats_count", "weights_of_1", *BY_RANK[2:])
+SOUND = [kind for kind in KINDS if kind != "dropout" and kind not in FAULTS]
+FAULTS |= {kind: Fault("the loss differs by at most", kind=kind) for kind in SOUND}
 
 
 # --------------------------------------------------------------------------------------------------

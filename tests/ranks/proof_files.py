@@ -4,6 +4,7 @@ of STORIES runs on every rank, in a folder of its own, and prints."""
 import contextlib
 import errno
 import io
+import json
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,8 @@ from proof_engines import SAVED, Kind, engine_of, train
 import universal
 from tests.support.toy import begin, in_turn
 from universal import elastic, proof
+from universal.checkpoint.next_steps import read_rows
+from universal.load.hooks import overridden
 from universal.mirror import Mirror
 
 STORIES = {}
@@ -231,6 +234,130 @@ def proof_of_deepspeed():
     proof.install()
     yield
     engine_class.load_checkpoint = load
+
+
+@story
+def tag_0():
+    """As DeepSpeed names its folder; a checkpoint of the default name stays as it is."""
+    engine = saved_engine()
+    engine.save_checkpoint(".", client_state={})
+    train_more(engine, 1)
+    engine = resume(0)
+    engine.save_checkpoint(".", tag=0)
+    train_more(engine, 2)
+    assert steps_in("0/next_steps.csv") == [3, 4] and steps_in("global_step2/next_steps.csv") == [3]
+
+
+@story
+def earlier_version():
+    """Its rows have fewer columns, and another digest of the samples."""
+    saved_engine(3)
+    columns = "step,ranks,dtype,samples,loss_scale,loss,grad_norm,rates"
+    path = Path("t/next_steps.csv")
+
+    def write_as_then():
+        rows, _ = read_rows(path, 3)
+        lines = [
+            [row.step, row.ranks, row.dtype, 1.5, 1.0, row.loss, row.grad_norm, *row.rates]
+            for row in rows.values()
+        ]
+        path.write_text("\n".join([columns, *(json.dumps(line)[1:-1] for line in lines), ""]))
+
+    on_rank_0(write_as_then)
+    resume(12)
+    assert steps_in() == [3, 4, 5]  # no row of other columns behind them
+
+
+@story
+def not_strict():
+    saved_engine(1)
+    engine = new_engine(seed=2)
+    engine.load_checkpoint(".", tag="t", load_module_strict=False)
+    engine.module.shift += 1
+    train_more(engine, 1)
+
+
+@story
+def no_rate():
+    """The optimizer chooses it."""
+    saved = saved_engine()
+
+    def unset_rates(engine):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = None
+
+    for engine in (saved, new_engine(seed=2)):
+        engine.load_checkpoint(".", tag="t")
+        step = engine.optimizer.step
+        rates = [group["lr"] for group in engine.optimizer.param_groups]
+
+        def step_with_rates(*arguments, engine=engine, step=step, rates=rates):
+            for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            step(*arguments)
+            unset_rates(engine)
+
+        unset_rates(engine)
+        engine.optimizer.step = step_with_rates
+        train_more(engine, 3)
+
+
+@story
+def not_a_number_before():
+    """Nor afterwards: that is no difference."""
+    saved = saved_engine()
+    for engine in (saved, new_engine(seed=2)):
+        engine.load_checkpoint(".", tag="t")
+        engine.module.second.weight.data.fill_(torch.nan)
+        train_more(engine, 3)
+
+
+@story
+def forward_tried_again():
+    """After it has run out of memory, say."""
+    saved_engine(2)
+    engine = new_engine(seed=2)
+    engine.load_checkpoint(".", tag="t")
+    with overridden(engine.module, forward=None), contextlib.suppress(TypeError):
+        engine(torch.ones(1, 6))
+    train_more(engine, 2)
+
+
+class BrokenPipe(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+@story
+def standard_output_is_gone():
+    """A pipe that nobody reads, a closed file, and one that has no u-umlaut."""
+    closed = io.StringIO()
+    closed.close()
+    ascii_alone = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    engine = new_engine()
+    train(engine, KIND, range(1, SAVED + 1))
+    engine.save_checkpoint("ü", tag="t")
+    train_more(engine, 1)
+    for output in (BrokenPipe(), closed, ascii_alone):
+        engine = new_engine(seed=2)
+        with contextlib.redirect_stdout(output):
+            engine.load_checkpoint("ü", tag="t")
+            train_more(engine, 1)
+            elastic.save(engine, "ü", {})
+    said = ascii_alone.buffer.getvalue().decode("ascii").splitlines()
+    assert len(said) == (3 if dist.get_rank() == 0 else 0), said
+
+
+@story
+def saves_without_steps():
+    """The folders of the last ten alone stay open."""
+    engine = saved_engine()
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(30):
+        engine.save_checkpoint(".", tag=f"save{number}")
+    assert len(os.listdir("/proc/self/fd")) <= before + proof.STEPS
+    train_more(engine, 1)
+    assert steps_in("save29/next_steps.csv") == [3] and steps_in("save0/next_steps.csv") == []
 
 
 @story

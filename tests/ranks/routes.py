@@ -17,6 +17,7 @@ from torch import nn
 
 import universal
 from tests.support.case import PRINTED, case, load, printed, refused, saved, train_and_save
+from tests.support.helpers import fp16_is
 from tests.support.toy import (
     Net,
     differences,
@@ -215,6 +216,30 @@ def a_table_in_a_group(stage):
     truth = read_truth()
     assert torch.equal(table, truth["groups"][0].pop("table"))
     assert not differences(truth, snapshot(engine))
+
+
+def autocast(stage, dtype, seed=1):
+    fp16_is(True)()
+    return make(stage, seed=seed, torch_autocast={"enabled": True, "dtype": dtype})
+
+
+def save_autocast(stage):
+    for dtype in ("float16", "bfloat16"):
+        engine = autocast(stage, dtype)
+        for step in range(12):  # the first are skipped, until the scale fits
+            train(engine, step)
+        engine.save_checkpoint(".", tag=dtype)
+
+
+@case(save_autocast, stages=(0, 1, 3), quick_stages=(0, 1, 3), quick_ranks=(2,))
+def a_scale_that_no_file_holds(stage):
+    """torch's GradScaler, of which DeepSpeed saves nothing at any stage."""
+    warning = "WARNING: no file holds the loss scale of torch_autocast, which is 65536 now"
+    load(autocast(stage, "float16", seed=5), "bfloat16")
+    load(autocast(stage, "bfloat16", seed=5), "float16")
+    assert warning not in PRINTED.getvalue()
+    load(autocast(stage, "float16", seed=5), "float16")
+    assert printed(warning)
 
 
 class Shaped(nn.Module):

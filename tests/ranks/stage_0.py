@@ -10,6 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import fused_adam
 from deepspeed.runtime import engine as deepspeed_engine
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import universal
 from tests.support import toy
@@ -291,6 +292,108 @@ def frozen_parameters_given(stage):
         load(engine)
         check(engine, "0 fp32", kind)
     convert()
+
+
+def reversed_adamw(parameters):
+    return adamw([*reversed(parameters)])
+
+
+TWINS = ("0 flat bf16", "0 bf16")
+
+
+class Twins(Net):
+    """Has two layers of one shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.Sequential(torch.nn.LayerNorm(7), torch.nn.LayerNorm(7))
+
+
+def save_twins(stage):
+    for kind in TWINS:
+        save(kind, kind, net=Twins)
+
+
+@of_stage_0(save_twins)
+def another_order(stage):
+    """Where masters are saved, their values tell which parameter is where."""
+    for source in TWINS:
+        for kind in (source, "1 bf16", "3 bf16"):
+            engine = engine_of(kind, 5, Twins, reversed_adamw)
+            universal.load_checkpoint(engine, source, "t")
+            kept = {n: v for n, v in read_truth(f"{source}/truth.pt").items() if n != "scale"}
+            lost = differences(rounded(kept, snapshot(engine)), snapshot(engine))
+            assert not lost, (source, kind, lost)
+
+
+class OfAllInGroups(torch.optim.AdamW):
+    """The same, with weight decay for matrices alone."""
+
+    def __init__(self, _):
+        super().__init__(adamw([*Remembered.last.parameters()]).param_groups)
+
+
+class Thawed(Remembered):
+    def __init__(self):
+        super().__init__()
+        self.frozen.requires_grad_(True)
+
+
+class Wrapped(Remembered):
+    def __init__(self):
+        super().__init__()
+        self.a = checkpoint_wrapper(self.a)
+
+
+class Empty(Remembered):
+    def __init__(self):
+        super().__init__()
+        self.a.none = torch.nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x):
+        return super().forward(x) + self.a.none.sum()
+
+
+class Longer(Remembered):
+    def __init__(self):
+        super().__init__()
+        self.a.extra = torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        return super().forward(x) + self.a.extra(x).pow(2).mean()
+
+
+CHANGED = {  # the model that saves, the one that loads, and the optimizer of both
+    "given": (Remembered, Remembered, OfAllInGroups),
+    "wrapped": (Wrapped, Wrapped, torch.optim.AdamW),
+    "empty": (Empty, Empty, torch.optim.AdamW),
+    "thawed": (Remembered, Thawed, OfAll),
+    "frozen": (Thawed, Remembered, OfAll),
+    "gone": (Longer, Remembered, torch.optim.AdamW),
+    "new": (Remembered, Longer, torch.optim.AdamW),
+}
+
+
+def save_changed(stage):
+    for name, (net, _, optimizer) in CHANGED.items():
+        save("0 fp32", name, net=net, optimizer=optimizer)
+
+
+@of_stage_0(save_changed)
+def changed_models(stage):
+    """Each parameter has its own state, whatever the others are."""
+    for name, (saved_net, net, optimizer) in CHANGED.items():
+        truth = read_truth(f"{name}/truth.pt")
+        # At ZeRO-3 DeepSpeed cannot tell the states of what has no elements.
+        for kind in ("0 fp32", "1 fp32", "3 fp32")[: 2 if name == "empty" else 3]:
+            engine = engine_of(kind, 5, net, optimizer)
+            universal.load_checkpoint(engine, name, "t", load_module_strict=net is saved_net)
+            now = snapshot(engine)
+            shared = {
+                n: truth[n] for n in now if torch.is_tensor(truth.get(n)) and truth[n].numel()
+            }
+            assert not differences(shared, now), (name, kind, differences(shared, now))
+            assert len([n for n in shared if n.endswith(" exp_avg")]) >= 5
 
 
 class Strided(Net):

@@ -2,6 +2,9 @@
 cannot be restored, and is refused by the reason that is true."""
 
 import contextlib
+import functools
+import importlib
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -9,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from optimizers import SliceNorm
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -28,6 +32,7 @@ from tests.support.case import (
 from tests.support.toy import (
     ExtraState,
     Net,
+    adam,
     differences,
     falling,
     make,
@@ -502,3 +507,144 @@ def memory_beside_a_damaged_disk(stage):
     assert str(folder) == "memory"
     universal.load_checkpoint(engine, folder)
     check_restored(engine)
+
+
+# --------------------------------------------------------------------------------------------------
+# Names
+
+
+class Layers(Net):
+    """One of its layers has an extra state, and a tensor by a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = PassesOn()
+
+
+def compiled_layers():
+    net = Layers()
+    for name in ("a", "frozen", "block"):
+        setattr(net, name, torch.compile(getattr(net, name), backend="eager"))
+    return net
+
+
+COMPILED = {
+    "eager": Layers,
+    "whole": lambda: torch.compile(Layers(), backend="eager"),
+    "layers": compiled_layers,
+}
+
+
+def able(stage, name):
+    """DeepSpeed trains no compiled modules at ZeRO-3."""
+    return stage if name == "eager" else min(stage, 2)
+
+
+def save_compiled(stage):
+    torch.compiler.set_stance("force_eager")
+    for name, net in COMPILED.items():
+        for tag, optimizer in ((name, adam), (f"{name} slices", SliceNorm)):
+            train_and_save(able(stage, name), tag, net=net, optimizer=optimizer)
+            if dist.get_rank() == 0:
+                Path("truth.pt").rename(f"{tag}.pt")
+
+
+@case(save_compiled, quick_stages=(1,), quick_ranks=(2,))
+def compiled(stage):
+    """torch.compile() is no part of a name, on either side, nor by DeepSpeed's own loader."""
+    torch.compiler.set_stance("force_eager")
+    for name, target in (("eager", "whole"), ("whole", "layers"), ("layers", "eager")):
+        net = COMPILED[target]
+        engine = make(able(stage, target), net, seed=5)
+        load(engine, name)
+        lost = differences(read_truth(f"{name}.pt"), snapshot(engine))
+        assert not lost, (name, target, lost)
+        if dist.get_world_size() == 2 and able(stage, name) == able(stage, target):
+            engine = make(able(stage, target), net, SliceNorm, seed=5)
+            load(engine, f"{name} slices")
+            lost = differences(read_truth(f"{name} slices.pt"), snapshot(engine))
+            assert {*lost} <= {"steps"}, (name, target, lost)  # rank 0's norm
+
+
+class NamedAdapter(nn.Module):
+    """Beside a frozen base."""
+
+    def __init__(self, name="default"):
+        super().__init__()
+        self.base = nn.Linear(8, 3).requires_grad_(False)
+        self.adapters = nn.ModuleDict({name: nn.Linear(8, 3, bias=False)})
+
+    def forward(self, x):
+        (adapter,) = self.adapters.values()
+        return (self.base(x) + adapter(x)).pow(2).mean()
+
+
+def save_adapter(stage):
+    engine = make(stage, NamedAdapter)
+    train(engine, 0)
+    engine.save_checkpoint(".", "t", {"step": 1})
+
+
+@case(save_adapter, stages=(0, 1, 2, 3), quick_stages=(0, 3), quick_ranks=(2,))
+def nothing_trained_has_its_name(stage):
+    """Not with initial weights at the old step, whatever it is told; but a new adapter on weights
+    that were trained before begins."""
+    renamed = functools.partial(NamedAdapter, "policy")
+    lists = ["here (1): adapters.policy.weight", "checkpoint (1): adapters.default.weight"]
+    for options in (
+        {},
+        {"load_module_strict": False},
+        {"load_module_strict": False, "load_optimizer_states": False},
+        {"load_module_strict": False, "load_module_only": True},
+    ):
+        for to in {stage, 1}:
+            refused(make(to, renamed, seed=5), *lists, **options)
+
+
+# --------------------------------------------------------------------------------------------------
+# Optimizers of packages, with states of few bits
+
+
+class Wide(nn.Module):
+    """Its parameters fill the blocks of such states, on each rank."""
+
+    def __init__(self):
+        super().__init__()
+        widths = [8, 64, 64, 64, 64, 64]
+        layers = [nn.Linear(*pair, bias=False) for pair in itertools.pairwise(widths)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x).tanh().pow(2).mean()
+
+
+def low_bit_case(name):
+    """It goes on exactly on its own ranks, and is refused elsewhere, by DeepSpeed's own loader."""
+    package, _, kind = name.partition(".")
+
+    def engine_of(stage, seed):
+        optimizer = getattr(importlib.import_module(f"{package}.optim"), kind)
+        return make(stage, Wide, functools.partial(optimizer, lr=1e-3), seed)
+
+    def save(stage):
+        engine = engine_of(stage, 1)
+        train(engine, 0)
+        engine.save_checkpoint(".", "t")
+        save_truth([train(engine, step) for step in (1, 2)])
+
+    @case(save)
+    def load_low_bit(stage):
+        engine = engine_of(stage, 5)
+        if dist.get_world_size() == 3:
+            refused(engine, "is not cut like the weights: it loads on its own ranks only")
+            return
+        load(engine)
+        assert [train(engine, step) for step in (1, 2)] == read_truth()
+
+    return load_low_bit
+
+
+LOW_BIT = {
+    name: low_bit_case(name)
+    for name in ("bitsandbytes.Adam8bit", "bitsandbytes.AdamW32bit", "torchao.AdamW8bit")
+}

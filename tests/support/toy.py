@@ -12,6 +12,8 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
+from universal.checkpoint.names import plain_name
+
 RARE_DTYPES = {
     "complex": torch.complex64,
     "double_complex": torch.complex128,
@@ -170,16 +172,17 @@ def train(engine, step, micro_batches=None, width=8):
 
 def snapshot(engine, states=True):
     """Everything that the engine holds, whole: {"a.weight": tensor, "a.weight fp32": ..., "groups":
-    ...}. states: whether those of the optimizer, too; or a function that names a parameter's."""
+    ...}, whether compiled or not. states: whether those of the optimizer, too; or a function that
+    names a parameter's."""
     optimizer = engine.optimizer.optimizer
     scalars = [
         {k: float(v) for k, v in state.items() if not is_elementwise(v) and v is not None}
         for state in states_of(optimizer)
     ]
     counters = [engine.global_steps, engine.skipped_steps, engine.global_samples]
-    counters.append(engine.micro_steps / engine.gradient_accumulation_steps())
+    counters.append(engine.micro_steps % engine.gradient_accumulation_steps())
     scaler = getattr(engine.optimizer, "loss_scaler", None)
-    return {
+    truth = {
         **module_state(engine.module),
         **parameters_and_states(engine, states),
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
@@ -188,6 +191,7 @@ def snapshot(engine, states=True):
         "scheduler": engine.lr_scheduler and engine.lr_scheduler.state_dict(),
         "counters": counters,
     }
+    return {plain_name(name): value for name, value in truth.items()}
 
 
 def states_of(optimizer):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.module_states import module_state, read_model_states
+from universal.checkpoint.names import plain_keys, with_plain_names
 from universal.checkpoint.types import (
     Checkpoint,
     Described,
@@ -73,7 +74,9 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
         states = path.parent / file_name(name)
         return read_parameter(states, flat, group_of.get(flat), step, opened)
 
-    parameters = dict(zip(flats, pool.map(read, flats, flats.values()), strict=True))
+    read_all = pool.map(read, flats, flats.values())
+    parameters = plain_keys(dict(zip(flats, read_all, strict=True)))
+    models = map(with_plain_names, models)
     models = [model | {"module": untrained_entries(model, parameters)} for model in models]
     description = Checkpoint(
         folder=folder,

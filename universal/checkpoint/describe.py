@@ -16,6 +16,7 @@ from typing import NamedTuple
 from universal.checkpoint.converted import describe_universal
 from universal.checkpoint.experts import read_experts, teams_of
 from universal.checkpoint.module_states import (
+    common_entries,
     config_of,
     degrees_of,
     dtype_of_weights,
@@ -24,7 +25,9 @@ from universal.checkpoint.module_states import (
     names_beside,
     read_fragments,
     read_model_states,
+    trimmed,
 )
+from universal.checkpoint.names import plain_keys, with_plain_names
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import (
     UNSAVED,
@@ -50,10 +53,9 @@ from universal.checkpoint.zero import (
     settings_of,
 )
 from universal.errors import CheckpointError, naming
-from universal.files.same import is_same
 from universal.files.schema import expect
 from universal.files.sources import OpenFile, keep_open
-from universal.files.torch_file import load, number_in, tensor_of, trim_storage
+from universal.files.torch_file import load, number_in, tensor_of
 
 # Seconds; the largest gap between the times of successive files of one save, or of its copy.
 BETWEEN_SAVES = 10
@@ -234,7 +236,7 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
     ranks = max(shard.ranks)
     check_present(folder, paths, ranks)
     model_paths = model_states_of(folder, mp_rank, shard)
-    model = read_model_states(model_paths[0])
+    model = with_plain_names(read_model_states(model_paths[0]))
     if (folder / "offloaded_tensors").exists() and may_be_on_nvme(model):
         raise CheckpointError(f"{folder} has NVMe-offloaded states, which are not converted")
     experts = read_experts(folder, model)
@@ -580,17 +582,11 @@ def modules_of_layers(folder, parameters):
     for path in sorted(folder.glob("layer_*-model_states.pt")):
         layer, *ranks = path.name.removeprefix("layer_").split("-")
         module = modules.setdefault(tuple(ranks), {})
-        for key, value in expect(load(path), {str: object}, path).items():
+        for key, value in plain_keys(expect(load(path), {str: object}, path)).items():
             name = f"{int(layer)}.{key}"
             if name not in parameters and key not in tied:
                 module[name] = value
     return list(modules.values())
-
-
-def trimmed(module):
-    """The entries, of tensors what they span."""
-    tensors = {name: tensor_of(value) for name, value in module.items()}
-    return module | {name: trim_storage(tensor) for name, tensor in tensors.items() if tensor}
 
 
 def saved_modules(checkpoint: Checkpoint) -> list[dict]:
@@ -600,18 +596,6 @@ def saved_modules(checkpoint: Checkpoint) -> list[dict]:
     paths = [
         path.with_name(path.name.replace("_rank_00_", f"_rank_{i:02d}_")) for i in range(degree)
     ]
-    modules = [expect(load(path), {"module": (NoneType, dict)}, path)["module"] for path in paths]
+    models = [expect(load(path), {"module": (NoneType, dict)}, path) for path in paths]
+    modules = [with_plain_names(model)["module"] for model in models]
     return modules_of_layers(checkpoint.folder, ()) if None in modules else modules
-
-
-def common_entries(modules):
-    """({name: value} without those that are not the same in all modules, their names)."""
-    entries = {}
-    different = set()
-    for module in modules:
-        for name, value in module.items():
-            if not is_same(entries.setdefault(name, value), value):
-                different.add(name)
-    for name in different:
-        del entries[name]
-    return entries, sorted(different)

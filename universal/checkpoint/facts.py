@@ -68,7 +68,7 @@ from universal.files.torch_file import extent_of
 
 PLAIN = (bool, int, float, str)
 LONGEST = 16  # list or dict of which all is shown
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def facts_of(described: Described, told: bool = True) -> dict[str, Any]:
@@ -183,9 +183,9 @@ def batch_of(model: dict) -> Batch | None:
 
 
 def numbers_of(model):
-    """Those of TRUE_BATCH and BATCH; None where there is none."""
+    """Those of TRUE_BATCH and BATCH_KEYS; None where there is none."""
     config = config_of(model)
-    values = [config.get(key) for key in (TRUE_BATCH, *BATCH)]
+    values = [config.get(key) for key in (TRUE_BATCH, *BATCH_KEYS)]
     return [value if is_natural(value) and value else None for value in values]
 
 

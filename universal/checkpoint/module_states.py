@@ -10,9 +10,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from universal.checkpoint.names import with_plain_names
 from universal.checkpoint.types import ModuleState
 from universal.checkpoint.zero import Cut, Slices
 from universal.errors import CheckpointError
+from universal.files.same import is_same
 from universal.files.schema import expect, is_natural, is_shape
 from universal.files.torch_file import (
     Tensor,
@@ -89,7 +91,7 @@ def read_fragments(path: Path, first_path: Path, first: dict) -> dict[str, Tenso
 
     Raises: CheckpointError, if parts are missing, or these model states are of another save.
     """
-    model = first if path == first_path else expect(load(path), dict, path)
+    model = first if path == first_path else with_plain_names(expect(load(path), dict, path))
     for key in SAME_ON_ALL_RANKS:
         if model.get(key) != first.get(key):
             raise CheckpointError(f"{path} has other {key} than {first_path.name}")
@@ -219,3 +221,22 @@ def module_state(model: dict) -> ModuleState:
         objects=[name for name, value in module.items() if not isinstance(value, Tensor)],
         frozen=model.get("frozen_param_shapes") or {},
     )
+
+
+def trimmed(module: dict) -> dict:
+    """The entries, of tensors what they span."""
+    tensors = {name: tensor_of(value) for name, value in module.items()}
+    return module | {name: trim_storage(tensor) for name, tensor in tensors.items() if tensor}
+
+
+def common_entries(modules: list[dict]) -> tuple[dict, list[str]]:
+    """({name: value} without those that are not the same in all modules, their names)."""
+    entries = {}
+    different = set()
+    for module in modules:
+        for name, value in module.items():
+            if not is_same(entries.setdefault(name, value), value):
+                different.add(name)
+    for name in different:
+        del entries[name]
+    return entries, sorted(different)

@@ -14,20 +14,26 @@ from universal.checkpoint.types import NEXT_STEPS
 
 
 class Row(NamedTuple):
-    """What is written down of a step. samples, loss, grad_norm: None where they were not seen.
+    """What is written down of a step; None is what was not seen, or in no file of that version.
 
-    dtype: of matrix products. samples: the mean of their hashes, which no order of them, no cut
-    into micro-batches, and no rank that gets the same changes. rates: of the parameter groups.
+    dtype: of matrix products. draws: the mean of the hashes of the generators' states before each
+    forward pass that drew random numbers; 0 if none did. digests: for 1, 2, ... of the tensors that
+    have a row for each sample, the mean hash of their rows, which no order of the samples, no cut
+    into micro-batches, and no rank that gets the same changes. others: the mean hash of a
+    micro-batch's other tensors. rates: of the parameter groups.
     """
 
     step: int
     ranks: int
+    micro_batch: int | None
     dtype: str
-    samples: float | None
     loss_scale: float
     loss: float | None
     grad_norm: float | None
-    rates: list[float]
+    draws: float | None
+    others: float | None
+    digests: str | None
+    rates: list[float | None]
 
     def text(self) -> str:
         """A line of the file."""
@@ -39,17 +45,20 @@ HEADER = ",".join(Row._fields) + "\n"
 
 
 def read_rows(path: Path, first_step: int) -> tuple[dict[int, Row], bool]:
-    """The rows of the steps from first_step on, by step.
+    """The rows of the steps from first_step on, by step. Other versions have other columns.
 
     Returns: the rows; whether others may follow them. Not so behind half a row of a job that was
-        killed, nor in a file that is of another save.
+        killed, nor in a file that is of another save or version.
     """
     header, *lines = path.read_text().splitlines(keepends=True) or [""]
+    names = header.split(",")[:-1]  # and the rates
     rows = {}
     with contextlib.suppress(ValueError, TypeError):
         for step, line in enumerate(lines, first_step):
             cells = json.loads(f"[{line}]")
-            row = Row(*cells[:7], rates=cells[7:])
+            columns = dict.fromkeys(Row._fields) | dict(zip(names, cells, strict=False))
+            columns = {name: columns[name] for name in Row._fields}
+            row = Row(**columns | {"rates": cells[len(names) :]})
             if row.step != step or not line.endswith("\n"):
                 break
             rows[step] = row

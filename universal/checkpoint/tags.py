@@ -124,6 +124,7 @@ def newest_first(folder: Path, say: Callable, converted_only: bool = False) -> l
     last = max(tags, key=lambda tag: tag.step, default=None)
     tags.sort(key=lambda tag: (tag not in given_up, tag.step, tag.is_saved), reverse=True)
     name = named_by_latest(folder, converted_only)
+    file = "latest_universal" if converted_only else "latest"
     # A job killed before it wrote `latest` leaves a newer tag. Others are from an earlier run, or
     # `latest` was edited.
     for named in [tag for tag in tags if tag.name == name]:
@@ -131,15 +132,22 @@ def newest_first(folder: Path, say: Callable, converted_only: bool = False) -> l
         later = [tag for tag in tags if tag.step > named.step and tag.written > since]
         if later:
             say(
-                f"`latest` names {name}, and {later[0].name} was written after it: the later one "
+                f"`{file}` names {name}, and {later[0].name} was written after it: the later one "
                 "is taken, if it is complete"
             )
         return [tag.name for tag in dict.fromkeys([*later, named, *tags])]
     if name and name not in passed_over:
-        say(f"`latest` names {name}, which holds no checkpoint")
+        say(f"`{file}` names {name}, which {what_it_lacks(folder / name, converted_only)}")
     if last in given_up:
         say(
             f"{given_up[last].name} was written after {last.name}, so that run went back; if they "
             "were copied, and have the times of the copy, tell which tag to load"
         )
     return [tag.name for tag in tags]
+
+
+def what_it_lacks(tag, converted_only):
+    """Why a folder is no checkpoint."""
+    if converted_only:
+        return "holds no checkpoint that is converted"
+    return "lacks rank 0's model states" if any(tag.glob("*_states.pt")) else "holds no checkpoint"

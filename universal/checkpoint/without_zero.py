@@ -29,6 +29,7 @@ from universal.checkpoint.module_states import (
     module_state,
     names_beside,
 )
+from universal.checkpoint.names import with_plain_names
 from universal.checkpoint.types import (
     Checkpoint,
     Described,
@@ -101,7 +102,7 @@ def read_whole(folder: Path) -> dict | None:
     path = folder / MODEL_STATES_FILE
     if not path.exists():
         return None
-    model = expect(load(path), dict, path)
+    model = with_plain_names(expect(load(path), dict, path))
     optimizer = model.get("optimizer")
     cut = isinstance(optimizer, dict) and "single_partition_of_fp32_groups" in optimizer
     return model if model.get("param_shapes", {}) is None and not cut else None
@@ -327,7 +328,7 @@ def names_in_order(weights, groups, given, opened):
         known = [name for name in of_group if name in weights]
         allowed = [name for name in weights if homes.get(name, i) == i]
         orders = orders_of(weights, known, allowed, group, stepping(group, groups), opened)
-        fitting = (order for order in orders if fits(weights, *order, opened))
+        fitting = (order for order in orders if is_filled(weights, *order, opened))
         order, tensors = next(fitting, (known, []))
         names.append(order)
         placed.append(tensors)
@@ -348,7 +349,7 @@ def orders_of(weights, known, allowed, group, trained, opened):
     yield known, trained
     order = order_by_values if group and group[0].masters else order_by_shapes
     mixed = order(weights, allowed, group, opened)
-    if {*known} <= {*mixed}:
+    if known and {*known} <= {*mixed}:
         if group[0].masters or [name for name in mixed if name in known] == known:
             yield mixed, group
 
@@ -380,7 +381,7 @@ def order_by_shapes(weights, names, group, opened):
     return [] if shapeless or any(weights[name].size in skipped for name in order) else order
 
 
-def fits(weights, names, group, opened):
+def is_filled(weights, names, group, opened):
     """Whether these are the parameters of a group, as far as shapes and values tell."""
     chosen = [weights[name] for name in names]
     if not names or is_nowhere(places_of(weights, names, group)):

@@ -12,6 +12,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from universal.checkpoint.experts import Team
+from universal.checkpoint.names import plain_keys
 from universal.checkpoint.types import OptimizerState, Parameter, Problem
 from universal.errors import CheckpointError
 from universal.files.same import holds_elements, is_same
@@ -141,7 +142,14 @@ def extra_keys(optimizer):
 def optimizer_state(optimizer: dict, rank_dependent: dict) -> OptimizerState:
     """What the state dict of PyTorch's optimizer holds besides the states of parameters."""
     extra = extra_states(optimizer), extra_keys(optimizer)
-    return OptimizerState(optimizer["param_groups"], *extra, rank_dependent)
+    groups = optimizer["param_groups"]
+    kept = {of: why for of, why in rank_dependent.items() if not is_computed_anew(of[1], groups)}
+    return OptimizerState(groups, *extra, kept)
+
+
+def is_computed_anew(key: str, param_groups: list[dict]) -> bool:
+    """Whether each step computes a state before it reads it: Adafactor's RMS of the weights."""
+    return key == "RMS" and all("relative_step" in group for group in param_groups)
 
 
 def settings_of(shard: SavedShard, opened: OpenFile) -> dict:
@@ -283,7 +291,7 @@ def check_slice(shard: SavedShard, rank: int, flat_cut: FlatCut, trust_mapping: 
         if start < end:
             mapping[name] = {"start": start - begin, "numel": end - start}
     mappings = shard.content["param_slice_mappings"]
-    saved = {name: address.state for name, address in mappings[number].items()}
+    saved = {name: address.state for name, address in plain_keys(mappings[number]).items()}
     for name in (*mapping, *saved):
         if trust_mapping and saved.get(name) != mapping.get(name):
             raise CheckpointError(f"{name} is not where param_slice_mappings says")
@@ -454,6 +462,7 @@ def lost_states(parameters: dict, optimizer: OptimizerState) -> list[str]:
     for parameter in parameters.values():
         scalars = parameter.scalars
         names |= {key for key in scalars if scalars[key] is not None and key != "step"}
+    names = {name for name in names if not is_computed_anew(name, optimizer.param_groups)}
     return sorted({str(name) for name in names})
 
 

@@ -48,7 +48,7 @@ def misfits(value, pattern, name):
     elif isinstance(pattern, dict) and isinstance(value, dict):
         for key, inner in pattern.items():
             yield from misfits_of_key(value, key, inner, name)
-    elif not fits(value, pattern):
+    elif not matches(value, pattern):
         yield f"{name or 'it'} is {shown(value)}"
 
 
@@ -65,7 +65,7 @@ def misfits_of_key(value, key, pattern, name):
         yield f"{name or 'it'} has no {key}"
 
 
-def fits(value, pattern):
+def matches(value, pattern):
     if isinstance(pattern, type):
         return isinstance(value, pattern)
     return callable(pattern) and pattern(value)

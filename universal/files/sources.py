@@ -12,6 +12,7 @@ import re
 import resource
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -19,6 +20,10 @@ from universal.errors import CheckpointError
 
 CHUNK = 1 << 20
 SHORT = 1 << 14  # bytes; below this it is faster to continue a CRC than to join two
+LARGEST_READ = 1 << 22  # bytes of one read
+GAP = 1 << 16  # bytes that nobody wants, but to read them is faster than to read twice
+MOST_BUFFERS = 1000  # of one read; the system takes 1024
+READERS = 8  # for a disk or a server that is slow to answer
 OpenFile = Callable[[str], BinaryIO]
 
 
@@ -97,7 +102,9 @@ class Extent(NamedTuple):
 
 def nbytes_of(content: bytes | Source) -> int:
     """The size of bytes, or of what a source reads."""
-    return len(content) if isinstance(content, bytes) else content.numel * width(content.dtype)
+    if isinstance(content, bytes | memoryview):
+        return len(content)
+    return content.numel * width(content.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -123,18 +130,39 @@ def keep_open() -> OpenFile:
     return functools.lru_cache(max(4, min(rest // 2, 1 << 14)))(open_file)
 
 
-def fill(opened, buffer, record, start):
-    """Read as many bytes of a record as the buffer has."""
-    file = opened(record.path)  # hold it while reading: in another thread, the cache may drop it
-    done = 0
-    while done < len(buffer):
+def fill(opened, buffers, path, offset):
+    """Read a file from `offset` on into buffers, one after the other."""
+    file = opened(path)  # hold it while reading: in another thread, the cache may drop it
+    buffers = [buffer for buffer in buffers if len(buffer)]
+    while buffers:
         try:
-            nbytes = os.preadv(file.fileno(), [buffer[done:]], record.offset + start + done)
+            nbytes = os.preadv(file.fileno(), buffers, offset)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, record.path) from error
+            raise OSError(error.errno, error.strerror, path) from error
         if not nbytes:
-            raise CheckpointError(f"{record.path} became shorter while it was read")
-        done += nbytes
+            raise CheckpointError(f"{path} became shorter while it was read")
+        offset += nbytes
+        while buffers and nbytes >= len(buffers[0]):
+            nbytes -= len(buffers.pop(0))
+        if nbytes:
+            buffers[0] = buffers[0][nbytes:]
+
+
+class Wanted(NamedTuple):
+    """A buffer to be filled with the bytes of a record, from `start` on."""
+
+    buffer: memoryview
+    record: Record
+    start: int
+
+    @property
+    def offset(self) -> int:
+        """In the file."""
+        return self.record.offset + self.start
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.buffer)
 
 
 class ByteReader:
@@ -149,7 +177,11 @@ class ByteReader:
 
     def read_bytes(self, buffer: memoryview, record: Record, start: int) -> int:
         """Fill the buffer from a record. Returns the CRC-32 of these bytes."""
-        fill(self.opened, buffer, record, start)
+        fill(self.opened, [buffer], record.path, record.offset + start)
+        return self.remember(buffer, record, start)
+
+    def remember(self, buffer, record, start):
+        """Returns the CRC-32 of these bytes of a record."""
         crc = zlib.crc32(buffer)
         spans = self.spans.setdefault(record, [start, start, 0])
         if spans[-2] != start:
@@ -173,6 +205,37 @@ class ByteReader:
             done += part.nbytes
         return crc
 
+    def read_in_threads(
+        self,
+        requests: Iterable[tuple[memoryview, Source, int]],
+        show: Callable[[int], Any] = lambda nbytes: None,
+    ) -> None:
+        """read_elements() of many at once, in as few reads as will do.
+
+        requests: (buffer, source, start). show: is called with the bytes of each read.
+        """
+        wanted = []
+        jobs = []  # what one thread does; each has a reader of its own
+        for buffer, source, start in requests:
+            if hasattr(source, "read_into"):
+                jobs.append(([buffer], functools.partial(source.read_into, buffer, start)))
+            else:
+                wanted += wanted_of(buffer, source, start)
+        for batch in batches(wanted):
+            jobs.append(([place.buffer for place in batch], functools.partial(read_batch, batch)))
+
+        def work(job):
+            buffers, read = job
+            reader = ByteReader(self.opened)
+            read(reader)
+            return sum(map(len, buffers)), reader.spans
+
+        with ThreadPoolExecutor(READERS) as pool:
+            for nbytes, spans in pool.map(work, jobs):
+                show(nbytes)
+                for record, more in spans.items():
+                    self.spans.setdefault(record, []).extend(more)
+
     def read(self, source: Source, start: int, numel: int) -> bytearray:
         """Elements of a source, from `start` on."""
         data = bytearray(numel * width(source.dtype))
@@ -192,6 +255,48 @@ class ByteReader:
     def check(self) -> None:
         """Check that what was read is what was saved. Raises CheckpointError."""
         check_all(self.spans, self.opened)
+
+
+def wanted_of(buffer: memoryview, source: Source, start: int) -> Iterator[Wanted]:
+    """Yields what has to be read to fill a buffer, in pieces of at most LARGEST_READ bytes."""
+    done = 0
+    for part in source.ranges(start, len(buffer) // width(source.dtype)):
+        for position in range(0, part.nbytes, LARGEST_READ):
+            nbytes = min(LARGEST_READ, part.nbytes - position)
+            piece = buffer[done : done + nbytes]
+            yield Wanted(piece, part.record, part.start + position)
+            done += nbytes
+
+
+def batches(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
+    """Yields what one read brings: places near each other in a file, in their order."""
+    batch = []
+    for place in sorted(wanted, key=lambda place: (place.record.path, place.offset)):
+        if batch and not (
+            place.record.path == batch[0].record.path
+            and 0 <= place.offset - batch[-1].end <= GAP
+            and place.end - batch[0].offset <= LARGEST_READ
+            and 2 * len(batch) < MOST_BUFFERS
+        ):
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
+
+
+def read_batch(batch: list[Wanted], reader: ByteReader) -> None:
+    """Fill the buffers of a batch in one read. What lies between two of them is dropped."""
+    offset = batch[0].offset
+    gap = memoryview(bytearray(GAP))
+    buffers = []
+    end = offset
+    for place in batch:
+        buffers += [gap[: place.offset - end], place.buffer]
+        end = place.end
+    fill(reader.opened, buffers, batch[0].record.path, offset)
+    for place in batch:
+        reader.remember(*place)
 
 
 def portions(items: Iterable[Any], size_of: Callable[[Any], int], size: int) -> Iterator[list]:
@@ -257,7 +362,7 @@ def checksum(opened: OpenFile, record: Record, start: int, end: int, crc: int = 
     buffer = memoryview(bytearray(max(0, min(CHUNK, end - start))))
     for position in range(start, end, CHUNK):
         chunk = buffer[: end - position]
-        fill(opened, chunk, record, position)
+        fill(opened, [chunk], record.path, record.offset + position)
         crc = zlib.crc32(chunk, crc)
     return crc
 

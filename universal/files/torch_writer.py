@@ -47,18 +47,37 @@ def packed(content: Any) -> bytes:
 
 def write_archive(file: BinaryIO, stem: str, content: Pickled, reader: ByteReader) -> None:
     """Write a .pt file's archive into an open file, on a disk or in memory."""
-    entries = {"data.pkl": content.data, "byteorder": b"little", "version": b"3\n"}
-    entries |= {f"data/{number}": source for number, source in enumerate(content.sources)}
+    write_records(file, stem, described(content.data) | records(content.sources), reader)
+
+
+def described(data: bytes) -> dict[str, bytes]:
+    """The records beside those of the storages. data: the pickle."""
+    return {"data.pkl": data, "byteorder": b"little", "version": b"3\n"}
+
+
+def records(sources: list) -> dict[str, Any]:
+    """The records of the storages, by name."""
+    return {f"data/{number}": source for number, source in enumerate(sources)}
+
+
+def record_header(stem: str, name: str, nbytes: int, offset: int) -> zipfile.ZipInfo:
+    """The header of a record that begins at this offset, without its checksum."""
+    info = zipfile.ZipInfo(f"{stem}/{name}")
+    info.CRC = 0
+    info.file_size = info.compress_size = nbytes
+    info.header_offset = offset
+    # torch aligns records, to map them.
+    padding = -(offset + len(info.FileHeader()) + 4) % 64
+    info.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)
+    return info
+
+
+def write_records(file: BinaryIO, stem: str, sources: dict[str, Any], reader: ByteReader) -> None:
+    """Write an archive of these records, {name: source}, in their order."""
     # ZipFile writes the directory alone: archive.open() would checksum all bytes again.
     with zipfile.ZipFile(file, "w") as archive:
-        for name, source in entries.items():
-            info = zipfile.ZipInfo(f"{stem}/{name}")
-            info.CRC = 0
-            info.file_size = info.compress_size = nbytes_of(source)
-            info.header_offset = file.tell()
-            # torch aligns records, to map them.
-            padding = -(info.header_offset + len(info.FileHeader()) + 4) % 64
-            info.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)
+        for name, source in sources.items():
+            info = record_header(stem, name, nbytes_of(source), file.tell())
             file.write(info.FileHeader())
             for chunk, crc in chunks_of(source, reader):
                 file.write(chunk)
@@ -71,7 +90,7 @@ def write_archive(file: BinaryIO, stem: str, content: Pickled, reader: ByteReade
 
 
 def chunks_of(source, reader):
-    if isinstance(source, bytes):
+    if isinstance(source, bytes | memoryview):
         return [(source, zlib.crc32(source))]
     return reader.chunks(source)
 

@@ -38,6 +38,24 @@ class FlatTensor(NamedTuple):
     names: list[str]
     pieces: list[Piece]
 
+    def blank(self, numel: int, dtype: torch.dtype) -> "FlatTensor":
+        """The same with another tensor on the CPU: zeros, but in the pieces whatever is there."""
+        flat = torch.empty(numel, dtype=dtype, device="cpu")
+        end = 0
+        for piece in self.pieces:
+            flat[end : piece.offset].zero_()
+            end = piece.offset + piece.numel
+        flat[end:].zero_()
+        return self._replace(tensor=flat)
+
+
+class Partition(NamedTuple):
+    """A rank's part of a parameter at ZeRO-3: in `tensor`, the elements from `start` on."""
+
+    tensor: torch.Tensor
+    start: int
+    numel: int
+
 
 class NewShard(NamedTuple):
     """What a rank saves of its optimizer. masters, states: of each flat tensor.
@@ -62,3 +80,9 @@ def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 def is_per_element(value: Any, flat: FlatTensor) -> bool:
     """Whether a state of a flat tensor has a number for each of its elements."""
     return torch.is_tensor(value) and value.dim() > 0 and value.numel() == flat.tensor.numel()
+
+
+def is_same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether flat tensors of one dtype are the same, also where they hold NaN."""
+    dtype = {2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.uint8)
+    return torch.equal(tensor.view(dtype), other.view(dtype))

@@ -3,14 +3,16 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
+from universal.checkpoint.names import plain_name
 from universal.errors import CheckpointError
+from universal.load.flat import Partition
 
 
 class LoadOptions(NamedTuple):
@@ -99,6 +101,48 @@ def loading_at_once(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractCon
     return overridden(engine._config, zero_config=zero)
 
 
+def names_in(module: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """{plain name of a tensor of a module: its name there, with what torch.compile() puts in}."""
+    prefixes = {"": ""}
+    for name, _ in module.named_modules():
+        prefix = f"{name}." if name else ""
+        prefixes[plain_name(prefix)] = prefix  # a compiled module comes before the one in it
+    parts = {name: name.rpartition(".") for name in names}
+    return {
+        name: prefixes.get(path + dot, path + dot) + last
+        for name, (path, dot, last) in parts.items()
+    }
+
+
+def taking_plain_names(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractContextManager:
+    """In this block, DeepSpeed finds a module's state, whichever side torch.compile() is on."""
+    load_module = engine.load_module_state_dict
+
+    def load(checkpoint, *args, **options):
+        for key in ("module", "frozen_param_fragments"):
+            entries = checkpoint.get(key) or {}
+            names = names_in(engine.module, map(plain_name, entries))
+            renamed = {names[plain_name(name)]: value for name, value in entries.items()}
+            if renamed.keys() != entries.keys():
+                checkpoint = checkpoint | {key: renamed}
+        return load_module(checkpoint, *args, **options)
+
+    return overridden(engine, load_module_state_dict=load)
+
+
+@contextlib.contextmanager
+def gathering_in_pieces(optimizer: Any) -> Iterator[None]:
+    """In this block, gloo gathers the weights of ZeRO-1 and 2 in pieces: it copies what it gathers,
+    and for all at once that takes the memory of the model, and twice the time."""
+    if dist.get_backend() != "gloo":
+        yield
+        return
+    backend = deepspeed.comm.comm.cdb
+    with overridden(backend, has_all_gather_into_tensor=lambda: False):
+        with overridden(optimizer, allgather_bucket_size=1 << 20):
+            yield
+
+
 def replace_load_checkpoint(replacement: Callable, owner: str) -> None:
     """Make every call of engine.load_checkpoint() one of the replacement.
 
@@ -134,6 +178,25 @@ def zero_options(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
     return options if isinstance(options, dict) else {}
 
 
+def is_within_a_step(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether it holds gradients of micro-batches that have made no step yet."""
+    if backwards := getattr(engine, "_unmanaged_backward_count", 0):
+        return backwards > 0
+    is_boundary = engine._is_gradient_accumulation_boundary
+    if is_boundary is None and getattr(engine, "managed_gradient_accumulation", lambda: True)():
+        return engine.micro_steps % engine.gradient_accumulation_steps() > 0
+    return is_boundary is False  # accelerate says it, and counts steps alone
+
+
+def begin_step(engine: deepspeed.DeepSpeedEngine) -> None:
+    """The next micro-batch is the first one of a step, however many set_train_batch_size() makes.
+
+    So it is in a new engine, for DeepSpeed saves no count of them.
+    """
+    engine.micro_steps = 0
+    engine._unmanaged_backward_count = 0
+
+
 def lacks_norm(optimizer: Any) -> bool:
     """Whether a DeepSpeed optimizer computes no norm of the gradients, so that it cannot clip."""
     return not getattr(optimizer, "compute_grad_norm", True)
@@ -142,6 +205,23 @@ def lacks_norm(optimizer: Any) -> bool:
 def has_efficient_linear(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Whether linear layers compute their matrix products in DeepSpeed's own way at ZeRO-3."""
     return engine._config.zero_config.memory_efficient_linear
+
+
+def share_of(parameter: torch.Tensor | None) -> Partition | None:
+    """This rank's part of a parameter at ZeRO-3, if it is in memory, as it is, and there alone.
+
+    None for any other tensor: one that is quantized, on NVMe, of which hpZ keeps a second part.
+    """
+    part = getattr(parameter, "ds_tensor", None)
+    if part is None or hasattr(part, "ds_quant_scale") or getattr(part, "final_location", None):
+        return None
+    if getattr(parameter, "ds_secondary_tensor", None) is not None:
+        return None
+    group = parameter.ds_process_group
+    if part.numel() != -(-parameter.ds_numel // dist.get_world_size(group)):
+        return None
+    start = dist.get_rank(group) * part.numel()
+    return Partition(part.data, start, max(0, min(part.numel(), parameter.ds_numel - start)))
 
 
 def clip_by(engine: deepspeed.DeepSpeedEngine, norm: torch.Tensor) -> None:

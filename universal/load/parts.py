@@ -68,14 +68,16 @@ class Parts(NamedTuple):
         """Those of this rank; none if it has the whole."""
         return [block for block in self.wholes[name].blocks or () if block.part == self.rank]
 
-    def tensor(self, name: str, whole: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-        """This rank's part of a tensor that all ranks have read whole; target: what it is for."""
-        own = self.own_blocks(name) if name in self.wholes else []
-        if target is None or not own or whole.shape == whole_shape(target):
-            return whole
+    def cuts(self, name: str, shape: tuple) -> bool:
+        """Whether tensor() finds this rank's part of a tensor of this shape."""
+        whole = self.wholes.get(name)
+        return whole is not None and whole.shape == shape and bool(self.own_blocks(name))
+
+    def tensor(self, name: str, whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor that was read whole; target: what it is for."""
         flat = whole.contiguous().flatten()
         part = torch.zeros(whole_shape(target), dtype=whole.dtype)
-        for block in own:
+        for block in self.own_blocks(name):
             held = flat.as_strided(block.shape, block.whole_stride, block.whole_offset)
             part.as_strided(block.shape, block.stride, block.offset).copy_(held)
         return part

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT
 """What is known of a version of DeepSpeed."""
 
-import contextlib
 import os
 
 import deepspeed
 from packaging.version import Version
+
+from universal.write.console import print_line
 
 NEWEST_TRIED = "0.19.8"  # by `make versions`
 WRONG_GRADIENTS = ("0.17.6", "0.18.2")  # the first such version, and the last
@@ -15,8 +16,7 @@ def say_doubts() -> None:
     """Print on rank 0 what there is to know; there may be no process group yet."""
     text = doubts(deepspeed.__version__)
     if text and os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError, ValueError):  # no reason to end a training
-            print(f"universal: {text}", flush=True)
+        print_line(f"universal: {text}")
 
 
 def doubts(version: str) -> str | None:

@@ -11,19 +11,35 @@ from typing import Any
 
 from universal.errors import CheckpointError, RankSilent
 
+LONG = 10  # seconds, after which a load tells how far it is
+
+
+def print_line(text: str) -> None:
+    """Print one line on standard output, if that is open: to whom it matters less than the job."""
+    with contextlib.suppress(Exception):  # of a pipe that nobody reads, of a closed file
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether somebody looks at it; not if it is closed, or None, as the shell closed it."""
+    with contextlib.suppress(Exception):
+        return stream.isatty()
+    return False
+
 
 @contextlib.contextmanager
-def bar(total: int, progress: bool) -> Iterator[Callable[[int], Any]]:
+def bar(total: int, progress: bool, delay: float = 0) -> Iterator[Callable[[int], Any]]:
     """Yields a function that moves a progress bar by so many bytes, if there is a terminal,
-    and tqdm, which comes with DeepSpeed."""
+    and tqdm, which comes with DeepSpeed. delay: seconds after which it appears."""
     try:
         from tqdm import tqdm
     except ImportError:
         yield lambda nbytes: None
         return
-    with tqdm(
-        total=total, unit="B", unit_scale=True, disable=not progress or None
-    ) as shown:  # None: no terminal
+    disable = not (progress and is_terminal(sys.stderr))
+    options = {"unit": "B", "unit_scale": True, "disable": disable, "delay": delay}
+    with tqdm(total=total, **options) as shown:  # it ends by itself when the terminal is gone
         yield shown.update
 
 
@@ -40,7 +56,7 @@ def in_one_line(program: str, rank: int = 0) -> Iterator[None]:
                 flush=True,
             )
 
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed by the shell
         stream.reconfigure(errors="backslashreplace")
     warnings.showwarning = lambda message, *rest: say("warning", message)
     warnings.simplefilter("always", UserWarning)

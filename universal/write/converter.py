@@ -160,7 +160,7 @@ def finish(folder, source, output, to_verify):
         link_or_copy(path, path.with_name(f"zero_pp_rank_0_{path.name}"))
     if (source / NEXT_STEPS).is_file():
         shutil.copyfile(source / NEXT_STEPS, folder / NEXT_STEPS)
-    publish(folder, output)
+    publish(folder, output, output.with_name("latest_universal"))
 
 
 def link_or_copy(path, second):

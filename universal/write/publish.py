@@ -107,18 +107,21 @@ def unfinished(output: Path) -> Iterator[Path]:
                 beside(output, "pointer").unlink(missing_ok=True)
 
 
-def publish(folder: Path, output: Path, latest: str = "latest_universal") -> None:
+def publish(folder: Path, output: Path, latest: Path | None = None) -> None:
     """Write everything to the disk, give the finished folder its final name, and let the file
-    `latest` point to it. If this is interrupted, the output is either the old or the new one, and
-    whole. For a moment the old one is next to its place; the next conversion then moves it back."""
+    `latest`, if any, point to it. If this is interrupted, the output is either the old or the new
+    one, and whole. For a moment the old one is next to its place; the next conversion then moves it
+    back."""
     old = beside(output, "replaced")
     pointer = beside(output, "pointer")
-    pointer.write_bytes(os.fsencode(output.name))
+    if latest:
+        pointer.write_bytes(os.fsencode(os.path.relpath(output, latest.parent)))
     sync(folder)
     if output.exists():
         output.rename(old)
     folder.rename(output)
-    pointer.rename(output.with_name(latest))
+    if latest:
+        pointer.rename(latest)
     sync(output.parent)
     shutil.rmtree(old, ignore_errors=True)
 

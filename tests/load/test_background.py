@@ -1,0 +1,248 @@
+"""Saves in the background: what dies or fails in one leaves the checkpoint before, and the training
+waits for a copy of memory alone."""
+
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import universal
+from tests.support.commands import forked, kill, slow
+from tests.support.ranks import launch, run
+from tests.support.toy import (
+    begin,
+    differences,
+    make,
+    read_truth,
+    same,
+    save_truth,
+    snapshot,
+    train,
+)
+from universal import background, elastic
+from universal.files.torch_file import verify
+
+
+def start(stage, seed=1, **options):
+    """An engine that saves in the background."""
+    begin()
+    universal.install(background=True)
+    return make(stage, seed=seed, **options)
+
+
+def train_and_save(engine, steps, tag="step{}"):
+    for step in steps:
+        train(engine, step)
+        save_truth(snapshot(engine), f"{step}.pt")
+        engine.save_checkpoint("c", tag.format(step), {"step": step})
+
+
+def resume(stage, expected):
+    """It goes on from that step, of whose state every bit is there."""
+    engine = start(stage, seed=7)
+    path, state = universal.load_checkpoint(engine, "c")
+    assert state["step"] == expected, path
+    assert not differences(read_truth(f"{expected}.pt"), snapshot(engine))
+    dist.barrier()
+
+
+# --------------------------------------------------------------------------------------------------
+# what is in the files
+
+
+def save_twice(stage, options):
+    engine = start(stage, **options)
+    train(engine, 1)
+    plain = type(engine).save_checkpoint.__wrapped__
+    plain(engine, "plain", "t", {"own": [1, torch.arange(3)]})
+    engine.save_checkpoint("c", "t", {"own": [1, torch.arange(3)]})
+    train(engine, 2)  # the copy is not what is trained
+    background.wait()
+    dist.barrier()
+
+
+def parts(value, name=""):
+    """{name: part} of nested containers."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    found = {}
+    for key, part in items:
+        where = f"{name}/{key}"
+        nested = isinstance(part, dict | list | tuple)
+        found |= parts(part, where) if nested else {where: getattr(part, "__dict__", part)}
+    return found
+
+
+KINDS = [(1, {}), (3, {}), slow(2, {"bf16": {"enabled": True}}), slow(3, {"clip": 1.0})]
+
+
+@pytest.mark.parametrize("stage, options", KINDS)
+def test_the_files_of_a_plain_save(tmp_path, stage, options):
+    run(tmp_path, 2, save_twice, stage, options)
+    names = sorted(path.name for path in (tmp_path / "plain" / "t").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "c" / "t").iterdir())
+    assert (tmp_path / "c" / "latest").read_text() == "t"
+    for name in names:
+        if not name.endswith(".pt"):
+            continue
+        verify(tmp_path / "c" / "t" / name)
+        wanted, saved = (
+            parts(torch.load(tmp_path / folder / "t" / name, weights_only=False))
+            for folder in ("plain", "c")
+        )
+        assert wanted.keys() == saved.keys()
+        assert not [key for key in wanted if not same(wanted[key], saved[key])]
+
+
+# --------------------------------------------------------------------------------------------------
+# what dies or fails
+
+
+def call_of(target, name, number, act):
+    """A patch: at that call of a function, act() comes first. number: counts from 1."""
+    function = getattr(target, name)
+    calls = []
+
+    def wrapped(*args, **options):
+        calls.append(args)
+        if len(calls) == number:
+            act(*args)
+        return function(*args, **options)
+
+    setattr(target, name, wrapped)
+
+
+def die(*_):
+    kill()
+
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# (rank, what it calls, at which of its calls): where it dies in the save of step 2; rank 0 writes
+# two files in each. What the next job goes on from. Is the name of both saves the same?
+DEATHS = [
+    (1, os, "fsync", 2, 1, "step{}"),
+    (1, os, "fsync", 2, 1, "last"),
+    (0, background, "publish", 2, 1, "step{}"),
+    # It has its name, and `latest` is of before: it is whole.
+    (0, Path, "rename", 6, 2, "step{}"),
+    slow(0, os, "fsync", 4, 1, "step{}"),
+    slow(0, background, "publish", 2, 1, "last"),
+]
+
+
+@pytest.mark.parametrize("stage", [1, slow(3)])
+@pytest.mark.parametrize("rank, target, name, number, left, tag", DEATHS)
+def test_a_death(tmp_path, stage, rank, target, name, number, left, tag):
+    def job():
+        engine = start(stage)
+        if os.environ["RANK"] == str(rank):
+            call_of(target, name, number + (stage == 3 and rank == 1 and name == "fsync"), die)
+        train_and_save(engine, [1, 2], tag)
+        background.wait()
+
+    result = launch(tmp_path, 2, job, grace=5)
+    assert -signal.SIGKILL in result.codes.values(), result.errors
+    run(tmp_path, 2, resume, stage, left)
+
+
+def test_a_full_disk(tmp_path):
+    """One line; the training goes on, and the next save is whole. What the dead left is removed."""
+
+    def job():
+        engine = start(1)
+        if os.environ["RANK"] == "1":
+            call_of(os, "fsync", 2, no_space)
+        (Path("c") / ".t.1.saving").mkdir(parents=True, exist_ok=True)
+        train_and_save(engine, [1, 2])
+        background.wait()
+        dist.barrier()
+        assert Path("c", "latest").read_text() == "step1"
+        train_and_save(engine, [3])
+        background.wait()
+        dist.barrier()
+
+    out = run(tmp_path, 2, job)
+    (line,) = (line for line in out.splitlines() if "not saved" in line)
+    assert "c/step2 is not saved, and the training goes on: OSError: [Errno 28]" in line
+    names = {path.name for path in (tmp_path / "c").iterdir() if path.is_dir()}
+    assert names == {"step1", "step3"}
+    run(tmp_path, 2, resume, 1, 3)
+
+
+# --------------------------------------------------------------------------------------------------
+# who waits
+
+
+def test_who_waits(tmp_path):
+    """The first save does not wait for the disk, the second one waits for the first, a load and the
+    end of the job for the last."""
+
+    def sleep(*_):
+        time.sleep(1)
+
+    def job():
+        engine = start(1)
+        if os.environ["RANK"] == "1":
+            for number in (1, 2):
+                call_of(os, "fsync", number, sleep)
+        seconds = []
+        for step in (1, 2):
+            train(engine, step)
+            save_truth(snapshot(engine), f"{step}.pt")
+            begun = time.perf_counter()
+            engine.save_checkpoint("c", f"step{step}", {"step": step})
+            seconds.append(time.perf_counter() - begun)
+            assert not Path("c", f"step{step}").exists()
+        if os.environ["RANK"] == "1":
+            assert seconds[0] < 0.7 < seconds[1], seconds
+        other = make(1, seed=7)
+        for step in (1, 2):
+            other.load_checkpoint("c", f"step{step}")
+            assert not differences(read_truth(f"{step}.pt"), snapshot(other))
+        dist.barrier()
+
+    run(tmp_path, 2, job)
+
+
+def test_the_end_of_the_process(tmp_path):
+    end = forked(lambda: background.begin(lambda: (time.sleep(0.5), (tmp_path / "x").touch())))
+    assert end().code == 0 and (tmp_path / "x").exists()
+
+
+def test_too_little_memory(tmp_path):
+    """It is said, and saved without a copy."""
+
+    def job():
+        engine = start(1)
+        background.free_memory = lambda: 1000
+        train_and_save(engine, [1])
+        assert Path("c", "latest").read_text() == "step1"
+        dist.barrier()
+
+    out = run(tmp_path, 2, job)
+    assert "MB of memory, and 0.0 MB are free: saved without one" in out
+    run(tmp_path, 2, resume, 1, 1)
+
+
+def test_elastic(tmp_path):
+    """elastic.save() keeps its promises: old checkpoints are removed, when the new one is there."""
+
+    def job():
+        engine = start(1)
+        for step in (1, 2, 3):
+            train(engine, step)
+            elastic.save(engine, "c", {"step": step}, keep=2)
+            save_truth(snapshot(engine), f"{step}.pt")
+        elastic.exit_together(finished=True)
+
+    run(tmp_path, 2, job)
+    names = sorted(path.name for path in (tmp_path / "c").iterdir() if path.is_dir())
+    assert names == ["global_step2", "global_step3"]
+    run(tmp_path, 2, resume, 1, 3)

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: MIT
+"""Saves that stop the training only for a copy of memory:
+
+    universal.install(background=True)
+
+engine.save_checkpoint() then copies this rank's tensors and returns. A thread writes the files into
+a hidden folder; when those of all ranks are on the disk, it gets the checkpoint's name, and then
+`latest` names it. So a job that dies in between goes on from the checkpoint before. The next save
+and a load wait for the thread, and so does the end of the process.
+"""
+
+import contextlib
+import functools
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import psutil
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from universal.load.collective import SideGroup, say
+from universal.load.hooks import overridden
+from universal.load.snapshot import Collector, Image, copies_done, new_memory
+from universal.write.console import print_line
+from universal.write.processes import all_or_none, one_line
+from universal.write.publish import publish
+
+SAVING = "saving"  # the last part of a hidden folder's name
+CGROUP = Path("/sys/fs/cgroup")
+UNDER_WAY = []
+
+
+def install() -> None:
+    """Let all engines save in the background."""
+    method = deepspeed.DeepSpeedEngine.save_checkpoint
+    if not hasattr(method, "is_in_background"):
+
+        @functools.wraps(method)
+        def save_checkpoint(engine, *args, **options):
+            return begin_save(method, engine, *args, **options)
+
+        save_checkpoint.is_in_background = True
+        deepspeed.DeepSpeedEngine.save_checkpoint = save_checkpoint
+
+
+def saves(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether an engine saves in the background. Not if its config chooses how to write."""
+    is_installed = hasattr(deepspeed.DeepSpeedEngine.save_checkpoint, "is_in_background")
+    return is_installed and type(engine.checkpoint_engine) is TorchCheckpointEngine
+
+
+def begin(work: Callable[[], None]) -> threading.Thread:
+    """Do it in a thread. The process does not end before it is done."""
+    UNDER_WAY[:] = [thread for thread in UNDER_WAY if thread.is_alive()]
+    UNDER_WAY.append(threading.Thread(target=work, name="universal"))
+    UNDER_WAY[-1].start()
+    return UNDER_WAY[-1]
+
+
+def wait() -> None:
+    """Wait for what is done in the background."""
+    while UNDER_WAY:
+        UNDER_WAY.pop().join()
+
+
+def begin_save(
+    method: Callable,
+    engine: deepspeed.DeepSpeedEngine,
+    save_dir: str | os.PathLike,
+    tag: str | None = None,
+    client_state: dict[str, Any] | None = None,
+    save_latest: bool = True,
+    *args: Any,
+    published: Callable[[], None] | None = None,
+    **options: Any,
+) -> bool:
+    """engine.save_checkpoint(), method, without waiting for the disk.
+
+    published: is called in a thread, once in each folder, when the checkpoint has its name.
+    Raises: on all ranks, what keeps one of them from the copy.
+    """
+    if not saves(engine):
+        return method(engine, save_dir, tag, client_state or {}, save_latest, *args, **options)
+    if not hasattr(engine, "universal_saver"):
+        engine.universal_saver = Saver()
+    saver = engine.universal_saver
+    if saver.thread:
+        saver.thread.join()
+    output = Path(save_dir, str(tag or f"global_step{engine.global_steps}"))
+    saving = saver.new_folder(output)
+    hidden = os.path.relpath(saving, save_dir)
+    collector = Collector()
+    with overridden(engine, checkpoint_engine=collector):
+        method(engine, save_dir, hidden, client_state or {}, False, *args, **options)
+    latest = Path(save_dir, "latest") if save_latest else None
+    finish = functools.partial(saver.finish, saving, output, latest, published)
+    if saver.copy(collector.files):
+        saver.thread = begin(functools.partial(finish, saver.write))
+    else:
+        save = engine.checkpoint_engine.save
+        finish(lambda: [save(state, str(path)) for path, state in collector.files])
+    return True
+
+
+class Saver:
+    """Saves of an engine. memory: {a file's name: where its copy goes}"""
+
+    def __init__(self):
+        self.group = SideGroup()
+        self.memory = {}
+        self.images = []
+        self.thread = None
+        # The first rank of its machine; machines may share the folder or have a disk each.
+        self.leads = os.environ.get("LOCAL_RANK", "0") == "0"
+
+    def new_folder(self, output: Path) -> Path:
+        """A hidden folder beside the checkpoint's, of a name that no other save has. What jobs that
+        died have left beside it is removed."""
+        attempt, *_ = self.group.all_gather(time.time_ns())
+        saving = output.with_name(f".{output.name}.{attempt}.{SAVING}")
+        if self.leads:
+            for path in output.parent.glob(f".*.{SAVING}"):
+                if path != saving:
+                    shutil.rmtree(path, ignore_errors=True)
+        return saving
+
+    def copy(self, files: list[tuple[Path, Any]]) -> bool:
+        """Copy the tensors of all files. Returns whether there is memory for it, on all ranks."""
+        with all_or_none(self.group.all_gather):
+            self.images = [Image(path, content) for path, content in files]
+        new = [image for image in self.images if not self.fits(image)]
+        if not self.has_room(sum(image.room for image in new)):
+            self.images = []
+            return False
+        for image in new:
+            self.memory[image.path.name] = new_memory(image.room)
+        for image in self.images:
+            image.copy(self.memory[image.path.name])
+        copies_done()
+        return True
+
+    def fits(self, image: Image) -> bool:
+        memory = self.memory.get(image.path.name)
+        return memory is not None and memory.numel() >= image.room
+
+    def has_room(self, needed: int) -> bool:
+        """Whether each machine has the memory that its ranks need beside what they have."""
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+        needs = self.group.all_gather((machine, needed, free_memory()))
+        for machine in dict.fromkeys(machine for machine, *_ in needs):
+            total = sum(needed for other, needed, _ in needs if other == machine) / 1e6
+            free = min(free for other, _, free in needs if other == machine) / 1e6
+            if total > free:
+                say(
+                    f"a copy to save in the background needs {total:.1f} MB of memory, and "
+                    f"{free:.1f} MB are free: saved without one"
+                )
+                return False
+            if total and not self.memory and machine == needs[0][0]:
+                say(f"saves in the background keep a copy of {total:.1f} MB in memory")
+        return True
+
+    def write(self) -> None:
+        """Write the copies to the disk."""
+        for image in self.images:
+            with open(image.path, "wb", buffering=0) as file:
+                data = image.seal()
+                while data:
+                    data = data[file.write(data) :]
+                os.fsync(file.fileno())
+
+    def finish(
+        self,
+        saving: Path,
+        output: Path,
+        latest: Path | None,
+        published: Callable[[], None] | None,
+        write: Callable[[], Any],
+    ) -> None:
+        """Write all ranks' files, and then give their folder its name. A failure is a line."""
+        try:
+            with all_or_none(self.group.all_gather):
+                write()
+            with all_or_none(self.group.all_gather):
+                if self.publish(saving, output, latest) and published:
+                    published()
+            if self.group.rank == 0:
+                print_line(f"universal: {output} is saved")
+        except Exception as error:
+            if self.leads:
+                shutil.rmtree(saving, ignore_errors=True)
+            if self.group.rank == 0:
+                print_line(
+                    f"universal: WARNING: {output} is not saved, and the training goes on: "
+                    f"{one_line(error)}"
+                )
+
+    def publish(self, saving: Path, output: Path, latest: Path | None) -> bool:
+        """Give the folder its name, unless a rank of another machine does. Returns whether it
+        did."""
+        if not self.leads:
+            return False
+        claimed = saving.with_name(f".{output.name}.{self.group.rank}.{SAVING}")
+        with contextlib.suppress(FileNotFoundError):  # another machine that shares it was first
+            saving.rename(claimed)
+        if not claimed.exists():
+            return False
+        if output.exists():  # a script's own files stay beside those of the save
+            for path in output.iterdir():
+                if path.suffix != ".pt" and not (claimed / path.name).exists():
+                    path.rename(claimed / path.name)
+        publish(claimed, output, latest)
+        return True
+
+
+def free_memory() -> int:
+    """The bytes that this machine, or its container, still has."""
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no container, or no limit
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(stat["inactive_file"]))
+    return free

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: MIT
+"""The files of a save, in memory: DeepSpeed hands over state dicts, whose tensors are copied at
+once; what torch.save() would do to them can wait for a thread.
+
+    collector = Collector()
+    with overridden(engine, checkpoint_engine=collector):
+        engine.save_checkpoint(...)                     # writes nothing
+    image = Image(path, state_dict)                     # for each of collector.files
+    image.copy(memory)                                  # from here on training may go on
+    data = image.seal()                                 # the bytes of the .pt file
+"""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from universal.files.sources import ByteReader
+from universal.files.torch_writer import described, record_header, records, write_records
+
+PAGE = 1 << 16  # bytes
+
+
+class Collector(TorchCheckpointEngine):
+    """In the place of an engine's checkpoint_engine: keeps what DeepSpeed would write.
+
+    files: [(path, state dict)]
+    """
+
+    def __init__(self):
+        self.files = []
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.files.append((Path(path), state_dict))
+
+
+class StoragePickler(pickle.Pickler):
+    """Pickles as torch.save() does. storages: {identity: (its number, the storage)}"""
+
+    def __init__(self, file):
+        super().__init__(file, protocol=2)
+        self.storages = {}
+
+    def persistent_id(self, value):
+        if isinstance(value, torch.storage.TypedStorage):
+            storage = value._untyped_storage
+            kind = getattr(torch, value._pickle_storage_type())
+            numel = value._size()
+        elif isinstance(value, torch.UntypedStorage):
+            storage, kind, numel = value, torch.UntypedStorage, value.nbytes()
+        else:
+            return None
+        number, _ = self.storages.setdefault(storage._cdata, (len(self.storages), storage))
+        return "storage", kind, str(number), torch.serialization.location_tag(storage), numel
+
+
+class Image:
+    """A .pt file in memory. room: at most so many bytes are needed for it."""
+
+    def __init__(self, path: Path, content: Any):
+        """content: what the file is to hold. It may change after copy()."""
+        self.path = path
+        with io.BytesIO() as file:
+            pickler = StoragePickler(file)
+            pickler.dump(content)
+            self.data = file.getvalue()
+        self.storages = [storage for _, storage in pickler.storages.values()]
+        self.begins = []
+        end = 0
+        for number, storage in enumerate(self.storages):
+            info = record_header(path.stem, f"data/{number}", storage.nbytes(), end)
+            self.begins.append(end + len(info.FileHeader()))
+            end = self.begins[-1] + storage.nbytes()
+        # The directory, too, names each record.
+        names = (len(self.storages) + 4) * (256 + len(path.stem))
+        self.room = (end + len(self.data) + names + PAGE) // PAGE * PAGE
+
+    def copy(self, memory: torch.Tensor) -> None:
+        """Copy all elements. memory: uint8, of `room` bytes at least. A GPU may still be at it."""
+        places = []
+        for begin, storage in zip(self.begins, self.storages, strict=True):
+            source = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
+            target = memory[begin : begin + storage.nbytes()]
+            target.copy_(source, non_blocking=True)
+            places.append(slice(begin, begin + storage.nbytes()))
+        self.storages = []  # they may go
+        self.memory = memoryview(memory.numpy())
+        self.places = places
+
+    def seal(self) -> memoryview:
+        """Complete the file around its elements, with their checksums. Returns its bytes."""
+        file = InPlace(self.memory)
+        sources = records([self.memory[place] for place in self.places]) | described(self.data)
+        write_records(file, self.path.stem, sources, ByteReader())
+        return self.memory[: file.tell()]
+
+
+class InPlace(io.RawIOBase):
+    """A file in memory. What lies in it already is not copied."""
+
+    def __init__(self, memory):
+        self.memory = memory
+        self.position = 0
+
+    def tell(self):
+        return self.position
+
+    def seek(self, offset, whence=io.SEEK_SET):
+        self.position = offset
+        return offset
+
+    def write(self, data):
+        end = self.position + len(data)
+        if not isinstance(data, memoryview):
+            self.memory[self.position : end] = data
+        self.position = end
+        return len(data)
+
+
+def new_memory(nbytes: int) -> torch.Tensor:
+    """Memory to copy into, uint8. Where there is a GPU, it reaches it without a detour."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+def copies_done() -> None:
+    """Wait until a GPU has done all copies."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
