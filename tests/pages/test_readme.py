@@ -5,6 +5,7 @@ README does what it says."""
 import argparse
 import csv
 import fnmatch
+import functools
 import re
 import runpy
 import shlex
@@ -260,6 +261,21 @@ def test_versions():
     measured = re.findall(r"^(0\.\S+) ", (ROOT / "assets" / "versions.txt").read_text(), re.M)
     for page in ("README.md", "CHANGELOG.md"):
         assert f"{measured[0]} to {measured[-1]}" in " ".join(PAGES[page].split()), page
+
+
+def unmentioned():
+    """Commits that have changed the package since the changelog was written."""
+    history = ["git", "log", "--format=%h"]
+    run_git = functools.partial(subprocess.check_output, cwd=ROOT, text=True, timeout=60)
+    (last,) = run_git([*history, "-1", "--", "CHANGELOG.md"]).split() or [None]
+    return run_git([*history, f"{last}..", "--", "universal"]).split() if last else []
+
+
+def test_changelog():
+    """It begins with the package's version, and no change of the package came after it."""
+    (version, *_) = re.findall(r"^## (\S+) \(\d{4}-\d\d-\d\d\)$", PAGES["CHANGELOG.md"], re.M)
+    assert version == universal.__version__
+    assert not unmentioned()
 
 
 # -----------------------------------------------------------------------------
