@@ -41,9 +41,10 @@ from typing import Any, NamedTuple
 
 from universal.checkpoint.describe import describe
 from universal.checkpoint.module_states import client_state_of
+from universal.checkpoint.order import NeedsEngine, Told
 from universal.checkpoint.tags import find_tag
 from universal.checkpoint.types import Described
-from universal.checkpoint.without_zero import NeedsEngine, unnamed_states
+from universal.checkpoint.without_zero import unnamed_states
 from universal.checkpoint.zero import is_computed_anew
 from universal.errors import CheckpointError
 from universal.files.joined import strided
@@ -115,13 +116,13 @@ def describe_both(folders: list) -> list[Described]:
     known = [names_by_group(each.checkpoint) for each in described if each]
     names = known[0] if known else []
     return [
-        each or describe(folder, THREADS, given=lambda: names)
+        each or describe(folder, THREADS, given=lambda: Told([names]))
         for each, folder in zip(described, folders, strict=True)
     ]
 
 
 def names_by_group(checkpoint):
-    """As Given, without an engine."""
+    """As a stage of Told, without an engine."""
     names = [{} for _ in checkpoint.optimizer.param_groups]
     for name in (name for of_flat in checkpoint.flat_names for name in of_flat):
         parameter = checkpoint.parameters.get(name)

@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 from universal.checkpoint.describe import describe, paths_of
 from universal.checkpoint.facts import facts_of, settings_on
 from universal.checkpoint.names import plain_keys, with_plain_names
+from universal.checkpoint.order import ROUNDED, NeedsEngine, Told, rounded
 from universal.checkpoint.tags import is_checkpoint, list_tags, newest_first
 from universal.checkpoint.types import Checkpoint, Described
-from universal.checkpoint.without_zero import ROUNDED, NeedsEngine, rounded
 from universal.errors import CheckpointError
 from universal.files.sources import (
     ByteReader,
@@ -138,7 +138,7 @@ def describe_any(folder):
     try:
         return describe(folder, WORKERS), []
     except NeedsEngine as error:
-        return describe(folder, WORKERS, given=list), [str(error)]
+        return describe(folder, WORKERS, given=Told), [str(error)]
 
 
 def first_whole(order, looks, quick, progress):

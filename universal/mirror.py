@@ -273,7 +273,7 @@ class Mirror:
         """Why it does not load, though its files match their checksums: say, one is of another
         step."""
         try:
-            reader.describe_for_load(self.folder / slot, Engine(self.engine).given_by_group)
+            reader.describe_for_load(self.folder / slot, Engine(self.engine).told)
         except (CheckpointError, OSError) as error:
             return str(error)
         return None

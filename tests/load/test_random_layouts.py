@@ -1,7 +1,9 @@
 """Random models that tensor-parallel ranks cut in every known way (tests/ranks/random_layouts.py),
-saved on one layout and loaded on another, against an oracle that cuts with torch."""
+and random pipelines (tests/ranks/random_pipelines.py), saved on one layout and loaded on another,
+against an oracle that cuts with torch."""
 
 import pytest
+import random_pipelines
 from random_layouts import failures_of
 
 SEEDS = [
@@ -13,3 +15,8 @@ SEEDS = [
 @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"from {seeds[0]}")
 def test_random_layouts(tmp_path, seeds):
     assert not failures_of(seeds, tmp_path)
+
+
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 60), marks=pytest.mark.slow)])
+def test_random_pipelines(tmp_path, seeds):
+    assert not random_pipelines.failures_of(seeds, tmp_path)

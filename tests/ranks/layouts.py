@@ -6,6 +6,7 @@ import functools
 import shutil
 from pathlib import Path
 
+import stage_0
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -14,9 +15,11 @@ from models import Vocabulary
 from optimizers import momentum
 from torch import nn
 
+import universal
 from tests.support.case import Case, case, load, printed, refused
 from tests.support.files import flip, records
 from tests.support.toy import differences, make, same, snapshot, split_groups, train
+from universal.inspect import look
 
 # --------------------------------------------------------------------------------------------------
 # tensor parallelism
@@ -62,6 +65,13 @@ SPECS = [
     {"patterns": [r".*down\.weight$"], "partition_type": "row"},
 ]
 
+CUTS = {
+    "tensor_parallel": {
+        "autotp_size": 2,
+        "partition_config": {"use_default_specs": False, "layer_specs": SPECS},
+    }
+}
+
 
 def warm_up(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 7))
@@ -94,10 +104,7 @@ def reset_mesh(degree):
 def halves(stage, degree, net=Halves, **options):
     """An engine of so many tensor-parallel ranks."""
     mpu = reset_mesh(degree)
-    if mpu:
-        cuts = {"use_default_specs": False, "layer_specs": SPECS}
-        options["tensor_parallel"] = {"autotp_size": degree, "partition_config": cuts}
-    return make(stage, net, mpu=mpu, **options)
+    return make(stage, net, mpu=mpu, **options, **(CUTS if mpu else {}))
 
 
 def save_halves(stage, **options):
@@ -212,7 +219,7 @@ def save_of_each_rank(stage):
     engine.save_checkpoint(".", "t", {"rank": dist.get_rank()})
 
 
-@tensor_parallel(quick_stages=(1, 3), save=save_of_each_rank)
+@tensor_parallel((0, 1, 2, 3), (0, 1, 3), save=save_of_each_rank)
 def of_each_rank(stage):
     """On as many tensor-parallel ranks each gets its own buffers and client state."""
     reason = "calls is in no optimizer, and not the same on all tensor-parallel ranks"
@@ -245,6 +252,121 @@ def says_which_layout(stage):
     if ranks == 2:
         load(halves(stage, 2), "whole")
         assert printed("whole, written by 2 ranks, loaded on 2 (tensor 2) without conversion")
+
+
+# --------------------------------------------------------------------------------------------------
+# without ZeRO
+
+
+def halves_of(kind, degree, seed=1):
+    """An engine of stage_0.KINDS, of so many tensor-parallel ranks."""
+    mpu = reset_mesh(degree)
+    return stage_0.engine_of(kind, seed, PartlyFrozen, mpu=mpu, **(CUTS if mpu else {}))
+
+
+def save_halves_of(kind):
+    for tag, degree in (("whole", 1), ("cut", 2)):
+        engine = halves_of(kind, degree)
+        for step in (0, 1):
+            train(engine, step)
+        engine.save_checkpoint(".", tag, {"word": tag})
+        held = [stage_0.snapshot(engine), [train(engine, step) for step in (2, 3)]]
+        torch.save(held, f"{tag}.{dist.get_rank()}")
+
+
+def load_halves_of(source, kinds):
+    for kind in kinds:
+        for tag in ("cut", "whole"):
+            for degree in (1, 2) if dist.get_world_size() == 2 else (1,):
+                check_halves_of(source, kind, tag, degree)
+
+
+def check_halves_of(source, kind, tag, degree):
+    engine = halves_of(kind, degree, seed=5)
+    assert load(engine, tag)["word"] == tag
+    now = stage_0.snapshot(engine)
+    truth, losses = truth_of(tag)
+    truth = stage_0.rounded(part_of(truth, dist.get_rank() % degree, degree), now)
+    if not ("fp16" in source and "fp16" in kind):
+        del truth["scale"]
+    lost = differences(truth, now)
+    assert not lost, (kind, tag, degree, lost)
+    assert sum(name.endswith(" exp_avg") for name in truth) == 3
+    gap = max(abs(train(engine, 2 + i) - loss) for i, loss in enumerate(losses))
+    exact = (source, tag, degree) == (kind, "cut", 2)
+    fp32 = source.endswith(" fp32") and kind.endswith(" fp32")
+    assert gap <= (0 if exact else 1e-6 if fp32 else 2e-2), (kind, tag, degree, gap)
+
+
+WITHOUT_ZERO = {  # {saved: loaded}
+    "0 fp32": ("0 fp32", "1 fp32", "2 bf16", "3 fp32"),
+    "0 bf16": ("0 bf16", "1 bf16 summed in fp32", "3 bf16"),
+    "0 flat fp16": ("0 flat fp16", "0 fp32", "1 fp16"),
+    "1 fp32": ("0 fp32", "0 bf16"),
+    "3 fp32": ("0 fp32", "0 flat bf16"),
+}
+
+
+def without_zero():
+    """{name: Case}: from engines without ZeRO into those with and without, and back."""
+    cases = {}
+    for source, kinds in WITHOUT_ZERO.items():
+        save = lambda stage, source=source: save_halves_of(source)  # noqa: E731
+        play = lambda stage, args=(source, kinds): load_halves_of(*args)  # noqa: E731
+        quick = (0,) * (source in ("0 fp32", "0 bf16"))
+        cases[f"tensor parallel without ZeRO, {source}"] = Case(save, play, (0,), quick, (2,))
+    return cases
+
+
+def save_and_harm_without_zero(stage):
+    """Of the ranks' files, one is flipped, missing, or of an earlier save."""
+    engine = halves(stage, 2)
+    for step in (0, 1):
+        train(engine, step)
+        engine.save_checkpoint(".", tag=str(step))
+    torch.save([stage_0.snapshot(engine), []], f"cut.{dist.get_rank()}")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for tag in ("flip 0", "flip 1", "missing", "mixed"):
+            shutil.copytree("1", tag)
+        for i in (0, 1):
+            flip(Path(f"flip {i}", f"mp_rank_0{i}_model_states.pt"))
+        Path("missing", SECOND).unlink()
+        shutil.copy(Path("0", SECOND), Path("mixed", SECOND))
+    dist.barrier()
+
+
+SECOND = "mp_rank_01_model_states.pt"
+HARMS = {
+    "flip 0": "mp_rank_00_model_states.pt is damaged",
+    "flip 1": "mp_rank_01_model_states.pt is damaged",
+    "missing": SECOND,
+    "mixed": "its model-parallel ranks are of different saves: global_steps differs",
+}
+
+
+@tensor_parallel((0,), (0,), save=save_and_harm_without_zero)
+def damage_without_zero(stage):
+    """It is noticed, by inspect, too; and what is whole is told in full, and converted."""
+    for kind in (0, 3):
+        engine = halves(kind, 1, seed=5)
+        for tag, line in HARMS.items():
+            refused(engine, line, tag=tag)
+        load(engine, "1")
+        lost = differences(truth_of("cut")[0], stage_0.snapshot(engine))
+        assert {*lost} <= {"scale"}, lost
+    if dist.get_rank() == 0:
+        for tag, line in HARMS.items():
+            facts = look(".", tag)["tags"][tag]
+            assert line in f"{facts['problem']} {facts['unread_damage']}", (tag, facts)
+        facts = look(".", "1")["tags"]["1"]
+        assert facts["checked"] and not facts["problem"] and facts["own_ranks_only"] is None
+        assert facts["layout"]["tensor"] == 2 and len(facts["goes_on"]) == 2
+        universal.convert("1", "u", check=True)
+    dist.barrier()
+    engine = halves(1, 1, seed=5)
+    load(engine, "u")
+    assert {*differences(truth_of("cut")[0], stage_0.snapshot(engine))} <= {"scale"}
 
 
 # --------------------------------------------------------------------------------------------------

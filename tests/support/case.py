@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import torch_autocast
 from deepspeed.utils import groups
 
 import universal
@@ -102,8 +103,9 @@ def play(cases, phase, stage, *names):
     def play_case(name):
         PRINTED.seek(0)
         PRINTED.truncate()
-        # A pipeline leaves its mpu there, and the next engine would take it.
-        with contextlib.redirect_stdout(PRINTED), overridden(groups, mpu=None):
+        # A pipeline leaves its mpu there, and autocast that it is on: the next engine takes them.
+        clean = overridden(torch_autocast, TORCH_AUTOCAST_INITIALIZED=False)
+        with contextlib.redirect_stdout(PRINTED), overridden(groups, mpu=None), clean:
             getattr(cases[name], phase)(stage)
 
     begin()

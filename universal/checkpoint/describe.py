@@ -22,12 +22,14 @@ from universal.checkpoint.module_states import (
     dtype_of_weights,
     keep_untrained,
     module_state,
+    modules_of_layers,
     names_beside,
     read_fragments,
     read_model_states,
     trimmed,
 )
-from universal.checkpoint.names import plain_keys, with_plain_names
+from universal.checkpoint.names import with_plain_names
+from universal.checkpoint.order import Given
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import (
     UNSAVED,
@@ -39,9 +41,9 @@ from universal.checkpoint.types import (
     RawStates,
     kind_with_unsaved,
 )
-from universal.checkpoint.without_zero import MODEL_STATES_FILE, Given, describe_whole, read_whole
+from universal.checkpoint.without_zero import MODEL_STATES_FILE, describe_whole, read_whole
 from universal.checkpoint.zero import (
-    SavedShard,
+    ModelParallelRank,
     check_slice,
     cut_flat,
     differences,
@@ -135,7 +137,7 @@ def saves_in(folder, given, pool, opened):
         return saves, problems
     if whole is not None:
         try:
-            outcome = describe_whole(folder, whole, given, opened)
+            outcome = join_all(folder, *describe_whole(folder, whole, given, opened))
         except CheckpointError as error:
             outcome = error
         written = (folder / MODEL_STATES_FILE).stat().st_mtime
@@ -205,31 +207,6 @@ def paths_of(checkpoint: Checkpoint) -> list[Path]:
 # 1. the data-parallel ranks of one model-parallel rank
 
 
-class ModelParallelRank(NamedTuple):
-    """A model-parallel rank, joined from its data-parallel ranks.
-
-    model: rank 0's model states, with an untrained module. dtype: of Layout. shard: rank 0's.
-    settings: as of zero.settings_of(). files: rank 0's model states first.
-    """
-
-    model: dict
-    dtype: str
-    shard: SavedShard
-    parameters: dict
-    settings: dict
-    rank_dependent: dict
-    problems: list[Problem]
-    files: list[Path]
-
-    def renumbered(self, numbers: list[int]) -> "ModelParallelRank":
-        """With these numbers in place of those of its parameter groups."""
-        parameters = {
-            name: parameter._replace(group_number=numbers[parameter.group_number])
-            for name, parameter in self.parameters.items()
-        }
-        return self._replace(parameters=parameters)
-
-
 def describe_ranks(folder, mp_rank, paths, pool, opened):
     """The ModelParallelRank of these shards. paths: {data-parallel rank: path}."""
     shard = read_shard(paths[min(paths)])
@@ -263,8 +240,7 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
         model = model | {"module": model["module"] | experts.state}
         with naming(model_paths[0]):
             model, not_saved = keep_untrained(model, parameters, fragments)
-        # The other tensor-parallel ranks have the same names, but only rank 0's shared_params says
-        # which are tied.
+        # Only rank 0's shared_params says which are tied.
         if not_saved and not mp_rank:
             text = (
                 f"{model_paths[0]}: no parameter group holds {', '.join(not_saved)}, "
@@ -272,8 +248,9 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
             )
             problems.append(Problem(True, text))
     files = [*model_paths, *experts.files, *shards]
+    flat_names = [list(names) for names in model["param_shapes"]]
     return ModelParallelRank(
-        model, dtype, shard, parameters, settings, rank_dependent, problems, files
+        model, dtype, shard, parameters, flat_names, settings, rank_dependent, problems, files
     )
 
 
@@ -380,7 +357,14 @@ def describe_zero(folder, shards, pool, opened):
     check_complete(folder, shards, tensor, pipeline)
     others = range(1, tensor * pipeline)
     ranks = [first, *(describe_ranks(folder, i, shards[i], pool, opened) for i in others)]
-    joiner = TensorParallel(first.model.get(INFO_KEY), tensor, folder)
+    return join_all(folder, ranks, tensor, pipeline)
+
+
+def join_all(folder, ranks, tensor, pipeline):
+    """What describe() returns, of all ModelParallelRanks."""
+    first = ranks[0]
+    info = first.model.get(INFO_KEY) if first.shard.stage or len(ranks) > 1 else None
+    joiner = TensorParallel(info, tensor, folder)
     param_groups, ranks, problems = join_groups(folder, ranks, tensor)
     parameters, rank_dependent = join_ranks(folder, ranks, joiner)
     module, more_problems = join_modules(folder, ranks, parameters, joiner)
@@ -392,7 +376,7 @@ def describe_zero(folder, shards, pool, opened):
     used = {path for rank in ranks for path in rank.files}
     layout = Layout(
         optimizer_class=kind or first.shard.optimizer_class,
-        shards=first.model["dp_world_size"],
+        shards=first.model["dp_world_size"] if first.shard.stage else 1,
         dtype=first.dtype,
         tensor=tensor,
         pipeline=pipeline,
@@ -400,10 +384,10 @@ def describe_zero(folder, shards, pool, opened):
     description = Checkpoint(
         folder=folder,
         stage=first.shard.stage,
-        ranks=layout.shards,
+        ranks=first.model["dp_world_size"],
         layout=layout,
         parameters=parameters,
-        flat_names=[list(names) for names in first.model["param_shapes"]],
+        flat_names=first.flat_names,
         module=module_state(models[0]),
         optimizer=optimizer_state(
             first.shard.optimizer | {"param_groups": param_groups}, rank_dependent
@@ -521,7 +505,7 @@ def join_ranks(folder, ranks, joiner):
                 rank_dependent[of_ranks[0].flat_number, key] = why
             if name not in joined:
                 joined[name] = joiner.join(name, of_ranks)
-            elif not joiner.is_tied(name):
+            elif rank.shard.stage and not joiner.is_tied(name):
                 raise CheckpointError(
                     f"{folder}: {name} is in two pipeline stages and is not declared as tied"
                 )
@@ -570,23 +554,6 @@ def frozen_parameters(modules, model, different, joiner):
         for name in sorted(names)
         if all(name in module and tensor_of(module[name]) for module in modules)
     ]
-
-
-def modules_of_layers(folder, parameters):
-    """[{name: tensor}]: what a pipeline's files of its layers hold besides these parameters.
-
-    A name begins with the number of the layer. Each tensor-parallel rank has files of its own.
-    """
-    tied = {name.split(".", 2)[2] for name in parameters if name.startswith("tied_modules.")}
-    modules = {}
-    for path in sorted(folder.glob("layer_*-model_states.pt")):
-        layer, *ranks = path.name.removeprefix("layer_").split("-")
-        module = modules.setdefault(tuple(ranks), {})
-        for key, value in plain_keys(expect(load(path), {str: object}, path)).items():
-            name = f"{int(layer)}.{key}"
-            if name not in parameters and key not in tied:
-                module[name] = value
-    return list(modules.values())
 
 
 def saved_modules(checkpoint: Checkpoint) -> list[dict]:

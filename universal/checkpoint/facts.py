@@ -313,8 +313,6 @@ def own_ranks_only(checkpoint: Checkpoint) -> str | None:
     layout = checkpoint.layout
     if layout and layout.unsaved:
         return f"no file holds {layout.unsaved}"
-    if layout and checkpoint.stage == 0 and not checkpoint.is_data_parallel:
-        return "tensor-parallel ranks or a pipeline saved it without ZeRO"
     for (_, key), why in checkpoint.optimizer.rank_dependent.items():
         return f"{key} of the optimizer {why}"
     return None

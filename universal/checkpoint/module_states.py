@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from universal.checkpoint.names import with_plain_names
+from universal.checkpoint.names import plain_keys, with_plain_names
 from universal.checkpoint.types import ModuleState
 from universal.checkpoint.zero import Cut, Slices
 from universal.errors import CheckpointError
@@ -221,6 +221,23 @@ def module_state(model: dict) -> ModuleState:
         objects=[name for name, value in module.items() if not isinstance(value, Tensor)],
         frozen=model.get("frozen_param_shapes") or {},
     )
+
+
+def modules_of_layers(folder: Path, parameters: Iterable[str]) -> list[dict]:
+    """[{name: tensor}]: what a pipeline's files of its layers hold besides these parameters.
+
+    A name begins with the number of the layer. Each tensor-parallel rank has files of its own.
+    """
+    tied = {name.split(".", 2)[2] for name in parameters if name.startswith("tied_modules.")}
+    modules = {}
+    for path in sorted(folder.glob("layer_*-model_states.pt")):
+        layer, *ranks = path.name.removeprefix("layer_").split("-")
+        module = modules.setdefault(tuple(ranks), {})
+        for key, value in plain_keys(expect(load(path), {str: object}, path)).items():
+            name = f"{int(layer)}.{key}"
+            if name not in parameters and key not in tied:
+                module[name] = value
+    return list(modules.values())
 
 
 def trimmed(module: dict) -> dict:

@@ -67,7 +67,7 @@ STAGE_1_OR_2 = {
 class SavedShard(NamedTuple):
     """What one rank saved of the optimizer, in the same form at every stage.
 
-    stage: 1, 2 or 3. optimizer_class: of DeepSpeed's. content: as it was saved.
+    stage: 1, 2 or 3; 0 without ZeRO. optimizer_class: of DeepSpeed's. content: as it was saved.
     optimizer: the state dict of PyTorch's. Of each flat tensor: masters, in fp32; slice_sizes:
     elements of a rank's slice, padding included; ranks: how many ranks have a slice of it.
     """
@@ -80,6 +80,35 @@ class SavedShard(NamedTuple):
     masters: list[Tensor]
     slice_sizes: list[int]
     ranks: list[int]
+
+
+class ModelParallelRank(NamedTuple):
+    """A model-parallel rank, joined from its data-parallel ranks.
+
+    model: rank 0's model states, with an untrained module. dtype: of Layout. shard: rank 0's.
+    flat_names: of Checkpoint. settings: as of settings_of(). files: rank 0's model states first.
+    """
+
+    model: dict
+    dtype: str
+    shard: SavedShard
+    parameters: dict
+    flat_names: list[list[str]]
+    settings: dict
+    rank_dependent: dict
+    problems: list[Problem]
+    files: list[Path]
+
+    def renumbered(self, numbers: list[int]) -> "ModelParallelRank":
+        """With these numbers in place of those of its parameter groups."""
+        new = dict(enumerate(numbers))
+        parameters = {
+            name: parameter._replace(
+                group_number=new.get(parameter.group_number, parameter.group_number)
+            )
+            for name, parameter in self.parameters.items()
+        }
+        return self._replace(parameters=parameters)
 
 
 def read_shard(path: Path) -> SavedShard:

@@ -1,0 +1,195 @@
+"""Random pipelines, with tied layers and layers that tensor-parallel ranks cut, saved without ZeRO
+or with it, on one layout, and loaded on another: failures_of(seeds, folder).
+
+As in random_layouts.py every element has a value that says which one of the whole it is."""
+
+import random
+from typing import NamedTuple
+
+import stage_0
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.utils import groups
+from random_layouts import pieces_of, values_of
+from torch import nn
+
+import universal
+from tests.support.helpers import run_all
+from tests.support.toy import begin, in_turn
+from universal.load.engine import Engine
+
+LAYOUTS = [  # pipeline x tensor x data
+    *[(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)],
+    *[(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1)],
+]
+KINDS = ("0 fp32", "0 fp32", "0 fp16", "0 flat fp16", "1 fp32", "1 fp16")
+ROWS = 8  # of every weight, so that shapes tell nothing
+
+
+def two_groups(parameters):
+    """Matrices decay, and others do not."""
+    return stage_0.adamw(parameters)
+
+
+OPTIMIZERS = {
+    "two groups": two_groups,
+    "adam": torch.optim.AdamW,
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9),
+    "no states": lambda ps: torch.optim.SGD(ps, lr=0.01),
+}
+
+
+class Plan(NamedTuple):
+    """layers: "plain", "buffer", or the key of a tied one. saved, loaded: of LAYOUTS. kinds,
+    methods: of the engines that save and load, and how they share out layers."""
+
+    layers: list
+    optimizer: str
+    saved: tuple
+    loaded: tuple
+    kinds: tuple
+    methods: tuple
+
+
+# Tied layer b comes first in the pipeline, and last in the second stage.
+TURNED = Plan(
+    layers=["plain", "b", "plain", "plain", "plain", "a", "b", "plain"],
+    optimizer="adam",
+    saved=(2, 1, 1),
+    loaded=(1, 1, 2),
+    kinds=("0 fp32", "1 fp32"),
+    methods=("uniform", "uniform"),
+)
+
+
+def plan(seed):
+    if seed == 0:
+        return TURNED
+    draw = random.Random(seed)
+    kinds = [draw.choice(["plain", "buffer", "a", "b"]) for _ in range(draw.randint(3, 8))]
+    return Plan(
+        layers=["plain", *kinds, "plain", "plain", "plain"],
+        optimizer=draw.choice(list(OPTIMIZERS)),
+        saved=draw.choice(LAYOUTS),
+        loaded=draw.choice(LAYOUTS),
+        kinds=(draw.choice(KINDS[:4] if seed % 2 else KINDS), draw.choice(KINDS)),
+        methods=(draw.choice(METHODS), draw.choice(METHODS)),
+    )
+
+
+METHODS = ("uniform", "parameters", "type:Layer")
+
+
+class Layer(nn.Module):
+    """Tensor-parallel ranks cut the weight by its rows, and all have the bias."""
+
+    def __init__(self, degree):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(ROWS // degree, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return x * (1 + self.weight.mean() + self.bias.mean())
+
+
+class Buffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("by", torch.ones(4))
+
+    def forward(self, x):
+        return x + self.by.to(x.dtype)
+
+
+INFO = {
+    "universal_checkpoint_version": 0.2,
+    "pipeline_replicated_parameter_patterns": ["tied_modules"],
+    "tp_replicated_parameter_patterns": [r".*\.bias"],
+}
+
+
+def engine_of(plan, side):
+    stages, degree, data = (plan.saved, plan.loaded)[side]
+
+    def spec(kind):
+        if kind == "buffer":
+            return LayerSpec(Buffer)
+        if kind == "plain":
+            return LayerSpec(Layer, degree)
+        return TiedLayerSpec(kind, Layer, degree, tied_weight_attr=["weight", "bias"])
+
+    def net():
+        module = PipelineModule(
+            [spec(kind) for kind in plan.layers],
+            topology=PipeModelDataParallelTopology(num_pp=stages, num_mp=degree, num_dp=data),
+            loss_fn=lambda out, _: out.float().pow(2).mean(),
+            partition_method=plan.methods[side],
+            seed_layers=False,
+        )
+        module.universal_checkpoint_info = INFO
+        return module
+
+    groups.mpu = None
+    optimizer = OPTIMIZERS[plan.optimizer]
+    return stage_0.engine_of(plan.kinds[side], side, net, optimizer, batch=4)
+
+
+def step(engine):
+    x = torch.ones(1, 4, dtype=next(engine.module.parameters()).dtype)
+    engine.train_batch((x, x) for _ in range(99))
+
+
+def parts_of(engine):
+    """Yields (key, what this rank has of a state of a parameter, the oracle's, its Piece)."""
+    view = Engine(engine)
+    degree = view.layout().tensor
+    for key, values, piece in pieces_of(engine):
+        shape = (ROWS, 4) if piece.name.endswith("weight") else (4,)
+        whole = values_of(piece.name, key, shape)
+        part = whole.chunk(degree)[view.tensor_rank] if shape[1:] else whole
+        yield key, values, part.flatten()[piece.start : piece.start + piece.numel], piece
+
+
+def save(plan):
+    engine = engine_of(plan, 0)
+    step(engine)
+    for _, values, part, _ in parts_of(engine):
+        values.copy_(part)
+    Engine(engine).masters_to_weights()
+    engine.module.apply(lambda m: m.by.fill_(7) if isinstance(m, Buffer) else None)
+    engine.save_checkpoint(".", tag="t", client_state={"layers": plan.layers})
+
+
+def load(plan):
+    engine = engine_of(plan, 1)
+    _, client_state = universal.load_checkpoint(engine, ".", tag="t")
+    assert client_state["layers"] == plan.layers
+    keys = set()
+    for key, values, part, piece in parts_of(engine):
+        assert torch.equal(values, part), (plan, key, piece, values[:5], part[:5])
+        if key == "fp32":
+            weights = Engine(engine).weights_of(piece)
+            assert torch.equal(weights, part.to(weights.dtype)), (plan, piece)
+        keys.add(key)
+    assert len(keys) == {"momentum": 2, "no states": 1}.get(plan.optimizer, 3), keys
+    assert all((buffer == 7).all() for buffer in engine.module.buffers())
+    step(engine)
+
+
+def play(phase, *seeds):
+    """What every rank does."""
+    begin()
+    in_turn(seeds, lambda seed: {"save": save, "load": load}[phase](plan(int(seed))))
+
+
+def failures_of(seeds, folder):
+    """{seed: error} of those that were not loaded as they were saved."""
+    failures = {}
+    for phase, side in (("save", "saved"), ("load", "loaded")):
+        for ranks in (1, 2, 4):
+            layouts = [layout for layout in LAYOUTS if layout[0] * layout[1] * layout[2] == ranks]
+            names = [str(seed) for seed in seeds if getattr(plan(seed), side) in layouts]
+            names = [name for name in names if name not in failures]
+            failures |= run_all(folder, ranks, play, phase, names=names)
+    return failures
