@@ -81,7 +81,6 @@ def load_checkpoint(
         whole, or of another model or optimizer; it never continues with initial values. The engine
         may then be half loaded: do not train it.
     """
-    wait()
     options = LoadOptions(
         load_module_strict=load_module_strict,
         load_optimizer_states=load_optimizer_states and not load_module_only,
@@ -92,6 +91,7 @@ def load_checkpoint(
     while True:
         try:
             with process_group(timeout) as ranks, collectives_after(ranks.meet):
+                wait()  # for saves in the background
                 check_requirements(load_dir, custom_load_fn)
                 return load_next(engine, search, options, ranks)
         except Damaged as error:

@@ -200,7 +200,7 @@ def test_weights_cut_in_another_way_are_seen(work, pipeline, tmp_path):
 def test_names_of_a_pipeline_are_others(work, pipeline, script, name):
     result = launch(work, 1, script, *COMMON, "--checkpoint_dir", name, *RESUME)
     assert result.code == 2 and result.errors.count("\n") == 1
-    assert "trained here, and not in the checkpoint" in result.errors
+    assert "nothing that is trained has the same name on both sides" in result.errors
 
 
 def test_tensorboard(work, pipeline):

@@ -37,6 +37,7 @@ MECHANISM = {
     "first_error",
     "shared_error",
     "gloo_group",
+    "connected_group",  # torch counts its calls, on each rank
     "meet_at",
     "store_of",
     # Before its own `finally`: no error arises there.

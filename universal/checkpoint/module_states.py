@@ -252,8 +252,14 @@ def common_entries(modules: list[dict]) -> tuple[dict, list[str]]:
     different = set()
     for module in modules:
         for name, value in module.items():
-            if not is_same(entries.setdefault(name, value), value):
+            first = entries.setdefault(name, value)
+            if not is_state_of_parts(name, value) and not is_same(first, value):
                 different.add(name)
     for name in different:
         del entries[name]
     return entries, sorted(different)
+
+
+def is_state_of_parts(name, value):
+    """Whether an entry is a state_dict() of its own, as Megatron's are: its weights are cut."""
+    return isinstance(value, dict) and not name.endswith("_extra_state")
