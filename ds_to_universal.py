@@ -25,11 +25,11 @@ Output, the same for every stage, so it resumes on any number of ranks and at Ze
 
 The conversion has five steps, each a function in universal/:
 
-    find_tag()          tags.py         the folder with the files, if its parent was given
-    describe()          describe.py   which bytes of which shards make up each parameter
-    write_files()       converter.py    each byte range is read once and written once
-    check_all()         sources.py  what was read is compared with the CRC-32 of every record
-    publish()           publish.py      once all is on the disk, names the folder
+    find_tag()       checkpoint/tags.py      the folder with the files, if its parent was given
+    describe()       checkpoint/describe.py  which bytes of which shards make up each parameter
+    write_files()    write/converter.py      each byte range is read once and written once
+    check_all()      files/sources.py        compares what was read with the CRC-32 of every record
+    publish()        write/publish.py        once all is on the disk, names the folder
 
 A .pt file is a zip archive of one pickle and one stored record per tensor (torch_file.py).
 Conversion only regroups byte ranges of those records, so it works without torch, needs nothing but

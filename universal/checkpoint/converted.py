@@ -49,12 +49,7 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
 
     Raises: CheckpointError, if files are missing or damaged.
     """
-    paths = sorted(folder.glob("mp_rank_*_model_states.pt"))
-    paths = paths or sorted(folder.glob("*_model_states.pt"))
-    if not paths:
-        raise CheckpointError(
-            f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed"
-        )
+    paths = paths_of_model_states(folder)
     models = [read_model_states(path) for path in paths]
     flats = {
         name: flat
@@ -91,6 +86,16 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
         problems=[],
     )
     return Described(description, RawStates(models, optimizer))
+
+
+def paths_of_model_states(folder):
+    paths = sorted(folder.glob("mp_rank_*_model_states.pt"))
+    paths = paths or sorted(folder.glob("*_model_states.pt"))
+    if not paths:
+        raise CheckpointError(
+            f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed"
+        )
+    return paths
 
 
 def read_param_groups(path, optimizer):

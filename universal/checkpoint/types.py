@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from universal.files.sources import Source
 
-NEXT_STEPS = "next_steps.csv"  # proof.py writes and reads it, beside the shards
+NEXT_STEPS = "next_steps.csv"  # next_steps.py writes and reads it, beside the shards
 
 UNSAVED = {  # what DeepSpeed saves in no file
     "ZenFlow": "the gradients that ZenFlow defers, nor all of its moments",

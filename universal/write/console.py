@@ -45,8 +45,10 @@ def bar(total: int, progress: bool, delay: float = 0) -> Iterator[Callable[[int]
 
 @contextlib.contextmanager
 def in_one_line(program: str, rank: int = 0) -> Iterator[None]:
-    """Rank 0 prints an error, and every warning, as one line on standard error; after an error the
-    process ends."""
+    """Rank 0 prints an error, and every warning, as one line on standard error.
+
+    After an error the process ends: 2 for a CheckpointError, 1 for the system's, 130 for Ctrl-C.
+    """
 
     def say(kind, text):
         if not rank:

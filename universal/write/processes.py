@@ -56,7 +56,7 @@ def all_or_none(all_gather: AllGather) -> Iterator[None]:
 
 
 def merge_spans(spans_of_ranks: list[dict]) -> dict:
-    """What all processes have read, from the `spans` of each one's Reader."""
+    """What all processes have read, from the `spans` of each one's ByteReader."""
     merged = {}
     for record, spans in itertools.chain(*(spans.items() for spans in spans_of_ranks)):
         merged.setdefault(record, array("Q")).extend(spans)
