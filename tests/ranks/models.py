@@ -137,7 +137,7 @@ class Normed(Net):
     def __init__(self, norm):
         super().__init__()
         self.a = norm(self.a)
-        self.frozen = norm(self.frozen).requires_grad_(False)
+        self.frozen = norm(nn.Linear(8, 7)).requires_grad_(False)  # shapes tell nothing
 
 
 def save_normed(stage):
@@ -151,7 +151,8 @@ def save_normed(stage):
 @case(save_normed, stages=(0, 1), quick_stages=(0, 1), quick_ranks=(2, 3))
 def weight_norm_of_before_torch_2_1(stage):
     """Has other names for the same weights."""
-    convert()
+    if stage:
+        convert()
     saved_truth, loss = read_truth()
     truth = {}
     for key, value in saved_truth.items():
@@ -159,7 +160,7 @@ def weight_norm_of_before_torch_2_1(stage):
             key = key.replace(former, f"parametrizations.weight.{name}")
         truth[key] = value
     assert "a.parametrizations.weight.original1 exp_avg" in truth
-    for to, tag in itertools.product((stage, 3), ("t", "u")):
+    for to, tag in itertools.product((stage, 3), ("t", "u")[: stage + 1]):
         engine = make(to, lambda: Normed(nn.utils.parametrizations.weight_norm), seed=5)
         load(engine, tag)
         assert differences(truth, stage_0.snapshot(engine)) in ([], ["scale"])
