@@ -364,6 +364,9 @@ def not_comparable(described: Described) -> Iterator[str]:
     checkpoint = described.checkpoint
     for key in sorted({str(key) for _, key in checkpoint.optimizer.rank_dependent}):
         yield f"{checkpoint.folder}: {key} of the optimizer belongs to a rank: it is not compared"
+    for problem in checkpoint.problems:
+        if problem.of_ranks:
+            yield f"{problem.text}: the first alone is compared"
 
 
 def texts_of(values):

@@ -122,6 +122,13 @@ def test_pipeline(pipeline, tmp_path, changes):
     assert_equal_to_deepspeed(with_info(pipeline, tmp_path / "c", **changes), tmp_path)
 
 
+def test_pipeline_without_degrees(pipeline, tmp_path):
+    """Of a DeepSpeed that does not save them: the files of a layer tell."""
+    source = with_info(pipeline, tmp_path / "c")
+    edit(source, MODELS, lambda model: model.pop("checkpoint_parallel_dimensions"))
+    assert_equal_to_deepspeed(source, tmp_path)
+
+
 WRONG_DESCRIPTIONS = {
     "replicated": (
         NO_SUB_PARAMS | {"tp_replicated_parameter_patterns": UP},

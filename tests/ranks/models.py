@@ -1,5 +1,8 @@
 """Another model than the one that was saved, or one with parts that few have."""
 
+import itertools
+
+import stage_0
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
@@ -28,6 +31,7 @@ from tests.support.toy import (
     differences,
     make,
     read_truth,
+    save_truth,
     snapshot,
     split_groups,
     train,
@@ -125,6 +129,42 @@ def frozen_ones_left_out(stage):
     refused(engine, line, "load_module_strict=False")
     load(engine, load_module_strict=False)
     assert {*differences(read_truth(), snapshot(engine))} == {"frozen.weight", "frozen.bias"}
+
+
+class Normed(Net):
+    """A layer, and a frozen one, with one of torch's two weight normalizations."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.a = norm(self.a)
+        self.frozen = norm(nn.Linear(8, 7)).requires_grad_(False)  # shapes tell nothing
+
+
+def save_normed(stage):
+    engine = make(stage, lambda: Normed(nn.utils.weight_norm))
+    for step in (0, 1):
+        train(engine, step)
+    engine.save_checkpoint(".", "t")
+    save_truth([stage_0.snapshot(engine), train(engine, 2)])
+
+
+@case(save_normed, stages=(0, 1), quick_stages=(0, 1), quick_ranks=(2, 3))
+def weight_norm_of_before_torch_2_1(stage):
+    """Has other names for the same weights."""
+    if stage:
+        convert()
+    saved_truth, loss = read_truth()
+    truth = {}
+    for key, value in saved_truth.items():
+        for former, name in (("weight_g", "original0"), ("weight_v", "original1")):
+            key = key.replace(former, f"parametrizations.weight.{name}")
+        truth[key] = value
+    assert "a.parametrizations.weight.original1 exp_avg" in truth
+    for to, tag in itertools.product((stage, 3), ("t", "u")[: stage + 1]):
+        engine = make(to, lambda: Normed(nn.utils.parametrizations.weight_norm), seed=5)
+        load(engine, tag)
+        assert differences(truth, stage_0.snapshot(engine)) in ([], ["scale"])
+        assert abs(train(engine, 2) - loss) <= 1e-6
 
 
 class Empty(Net):

@@ -2,6 +2,7 @@
 assemble for themselves, and DeepSpeed's own loader, on the ranks that saved."""
 
 import contextlib
+import itertools
 import os
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.support.toy import (
     split_groups,
     train,
 )
+from universal.inspect import look
 from universal.load.hooks import overridden
 
 # --------------------------------------------------------------------------------------------------
@@ -355,6 +357,49 @@ def frozen_layers_of_a_pipeline(stage):
         lost = differences({name: truth[name] for name in state}, state)
         assert not lost, (stages, lost)
     assert "left as it is" not in PRINTED.getvalue()
+
+
+def untied(stages, zero, **options):
+    """Layers 0 and 2 share the weight, and each has a bias of its own."""
+    tied = TiedLayerSpec("tied", nn.Linear, 8, 8)
+    engine = pipeline(stages, tied, LayerSpec(nn.Linear, 8, 8), tied, zero=zero, **options)
+    info = engine.module.universal_checkpoint_info
+    info["pipeline_replicated_parameter_patterns"] = [r"tied_modules\.tied\.weight"]
+    return engine
+
+
+def save_untied(stage):
+    engine = untied(2, stage)
+    train_pipeline(engine)
+    engine.save_checkpoint(".", tag="t")
+    state = state_of(engine)
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    losses = [train_pipeline(engine).item() for _ in range(2)]
+    torch.save([state, losses], f"truth.{dist.get_rank()}")
+
+
+@case(save_untied, stages=(0, 1), quick_stages=(0, 1), quick_ranks=(2, 3))
+def tied_layers_with_parameters_of_their_own(stage):
+    """One name, and each stage trains its own: a whole checkpoint, but of its own ranks alone."""
+    reason = "tied_modules.tied.bias is in two pipeline stages and is not declared as tied"
+    truths = [torch.load(f"truth.{rank}") for rank in (0, 1)]
+    biases = [state["tied_modules.tied.bias"] for state, _ in truths]
+    assert not torch.equal(*biases)
+    for strict, states in itertools.product((True, False), repeat=2):
+        engine = untied(1, stage, seed=5)
+        told = {"load_module_strict": strict, "load_optimizer_states": states}
+        refused(engine, f"{reason}: it loads on its own ranks only", **told)
+    if dist.get_world_size() == 2:
+        truth, losses = truths[dist.get_rank()]
+        for states in (False, True):
+            engine = untied(2, stage, seed=5)
+            load(engine, load_optimizer_states=states)
+            assert not differences(truth, state_of(engine))
+        assert [train_pipeline(engine).item() for _ in range(2)] == losses
+    if stage and dist.get_rank() == 0:
+        assert reason in look(".", "t")["tags"]["t"]["own_ranks_only"]
+        with pytest.raises(universal.CheckpointError, match=reason):
+            universal.convert("t", "u", strict=False)
 
 
 def sharded_lora():

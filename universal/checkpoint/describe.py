@@ -30,6 +30,7 @@ from universal.checkpoint.module_states import (
 )
 from universal.checkpoint.names import with_plain_names
 from universal.checkpoint.order import Given
+from universal.checkpoint.pipeline import problem_of_untied
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import (
     UNSAVED,
@@ -353,7 +354,7 @@ def describe_zero(folder, shards, pool, opened):
     """What describe() returns, of the checkpoint that has these shards."""
     lowest = min(shards)
     first = describe_ranks(folder, lowest, shards[lowest], pool, opened)
-    tensor, pipeline = degrees_of(first.model, len(shards))
+    tensor, pipeline = degrees_of(first.model, len(shards), folder)
     check_complete(folder, shards, tensor, pipeline)
     others = range(1, tensor * pipeline)
     ranks = [first, *(describe_ranks(folder, i, shards[i], pool, opened) for i in others)]
@@ -366,9 +367,9 @@ def join_all(folder, ranks, tensor, pipeline):
     info = first.model.get(INFO_KEY) if first.shard.stage or len(ranks) > 1 else None
     joiner = TensorParallel(info, tensor, folder)
     param_groups, ranks, problems = join_groups(folder, ranks, tensor)
-    parameters, rank_dependent = join_ranks(folder, ranks, joiner)
+    parameters, rank_dependent, untied = join_ranks(folder, ranks, joiner)
     module, more_problems = join_modules(folder, ranks, parameters, joiner)
-    problems += more_problems + joiner.problems + unused_patterns(joiner)
+    problems += untied + more_problems + joiner.problems + unused_patterns(joiner)
     models = [ranks[0].model | {"module": module}, *(rank.model for rank in ranks[1:])]
     kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
     if kind:
@@ -474,7 +475,8 @@ def join_schedulers(count, homes):
 
 
 def join_ranks(folder, ranks, joiner):
-    """({name: Parameter}, {(flat tensor or group, name): why a state depends on the rank}).
+    """({name: Parameter}, {(flat tensor or group, name): why a state depends on the rank}, [a
+    Problem for each parameter that pipeline stages do not share]).
 
     ranks: the ModelParallelRanks of all pipeline stages.
     """
@@ -487,6 +489,7 @@ def join_ranks(folder, ranks, joiner):
                 )
     joined = {}
     rank_dependent = {}
+    untied = {}
     for stage in range(0, len(ranks), joiner.degree):
         of_stage = ranks[stage : stage + joiner.degree]
         parts = [rank.parameters for rank in of_stage]
@@ -506,10 +509,8 @@ def join_ranks(folder, ranks, joiner):
             if name not in joined:
                 joined[name] = joiner.join(name, of_ranks)
             elif rank.shard.stage and not joiner.is_tied(name):
-                raise CheckpointError(
-                    f"{folder}: {name} is in two pipeline stages and is not declared as tied"
-                )
-    return joined, rank_dependent
+                untied[name] = problem_of_untied(folder, name)
+    return joined, rank_dependent, [*untied.values()]
 
 
 def unused_patterns(joiner):

@@ -128,7 +128,7 @@ def layout_of(described):
     if checkpoint.layout:
         tensor, pipeline = checkpoint.layout.tensor, checkpoint.layout.pipeline
     else:
-        tensor, pipeline = degrees_of(model, len(raw.models))
+        tensor, pipeline = degrees_of(model, len(raw.models), checkpoint.folder)
     counts = raw.optimizer.get("partition_count")
     expert = model["dp_world_size"] // min(counts) if isinstance(counts, list) else 1
     return {
@@ -313,6 +313,8 @@ def own_ranks_only(checkpoint: Checkpoint) -> str | None:
     layout = checkpoint.layout
     if layout and layout.unsaved:
         return f"no file holds {layout.unsaved}"
+    for text in (problem.text for problem in checkpoint.problems if problem.of_ranks):
+        return text
     for (_, key), why in checkpoint.optimizer.rank_dependent.items():
         return f"{key} of the optimizer {why}"
     return None

@@ -103,10 +103,17 @@ def read_fragments(path: Path, first_path: Path, first: dict) -> dict[str, Tenso
     return {name: tensor_of(fragments[name]) for name in names}
 
 
-def degrees_of(model: dict, mp_ranks: int) -> tuple[int, int]:
-    """(tensor, pipeline) parallel; a pipeline of one stage has its module in other files."""
+def degrees_of(model: dict, mp_ranks: int, folder: Path) -> tuple[int, int]:
+    """(tensor, pipeline) parallel.
+
+    Not every DeepSpeed saves them; of each layer of a pipeline there is a file of each
+    tensor-parallel rank.
+    """
     degrees = model.get("checkpoint_parallel_dimensions") or {}
-    pipeline = degrees.get("pp_degree") or (1 if model["module"] is not None else mp_ranks)
+    pipeline = degrees.get("pp_degree") or 1
+    if model["module"] is None and "pp_degree" not in degrees:
+        endings = {path.name.partition("-")[2] for path in folder.glob("layer_*-model_states.pt")}
+        pipeline = mp_ranks // max(1, len(endings))
     return degrees.get("tp_degree") or max(1, mp_ranks // pipeline), pipeline
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""The names of parameters and buffers, without what torch.compile() puts into them.
+"""The names of parameters and buffers, without what torch.compile() puts into them, and those of
+weight normalization before torch 2.1.
 
 A compiled module has all its own in a part `_orig_mod`: a checkpoint of it is of the same model as
 one that was not compiled.
@@ -7,9 +8,11 @@ one that was not compiled.
 
 import re
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 COMPILED = re.compile(r"(?<!\w)_orig_mod\\?\.")  # in a pattern, too
+PARAMETRIZED = re.compile(r"(?<!\w)parametrizations\.(\w+)\.original([01])$")
 NAMING = (
     "buffer_names",
     "param_shapes",
@@ -23,6 +26,19 @@ NAMING = (
 def plain_name(name: str) -> str:
     """The name that it has if nothing is compiled; also of a prefix that ends with a dot."""
     return COMPILED.sub("", name)
+
+
+def former_names(names: Iterable[str]) -> dict[str, str]:
+    """{name by torch.nn.utils.weight_norm(): name} of these by parametrizations.weight_norm().
+
+    A state_dict() of the one loads into the other: nothing but the names has changed.
+    """
+    matches = {name: PARAMETRIZED.search(name) for name in names}
+    return {
+        f"{name[: match.start()]}{match[1]}_{'gv'[int(match[2])]}": name
+        for name, match in matches.items()
+        if match
+    }
 
 
 def plain_keys(entries: dict) -> dict:

@@ -8,7 +8,7 @@ import itertools
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +31,13 @@ class Told(NamedTuple):
     """What an engine tells of the parameters that its optimizer has.
 
     stages: of each of a pipeline's, by group, {parameter: its entry in the state of the module}, in
-    the order in which the optimizer got them. tied: {number: key} of a pipeline's layers.
+    the order in which the optimizer got them. tied: {number: key} of a pipeline's layers. shared:
+    the parameters of these that are the same on all stages.
     """
 
     stages: Sequence[list[dict[str, str]]] = ()
     tied: dict[int, str] = {}
+    shared: Set[str] = frozenset()
 
     def by_group(self) -> list[dict[str, str]]:
         """The parameters of all stages together."""

@@ -8,6 +8,7 @@ the values of their masters, if those are saved.
 """
 
 import functools
+from collections import Counter
 from pathlib import Path
 
 from universal.checkpoint.module_states import modules_of_layers
@@ -32,7 +33,8 @@ UNTOLD = "is not known: no ZeRO, and nothing tells which stage had which paramet
 def split_pipeline(
     folder: Path, ranks: list[SavedRank], tensor: int, told: Told | None, opened: OpenFile
 ) -> tuple[list[SavedRank], list[Problem]]:
-    """(the ranks with names and weights of their stages, [a Problem, if their order is a guess]).
+    """(the ranks with names and weights of their stages, [a Problem of their order, if that is a
+    guess, and of each parameter that stages do not share]).
 
     tensor: degree of tensor parallelism. If nothing tells the stages, or they may be several, all
     parameters are in the first one, without states. Raises: NeedsEngine, CheckpointError.
@@ -59,18 +61,27 @@ def split_pipeline(
     if not ways:  # say, of what is frozen the optimizer of the one has nothing
         ranks = [rank._replace(groups=trained_groups(rank)) for rank in ranks]
         ways = ways_of(ranks, tensor, names, homes, told, opened)
+    untied = [name for name in homes if len(homes[name]) > 1 and name not in told.shared]
     if not ways or any(stages != ways[0] for stages in ways):
         for path in folder.glob("*_states.pt"):
             verify(path)  # weights that differ from their masters may be damaged
         known = [[name for name in of_group if homes[name]] for of_group in names]
-        return without_places(ranks, tensor, known), []
+        problems = [problem_of_untied(folder, name) for name in untied if len(ranks) > tensor]
+        return without_places(ranks, tensor, known), problems
+    copies = Counter(name for of_stage in ways[0] for of_group in of_stage for name in of_group)
+    problems = [problem_of_untied(folder, name) for name in untied if copies[name] > 1]
     ranks = [rank._replace(names=ways[0][i // tensor]) for i, rank in enumerate(ranks)]
+    if any(is_order_a_guess(rank, told, opened) for rank in ranks[::tensor]):
+        problems.append(problem_of_guess(folder))
+    return ranks, problems
+
+
+def problem_of_guess(folder):
     text = (
         f"WARNING: {folder}: no file says in which order the optimizer of a pipeline stage had its "
         "parameters: it is taken to be that of this engine's stages"
     )
-    is_guess = any(is_order_a_guess(rank, told, opened) for rank in ranks[::tensor])
-    return ranks, [Problem(False, text)] if is_guess else []
+    return Problem(False, text)
 
 
 def trained_groups(rank):
@@ -95,6 +106,12 @@ def homes_of(name, tied, weights):
 def is_tied(name: str) -> bool:
     """Whether this is the name of a parameter that several layers of a pipeline share."""
     return name.startswith("tied_modules.")
+
+
+def problem_of_untied(folder: Path, name: str) -> Problem:
+    """What is said of a parameter that several stages have, and each trains for itself."""
+    text = f"{folder}: {name} is in two pipeline stages and is not declared as tied"
+    return Problem(True, text, of_ranks=True)
 
 
 def weights_by_name(homes, weights):

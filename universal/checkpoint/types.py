@@ -117,12 +117,14 @@ class Files(NamedTuple):
 class Problem(NamedTuple):
     """What would be lost. loses_state: an error, unless the user continues without it.
 
-    of_conversion: only a universal checkpoint has no place for it.
+    of_conversion: only a universal checkpoint has no place for it. of_ranks: nothing but the ranks
+    that saved has a place for it, whatever the user says.
     """
 
     loses_state: bool
     text: str
     of_conversion: bool = False
+    of_ranks: bool = False
 
 
 class PackedStates(NamedTuple):

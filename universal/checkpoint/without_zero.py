@@ -22,7 +22,7 @@ from universal.checkpoint.module_states import (
     dtype_of_weights,
     keep_untrained,
 )
-from universal.checkpoint.names import with_plain_names
+from universal.checkpoint.names import former_names, with_plain_names
 from universal.checkpoint.order import (
     NOWHERE,
     Given,
@@ -92,7 +92,8 @@ def describe_whole(
     path = folder / MODEL_STATES_FILE
     if model.get("num_experts"):
         raise CheckpointError(f"{path} has experts, which without ZeRO are not described")
-    tensor, pipeline = degrees_of(model, len([*folder.glob("mp_rank_*_model_states.pt")]))
+    mp_ranks = len([*folder.glob("mp_rank_*_model_states.pt")])
+    tensor, pipeline = degrees_of(model, mp_ranks, folder)
     paths = [folder / f"mp_rank_{i:02d}_model_states.pt" for i in range(tensor * pipeline)]
     told = None if given is None else given()
     by_group = None if told is None else told.by_group()
@@ -177,6 +178,7 @@ def with_names_of_parameters(model, given):
     """The model states, in which the entries of the module have the names of the parameters: a
     wrapper gives them names that its state_dict() takes back."""
     names = {entry: name for of_group in given for name, entry in of_group.items()}
+    names |= former_names(names.values())
     if model["module"] is None or all(entry == name for entry, name in names.items()):
         return model
     module = {names.get(entry, entry): value for entry, value in model["module"].items()}

@@ -94,6 +94,8 @@ def complain(checkpoint, strict):
     for text in left_over(checkpoint):
         warnings.warn(text, stacklevel=3)
     for problem in checkpoint.problems:
+        if problem.of_ranks:
+            raise CheckpointError(problem.text)
         if problem.loses_state and strict:
             raise CheckpointError(f"{problem.text} (--no_strict continues without it)")
         warnings.warn(problem.text, stacklevel=3)
