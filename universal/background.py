@@ -91,7 +91,7 @@ def begin_save(
     saver = engine.universal_saver
     if saver.thread:
         saver.thread.join()
-    output = Path(save_dir, str(tag or f"global_step{engine.global_steps}"))
+    output = Path(save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag))
     saving = saver.new_folder(output)
     hidden = os.path.relpath(saving, save_dir)
     collector = Collector()

@@ -532,7 +532,7 @@ def around_save(method, engine, save_dir, tag=None, *args, **options):
     after_save(engine, Path(save_dir, name))
     is_latest = options.get("save_latest", args[1] if len(args) > 1 else True)
     is_beside = not is_latest and Path(save_dir, "latest").exists()
-    if is_beside and not name.endswith(".unfinished"):  # which elastic.save() renames
+    if is_beside and not name.endswith((".unfinished", ".saving")):  # which are renamed
         say_beside_latest(name)
     return result
 

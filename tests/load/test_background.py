@@ -165,10 +165,13 @@ def test_a_full_disk(tmp_path):
         dist.barrier()
         assert Path("c", "latest").read_text() == "step1"
         train_and_save(engine, [3])
+        engine.save_checkpoint("named", 0)  # a tag may be a number
         background.wait()
         dist.barrier()
+        assert Path("named", "0").is_dir()
 
     out = run(tmp_path, 2, job)
+    assert "beside `latest`" not in out
     (line,) = (line for line in out.splitlines() if "not saved" in line)
     assert "c/step2 is not saved, and the training goes on: OSError: [Errno 28]" in line
     names = {path.name for path in (tmp_path / "c").iterdir() if path.is_dir()}
