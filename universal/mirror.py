@@ -40,8 +40,7 @@ from universal.files.torch_file import verify
 from universal.load import reader
 from universal.load.collective import end_process_group, gloo_group
 from universal.load.engine import Engine
-from universal.load.hooks import overridden
-from universal.load.snapshot import Collector, Image, copies_done
+from universal.load.snapshot import Image, copies_done, files_of
 from universal.proof import after_save
 from universal.write.console import print_line
 
@@ -95,6 +94,7 @@ class Mirror:
         self.committed = 0
         self.thread = self.failure = self.slot = None
         self.mapped = {}  # {inode: memory} of files that are written again and again
+        self.count = 0  # of all ranks' files
         self.folder = Path(folder)
         self.ranks = gloo_group()
         self.rank = dist.get_rank()
@@ -107,7 +107,10 @@ class Mirror:
         self.partner = elsewhere[self.rank % len(elsewhere)] if elsewhere else self.rank
         self.machine_ranks = [rank for rank, other in enumerate(machines) if other == machine]
         self.leads = self.machine_ranks[0] == self.rank
-        for problem in all_gather(self.problem(), self.ranks):
+        problems, (self.attempt, *_) = zip(
+            *all_gather((self.problem(), time.time_ns()), self.ranks), strict=True
+        )
+        for problem in problems:
             if problem:
                 raise ValueError(problem)
         if self.partner == self.rank == 0:
@@ -145,18 +148,17 @@ class Mirror:
         if step % self.every:
             return self.committed
         self.finish()
-        collector = Collector()
-        with overridden(self.engine, checkpoint_engine=collector):
-            self.engine.save_checkpoint(
-                str(self.unfinished), tag="saved", client_state=client_state, save_latest=False
-            )
+        save = functools.partial(
+            self.engine.save_checkpoint, str(self.unfinished), "saved", client_state, False
+        )
+        images = [Image(path, content) for path, content in files_of(self.engine, save)]
         self.spare.mkdir(parents=True, exist_ok=True)
-        images = [Image(path, content) for path, content in collector.files]
-        names = {image.path.name for image in images}
-        # Files of two attempts at a step are never mixed.
-        (attempt, *_), names = zip(*all_gather((time.time_ns(), names), self.ranks), strict=True)
+        if not self.count:  # later saves wait for no other rank
+            names = {image.path.name for image in images}
+            self.count = len(set().union(*all_gather(names, self.ranks)))
+        self.attempt += 1  # files of two attempts at a step are never mixed
         # With fewer files than its name says, a slot was being written.
-        slot = self.folder / f"step{step:09}-{attempt}.{len(set().union(*names))}"
+        slot = self.folder / f"step{step:09}-{self.attempt}.{self.count}"
         slot.mkdir(exist_ok=True)
         for image in images:
             image.copy(self.memory_of(image.path, image.room))

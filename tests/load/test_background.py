@@ -26,6 +26,7 @@ from tests.support.toy import (
 )
 from universal import background, elastic
 from universal.files.torch_file import verify
+from universal.load.hooks import collectives_after
 
 
 def start(stage, seed=1, **options):
@@ -60,7 +61,11 @@ def save_twice(stage, options):
     train(engine, 1)
     plain = type(engine).save_checkpoint.__wrapped__
     plain(engine, "plain", "t", {"own": [1, torch.arange(3)]})
-    engine.save_checkpoint("c", "t", {"own": [1, torch.arange(3)]})
+    before = snapshot(engine)
+    meetings = []
+    with collectives_after(meetings.append):
+        engine.save_checkpoint("c", "t", {"own": [1, torch.arange(3)]})
+    assert not meetings and not differences(before, snapshot(engine))
     train(engine, 2)  # the copy is not what is trained
     background.wait()
     dist.barrier()
@@ -96,6 +101,22 @@ def test_the_files_of_a_plain_save(tmp_path, stage, options):
         )
         assert wanted.keys() == saved.keys()
         assert not [key for key in wanted if not same(wanted[key], saved[key])]
+
+
+def test_tags_that_differ(tmp_path):
+    """DeepSpeed says so, as the config has it."""
+
+    def job():
+        engine = start(1, checkpoint={"tag_validation": "Fail"})
+        train(engine, 1)
+        with pytest.raises(AssertionError, match="is not consistent across all ranks"):
+            engine.save_checkpoint("c", f"of_rank{os.environ['RANK']}")
+        engine.save_checkpoint("c", "of_all")
+        background.wait()
+        dist.barrier()
+        assert Path("c", "latest").read_text() == "of_all"
+
+    run(tmp_path, 2, job)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,24 +2,26 @@
 """The files of a save, in memory: DeepSpeed hands over state dicts, whose tensors are copied at
 once; what torch.save() would do to them can wait for a thread.
 
-    collector = Collector()
-    with overridden(engine, checkpoint_engine=collector):
-        engine.save_checkpoint(...)                     # writes nothing
-    image = Image(path, state_dict)                     # for each of collector.files
-    image.copy(memory)                                  # from here on training may go on
-    data = image.seal()                                 # the bytes of the .pt file
+    for path, state_dict in files_of(engine, save): # what save() would write
+        image = Image(path, state_dict)
+        image.copy(memory)
+    ...                                             # from here on training may go on
+    data = image.seal()                             # the bytes of the .pt file
 """
 
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from universal.files.sources import ByteReader
 from universal.files.torch_writer import described, record_header, records, write_records
+from universal.load.hooks import overridden, saving_alone
 
 PAGE = 1 << 16  # bytes
 
@@ -118,6 +120,15 @@ class InPlace(io.RawIOBase):
             self.memory[self.position : end] = data
         self.position = end
         return len(data)
+
+
+def files_of(engine: deepspeed.DeepSpeedEngine, save: Callable[[], Any]) -> list[tuple[Path, Any]]:
+    """What save(), a save of this engine, would write: [(path, state dict)]. No rank waits for
+    another."""
+    collector = Collector()
+    with overridden(engine, checkpoint_engine=collector), saving_alone(engine):
+        save()
+    return collector.files
 
 
 def new_memory(nbytes: int) -> torch.Tensor:
