@@ -55,8 +55,13 @@ def saves(engine: deepspeed.DeepSpeedEngine) -> bool:
 
 def begin(work: Callable[[], None]) -> threading.Thread:
     """Do it in a thread. The process does not end before it is done."""
+
+    def run():
+        time.sleep(0.001)  # the training goes on at once, not when this lets go of the interpreter
+        work()
+
     UNDER_WAY[:] = [thread for thread in UNDER_WAY if thread.is_alive()]
-    UNDER_WAY.append(threading.Thread(target=work, name="universal"))
+    UNDER_WAY.append(threading.Thread(target=run, name="universal"))
     UNDER_WAY[-1].start()
     return UNDER_WAY[-1]
 
@@ -190,11 +195,7 @@ class Saver:
     def write(self) -> None:
         """Write the copies to the disk."""
         for image in self.images:
-            with open(image.path, "wb", buffering=0) as file:
-                data = image.seal()
-                while data:
-                    data = data[file.write(data) :]
-                os.fsync(file.fileno())
+            image.write()
 
     def finish(
         self,

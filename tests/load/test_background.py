@@ -26,6 +26,7 @@ from tests.support.toy import (
 )
 from universal import background, elastic
 from universal.files.torch_file import verify
+from universal.load import snapshot as snapshots
 from universal.load.hooks import collectives_after
 
 
@@ -106,6 +107,24 @@ def test_the_files_of_a_plain_save(tmp_path, stage, options):
         )
         assert wanted.keys() == saved.keys()
         assert not [key for key in wanted if not same(wanted[key], saved[key])]
+
+
+def test_a_disk_that_takes_no_direct_writes(tmp_path):
+    """It is written through the system's memory."""
+
+    def job():
+        engine = start(1)
+        call_of(snapshots, "write_all", 1, refuse)
+        train_and_save(engine, [1])
+        background.wait()
+        dist.barrier()
+
+    def refuse(file, data):
+        file.write(data[:4096])
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    run(tmp_path, 2, job)
+    run(tmp_path, 2, resume, 1, 1)
 
 
 def test_tags_that_differ(tmp_path):
