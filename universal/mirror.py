@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from universal.background import begin
 from universal.checkpoint.describe import describe
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 # Room for two steps, all of which one machine may hold after a loss: bytes of each parameter for
 # fp32, Adam's two moments, the weights, and spare.
 BYTES_PER_PARAMETER = 33.6
+ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam)
 SLACK = 1 << 16  # bytes by which the next step's file may be longer
 
 
@@ -95,6 +97,7 @@ class Mirror:
         self.thread = self.failure = self.slot = None
         self.mapped = {}  # {inode: memory} of files that are written again and again
         self.count = 0  # of all ranks' files
+        self.derived = derived_weights(engine)
         self.folder = Path(folder)
         self.ranks = gloo_group()
         self.rank = dist.get_rank()
@@ -151,7 +154,11 @@ class Mirror:
         save = functools.partial(
             self.engine.save_checkpoint, str(self.unfinished), "saved", client_state, False
         )
-        images = [Image(path, content) for path, content in files_of(self.engine, save)]
+        files = files_of(self.engine, save)
+        for _, content in files:
+            module = content.get("module") or {}
+            module.update((name, self.derived[name]) for name in self.derived.keys() & module)
+        images = [Image(path, content) for path, content in files]
         self.spare.mkdir(parents=True, exist_ok=True)
         if not self.count:  # later saves wait for no other rank
             names = {image.path.name for image in images}
@@ -285,6 +292,20 @@ class Mirror:
         self.finish()
         if self.leads:
             shutil.rmtree(self.folder)
+
+
+def derived_weights(engine: "deepspeed.DeepSpeedEngine") -> dict[str, torch.Tensor]:
+    """{name in the module: an empty tensor} of the weights that a load makes from the masters at
+    ZeRO-1 and 2, where the ranks have them all: they need no copy, as at ZeRO-3."""
+    known = Engine(engine)
+    # Of other optimizers a state may depend on the rank, and DeepSpeed's own loader wants weights.
+    if type(known.torch_optimizer) not in ADAMS or not known.has_known_optimizer():
+        return {}
+    if known.stage not in (1, 2) or engine.has_moe_layers or not known.is_data_parallel():
+        return {}
+    optimized = known.optimized_names()
+    parameters = known.module.named_parameters(remove_duplicate=False)
+    return {name: p.new_empty(0) for name, p in parameters if known.names.get(p) in optimized}
 
 
 def latest_step(folder: Path) -> int:
