@@ -24,7 +24,7 @@ import psutil
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from universal.load.collective import SideGroup, say
-from universal.load.snapshot import Image, copies_done, files_of, new_memory
+from universal.load.snapshot import Image, copies_done, files_of_save, new_memory
 from universal.write.console import print_line
 from universal.write.processes import all_or_none, one_line
 from universal.write.publish import publish
@@ -159,7 +159,7 @@ class Saver:
             return errors
 
         with all_or_none(meet):
-            files = files_of(engine, save)
+            files = files_of_save(engine, save)
             self.images = [Image(path, content) for path, content in files]
         if len({need.tag for need in needs}) > 1:
             engine._checkpoint_tag_validation(tag)  # raises, or warns, as the config says

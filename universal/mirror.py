@@ -41,7 +41,7 @@ from universal.files.torch_file import verify
 from universal.load import reader
 from universal.load.collective import end_process_group, gloo_group
 from universal.load.engine import Engine
-from universal.load.snapshot import Image, copies_done, files_of
+from universal.load.snapshot import Image, copies_done, files_of_save
 from universal.proof import after_save
 from universal.write.console import print_line
 
@@ -154,10 +154,8 @@ class Mirror:
         save = functools.partial(
             self.engine.save_checkpoint, str(self.unfinished), "saved", client_state, False
         )
-        files = files_of(self.engine, save)
-        for _, content in files:
-            module = content.get("module") or {}
-            module.update((name, self.derived[name]) for name in self.derived.keys() & module)
+        files = files_of_save(self.engine, save)
+        self.leave_out(files)
         images = [Image(path, content) for path, content in files]
         self.spare.mkdir(parents=True, exist_ok=True)
         if not self.count:  # later saves wait for no other rank
@@ -173,6 +171,12 @@ class Mirror:
         after_save(self.engine, slot)
         self.thread = begin(functools.partial(self.send, step, images, slot))
         return self.finish() if self.wait else self.committed
+
+    def leave_out(self, files: list[tuple[Path, Any]]) -> None:
+        """Put empty tensors in the place of weights that need no copy."""
+        for _, content in files:
+            module = content.get("module") or {}
+            module.update((name, self.derived[name]) for name in self.derived.keys() & module)
 
     def finish(self) -> int:
         """Wait until two machines hold the last step that was copied. Returns `committed`."""

@@ -2,7 +2,7 @@
 """The files of a save, in memory: DeepSpeed hands over state dicts, whose tensors are copied at
 once; what torch.save() would do to them can wait for a thread.
 
-    for path, state_dict in files_of(engine, save): # what save() would write
+    for path, state_dict in files_of_save(engine, save): # what save() would write
         image = Image(path, state_dict)
         image.copy(memory)
     ...                                             # from here on training may go on
@@ -149,7 +149,9 @@ class InPlace(io.RawIOBase):
         return len(data)
 
 
-def files_of(engine: deepspeed.DeepSpeedEngine, save: Callable[[], Any]) -> list[tuple[Path, Any]]:
+def files_of_save(
+    engine: deepspeed.DeepSpeedEngine, save: Callable[[], Any]
+) -> list[tuple[Path, Any]]:
     """What save(), a save of this engine, would write: [(path, state dict)]. No rank waits for
     another."""
     collector = Collector()
