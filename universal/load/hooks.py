@@ -74,14 +74,20 @@ def overridden(target: Any, **attributes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def collectives_after(meet: Callable[[Sequence[int]], None]) -> Iterator[None]:
-    """In this block, meet(ranks) is called ahead of each of DeepSpeed's collective operations."""
+    """In this block, meet(ranks) is called ahead of each of DeepSpeed's collective operations; of
+    several that do not block, one after the other, ahead of the first."""
     backend = deepspeed.comm.comm.cdb
+    met = None
 
     def met_before(operation):
         def run(*args, **options):
+            nonlocal met
             values = (*args, *options.values())
             groups = [value for value in values if isinstance(value, dist.ProcessGroup)]
-            meet(dist.get_process_group_ranks(groups[0] if groups else None))
+            ranks = dist.get_process_group_ranks(groups[0] if groups else None)
+            if met != ranks:
+                meet(ranks)
+            met = ranks if options.get("async_op") else None
             return operation(*args, **options)
 
         return run
