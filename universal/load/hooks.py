@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -137,16 +138,25 @@ def taking_plain_names(engine: deepspeed.DeepSpeedEngine) -> contextlib.Abstract
 
 
 @contextlib.contextmanager
-def gathering_in_pieces(optimizer: Any) -> Iterator[None]:
-    """In this block, gloo gathers the weights of ZeRO-1 and 2 in pieces: it copies what it gathers,
-    and for all at once that takes the memory of the model, and twice the time."""
+def gathering_in_place(optimizer: Any) -> Iterator[None]:
+    """In this block, ranks broadcast their parts of the weights of ZeRO-1 and 2, if by gloo: where
+    it gathers, it copies all twice, which takes the memory of the model, and twice the time."""
     if dist.get_backend() != "gloo":
         yield
         return
     backend = deepspeed.comm.comm.cdb
-    with overridden(backend, has_all_gather_into_tensor=lambda: False):
-        with overridden(optimizer, allgather_bucket_size=1 << 20):
-            yield
+
+    def gather(tensor_list, group, **_):
+        works = [
+            backend.broadcast(tensor=part, src=rank, group=group, async_op=True)
+            for rank, part in zip(dist.get_process_group_ranks(group), tensor_list, strict=True)
+        ]
+        for work in works:
+            work.wait()
+
+    whole = {"has_all_gather_into_tensor": lambda: False, "all_gather": gather}
+    with overridden(backend, **whole), overridden(optimizer, allgather_bucket_size=sys.maxsize):
+        yield
 
 
 def replace_load_checkpoint(replacement: Callable, owner: str) -> None:
