@@ -4,6 +4,7 @@
 import contextlib
 import functools
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -156,6 +157,34 @@ def gathering_in_place(optimizer: Any) -> Iterator[None]:
 
     whole = {"has_all_gather_into_tensor": lambda: False, "all_gather": gather}
     with overridden(backend, **whole), overridden(optimizer, allgather_bucket_size=sys.maxsize):
+        yield
+
+
+@contextlib.contextmanager
+def gathering_at_once() -> Iterator[None]:
+    """In this block, operations that gather without blocking are one for all that are under way:
+    ZeRO-3 gathers each of its persistent parameters, a hundred small tensors."""
+    backend = deepspeed.comm.comm.cdb
+    gather_one = backend.all_gather_into_tensor
+    waiting = {}
+
+    def gather(output_tensor, input_tensor, group=None, async_op=False):
+        if not async_op:
+            return gather_one(output_tensor, input_tensor, group=group)
+        waiting.setdefault((group, input_tensor.dtype), []).append((output_tensor, input_tensor))
+        return types.SimpleNamespace(wait=gather_all)
+
+    def gather_all():
+        while waiting:
+            (group, _), pairs = waiting.popitem()
+            parts = torch.cat([part.flatten() for _, part in pairs])
+            whole = parts.new_empty(dist.get_world_size(group), len(parts))
+            gather_one(whole.view(-1), parts, group=group)
+            columns = whole.split([part.numel() for _, part in pairs], dim=1)
+            for (output, _), column in zip(pairs, columns, strict=True):
+                output.view(column.shape).copy_(column)
+
+    with overridden(backend, all_gather_into_tensor=gather):
         yield
 
 
