@@ -73,7 +73,7 @@ def overridden(target: Any, **attributes: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def collectives_after(meet: Callable[[Sequence[int]], None]) -> Iterator[None]:
+def meeting_before_collectives(meet: Callable[[Sequence[int]], None]) -> Iterator[None]:
     """In this block, meet(ranks) is called ahead of each of DeepSpeed's collective operations."""
     backend = deepspeed.comm.comm.cdb
 
