@@ -151,9 +151,10 @@ def named_or_later(named, tags, pointer, says):
     later = [tag for tag in tags if tag.step > named.step and tag.written > since]
     doubt = ""
     if later:
-        line = f"`{pointer.name}` names {named.name}, and {later[0].name} was written after it"
-        says = [*says, f"{line}: the later one is taken, if it is complete"]
-        doubt = f"{pointer.parent}: {line}: name the folder of the one to take"
+        both = f"`{pointer.name}` names {named.name}, and {later[0].name}"
+        line = f"{both} was written after it: the later one is taken, if it is complete"
+        doubt = f"{pointer.parent}: {both} was written after it: name the folder of the one to take"
+        says = [*says, line]
     return Choice([*dict.fromkeys([*later, named, *tags])], says, named.name, doubt)
 
 
