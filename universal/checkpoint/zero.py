@@ -133,7 +133,7 @@ def read_shard(path: Path) -> SavedShard:
     ranks = [ranks] * len(flats) if isinstance(ranks, int) else ranks
     mappings = content.get("param_slice_mappings", flats)
     if not flats or len(flats) > min(len(paddings), len(ranks), len(mappings)):
-        raise CheckpointError(f"{path} does not say of each parameter group how it is cut")
+        raise CheckpointError(f"{path} does not say of each flat tensor how it is cut")
     masters = [tensor_of(flat) for flat in flats]
     sizes = [flat.size[0] + n for flat, n in zip(masters, paddings, strict=False)]
     return SavedShard(path, *kind, content, optimizer, masters, sizes, ranks)
