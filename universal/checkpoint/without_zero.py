@@ -10,7 +10,6 @@ optimizer's state_dict(). Where the master weights are:
 """
 
 import itertools
-import math
 from collections import OrderedDict
 from pathlib import Path
 from types import NoneType
@@ -197,7 +196,7 @@ def place_all(weights, names, groups, opened):
         trained = stepping(group, groups)
         chosen = []
         for name, stepped in zip(of_group, places_of(weights, of_group, group), strict=True):
-            if math.prod(weights[name].size) and (stepped is NOWHERE or is_among(stepped, trained)):
+            if weights[name].numel and (stepped is NOWHERE or is_among(stepped, trained)):
                 parameters[name], keys = describe_one(weights[name], i, stepped, opened)
                 unsliced |= {(i, key): "is not cut like the weights" for key in keys}
                 chosen.append(parameters[name].scalars)
@@ -213,8 +212,8 @@ def is_among(stepped, trained):
 def describe_one(weight, group, stepped, opened):
     """(the Parameter at a place, the names of its states that have another shape)."""
     masters = stepped.masters or weight
-    numel = math.prod(weight.size)
-    whole = {math.prod(masters.size)}
+    numel = weight.numel
+    whole = {masters.numel}
     states = {"fp32": elements_in("fp32", masters, stepped.begin, numel)}
     scalars = {}
     unsliced = set()
@@ -222,9 +221,9 @@ def describe_one(weight, group, stepped, opened):
         tensor = tensor_of(value)
         if tensor and tensor.size == masters.size and key != "step":
             states[key] = elements_in(key, tensor, stepped.begin, numel)
-        elif tensor is None and math.prod(masters.size) > 1 and holds_elements(value, whole):
+        elif tensor is None and masters.numel > 1 and holds_elements(value, whole):
             unsliced.add(key)
-        elif tensor is None or math.prod(tensor.size) == 1:
+        elif tensor is None or tensor.numel == 1:
             scalars[key] = read_scalar(value, opened)
         else:
             unsliced.add(key)

@@ -377,7 +377,7 @@ def read_flat(shard: SavedShard, number: int, numel: int, opened: OpenFile) -> F
 
 def is_scalar(tensor, key, size):
     """Whether a tensor is of one element for another reason than that its slice is so short."""
-    return math.prod(tensor.size) == 1 and (not tensor.size or key == "step" or size > 1)
+    return tensor.numel == 1 and (not tensor.size or key == "step" or size > 1)
 
 
 def join_shards(
