@@ -17,7 +17,16 @@ from optimizers import momentum
 from torch import nn
 
 import universal
-from tests.support.case import PRINTED, case, load, printed, refused, saved, train_and_save
+from tests.support.case import (
+    PRINTED,
+    case,
+    check_same_state,
+    load,
+    printed,
+    refused,
+    saved,
+    train_and_save,
+)
 from tests.support.helpers import fp16_is
 from tests.support.toy import (
     Net,
@@ -242,6 +251,24 @@ def a_scale_that_no_file_holds(stage):
     assert warning not in PRINTED.getvalue()
     load(autocast(stage, "float16", seed=5), "float16")
     assert printed(warning)
+
+
+def save_skipped(stage):
+    engine = autocast(stage, "float16")
+    train(engine, 0)
+    assert engine.global_steps == 1 and not engine.skipped_steps and not engine.optimizer.state
+    engine.save_checkpoint(".", tag="t")
+    save_truth(engine.module.state_dict())
+
+
+@case(save_skipped, stages=(0,))
+def all_steps_skipped(stage):
+    """By torch's GradScaler, so DeepSpeed does not count them: the optimizer has no state yet."""
+    for new_stage in (0, 1):
+        engine = autocast(new_stage, "float16", seed=5)
+        load(engine)
+        check_same_state(engine.module)
+        train(engine, 1)
 
 
 class Shaped(nn.Module):
