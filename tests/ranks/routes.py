@@ -546,6 +546,17 @@ def clipping_without_a_norm(stage):
     load(engine, load_optimizer_states=False)
 
 
+@case(stages=(1,))
+def one_load_fewer(stage):
+    """A rank that has left out a load asks for what the others will load later."""
+    engine = make(stage, seed=5)
+    is_first = dist.get_rank() == 0
+    words = "rank 0 loads with tag='t', rank 1 with tag='u': has one of them left out a load?"
+    refused(engine, words, tag="t" if is_first else "u")
+    words = "rank 0 loads with load_optimizer_states=True, rank 1 with load_optimizer_states=False"
+    refused(engine, words, load_optimizer_states=is_first)
+
+
 def save_on_the_disk_of_rank_1(stage):
     train_and_save(stage)
     Path(f"disk{dist.get_rank()}").mkdir()
