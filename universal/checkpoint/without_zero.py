@@ -21,7 +21,7 @@ from universal.checkpoint.module_states import (
     dtype_of_weights,
     keep_untrained,
 )
-from universal.checkpoint.names import former_names, with_plain_names
+from universal.checkpoint.names import names_of_now, with_plain_names
 from universal.checkpoint.order import (
     NOWHERE,
     Given,
@@ -177,8 +177,10 @@ def with_names_of_parameters(model, given):
     """The model states, in which the entries of the module have the names of the parameters: a
     wrapper gives them names that its state_dict() takes back."""
     names = {entry: name for of_group in given for name, entry in of_group.items()}
-    names |= former_names(names.values())
-    if model["module"] is None or all(entry == name for entry, name in names.items()):
+    if model["module"] is None:
+        return model
+    names |= names_of_now(model["module"], names.values())
+    if all(entry == name for entry, name in names.items()):
         return model
     module = {names.get(entry, entry): value for entry, value in model["module"].items()}
     return model | {"module": module}
