@@ -108,7 +108,7 @@ def resume():
         (reader, "pack_optimizer", "0"),
         (reader, "check_same_step", "0"),
         (zero, "differences", "0"),
-        (loader, "newest_first", "0"),
+        (loader, "choose_tag", "0"),
         (loader, "why_own_ranks", "1"),
         (loader, "check_compatible", "1"),
         (reshard, "read_states", "1"),
