@@ -12,7 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from universal.checkpoint.names import plain_name
+from universal.checkpoint.names import names_of_now, plain_name
 from universal.errors import CheckpointError
 from universal.load.flat import Partition
 
@@ -75,21 +75,15 @@ def overridden(target: Any, **attributes: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def collectives_after(meet: Callable[[Sequence[int]], None]) -> Iterator[None]:
-    """In this block, meet(ranks) is called ahead of each of DeepSpeed's collective operations; of
-    several that do not block, one after the other, ahead of the first."""
+def meeting_before_collectives(meet: Callable[[Sequence[int]], None]) -> Iterator[None]:
+    """In this block, meet(ranks) is called ahead of each of DeepSpeed's collective operations."""
     backend = deepspeed.comm.comm.cdb
-    met = None
 
     def met_before(operation):
         def run(*args, **options):
-            nonlocal met
             values = (*args, *options.values())
             groups = [value for value in values if isinstance(value, dist.ProcessGroup)]
-            ranks = dist.get_process_group_ranks(groups[0] if groups else None)
-            if met != ranks:
-                meet(ranks)
-            met = ranks if options.get("async_op") else None
+            meet(dist.get_process_group_ranks(groups[0] if groups else None))
             return operation(*args, **options)
 
         return run
@@ -123,14 +117,19 @@ def names_in(module: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def taking_plain_names(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractContextManager:
-    """In this block, DeepSpeed finds a module's state, whichever side torch.compile() is on."""
+    """In this block, DeepSpeed finds a module's state, whichever side torch.compile() is on, and
+    whichever of torch's two weight normalizations."""
     load_module = engine.load_module_state_dict
+    present = [plain_name(name) for name, _ in engine.module.named_parameters()]
 
     def load(checkpoint, *args, **options):
         for key in ("module", "frozen_param_fragments"):
             entries = checkpoint.get(key) or {}
-            names = names_in(engine.module, map(plain_name, entries))
-            renamed = {names[plain_name(name)]: value for name, value in entries.items()}
+            plain = {name: plain_name(name) for name in entries}
+            now = names_of_now(plain.values(), present)
+            plain = {name: now.get(plain[name], plain[name]) for name in entries}
+            names = names_in(engine.module, plain.values())
+            renamed = {names[plain[name]]: value for name, value in entries.items()}
             if renamed.keys() != entries.keys():
                 checkpoint = checkpoint | {key: renamed}
         return load_module(checkpoint, *args, **options)
@@ -148,8 +147,9 @@ def gathering_in_place(optimizer: Any) -> Iterator[None]:
     backend = deepspeed.comm.comm.cdb
 
     def gather(tensor_list, group, **_):
+        backend.barrier(group=group)
         works = [
-            backend.broadcast(tensor=part, src=rank, group=group, async_op=True)
+            dist.broadcast(part, rank, group, async_op=True)
             for rank, part in zip(dist.get_process_group_ranks(group), tensor_list, strict=True)
         ]
         for work in works:
