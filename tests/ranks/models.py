@@ -1,5 +1,6 @@
 """Another model than the one that was saved, or one with parts that few have."""
 
+import functools
 import itertools
 
 import stage_0
@@ -140,31 +141,45 @@ class Normed(Net):
         self.frozen = norm(nn.Linear(8, 7)).requires_grad_(False)  # shapes tell nothing
 
 
-def save_normed(stage):
-    engine = make(stage, lambda: Normed(nn.utils.weight_norm))
+def save_normed(norm, stage):
+    engine = make(stage, lambda: Normed(norm))
     for step in (0, 1):
         train(engine, step)
     engine.save_checkpoint(".", "t")
     save_truth([stage_0.snapshot(engine), train(engine, 2)])
 
 
-@case(save_normed, stages=(0, 1), quick_stages=(0, 1), quick_ranks=(2, 3))
-def weight_norm_of_before_torch_2_1(stage):
-    """Has other names for the same weights."""
+def load_normed(norm, names, stage):
+    """names: [(a part of a name as it was saved, what it is now)]"""
     if stage:
         convert()
     saved_truth, loss = read_truth()
     truth = {}
     for key, value in saved_truth.items():
-        for former, name in (("weight_g", "original0"), ("weight_v", "original1")):
-            key = key.replace(former, f"parametrizations.weight.{name}")
+        for saved_name, name in names:
+            key = key.replace(saved_name, name)
         truth[key] = value
-    assert "a.parametrizations.weight.original1 exp_avg" in truth
+    assert f"a.{names[1][1]} exp_avg" in truth
     for to, tag in itertools.product((stage, 3), ("t", "u")[: stage + 1]):
-        engine = make(to, lambda: Normed(nn.utils.parametrizations.weight_norm), seed=5)
+        engine = make(to, lambda: Normed(norm), seed=5)
         load(engine, tag)
         assert differences(truth, stage_0.snapshot(engine)) in ([], ["scale"])
         assert abs(train(engine, 2) - loss) <= 1e-6
+
+
+NORMS = (nn.utils.weight_norm, nn.utils.parametrizations.weight_norm)  # of before torch 2.1, since
+NAMES = [(f"weight_{key}", f"parametrizations.weight.original{i}") for i, key in enumerate("gv")]
+
+
+@case(functools.partial(save_normed, NORMS[0]), (0, 1), quick_stages=(0, 1), quick_ranks=(2, 3))
+def weight_norm_of_before_torch_2_1(stage):
+    """Has other names for the same weights."""
+    load_normed(NORMS[1], NAMES, stage)
+
+
+@case(functools.partial(save_normed, NORMS[1]), (0, 1), quick_stages=(0, 1), quick_ranks=(2,))
+def weight_norm_since_torch_2_1(stage):
+    load_normed(NORMS[0], [(new, old) for old, new in NAMES], stage)
 
 
 class Empty(Net):

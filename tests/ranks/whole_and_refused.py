@@ -485,7 +485,8 @@ def shards_of_two_dtypes(stage):
 
 
 def newest_in_memory(stage):
-    """The step in memory is newer than the one on the disk, whose model states are cut off."""
+    """The step in memory is newer than the one on the disk, whose model states are cut off. A later
+    one lacks a shard."""
     os.makedirs("memory", exist_ok=True)
     engine = make(stage)
     mirrored = mirror.Mirror(engine, "memory")
@@ -495,9 +496,12 @@ def newest_in_memory(stage):
     mirrored.save({"step": 2})
     os.close(mirrored.lock)
     save_truth(snapshot(engine))
+    train(engine, 2)
+    engine.save_checkpoint("disk", tag="later", save_latest=False)
     if dist.get_rank() == 0:
         for path in Path("disk/t").glob("*model_states.pt"):
             os.truncate(path, 100)
+        next(Path("disk/later").glob("*rank_1_*optim_states.pt")).unlink()
 
 
 @case(newest_in_memory)
@@ -505,6 +509,29 @@ def memory_beside_a_damaged_disk(stage):
     engine = make(stage, seed=5)
     folder = mirror.Mirror(engine, "memory").gather("disk")
     assert str(folder) == "memory"
+    universal.load_checkpoint(engine, folder)
+    check_restored(engine)
+
+
+def newest_beside_latest(stage):
+    """The newest step is on the disk, under a tag that `latest` does not name."""
+    os.makedirs("memory", exist_ok=True)
+    engine = make(stage)
+    mirrored = mirror.Mirror(engine, "memory")
+    for step, tag in enumerate("tu"):
+        train(engine, step)
+        mirrored.save({"step": step})
+        train(engine, step)
+        engine.save_checkpoint("disk", tag, save_latest=tag == "t")
+    os.close(mirrored.lock)
+    save_truth(snapshot(engine))
+
+
+@case(newest_beside_latest)
+def disk_later_than_latest(stage):
+    engine = make(stage, seed=5)
+    folder = mirror.Mirror(engine, "memory").gather("disk")
+    assert str(folder) == "disk"
     universal.load_checkpoint(engine, folder)
     check_restored(engine)
 
