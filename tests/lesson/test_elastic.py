@@ -17,7 +17,7 @@ import pytest
 from measure import machines
 from measure.logs import compare, steps
 from tests.support import ROOT
-from tests.support.commands import forked, hang, kill, slow, told_to_stop
+from tests.support.commands import forked, hang, kill, run_python, slow, told_to_stop
 from tests.support.helpers import at_step
 from tests.support.ranks import launch, run
 from universal import elastic
@@ -266,8 +266,7 @@ def test_a_late_writer(tmp_path, monkeypatch):
 
 def exits(how):
     script = ROOT / "tests" / "ranks" / "exits.py"
-    command = [sys.executable, script, "8", how]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = run_python(script, 8, how)
     return ast.literal_eval(result.stdout), result.stderr
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.load.test_load_refuses import DAMAGES, SCRIPT, STEPS
+from tests.support.commands import only_if
 from tests.support.ranks import run
 from universal import CheckpointError
 from universal.inspect import look
@@ -24,9 +25,8 @@ def rows():
     """Each at both stages; `make test` has each once."""
     for i, name in enumerate(DAMAGES):
         for stage in STAGES:
-            marks = [] if stage == STAGES[i % 2] else [pytest.mark.slow]
             if name not in OF_THE_LOAD and (stage == 1 or name not in OF_THE_LOAD_AT_3):
-                yield pytest.param(stage, name, marks=marks)
+                yield only_if(stage == STAGES[i % 2], stage, name)
 
 
 @pytest.fixture(scope="module")

@@ -11,24 +11,20 @@ import torch.distributed as dist
 import universal
 from tests.support.case import (
     case,
+    check_losses,
     check_restored,
     check_weights_restored,
+    convert,
     load,
+    on_own_ranks,
     refused,
     restored,
+    resumed,
     saved,
+    saved_with_losses,
     train_and_save,
 )
-from tests.support.toy import (
-    differences,
-    falling,
-    make,
-    read_truth,
-    save_truth,
-    snapshot,
-    states_of,
-    train,
-)
+from tests.support.toy import differences, falling, make, snapshot, states_of, train
 
 
 def momentum(parameters):
@@ -77,25 +73,12 @@ def adafactor(parameters):
     return Adafactor(parameters, **options)
 
 
-def save_adafactor(stage):
-    engine = make(stage, optimizer=adafactor)
-    for step in (0, 1):
-        train(engine, step)
-    engine.save_checkpoint(".", "t")
-    save_truth([train(engine, step) for step in (2, 3)])
-
-
-@case(save_adafactor)
+@case(saved_with_losses(optimizer=adafactor))
 def adafactor_of_transformers(stage):
     """Each step computes its RMS anew, so neither other ranks nor a conversion wants it."""
-    if dist.get_rank() == 0:
-        universal.convert("t", "u")
-    dist.barrier()
+    convert()
     for tag in ("t", "u"):
-        engine = make(stage, optimizer=adafactor, seed=5)
-        load(engine, tag)
-        for step, saved_loss in zip((2, 3), read_truth(), strict=True):
-            assert abs(train(engine, step) - saved_loss) <= 1e-6, tag
+        check_losses(resumed(stage, tag, optimizer=adafactor))
 
 
 def norm_of(engine):
@@ -112,7 +95,7 @@ def save_norms(stage):
 def numbers_of_a_slice(stage):
     """Kept on the ranks that saved; refused on others, but for the weights."""
     engine = make(stage, optimizer=SliceNorm, seed=5)
-    if dist.get_world_size() == 2:
+    if on_own_ranks():
         load(engine)
         norms = [Path(f"norm.{rank}").read_text() for rank in (0, 1)]
         assert norm_of(engine) == norms[dist.get_rank()] and norms[0] != norms[1]
@@ -165,13 +148,12 @@ def save_peculiar(stage):
 
 @case(save_peculiar, quick_ranks=(2, 3), quick_stages=(1, 3))
 def peculiar_optimizer(stage):
-    engine = make(stage, seed=5, optimizer=Peculiar)
-    load(engine)
+    engine = resumed(stage, optimizer=Peculiar)
     optimizer = engine.optimizer.optimizer
     assert optimizer.looks == 2 and optimizer.state["k"].tolist() == [2]
     for state in states_of(optimizer):
         assert state["sum"].dtype == torch.float64 and type(state["decay"]) is np.float64, state
-    if dist.get_world_size() == 2:
+    if on_own_ranks():
         assert sums_of(engine) == Path(f"sums.{dist.get_rank()}").read_text()
 
 
@@ -189,7 +171,7 @@ class OfItsRank(torch.optim.SGD):
 @case(saved(optimizer=OfItsRank), quick_ranks=(2, 3))
 def hyper_parameters_of_a_rank(stage):
     engine = make(stage, seed=5, optimizer=OfItsRank)
-    if dist.get_world_size() == 2:
+    if on_own_ranks():
         load(engine)
         assert engine.optimizer.param_groups[0]["d"] == 1.0 + dist.get_rank()
     else:
@@ -198,18 +180,15 @@ def hyper_parameters_of_a_rank(stage):
 
 def save_and_convert(stage):
     train_and_save(stage, optimizer=torch.optim.ASGD)
-    if dist.get_rank() == 0:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            universal.convert("t", "u", strict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        convert(strict=False)
 
 
 @case(save_and_convert)
 def converted_without_a_state(stage):
     """ASGD's eta belongs to no element: a universal checkpoint has no place for it."""
-    engine = make(stage, optimizer=torch.optim.ASGD, seed=5)
-    load(engine)
-    train(engine, 2)
+    train(resumed(stage, optimizer=torch.optim.ASGD), 2)
     engine = make(stage, optimizer=torch.optim.ASGD, seed=5)
     refused(engine, "converted without", "eta", "load_optimizer_states=False", tag="u")
     load(engine, "u", load_optimizer_states=False)
