@@ -15,6 +15,7 @@ from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_opti
 from torch import nn
 
 import universal
+from tests.support import toy
 from tests.support.toy import (
     begin,
     differences,
@@ -212,24 +213,17 @@ def snapshot(engine, life):
     return everything
 
 
+def forward(engine, number):
+    generator = torch.Generator().manual_seed(number)
+    micro = engine.train_micro_batch_size_per_gpu()
+    rows = torch.randn(micro, TOKENS, 2 * WIDTH, generator=generator)
+    dtype = next(engine.module.parameters()).dtype
+    return engine(*rows.to(dtype).split(WIDTH, dim=-1))
+
+
 def train(engine, steps):
     """The losses of these steps, over all ranks."""
-    count = engine.gradient_accumulation_steps()
-    micro = engine.train_micro_batch_size_per_gpu()
-    dtype = next(engine.module.parameters()).dtype
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(1000 + step)
-        rows = torch.randn(BATCH, TOKENS, 2 * WIDTH, generator=generator).to(dtype).split(micro)
-        total = torch.zeros((), dtype=torch.float64)
-        for m in range(dist.get_rank() * count, (dist.get_rank() + 1) * count):
-            loss = engine(*rows[m].split(WIDTH, dim=-1))
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach().double()
-        dist.all_reduce(total)
-        losses.append(total.item() / len(rows))
-    return losses
+    return [toy.train(engine, step, forward=forward) for step in steps]
 
 
 def save(life, tag="t"):

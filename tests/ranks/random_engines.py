@@ -7,6 +7,7 @@ scheduler, counters, client state; when the losses of two more steps are others;
 finds one of ten that is. wanted() says which of them must load."""
 
 import contextlib
+import functools
 import io
 import random
 import re
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import universal
+from tests.support import toy
 from tests.support.helpers import run_all
 from tests.support.toy import (
     RARE_DTYPES,
@@ -32,7 +34,6 @@ from tests.support.toy import (
     save_truth,
     snapshot,
     split_groups,
-    train,
 )
 
 OPTIMIZERS = {
@@ -49,7 +50,8 @@ OPTIMIZERS = {
     "Rprop": {},
 }
 NAMES = ["w", "a-b", "x[0]", "y+", "ünï", "sla/sh", "s p"]
-WIDTH = 5  # of what it is trained with
+# It is trained with samples of 5 numbers.
+train = functools.partial(toy.train, forward=functools.partial(toy.forward, width=5))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -188,14 +190,14 @@ def save(plan):
     """What came of it: "saved", or the line that says why it is not converted."""
     engine = engine_of(plan, plan.saved, seed=1)
     for step in (0, 1):
-        train(engine, step, width=WIDTH)
+        train(engine, step)
     client_state = {"word": plan.seed, "rare": torch.ones(2, dtype=torch.uint16)}
     engine.save_checkpoint(".", tag=plan.tag, client_state=client_state)
     save_truth(snapshot(engine))
-    losses = [train(engine, 2, width=WIDTH)]
+    losses = [train(engine, 2)]
     if plan.later:
         engine.save_checkpoint(".", tag="a later one")
-    save_truth([*losses, train(engine, 3, width=WIDTH)], "losses.pt")
+    save_truth([*losses, train(engine, 3)], "losses.pt")
     train_on(engine)
     if plan.converted and is_rank_0():
         try:
@@ -208,13 +210,13 @@ def save(plan):
 def train_on(engine):
     """To the tenth step after the save, the last that is proved."""
     for step in range(4, 12):
-        train(engine, step, width=WIDTH)
+        train(engine, step)
 
 
 def load(plan):
     """What came of it: "right", what is wrong, or why it was refused."""
     engine = engine_of(plan, plan.loaded, seed=2)
-    train(engine, 9, width=WIDTH)
+    train(engine, 9)
     expected = "universal" if plan.converted else plan.tag
     tag = expected if plan.converted or plan.later or plan.seed % 2 else None
     try:
@@ -228,7 +230,7 @@ def load(plan):
         wrong.append("client state")
     if not plan.options:
         losses = zip((2, 3), read_truth("losses.pt"), strict=True)
-        gap = max(abs(train(engine, step, width=WIDTH) - loss) for step, loss in losses)
+        gap = max(abs(train(engine, step) - loss) for step, loss in losses)
         if gap > (0 if plan.saved == plan.loaded else 2e-2 if plan.bf16 else 1e-5):
             wrong.append(f"loss {gap}")
         train_on(engine)

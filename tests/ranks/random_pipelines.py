@@ -21,7 +21,7 @@ LAYOUTS = [  # pipeline x tensor x data
     *[(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)],
     *[(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1)],
 ]
-KINDS = ("0 fp32", "0 fp32", "0 fp16", "0 flat fp16", "1 fp32", "1 fp16")
+KINDS = ("0 fp32", "0 fp32", "0 fp16", "0 flat fp16", "1 fp32", "1 fp16", "1 bf16")
 ROWS = 8  # of every weight, so that shapes tell nothing
 
 

@@ -461,7 +461,8 @@ def another_batch_on_every_route(stage):
         return
     loads = [("even", 6, make(stage, batch=24))]
     if stage:
-        loads += other_loads(stage)
+        loads.append(("uneven", 6, make(stage, batch=24, optimizer=LikeAdam)))
+        loads += [("t", 6 * n, pipeline(n, LayerSpec(nn.Linear, 8, 8), batch=24)) for n in (1, 2)]
     for tag, steps, engine in loads:
         PRINTED.truncate(0)
         load(engine, tag)
@@ -469,14 +470,6 @@ def another_batch_on_every_route(stage):
         warning = f"the global batch was 12, and is 24 now: {cure}"
         count = PRINTED.getvalue().count(warning)
         assert count == is_rank_0(), (tag, PRINTED.getvalue())
-
-
-def other_loads(stage):
-    return [
-        ("uneven", 6, make(stage, batch=24, optimizer=LikeAdam)),
-        ("t", 12, pipeline(2, LayerSpec(nn.Linear, 8, 8), batch=24)),
-        ("t", 6, pipeline(1, LayerSpec(nn.Linear, 8, 8), batch=24)),
-    ]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -86,6 +86,13 @@ def saved(kind, **options):
     return lambda stage: save(kind, **options)
 
 
+def loaded(kind, folder=".", tag="t", told=None, **options):
+    """An engine of another seed that has loaded. told: options of load_checkpoint()."""
+    engine = engine_of(kind, seed=5, **options)
+    universal.load_checkpoint(engine, folder, tag, **told or {})
+    return engine
+
+
 def load_into(source, kind, stage):
     """Every state is that which was saved, and the loss goes on."""
     engine = engine_of(kind, seed=5)
@@ -185,9 +192,7 @@ def weights_alone(stage):
         ("2 bf16", "0 fp32"),
     ):
         for options in ({"load_optimizer_states": False}, {"load_module_only": True}):
-            engine = engine_of(kind, seed=5)
-            universal.load_checkpoint(engine, source, "t", **options)
-            now = snapshot(engine)
+            now = snapshot(loaded(kind, source, told=options))
             truth = rounded(read_truth(f"{source}/truth.pt"), now)
             kept = {name: truth[name] for name in truth if "exp_avg" not in name}
             lost = {*differences(kept, now)}
@@ -222,9 +227,8 @@ def saved_again(stage):
     """The newest save counts, whether or not the tag is named."""
     for kind in ("1 fp32", "3 fp32"):
         for tag, to in (("t", "0 fp32"), (None, "1 fp32")):
-            engine = engine_of(to, seed=5)
-            universal.load_checkpoint(engine, kind, tag)
-            lost = differences(read_truth(f"{kind}/truth.pt"), snapshot(engine))
+            now = snapshot(loaded(to, kind, tag))
+            lost = differences(read_truth(f"{kind}/truth.pt"), now)
             assert not {*lost} - {"scale"}, (kind, to, lost)
 
 
@@ -248,9 +252,7 @@ def frozen_parameters_given(stage):
         ("3 fp32", Net, torch.optim.AdamW),
         ("0 fp32", Remembered, OfAll),
     ):
-        engine = engine_of(kind, 5, net, optimizer)
-        load(engine)
-        check(engine, "0 fp32", kind)
+        check(loaded(kind, net=net, optimizer=optimizer), "0 fp32", kind)
     convert()
 
 
@@ -279,20 +281,19 @@ def another_order(stage):
     """Where masters are saved, their values tell which parameter is where."""
     for source in TWINS:
         for kind in (source, "1 bf16", "3 bf16"):
-            engine = engine_of(kind, 5, Twins, reversed_adamw)
-            universal.load_checkpoint(engine, source, "t")
+            now = snapshot(loaded(kind, source, net=Twins, optimizer=reversed_adamw))
             kept = {n: v for n, v in read_truth(f"{source}/truth.pt").items() if n != "scale"}
-            lost = differences(rounded(kept, snapshot(engine)), snapshot(engine))
+            lost = differences(rounded(kept, now), now)
             assert not lost, (source, kind, lost)
 
 
 @of_stage_0(lambda stage: save("0 fp32", "reversed", optimizer=reversed_adamw))
 def an_order_that_does_not_fit(stage):
     """Without masters, nothing tells another one: DeepSpeed's loader would say nothing."""
-    universal.load_checkpoint(engine_of("0 fp32", 5), "reversed", "t")
+    loaded("0 fp32", "reversed")
     assert printed("WARNING: the order of the parameters of the optimizer is not known")
     with pytest.raises(universal.CheckpointError, match="is not known.*on its own ranks only"):
-        universal.load_checkpoint(engine_of("1 fp32", 5), "reversed", "t")
+        loaded("1 fp32", "reversed")
 
 
 class OfAllInGroups(torch.optim.AdamW):
@@ -355,9 +356,8 @@ def changed_models(stage):
         truth = read_truth(f"{name}/truth.pt")
         # At ZeRO-3 DeepSpeed cannot tell the states of what has no elements.
         for kind in ("0 fp32", "1 fp32", "3 fp32")[: 2 if name == "empty" else 3]:
-            engine = engine_of(kind, 5, net, optimizer)
-            universal.load_checkpoint(engine, name, "t", load_module_strict=net is saved_net)
-            now = snapshot(engine)
+            told = {"load_module_strict": net is saved_net}
+            now = snapshot(loaded(kind, name, told=told, net=net, optimizer=optimizer))
             shared = {
                 n: truth[n] for n in now if torch.is_tensor(truth.get(n)) and truth[n].numel()
             }
@@ -376,17 +376,14 @@ class Strided(Net):
 @of_stage_0(saved("0 fp32", net=Strided))
 def strided_weights(stage):
     for kind, net in {"1 fp32": Net, "3 fp32": Net, "0 fp32": Strided}.items():
-        engine = engine_of(kind, seed=5, net=net)
-        load(engine)
-        check(engine, "0 fp32", kind)
+        check(loaded(kind, net=net), "0 fp32", kind)
 
 
 @of_stage_0(saved("0 fp32"))
 def moments_of_zero(stage):
     """The control: without the moments, states and losses are far from those that were saved."""
     for kind in ("0 fp32", "3 fp32"):
-        engine = engine_of(kind, seed=5)
-        load(engine)
+        engine = loaded(kind)
         for state in torch_optimizer(engine).state.values():
             state["exp_avg"].zero_()
         truth = read_truth()
@@ -415,8 +412,7 @@ def fused(parameters):
 def steps_in_last_state(stage):
     """FusedAdam counts those of a group in its last parameter's state alone."""
     for kind, optimizer in (("0 fp32", fused), ("1 fp32", fused), ("3 fp32", adamw)):
-        engine = engine_of(kind, seed=5, optimizer=optimizer)
-        load(engine)
+        engine = loaded(kind, optimizer=optimizer)
         steps = {float(state["step"]) for state in torch_optimizer(engine).state.values()}
         assert steps == ({0.0, 3.0} if kind == "0 fp32" else {3.0}), steps
         assert loss_gap(engine) <= 1e-6
@@ -455,7 +451,6 @@ def other_engines(stage):
 def steps_of_parameters(stage):
     """ZeRO has one count for a whole group."""
     refused(engine_of("1 fp32", 5), "step of the optimizer differs between parameters")
-    engine = engine_of("0 fp32", 5, optimizer=uneven)
-    load(engine)
-    steps = [state["step"].item() for state in engine.optimizer.state.values()]
+    states = loaded("0 fp32", optimizer=uneven).optimizer.state.values()
+    steps = [state["step"].item() for state in states]
     assert sorted(steps) == [0, 1, 2, 3, 4], steps

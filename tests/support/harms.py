@@ -74,6 +74,13 @@ def load_with(change=unharmed, **options):
     return changed
 
 
+def options_in(folder):
+    """The arguments of a load there."""
+    path = folder / "options.json"
+    options = json.loads(path.read_text()) if path.exists() else {}
+    return {"load_dir": ".", "tag": "t"} | options
+
+
 def untagged(change=unharmed, latest="later", hours=()):
     """No tag is given. latest: what that file says, if there is one. hours: when "t", "later" and
     `latest` were written."""

@@ -156,16 +156,20 @@ def make(
     return deepspeed.initialize(**parts, config=config | more, mpu=mpu)[0]
 
 
-def train(engine, step, micro_batches=None, width=8):
+def forward(engine, number, width=8):
+    """The loss of a micro-batch."""
+    x = torch.randn(1, width, generator=torch.Generator().manual_seed(number))
+    return engine(x.to(next(engine.module.parameters()).dtype))
+
+
+def train(engine, step, micro_batches=None, forward=forward):
     """An optimizer step; its loss, over all ranks. micro_batches: so many, of a step's share."""
     share = engine.gradient_accumulation_steps()
     group = engine.seq_data_parallel_group
     start = dist.get_rank(group) * share
     total = torch.zeros((), dtype=torch.float64)
-    dtype = next(engine.module.parameters()).dtype
     for i in range(start, start + (micro_batches or share)):
-        x = torch.randn(1, width, generator=torch.Generator().manual_seed(100 * step + i))
-        loss = engine(x.to(dtype))
+        loss = forward(engine, 100 * step + i)
         engine.backward(loss)
         engine.step()
         total += loss.detach()
