@@ -235,8 +235,11 @@ def test_of_different_steps(laid_out, dtype):
 
 @pytest.mark.parametrize("harmed", ["folder", "tag", "file"])
 def test_without_permission(laid_out, tmp_path, harmed):
-    """A line with the path: of the folder itself exit code 2, of a file 1."""
+    """A line with the path: of the folder itself exit code 2; of a file 1, and a resume takes no
+    other checkpoint."""
     source = laid_out(1)
+    if harmed == "file":
+        shutil.copytree(source, tmp_path / "other")
     tmp_path.chmod(0o755)
     (path,) = source.glob("*rank_1*")
     target = {"folder": tmp_path, "tag": source, "file": path}[harmed]

@@ -1,6 +1,7 @@
 """A job that starts for the first time, begins again in the middle of a step, or has a rank that
 fails; files of two saves, of a GPU, of each machine's own disk."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -269,3 +270,28 @@ def saved_again_on_its_own_disk(stage):
     universal.load_checkpoint(engine, f"disk{dist.get_rank() % 2}", "last")
     check_restored(engine)
     assert engine.global_steps == 2
+
+
+def newest_in_memory(stage):
+    """The step in memory is newer than the one on the disk, whose model states are cut off."""
+    os.makedirs("memory", exist_ok=True)
+    engine = make(stage)
+    mirrored = mirror.Mirror(engine, "memory")
+    train(engine, 0)
+    engine.save_checkpoint("disk", tag="t")
+    train(engine, 1)
+    mirrored.save({"step": 2})
+    os.close(mirrored.lock)
+    save_truth(snapshot(engine))
+    if is_rank_0():
+        for path in Path("disk/t").glob("*model_states.pt"):
+            os.truncate(path, 100)
+
+
+@case(newest_in_memory)
+def memory_beside_a_damaged_disk(stage):
+    engine = make(stage, seed=5)
+    folder = mirror.Mirror(engine, "memory").gather("disk")
+    assert str(folder) == "memory"
+    universal.load_checkpoint(engine, folder)
+    check_restored(engine)

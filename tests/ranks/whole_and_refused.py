@@ -43,10 +43,7 @@ from tests.support.toy import (
     make,
     read_truth,
     save_truth,
-    snapshot,
-    train,
 )
-from universal import mirror
 
 # --------------------------------------------------------------------------------------------------
 # What modules do with their state
@@ -461,31 +458,6 @@ def save_in_two_dtypes(stage):
 def shards_of_two_dtypes(stage):
     """The model states tell of which dtype the last save was."""
     restored(stage, **BF16)
-
-
-def newest_in_memory(stage):
-    """The step in memory is newer than the one on the disk, whose model states are cut off."""
-    os.makedirs("memory", exist_ok=True)
-    engine = make(stage)
-    mirrored = mirror.Mirror(engine, "memory")
-    train(engine, 0)
-    engine.save_checkpoint("disk", tag="t")
-    train(engine, 1)
-    mirrored.save({"step": 2})
-    os.close(mirrored.lock)
-    save_truth(snapshot(engine))
-    if is_rank_0():
-        for path in Path("disk/t").glob("*model_states.pt"):
-            os.truncate(path, 100)
-
-
-@case(newest_in_memory)
-def memory_beside_a_damaged_disk(stage):
-    engine = make(stage, seed=5)
-    folder = mirror.Mirror(engine, "memory").gather("disk")
-    assert str(folder) == "memory"
-    universal.load_checkpoint(engine, folder)
-    check_restored(engine)
 
 
 # --------------------------------------------------------------------------------------------------
