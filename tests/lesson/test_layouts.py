@@ -158,23 +158,6 @@ def test_bit_equal_to_deepspeed(work, pipeline, tmp_path):
     assert_equal_to_deepspeed(work / "three" / "global_step2", tmp_path)
 
 
-def test_weights_cut_in_another_way_are_seen(work, pipeline, tmp_path):
-    """The control: the same checkpoint, with the shards of the row-parallel weights put together as
-    columns are."""
-
-    def forget_rows(state):
-        state["universal_checkpoint_info"]["parameter_with_row_parallelism_patterns"] = []
-
-    copy = tmp_path / "c"
-    shutil.copytree(work / "three" / "global_step2", copy / "global_step2")
-    edit(copy, "*/mp_rank_*", forget_rows)
-    flags = (*COMMON, *RESUME, "--checkpoint_dir", copy)
-    result = launch(work, 1, "examples.train_3d", *flags)
-    assert result.code == 2
-    here = "attn.proj.weight is of ['parameter_with_row_parallelism_patterns'] in the model's"
-    assert f"{here} universal_checkpoint_info, and of [] in the checkpoint's" in result.errors
-
-
 @pytest.mark.parametrize(
     "script, name", [("examples.train_tp_sp", "three"), ("examples.train_3d", "one")]
 )

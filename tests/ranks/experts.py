@@ -20,6 +20,7 @@ from tests.support.toy import (
     begin,
     differences,
     falling,
+    gathered,
     in_turn,
     is_elementwise,
     is_scalar,
@@ -188,20 +189,18 @@ def snapshot(engine, life):
     optimizer._lazy_init_hp_params_optimizer_state()
     states = list(optimizer.optimizer.state.values())
     keys = sorted({key for state in states for key in state if is_elementwise(state[key])})
-    tensors = {}
+    own = {}
     for name, buffer in engine.module.named_buffers():
-        tensors[global_name(engine.module, name, data_first)] = buffer.clone()
+        own[global_name(engine.module, name, data_first)] = buffer.clone()
     for name, parameter in engine.module.named_parameters():
         name = global_name(engine.module, name, data_first)
-        tensors[name] = parameter.detach().clone()
+        own[name] = parameter.detach().clone()
         if parameter.requires_grad and with_states:
-            tensors[f"{name} fp32"] = safe_get_full_fp32_param(parameter).clone()
+            own[f"{name} fp32"] = safe_get_full_fp32_param(parameter).clone()
             for key in keys:
-                tensors[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).clone()
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, tensors)
+                own[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).clone()
     everything = {}
-    for tensors in of_ranks:
+    for tensors in gathered(own):
         for key, tensor in tensors.items():
             assert torch.equal(everything.setdefault(key, tensor), tensor), f"ranks differ in {key}"
     everything["steps"] = {

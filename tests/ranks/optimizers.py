@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,7 +23,16 @@ from tests.support.case import (
     saved_with_losses,
     train_and_save,
 )
-from tests.support.toy import differences, falling, make, snapshot, states_of, train
+from tests.support.toy import (
+    differences,
+    falling,
+    make,
+    save_of_rank,
+    snapshot,
+    states_of,
+    train,
+    truths_of_ranks,
+)
 
 
 def momentum(parameters):
@@ -49,18 +57,24 @@ def another_optimizer(stage):
     refused(make(stage), "another optimizer", tag="momentum")
 
 
+def parameters_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 class SliceNorm(torch.optim.Optimizer):
-    """Keeps a number that depends on the slice that a rank holds, as LAMB's and Prodigy's kind
-    do."""
+    """Keeps a number that depends on the slice that a rank holds, as LAMB's and Prodigy's kind do;
+    AdamW could take the other states."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.01})
 
     @torch.no_grad()
     def step(self, closure=None):
-        for p in (p for group in self.param_groups for p in group["params"]):
+        for p in parameters_of(self):
             state = self.state[p]
-            state.setdefault("exp_avg", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+            state["step"] = state.get("step", 0) + 1
+            for key in ("exp_avg", "exp_avg_sq"):
+                state.setdefault(key, torch.zeros_like(p)).lerp_(p.grad, 0.1)
             state["norm"] = state["exp_avg"].norm()
             p.sub_(0.01 * state["exp_avg"] / (1e-3 + state["norm"]))
 
@@ -83,12 +97,11 @@ def adafactor_of_transformers(stage):
 
 def norm_of(engine):
     (state,) = engine.optimizer.optimizer.state.values()
-    return repr(state["norm"].item())
+    return state["norm"].item()
 
 
 def save_norms(stage):
-    engine = train_and_save(stage, optimizer=SliceNorm)
-    Path(f"norm.{dist.get_rank()}").write_text(norm_of(engine))
+    save_of_rank(norm_of(train_and_save(stage, optimizer=SliceNorm)))
 
 
 @case(save_norms, quick_ranks=(2, 3))
@@ -97,7 +110,7 @@ def numbers_of_a_slice(stage):
     engine = make(stage, optimizer=SliceNorm, seed=5)
     if on_own_ranks():
         load(engine)
-        norms = [Path(f"norm.{rank}").read_text() for rank in (0, 1)]
+        norms = truths_of_ranks()
         assert norm_of(engine) == norms[dist.get_rank()] and norms[0] != norms[1]
     else:
         reason = "norm of the optimizer differs between ranks 0 and 1"
@@ -118,7 +131,7 @@ class Peculiar(torch.optim.SGD):
         super().step()
         self.looks += 1
         self.state["k"] = torch.tensor([self.looks])
-        for p in (p for group in self.param_groups for p in group["params"]):
+        for p in parameters_of(self):
             state = self.state[p]
             state.setdefault("sum", torch.zeros_like(p, dtype=torch.float64)).add_(p.grad / 3)
             state["decay"] = np.float64(0.9**self.looks)
@@ -132,12 +145,12 @@ class Peculiar(torch.optim.SGD):
 
 
 def sums_of(engine):
-    return repr([state["sum"].sum().item() for state in states_of(engine.optimizer.optimizer)])
+    return [state["sum"].sum().item() for state in states_of(engine.optimizer.optimizer)]
 
 
 def save_peculiar(stage):
     engine = train_and_save(stage, optimizer=Peculiar)
-    Path(f"sums.{dist.get_rank()}").write_text(sums_of(engine))
+    save_of_rank(sums_of(engine))
     try:
         universal.convert("t", f"u{dist.get_rank()}")
     except universal.CheckpointError as error:
@@ -154,7 +167,7 @@ def peculiar_optimizer(stage):
     for state in states_of(optimizer):
         assert state["sum"].dtype == torch.float64 and type(state["decay"]) is np.float64, state
     if on_own_ranks():
-        assert sums_of(engine) == Path(f"sums.{dist.get_rank()}").read_text()
+        assert sums_of(engine) == truths_of_ranks()[dist.get_rank()]
 
 
 class OfItsRank(torch.optim.SGD):

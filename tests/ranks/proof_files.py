@@ -14,7 +14,7 @@ import torch.distributed as dist
 from proof_engines import SAVED, Kind, engine_of, train
 
 import universal
-from tests.support.toy import begin, in_turn
+from tests.support.toy import begin, in_turn, is_rank_0
 from universal import elastic, proof
 from universal.checkpoint.next_steps import read_rows
 from universal.load.hooks import overridden
@@ -60,7 +60,7 @@ def steps_in(path="t/next_steps.csv"):
 
 def on_rank_0(work, *arguments):
     dist.barrier()
-    if dist.get_rank() == 0:
+    if is_rank_0():
         work(*arguments)
     dist.barrier()
 
@@ -341,7 +341,7 @@ def standard_output_is_gone():
             train_more(engine, 1)
             elastic.save(engine, "ü", {})
     said = ascii_alone.buffer.getvalue().decode("ascii").splitlines()
-    assert len(said) == (3 if dist.get_rank() == 0 else 0), said
+    assert len(said) == (3 if is_rank_0() else 0), said
 
 
 @story

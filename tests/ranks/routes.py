@@ -15,7 +15,7 @@ from deepspeed.linear import LoRAConfig, OptimizedLinear
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import groups
 from models import Shaped
-from optimizers import momentum
+from optimizers import SliceNorm, momentum, parameters_of
 from torch import nn
 
 import universal
@@ -135,32 +135,15 @@ def states_that_no_file_holds(stage):
 # what is compared on every route
 
 
-class LikeAdam(torch.optim.Optimizer):
-    """AdamW could take its states. But one is of the slice that a rank holds."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            state = self.state[parameter]
-            state["step"] = state.get("step", 0) + 1
-            for key in ("exp_avg", "exp_avg_sq"):
-                state.setdefault(key, torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
-            state["norm"] = state["exp_avg"].norm()
-            parameter.sub_(state["exp_avg"], alpha=0.01)
-
-
-@case(saved(optimizer=LikeAdam), quick_ranks=(2,))
+@case(saved(optimizer=SliceNorm), quick_ranks=(2,))
 def another_optimizer_where_states_are_of_a_rank(stage):
     """DeepSpeed would load it without a word, and train with its hyperparameters."""
     refused(make(stage), "of another optimizer: it has ['lr']", "load_optimizer_states=False")
     if on_own_ranks():
-        load(make(stage, optimizer=LikeAdam))
+        load(make(stage, optimizer=SliceNorm))
 
 
-class InContainers(LikeAdam):
+class InContainers(SliceNorm):
     """Keeps a moment in a dict and one in a list, and a table of a whole group."""
 
     def __init__(self, parameters):
@@ -169,7 +152,7 @@ class InContainers(LikeAdam):
 
     @torch.no_grad()
     def step(self, closure=None):
-        for parameter in (p for group in self.param_groups for p in group["params"]):
+        for parameter in parameters_of(self):
             state = self.state[parameter]
             zeros = torch.zeros_like(parameter)
             mean = state.setdefault("of", {"mean": zeros})["mean"].lerp_(parameter.grad, 0.1)
@@ -451,7 +434,7 @@ def an_optimizer_that_nobody_knows(stage):
 def save_for_every_route(stage):
     train_and_save(stage, "even")
     if stage:
-        train_and_save(stage, "uneven", optimizer=LikeAdam)
+        train_and_save(stage, "uneven", optimizer=SliceNorm)
         save_pipeline(LayerSpec(nn.Linear, 8, 8))
 
 
@@ -461,7 +444,7 @@ def another_batch_on_every_route(stage):
         return
     loads = [("even", 6, make(stage, batch=24))]
     if stage:
-        loads.append(("uneven", 6, make(stage, batch=24, optimizer=LikeAdam)))
+        loads.append(("uneven", 6, make(stage, batch=24, optimizer=SliceNorm)))
         loads += [("t", 6 * n, pipeline(n, LayerSpec(nn.Linear, 8, 8), batch=24)) for n in (1, 2)]
     for tag, steps, engine in loads:
         PRINTED.truncate(0)
@@ -500,11 +483,11 @@ def a_disk_without_the_checkpoint(stage):
             refused(engine, ". is not the same on", cure, tag=None, missing_ok=missing_ok)
 
 
-@case(saved(optimizer=LikeAdam), stages=(3,), quick_ranks=(2,))
+@case(saved(optimizer=SliceNorm), stages=(3,), quick_ranks=(2,))
 def one_rank_fails_in_deepspeed(stage):
     """The others wait for it in a collective operation of DeepSpeed's, and end with it."""
     # A rank would wait until the one before it has loaded.
-    engine = make(stage, optimizer=LikeAdam, zero={"pipeline_loading_checkpoint": True})
+    engine = make(stage, optimizer=SliceNorm, zero={"pipeline_loading_checkpoint": True})
     load_state_dict = engine.optimizer.load_state_dict
     for rank in (0, 1) if on_own_ranks() else ():
 

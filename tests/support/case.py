@@ -25,6 +25,7 @@ from tests.support.commands import only_if
 from tests.support.toy import (
     begin,
     differences,
+    gathered,
     in_turn,
     is_rank_0,
     make,
@@ -166,8 +167,7 @@ def refused(engine, *parts, tag="t", timeout=60, kind=universal.CheckpointError,
         universal.load_checkpoint(engine, ".", tag, timeout=timeout, **options)
     except kind as error:
         line = str(error)
-    lines = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, line)
+    lines = gathered(line)
     assert line and "\n" not in line and set(lines) == {line}, (lines, parts)
     assert all(part in line for part in parts), (line, parts)
 

@@ -37,6 +37,13 @@ def is_rank_0():
     return dist.get_rank() == 0
 
 
+def gathered(value):
+    """Those of all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def in_turn(names, play):
     """play(name) for each, in a folder of its name. `ended` gets the names that all ranks have come
     to the end of: helpers.run_all() reads it."""
