@@ -37,6 +37,11 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "scheduler": {"type": "WarmupLR"},
 }
+TRUE = {
+    "universal_train_batch_size": 22,
+    "train_batch_size": None,
+    "gradient_accumulation_steps": 6,
+}
 
 
 def inspected(*words, **options):
@@ -45,7 +50,7 @@ def inspected(*words, **options):
 
 def add_more(model):
     """What a script, and modules, put beside the rest: a frozen parameter among it."""
-    model |= {"ds_config": CONFIG, "note": "x", "epoch": 3}
+    model |= {"ds_config": CONFIG, "note": "x", "epoch": 3, "global_samples": 2400}
     model["module"]["calls"] = torch.zeros(3, dtype=torch.int64)
     model["buffer_names"] = ["calls"]
     model["module"]["frozen"] = torch.zeros(2, 5)
@@ -350,7 +355,8 @@ def test_lines_of_a_config(source, ranks, steps, exact):
     assert settings["config"] == config | {key: 24}
     lines = inspected(source, "--ranks", ranks).out.split("\n\n")[-1]
     assert ("AnyRanks" in lines) == ("**universal.batches.config(24, 2)" in lines)
-    assert ("AnyRanks" in lines) == ("UNIVERSAL_BATCH=24" in lines) == (ranks != exact)
+    script = "Trainer script or LLaMA-Factory's YAML, with UNIVERSAL_BATCH=24 python -m universal:"
+    assert ("AnyRanks" in lines) == (script in lines) == (ranks != exact)
     assert f"per_device_train_batch_size: 2\n    gradient_accumulation_steps: {steps}\n" in lines
     assert f"gradient_accumulation_steps={steps}" in lines and f'"{key}": 24,' in lines
 
@@ -384,6 +390,15 @@ def test_batch(name):
     model["global_samples"] = config.pop("samples", None)
     batch = facts.batch_of(model)
     assert batch == wanted and (batch is None or batch.micro_batches == batch[0] // batch[1])
+
+
+@pytest.mark.parametrize("key, value", [("global_samples", 2412), ("ds_config", CONFIG | TRUE)])
+def test_a_batch_that_the_config_does_not_name(source, key, value):
+    """set_train_batch_size() changes it; not so what any number of ranks computes in addition."""
+    assert facts_in(source)["notes"] == []
+    edit(source, "*_model_*", lambda model: model.update({key: value}))
+    words = "its 2412 samples in 100 steps are of others"
+    assert [words in note for note in facts_in(source)["notes"]] == [True] * (value == 2412)
 
 
 def test_its_own_ranks_only(laid_out):

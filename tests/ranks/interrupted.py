@@ -272,26 +272,57 @@ def saved_again_on_its_own_disk(stage):
     assert engine.global_steps == 2
 
 
-def newest_in_memory(stage):
-    """The step in memory is newer than the one on the disk, whose model states are cut off."""
+def train_in_memory(stage):
+    """An engine, and its mirror."""
     os.makedirs("memory", exist_ok=True)
     engine = make(stage)
-    mirrored = mirror.Mirror(engine, "memory")
+    return engine, mirror.Mirror(engine, "memory")
+
+
+def newest_in_memory(stage):
+    """The step in memory is newer than the one on the disk, whose model states are cut off. A later
+    one lacks a shard."""
+    engine, mirrored = train_in_memory(stage)
     train(engine, 0)
     engine.save_checkpoint("disk", tag="t")
     train(engine, 1)
     mirrored.save({"step": 2})
     os.close(mirrored.lock)
     save_truth(snapshot(engine))
+    train(engine, 2)
+    engine.save_checkpoint("disk", tag="later", save_latest=False)
     if is_rank_0():
         for path in Path("disk/t").glob("*model_states.pt"):
             os.truncate(path, 100)
+        next(Path("disk/later").glob("*rank_1_*optim_states.pt")).unlink()
+
+
+def check_gathered(stage, place):
+    """The newest is in this folder."""
+    engine = make(stage, seed=5)
+    folder = mirror.Mirror(engine, "memory").gather("disk")
+    assert str(folder) == place
+    universal.load_checkpoint(engine, folder)
+    check_restored(engine)
 
 
 @case(newest_in_memory)
 def memory_beside_a_damaged_disk(stage):
-    engine = make(stage, seed=5)
-    folder = mirror.Mirror(engine, "memory").gather("disk")
-    assert str(folder) == "memory"
-    universal.load_checkpoint(engine, folder)
-    check_restored(engine)
+    check_gathered(stage, "memory")
+
+
+def newest_beside_latest(stage):
+    """The newest step is on the disk, under a tag that `latest` does not name."""
+    engine, mirrored = train_in_memory(stage)
+    for step, tag in enumerate("tu"):
+        train(engine, step)
+        mirrored.save({"step": step})
+        train(engine, step)
+        engine.save_checkpoint("disk", tag, save_latest=tag == "t")
+    os.close(mirrored.lock)
+    save_truth(snapshot(engine))
+
+
+@case(newest_beside_latest)
+def disk_later_than_latest(stage):
+    check_gathered(stage, "disk")

@@ -140,26 +140,40 @@ class Normed(Net):
         self.frozen = norm(nn.Linear(8, 7)).requires_grad_(False)  # shapes tell nothing
 
 
-@case(
-    saved_with_losses(net=lambda: Normed(nn.utils.weight_norm)),
-    stages=(0, 1),
-    quick_stages=(0, 1),
-    quick_ranks=(2, 3),
-)
-def weight_norm_of_before_torch_2_1(stage):
-    """Has other names for the same weights."""
+def load_normed(norm, names, stage):
+    """names: [(a part of a name as it was saved, what it is now)]"""
     if stage:
         convert()
     truth = {}
     for key, value in read_truth().items():
-        for former, name in (("weight_g", "original0"), ("weight_v", "original1")):
-            key = key.replace(former, f"parametrizations.weight.{name}")
+        for saved_name, name in names:
+            key = key.replace(saved_name, name)
         truth[key] = value
-    assert "a.parametrizations.weight.original1 exp_avg" in truth
+    assert f"a.{names[1][1]} exp_avg" in truth
     for to, tag in itertools.product((stage, 3), ("t", "u")[: stage + 1]):
-        engine = resumed(to, tag, net=lambda: Normed(nn.utils.parametrizations.weight_norm))
+        engine = resumed(to, tag, net=lambda: Normed(norm))
         assert differences(truth, snapshot(engine)) in ([], ["scale"])
         check_losses(engine, exact=False)
+
+
+NORMS = (nn.utils.weight_norm, nn.utils.parametrizations.weight_norm)  # of before torch 2.1, since
+NAMES = [(f"weight_{key}", f"parametrizations.weight.original{i}") for i, key in enumerate("gv")]
+
+
+def normed(norm, quick_ranks):
+    save = saved_with_losses(net=lambda: Normed(norm))
+    return case(save, (0, 1), quick_stages=(0, 1), quick_ranks=quick_ranks)
+
+
+@normed(NORMS[0], (2, 3))
+def weight_norm_of_before_torch_2_1(stage):
+    """Has other names for the same weights."""
+    load_normed(NORMS[1], NAMES, stage)
+
+
+@normed(NORMS[1], (2,))
+def weight_norm_since_torch_2_1(stage):
+    load_normed(NORMS[0], [(new, old) for old, new in NAMES], stage)
 
 
 class Empty(Net):

@@ -23,6 +23,7 @@ from tests.support.case import (
     PRINTED,
     case,
     check_losses,
+    check_same_state,
     degrees,
     load,
     on_own_ranks,
@@ -218,6 +219,24 @@ def a_scale_that_no_file_holds(stage):
     assert warning not in PRINTED.getvalue()
     load(autocast(stage, "float16", seed=5), "float16")
     assert printed(warning)
+
+
+def save_skipped(stage):
+    engine = autocast(stage, "float16")
+    train(engine, 0)
+    assert engine.global_steps == 1 and not engine.skipped_steps and not engine.optimizer.state
+    engine.save_checkpoint(".", tag="t")
+    save_truth(engine.module.state_dict())
+
+
+@case(save_skipped, stages=(0,))
+def all_steps_skipped(stage):
+    """By torch's GradScaler, so DeepSpeed does not count them: the optimizer has no state yet."""
+    for new_stage in (0, 1):
+        engine = autocast(new_stage, "float16", seed=5)
+        load(engine)
+        check_same_state(engine.module)
+        train(engine, 1)
 
 
 class Scaling(nn.Module):
@@ -464,6 +483,17 @@ def clipping_without_a_norm(stage):
     engine = make(stage, seed=5, zero={"compute_grad_norm": False})
     refused(engine, "saved with gradient clipping", "compute_grad_norm=false")
     load(engine, load_optimizer_states=False)
+
+
+@case(stages=(1,))
+def one_load_fewer(stage):
+    """A rank that has left out a load asks for what the others will load later."""
+    engine = make(stage, seed=5)
+    is_first = is_rank_0()
+    words = "rank 0 loads with tag='t', rank 1 with tag='u': has one of them left out a load?"
+    refused(engine, words, tag="t" if is_first else "u")
+    words = "rank 0 loads with load_optimizer_states=True, rank 1 with load_optimizer_states=False"
+    refused(engine, words, load_optimizer_states=is_first)
 
 
 def save_on_the_disk_of_rank_1(stage):

@@ -10,7 +10,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from universal.checkpoint.names import plain_name
+from universal.checkpoint.names import names_of_now, plain_name
 from universal.errors import CheckpointError
 from universal.load.flat import Partition
 
@@ -73,7 +73,7 @@ def overridden(target: Any, **attributes: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def collectives_after(meet: Callable[[Sequence[int]], None]) -> Iterator[None]:
+def meeting_before_collectives(meet: Callable[[Sequence[int]], None]) -> Iterator[None]:
     """In this block, meet(ranks) is called ahead of each of DeepSpeed's collective operations."""
     backend = deepspeed.comm.comm.cdb
 
@@ -115,14 +115,19 @@ def names_in(module: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def taking_plain_names(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractContextManager:
-    """In this block, DeepSpeed finds a module's state, whichever side torch.compile() is on."""
+    """In this block, DeepSpeed finds a module's state, whichever side torch.compile() is on, and
+    whichever of torch's two weight normalizations."""
     load_module = engine.load_module_state_dict
+    present = [plain_name(name) for name, _ in engine.module.named_parameters()]
 
     def load(checkpoint, *args, **options):
         for key in ("module", "frozen_param_fragments"):
             entries = checkpoint.get(key) or {}
-            names = names_in(engine.module, map(plain_name, entries))
-            renamed = {names[plain_name(name)]: value for name, value in entries.items()}
+            plain = {name: plain_name(name) for name in entries}
+            now = names_of_now(plain.values(), present)
+            plain = {name: now.get(plain[name], plain[name]) for name in entries}
+            names = names_in(engine.module, plain.values())
+            renamed = {names[plain[name]]: value for name, value in entries.items()}
             if renamed.keys() != entries.keys():
                 checkpoint = checkpoint | {key: renamed}
         return load_module(checkpoint, *args, **options)
