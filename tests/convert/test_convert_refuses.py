@@ -111,6 +111,15 @@ def test_another_layout(laid_out, tmp_path):
     convert(laid_out(1, lambda model: model.update(ds_config=config), move), tmp_path / "u")
 
 
+def test_a_map_of_elements_that_overlap(laid_out):
+    """Rows of 3 elements cannot begin at every second one of a rank's part."""
+    piece = {"shape": [5, 3], "source": [0, [3, 1]], "dest": [0, [2, 1]]}
+    entry = {"logical_shape": [5, 3], "ranks": {"0": {"shape": [5, 3], "pieces": [piece]}}}
+    info = {"affine_map": {"version": 1, "params": {"^a$": entry}}}
+    source = laid_out(1, lambda model: model.update(universal_checkpoint_info=info))
+    not_converted(source, "the shards of a do not cover its elements exactly once")
+
+
 CHANGES = {
     "shorter": lambda flat: flat[:-3].clone(),
     "longer": lambda flat: flat.repeat(2),

@@ -74,11 +74,12 @@ def test_copied_without_their_times(place, tmp_path):
     tag, latest = place
     for hour, step in enumerate((1000, 200, 900)):
         tag(f"step{step}", step, hour)
+    tag("converted", 900, 3, converted=True)  # comes behind what it was made of
     tags, (line,) = order(tmp_path)
-    assert tags == ["step900", "step200", "step1000"]
+    assert tags == ["step900", "converted", "step200", "step1000"]
     assert "step900 was written after step1000" in line and "tell which tag to load" in line
     latest("latest", "step1000", 5)
-    assert order(tmp_path) == (["step1000", "step900", "step200"], [])
+    assert order(tmp_path) == (["step1000", "step900", "converted", "step200"], [])
 
 
 def test_a_folder_below_another_run(place, tmp_path):
