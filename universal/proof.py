@@ -491,7 +491,7 @@ def harmless(engine):
             proof.files = []
             proof.comparison = None
         if not getattr(proof, "has_failed", False):
-            say(f"the next steps are not proved: {type(error).__name__}: {error}")
+            say(f"the next steps are not compared: {type(error).__name__}: {error}")
         if proof:
             proof.has_failed = True
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import plants
 import pytest
+import torch
 
 import universal
 from tests.support.commands import slow
@@ -20,7 +21,7 @@ from tests.support.toy import begin, make
 from universal import resume as resume_module
 from universal.checkpoint import zero
 from universal.errors import RankSilent
-from universal.load import loader, reader, reshard
+from universal.load import collective, loader, reader, reshard
 
 SCRIPT = "tests/ranks/damage.py"
 
@@ -144,6 +145,30 @@ def test_an_error_anywhere(tmp_path, route, ranks, every):
     with that error, soon, and the engine can load after that."""
     run(tmp_path, ranks, plants.main, route, every)
     assert (tmp_path / "failures").read_text() == ""
+
+
+def test_an_error_before_all_have_met(tmp_path):
+    """Rank 1 fails while rank 0 still makes its process group: no other rank waits for that one."""
+
+    def late(store, place, timeout):
+        meet_at(store, place, timeout)
+        if place == "after" and os.environ["RANK"] == "0":
+            time.sleep(1)
+
+    def patch():
+        collective.meet_at = late
+
+    def main():
+        torch.distributed.init_process_group("gloo")
+        began = time.monotonic()
+        with pytest.raises(MemoryError), collective.process_group(60) as ranks:
+            if ranks.rank == 1:
+                raise MemoryError
+        assert time.monotonic() - began < 30
+        torch.distributed.barrier()
+
+    meet_at = collective.meet_at
+    run(tmp_path, 3, main, patch=patch)
 
 
 def test_a_damaged_shard_is_passed_over(saved, tmp_path):

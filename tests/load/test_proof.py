@@ -90,8 +90,8 @@ SAYS = {
     "saved_again_under_its_name": ["step 6, trained before"],
     "elastic_save": ["steps 3 to 4, trained before"],
     "mirrored": ["steps 3 to 4, trained before"],
-    "full_disk": ["the next steps are not proved: OSError: [Errno 28] No space left on device"],
-    "no_folder": ["the next steps are not proved: FileNotFoundError: [Errno 2]"],
+    "full_disk": ["the next steps are not compared: OSError: [Errno 28] No space left on device"],
+    "no_folder": ["the next steps are not compared: FileNotFoundError: [Errno 2]"],
     "converted": ["steps 3 to 5, trained before"],
     "deepspeeds_own_loader": ["steps 3 to 5, trained before", "(DeepSpeed's own loader restored"],
     "tag_0": ["step 3, trained before"],
@@ -111,7 +111,7 @@ def story_lines(work):
     """{story: what is said of its proofs}."""
     (work / "stories").mkdir()
     parts = run(work / "stories", 2, play_stories, *STORIES).split("== ")[1:]
-    proofs = "^universal: .*(?:trained before|not proved).*$"
+    proofs = "^universal: .*(?:trained before|not compared).*$"
     return {part.split()[0]: re.findall(proofs, part, re.M) for part in parts}
 
 
