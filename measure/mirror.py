@@ -264,8 +264,9 @@ def draw(steps, path):
         axis.set_xlabel("step")
         axis.set_ylim(0, 1.05e3 * max(map(max, steps.values())))
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, loc="lower right", fontsize=11, labelspacing=0.3)
     axes[0].set_ylabel("ms of a step")
+    lines = axes[0].get_lines()
+    figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

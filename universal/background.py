@@ -101,6 +101,8 @@ def begin_save(
     save = functools.partial(method, engine, save_dir, hidden, client_state or {}, False)
     not_copied = saver.copy(engine, functools.partial(save, *args, **options), output.name)
     latest = Path(save_dir, "latest") if save_latest else None
+    if not save_latest:
+        say_if_beside_latest(save_dir, os.path.relpath(output, save_dir))
     finish = functools.partial(saver.finish, saving, output, latest, published)
     if not_copied:
         write = engine.checkpoint_engine.save
@@ -117,6 +119,21 @@ class Need(NamedTuple):
     machine: str
     memory: int  # bytes that it needs beside what it has
     free: int  # bytes
+
+
+def say_if_beside_latest(save_dir: str | os.PathLike, tag: str) -> None:
+    """Say what a load takes, where a checkpoint is saved that `latest` does not name."""
+    if Path(save_dir, "latest").exists():
+        say_beside_latest(tag)
+
+
+@functools.cache
+def say_beside_latest(tag):
+    """Once, of a tag that is saved again and again."""
+    say(
+        f"{tag} is saved beside `latest`: a load without a tag takes whichever is of the later "
+        "step; one with the tag takes what it names"
+    )
 
 
 class Saver:
