@@ -17,7 +17,16 @@ from optimizers import momentum
 from torch import nn
 
 import universal
-from tests.support.case import PRINTED, case, load, printed, refused, saved, train_and_save
+from tests.support.case import (
+    PRINTED,
+    case,
+    convert,
+    load,
+    printed,
+    refused,
+    saved,
+    train_and_save,
+)
 from tests.support.helpers import fp16_is
 from tests.support.toy import (
     Net,
@@ -318,9 +327,11 @@ class Shift(nn.Module):
 
 
 def partly_frozen(stages, **options):
-    """Layers 0 and 3 are one module. Of all but the last, parts are frozen."""
+    """Layers 0 and 4 are one module. Of all but the last, parts are frozen, and of layer 1 all,
+    under the names of what is tied."""
     tied = TiedLayerSpec("tied", PartlyFrozen, 8)
-    return pipeline(stages, tied, LayerSpec(PartlyFrozen, 8), LayerSpec(Shift), tied, **options)
+    layers = [tied, LayerSpec(Frozen, 8), LayerSpec(PartlyFrozen, 8), LayerSpec(Shift), tied]
+    return pipeline(stages, *layers, **options)
 
 
 class PartlyFrozen(nn.Linear):
@@ -333,30 +344,83 @@ class PartlyFrozen(nn.Linear):
         return super().forward(x) * self.scale
 
 
+class Frozen(PartlyFrozen):
+    def __init__(self, width):
+        super().__init__(width)
+        self.weight.requires_grad_(False)
+
+
 def state_of(engine):
     """By the names of one stage: the pipeline's layers, and all of their state."""
     return dict(engine.module.state_dict())
 
 
 def save_partly_frozen(stage):
-    engine = partly_frozen(2)
+    engine = partly_frozen(2, zero=stage)
     train_pipeline(engine)
     engine.save_checkpoint(".", tag="t")
+    if stage:
+        convert()
     torch.save(state_of(engine), f"truth.{dist.get_rank()}")
 
 
-@case(save_partly_frozen, stages=(1,), quick_ranks=(2, 3))
+@case(save_partly_frozen, stages=(0, 1), quick_stages=(0, 1), quick_ranks=(2, 3))
 def frozen_layers_of_a_pipeline(stage):
     """They are in the files of the layers."""
     truth = torch.load("truth.0") | torch.load("truth.1")
-    for stages in pipeline_stages():
-        engine = partly_frozen(stages, seed=5)
-        load(engine)
+    for tag, stages in itertools.product("tu" if stage else "t", pipeline_stages()):
+        engine = partly_frozen(stages, zero=stage, seed=5)
+        load(engine, tag)
         state = state_of(engine)
         assert state.keys() <= truth.keys()
         lost = differences({name: truth[name] for name in state}, state)
-        assert not lost, (stages, lost)
+        assert not lost, (tag, stages, lost)
     assert "left as it is" not in PRINTED.getvalue()
+
+
+def call(layer, x):
+    return layer(x)
+
+
+def tied_by_function(stages, which, **options):
+    """which: of layers 0 and 2, which are one module; each stage builds its own with what is
+    frozen. DeepSpeed saves nothing of a layer with a forward_fn."""
+    tied = {
+        name: TiedLayerSpec("tied", PartlyFrozen, 8, forward_fn=call if name in which else None)
+        for name in ("begin", "end")
+    }
+    return pipeline(stages, tied["begin"], LayerSpec(nn.Linear, 8, 8), tied["end"], **options)
+
+
+def save_tied_by_function(stage):
+    for which in TIED_BY_FUNCTION:
+        engine = tied_by_function(1 if which == "end" else 2, which, zero=stage)
+        train_pipeline(engine)
+        if which == "apart" and dist.get_rank():
+            engine.module.tied_modules["tied"].scale += 1
+        engine.save_checkpoint(".", tag=which)
+        torch.save(state_of(engine), f"{which}.{dist.get_rank()}")
+
+
+TIED_BY_FUNCTION = ("begin", "end", "apart", "begin, end")
+
+
+@case(save_tied_by_function, stages=(0, 1), quick_stages=(0, 1), quick_ranks=(2, 3))
+def tied_layers_with_a_function(stage):
+    for which, stages in itertools.product(TIED_BY_FUNCTION, pipeline_stages()):
+        engine = tied_by_function(stages, which, zero=stage, seed=5)
+        words = {
+            "apart": stages == 1 and "0.scale and 2.scale are of one tied layer, and differ",
+            "begin": stages == 2 and "not in the checkpoint (2): tied_modules.tied.bias",
+            "begin, end": f"{'in the module' if stage else 'trained'}",
+        }.get(which)
+        if words:
+            refused(engine, words, tag=which)
+            continue
+        load(engine, which)
+        truth = torch.load(f"{which}.{dist.get_rank() if which == 'apart' else 0}")
+        state = state_of(engine)
+        assert not differences({name: truth[name] for name in state if name in truth}, state), which
 
 
 def untied(stages, zero, **options):

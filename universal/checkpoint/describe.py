@@ -30,7 +30,7 @@ from universal.checkpoint.module_states import (
 )
 from universal.checkpoint.names import with_plain_names
 from universal.checkpoint.order import Given
-from universal.checkpoint.pipeline import problem_of_untied
+from universal.checkpoint.pipeline import problem_of_untied, without_tied
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import (
     UNSAVED,
@@ -122,7 +122,7 @@ def saves_in(folder, given, pool, opened):
     problems = []
     for shards in find_shards(folder).values():
         try:
-            described = describe_zero(folder, shards, pool, opened)
+            described = describe_zero(folder, shards, given, pool, opened)
         except CheckpointError as error:
             problems.append(str(error))
             continue
@@ -138,7 +138,8 @@ def saves_in(folder, given, pool, opened):
         return saves, problems
     if whole is not None:
         try:
-            outcome = join_all(folder, *describe_whole(folder, whole, given, opened))
+            joined = describe_whole(folder, whole, given, opened)
+            outcome = join_all(folder, *joined, given, opened)
         except CheckpointError as error:
             outcome = error
         written = (folder / MODEL_STATES_FILE).stat().st_mtime
@@ -350,7 +351,7 @@ def other_steps(path, shards, model, parameters, stage):
 # 2. tensor and pipeline parallelism
 
 
-def describe_zero(folder, shards, pool, opened):
+def describe_zero(folder, shards, given, pool, opened):
     """What describe() returns, of the checkpoint that has these shards."""
     lowest = min(shards)
     first = describe_ranks(folder, lowest, shards[lowest], pool, opened)
@@ -358,17 +359,27 @@ def describe_zero(folder, shards, pool, opened):
     check_complete(folder, shards, tensor, pipeline)
     others = range(1, tensor * pipeline)
     ranks = [first, *(describe_ranks(folder, i, shards[i], pool, opened) for i in others)]
-    return join_all(folder, ranks, tensor, pipeline)
+    return join_all(folder, ranks, tensor, pipeline, given, opened)
 
 
-def join_all(folder, ranks, tensor, pipeline):
+def join_all(folder, ranks, tensor, pipeline, given, opened):
     """What describe() returns, of all ModelParallelRanks."""
     first = ranks[0]
     info = first.model.get(INFO_KEY) if first.shard.stage or len(ranks) > 1 else None
     joiner = TensorParallel(info, tensor, folder)
     param_groups, ranks, problems = join_groups(folder, ranks, tensor)
     parameters, rank_dependent, untied = join_ranks(folder, ranks, joiner)
-    module, more_problems = join_modules(folder, ranks, parameters, joiner)
+    modules = [rank.model["module"] for rank in ranks]
+    is_of_layers = modules[0] is None
+    if is_of_layers:
+        told = given and given()
+        modules = [
+            trimmed(without_tied(module, i, parameters, told, opened))
+            for i, module in enumerate(modules_of_layers(folder, parameters))
+        ]
+    module, more_problems = join_modules(folder, modules, ranks[0].model, joiner)
+    if is_of_layers and not module:
+        module = None  # as DeepSpeed has it, where files of layers hold all
     problems += untied + more_problems + joiner.problems + unused_patterns(joiner)
     models = [ranks[0].model | {"module": module}, *(rank.model for rank in ranks[1:])]
     kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
@@ -520,25 +531,20 @@ def unused_patterns(joiner):
     return [Problem(True, text)] if names else []
 
 
-def join_modules(folder, ranks, parameters, joiner):
-    """(the module of all ModelParallelRanks, [a Problem, if they do not agree]).
+def join_modules(folder, modules, model, joiner):
+    """(the module of all tensor-parallel ranks, [a Problem, if they do not agree]).
 
-    The module is None, as DeepSpeed has it, where files of layers hold all.
+    model: the model states of rank 0.
     """
-    modules = [rank.model["module"] for rank in ranks]
-    nothing = {}
-    if modules[0] is None:
-        modules = [trimmed(module) for module in modules_of_layers(folder, parameters)]
-        nothing = None
     module, different = common_entries(modules)
-    for name in frozen_parameters(modules, ranks[0].model, different, joiner):
+    for name in frozen_parameters(modules, model, different, joiner):
         module[name] = joiner.join_tensor(name, [of_rank[name] for of_rank in modules])
     different = [name for name in different if name not in module]
     text = (
         f"{folder}: {', '.join(different)} is in no optimizer, and not the same on all "
         "tensor-parallel ranks"
     )
-    return module or nothing, [Problem(True, text)] if different else []
+    return module, [Problem(True, text)] if different else []
 
 
 def frozen_parameters(modules, model, different, joiner):

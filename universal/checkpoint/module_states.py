@@ -235,14 +235,13 @@ def modules_of_layers(folder: Path, parameters: Iterable[str]) -> list[dict]:
 
     A name begins with the number of the layer. Each tensor-parallel rank has files of its own.
     """
-    tied = {name.split(".", 2)[2] for name in parameters if name.startswith("tied_modules.")}
     modules = {}
     for path in sorted(folder.glob("layer_*-model_states.pt")):
         layer, *ranks = path.name.removeprefix("layer_").split("-")
         module = modules.setdefault(tuple(ranks), {})
         for key, value in plain_keys(expect(load(path), {str: object}, path)).items():
             name = f"{int(layer)}.{key}"
-            if name not in parameters and key not in tied:
+            if name not in parameters:
                 module[name] = value
     return list(modules.values())
 

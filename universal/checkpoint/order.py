@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from universal.checkpoint.module_states import identity
 from universal.errors import CheckpointError, naming
-from universal.files.sources import ByteReader, OpenFile
+from universal.files.sources import ByteReader, OpenFile, Source, width
 from universal.files.torch_file import Tensor, extent_of, tensor_of
 
 ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
@@ -326,6 +326,25 @@ def beginning(weight: Tensor, opened: OpenFile) -> bytes:
     """Its first elements."""
     numel = min(math.prod(weight.size), FIRST)
     return bytes(ByteReader(opened).read(extent_of(weight, numel), 0, numel))
+
+
+def has_values_of(weight: Tensor, masters: Source, opened: OpenFile) -> bool:
+    """Whether a weight is what its masters are in its precision, as far as some elements of what
+    each rank has of them. Where dtypes do not tell, it is."""
+    if math.prod(weight.size) != masters.numel:
+        return False
+    if masters.dtype != "float32" or weight.dtype not in ROUNDED:
+        return True
+    reader = ByteReader(opened)
+    start = 0
+    for part in masters.ranges(0, masters.numel):
+        numel = part.nbytes // width(masters.dtype)
+        count = min(FIRST, numel)
+        floats = reader.read(masters, start, count)
+        if reader.read(extent_of(weight), start, count) != rounded(floats, weight.dtype):
+            return False
+        start += numel
+    return True
 
 
 def rounded(floats: bytes, dtype: str) -> bytes:

@@ -18,14 +18,16 @@ from universal.checkpoint.order import (
     SavedRank,
     Told,
     beginning,
+    has_values_of,
     is_filled,
     stepping,
     trained_weights,
 )
 from universal.checkpoint.types import Problem
 from universal.errors import CheckpointError
+from universal.files.joined import Joined
 from universal.files.sources import OpenFile
-from universal.files.torch_file import verify
+from universal.files.torch_file import has_gaps, tensor_of, verify
 
 UNTOLD = "is not known: no ZeRO, and nothing tells which stage had which parameters"
 
@@ -95,12 +97,13 @@ def without_places(ranks, tensor, names):
 
 
 def homes_of(name, tied, weights):
-    """The numbers of the layers that have a parameter; several, if they are tied."""
+    """The numbers of the layers that have a parameter; several, if they are tied; none, if no file
+    has it: DeepSpeed saves nothing of a tied layer with a forward_fn."""
     if not is_tied(name):
         return {int(name.split(".")[0])} if name in weights else set()
     _, key, rest = name.split(".", 2)
-    layers = (layer for layer in tied if tied[layer] == key)
-    return {layer for layer in layers if f"{layer}.{rest}" in weights}
+    layers = {layer for layer in tied if tied[layer] == key}
+    return layers if any(f"{layer}.{rest}" in weights for layer in layers) else set()
 
 
 def is_tied(name: str) -> bool:
@@ -116,11 +119,39 @@ def problem_of_untied(folder: Path, name: str) -> Problem:
 
 def weights_by_name(homes, weights):
     """{name: Tensor}, in a tied parameter's name, too."""
-    return {
-        name: weights[f"{min(layers)}.{name.split('.', 2)[2]}" if is_tied(name) else name]
-        for name, layers in homes.items()
-        if layers
-    }
+    by_name = {}
+    for name, layers in homes.items():
+        rest = name.split(".", 2)[2] if is_tied(name) else name.partition(".")[2]
+        entries = [f"{layer}.{rest}" for layer in sorted(layers)]
+        if saved := [weights[entry] for entry in entries if entry in weights]:
+            by_name[name] = saved[0]
+    return by_name
+
+
+def without_tied(
+    module: dict, rank: int, parameters: dict, told: Told | None, opened: OpenFile
+) -> dict:
+    """The entries of the files of layers, without a tied parameter's under its layers' numbers.
+
+    A layer of its own may have entries of the same names. Files do not tell which layers are tied:
+    an engine does, or else the values. rank: the tensor-parallel one that saved the entries.
+    """
+    parts = {}
+    for name in filter(is_tied, parameters):
+        masters = parameters[name].states["fp32"]
+        parts[name] = masters.parts[rank] if isinstance(masters, Joined) else masters
+
+    def is_of_tied(entry):
+        number, rest = entry.split(".", 1)
+        if told and told.tied:
+            return f"tied_modules.{told.tied.get(int(number))}.{rest}" in parts
+        weight = tensor_of(module[entry])
+        if weight is None or has_gaps(weight):
+            return False
+        same_key = [name for name in parts if name.split(".", 2)[2] == rest]
+        return any(has_values_of(weight, parts[name], opened) for name in same_key)
+
+    return {entry: value for entry, value in module.items() if not is_of_tied(entry)}
 
 
 # --------------------------------------------------------------------------------------------------
