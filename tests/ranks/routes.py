@@ -356,12 +356,17 @@ def state_of(engine):
 
 
 def save_partly_frozen(stage):
+    """Over a save of a tensor-parallel rank more, whose files of layers stay."""
     engine = partly_frozen(2, zero=stage)
-    train_pipeline(engine)
-    engine.save_checkpoint(".", tag="t")
+    for tag, rank in (("two saves", 1), ("t", 1), ("t", 0)):
+        train_pipeline(engine)
+        axis = f"model_{rank:02}"
+        with overridden(engine.module.topology(), get_rank_repr=lambda rank, axis=axis: axis):
+            engine.save_checkpoint(".", tag=tag)
+    engine.save_checkpoint(".", tag="two saves")
+    torch.save(state_of(engine), f"truth.{dist.get_rank()}")
     if stage:
         convert()
-    torch.save(state_of(engine), f"truth.{dist.get_rank()}")
 
 
 @case(save_partly_frozen, stages=(0, 1), quick_stages=(0, 1), quick_ranks=(2, 3))
@@ -375,6 +380,8 @@ def frozen_layers_of_a_pipeline(stage):
         assert state.keys() <= truth.keys()
         lost = differences({name: truth[name] for name in state}, state)
         assert not lost, (tag, stages, lost)
+    assert printed("left over from before, and ignored: layer_00-model_01-model_states.pt")
+    refused(engine, "layer_00-model_states.pt, which are of two saves", tag="two saves")
     assert "left as it is" not in PRINTED.getvalue()
 
 
@@ -382,14 +389,14 @@ def call(layer, x):
     return layer(x)
 
 
-def tied_by_function(stages, which, **options):
+def tied_by_function(stages, which, kind=None, **options):
     """which: of layers 0 and 2, which are one module; each stage builds its own with what is
-    frozen. DeepSpeed saves nothing of a layer with a forward_fn."""
-    tied = {
-        name: TiedLayerSpec("tied", PartlyFrozen, 8, forward_fn=call if name in which else None)
-        for name in ("begin", "end")
-    }
-    return pipeline(stages, tied["begin"], LayerSpec(nn.Linear, 8, 8), tied["end"], **options)
+    frozen. DeepSpeed saves nothing of a layer with a forward_fn. kind: of layer 0, if another."""
+    begin, end = (
+        TiedLayerSpec("tied", kind, 8, forward_fn=call if name in which else None)
+        for name, kind in (("begin", kind or PartlyFrozen), ("end", PartlyFrozen))
+    )
+    return pipeline(stages, begin, LayerSpec(nn.Linear, 8, 8), end, **options)
 
 
 def save_tied_by_function(stage):
@@ -421,6 +428,9 @@ def tied_layers_with_a_function(stage):
         truth = torch.load(f"{which}.{dist.get_rank() if which == 'apart' else 0}")
         state = state_of(engine)
         assert not differences({name: truth[name] for name in state if name in truth}, state), which
+    if dist.get_world_size() == 2:
+        load(tied_by_function(2, "apart", kind=Frozen, zero=stage), "apart")
+        assert printed("tied_modules.tied.weight is trained in one pipeline stage and frozen in")
 
 
 def untied(stages, zero, **options):

@@ -20,6 +20,7 @@ from universal.checkpoint.module_states import (
     config_of,
     degrees_of,
     dtype_of_weights,
+    files_of_layers,
     keep_untrained,
     module_state,
     modules_of_layers,
@@ -371,11 +372,13 @@ def join_all(folder, ranks, tensor, pipeline, given, opened):
     parameters, rank_dependent, untied = join_ranks(folder, ranks, joiner)
     modules = [rank.model["module"] for rank in ranks]
     is_of_layers = modules[0] is None
+    used = {path for rank in ranks for path in rank.files}
     if is_of_layers:
+        used.update(itertools.chain(*files_of_layers(folder, tensor).values()))
         told = given and given()
         modules = [
             trimmed(without_tied(module, i, parameters, told, opened))
-            for i, module in enumerate(modules_of_layers(folder, parameters))
+            for i, module in enumerate(modules_of_layers(folder, tensor, parameters))
         ]
     module, more_problems = join_modules(folder, modules, ranks[0].model, joiner)
     if is_of_layers and not module:
@@ -385,7 +388,6 @@ def join_all(folder, ranks, tensor, pipeline, given, opened):
     kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
     if kind:
         problems.append(Problem(True, f"{folder}: no file holds {UNSAVED[kind]}"))
-    used = {path for rank in ranks for path in rank.files}
     layout = Layout(
         optimizer_class=kind or first.shard.optimizer_class,
         shards=first.model["dp_world_size"] if first.shard.stage else 1,
@@ -572,4 +574,4 @@ def saved_modules(checkpoint: Checkpoint) -> list[dict]:
     ]
     models = [expect(load(path), {"module": (NoneType, dict)}, path) for path in paths]
     modules = [with_plain_names(model)["module"] for model in models]
-    return modules_of_layers(checkpoint.folder, ()) if None in modules else modules
+    return modules_of_layers(checkpoint.folder, degree, ()) if None in modules else modules

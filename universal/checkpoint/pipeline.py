@@ -47,7 +47,7 @@ def split_pipeline(
             "engine tells: load it without converting it"
         )
     buffers = {name for rank in ranks for name in rank.model["buffer_names"]}
-    modules = modules_of_layers(folder, ())
+    modules = modules_of_layers(folder, tensor, ())
     if len({frozenset(module) for module in modules}) != 1 or len(modules) != tensor:
         raise CheckpointError(f"{folder} lacks files of layers: {tensor} of each were saved")
     weights = [trained_weights(module, buffers) for module in modules]
