@@ -360,7 +360,16 @@ def describe_zero(folder, shards, given, pool, opened):
     check_complete(folder, shards, tensor, pipeline)
     others = range(1, tensor * pipeline)
     ranks = [first, *(describe_ranks(folder, i, shards[i], pool, opened) for i in others)]
-    return join_all(folder, ranks, tensor, pipeline, given, opened)
+    return join_all(folder, by_stage(ranks, tensor), tensor, pipeline, given, opened)
+
+
+def by_stage(ranks, tensor):
+    """The ranks, those of a pipeline stage side by side, in whatever order a topology has its axes."""
+    names = [frozenset(rank.parameters) for rank in ranks]
+    numbers = [names.index(of_rank) for of_rank in names]
+    if any(numbers.count(number) != tensor for number in numbers):
+        return ranks
+    return [ranks[i] for i in sorted(range(len(ranks)), key=numbers.__getitem__)]
 
 
 def join_all(folder, ranks, tensor, pipeline, given, opened):

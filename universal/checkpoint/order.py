@@ -32,12 +32,14 @@ class Told(NamedTuple):
 
     stages: of each of a pipeline's, by group, {parameter: its entry in the state of the module}, in
     the order in which the optimizer got them. tied: {number: key} of a pipeline's layers. shared:
-    the parameters of these that are the same on all stages.
+    the parameters of these that are the same on all stages. is_model_first: whether the axis of
+    tensor parallelism is before that of stages in the topology, which numbers the ranks.
     """
 
     stages: Sequence[list[dict[str, str]]] = ()
     tied: dict[int, str] = {}
     shared: Set[str] = frozenset()
+    is_model_first: bool = False
 
     def by_group(self) -> list[dict[str, str]]:
         """The parameters of all stages together."""

@@ -46,6 +46,9 @@ def split_pipeline(
             "a pipeline saved it without ZeRO: which parameters a stage has trained, only an "
             "engine tells: load it without converting it"
         )
+    if told.is_model_first:
+        stages = len(ranks) // tensor
+        ranks = [rank for stage in range(stages) for rank in ranks[stage::stages]]
     buffers = {name for rank in ranks for name in rank.model["buffer_names"]}
     modules = modules_of_layers(folder, tensor, ())
     if len({frozenset(module) for module in modules}) != 1 or len(modules) != tensor:
