@@ -364,7 +364,7 @@ def describe_zero(folder, shards, given, pool, opened):
 
 
 def by_stage(ranks, tensor):
-    """The ranks, those of a pipeline stage side by side, in whatever order a topology has its axes."""
+    """The ranks, those of a pipeline stage side by side, whatever axis of a topology is first."""
     names = [frozenset(rank.parameters) for rank in ranks]
     numbers = [names.index(of_rank) for of_rank in names]
     if any(numbers.count(number) != tensor for number in numbers):
