@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule
 from optimizers import momentum
 from routes import Shaped, pipeline, pipeline_stages, save_pipeline, state_of, train_pipeline
 from torch import nn
@@ -72,6 +73,32 @@ def pipelines_without_zero(stage):
         for tag, file in (("lacking", "mp_rank_01"), ("damaged", "layer_01")):
             facts = look(".", tag)["tags"][tag]
             assert file in f"{facts['problem']} {facts['unread_damage']}"
+
+
+FOLDED = getattr(deepspeed.pipe, "DualPipeVModule", PipelineModule)  # an older one has none
+MIXED = [LINEAR, LayerSpec(nn.Linear, 8, 8, bias=False), LINEAR]
+
+
+def save_folded(stage):
+    for tag, layers in (("alike", ALIKE), ("mixed", MIXED)):
+        engine = pipeline(2, *layers, zero=0, kind=FOLDED)
+        train_pipeline(engine)
+        engine.save_checkpoint(".", tag=tag)
+        torch.save(moments_of(engine), f"{tag}.{dist.get_rank()}")
+
+
+@case(save_folded, stages=(0,), quick_stages=(0,), quick_ranks=(2,))
+def a_folded_pipeline_without_zero(stage):
+    """Of DualPipeV, a rank has layers of both ends, which plain stages do not."""
+    if dist.get_world_size() != 2:
+        return
+    for tag, layers in (("alike", ALIKE), ("mixed", MIXED)):
+        engine = pipeline(2, *layers, zero=0, kind=FOLDED, seed=5)
+        load(engine, tag)
+        assert not differences(torch.load(f"{tag}.{dist.get_rank()}"), moments_of(engine)), tag
+    if FOLDED is not PipelineModule:
+        engine = pipeline(2, *MIXED, zero=0)
+        refused(engine, "nothing tells which stage had which parameters: it loads", tag="mixed")
 
 
 def by_name(parameters):

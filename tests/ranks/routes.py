@@ -262,11 +262,11 @@ class Shaped(nn.Module):
         return x * self.weight.mean()
 
 
-def pipeline(stages, *layers, zero=1, **options):
+def pipeline(stages, *layers, zero=1, kind=PipelineModule, **options):
     """An engine of these layers and of one that follows. zero: the stage of ZeRO."""
 
     def net():
-        module = PipelineModule(
+        module = kind(
             [*layers, LayerSpec(nn.Linear, 8, 8, bias=False)],
             num_stages=stages,
             loss_fn=lambda output, _: output.pow(2).mean(),

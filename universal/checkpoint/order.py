@@ -33,13 +33,15 @@ class Told(NamedTuple):
     stages: of each of a pipeline's, by group, {parameter: its entry in the state of the module}, in
     the order in which the optimizer got them. tied: {number: key} of a pipeline's layers. shared:
     the parameters of these that are the same on all stages. is_model_first: whether the axis of
-    tensor parallelism is before that of stages in the topology, which numbers the ranks.
+    tensor parallelism is before that of stages in the topology, which numbers the ranks. is_folded:
+    whether it is DualPipeV, of which a rank has two stages, from both ends of the pipeline.
     """
 
     stages: Sequence[list[dict[str, str]]] = ()
     tied: dict[int, str] = {}
     shared: Set[str] = frozenset()
     is_model_first: bool = False
+    is_folded: bool = False
 
     def by_group(self) -> list[dict[str, str]]:
         """The parameters of all stages together."""

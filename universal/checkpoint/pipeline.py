@@ -167,6 +167,15 @@ def ways_of(ranks, tensor, names, homes, told, opened):
     homes: {name: numbers of its layers}.
     """
     stages = [ranks[i : i + tensor] for i in range(0, len(ranks), tensor)]
+    if told.is_folded:
+        by_rank = [[[*of_group] for of_group in stage] for stage in told.stages]
+        way = [names for i, names in enumerate(by_rank) if names not in by_rank[:i]]
+        if len(way) == len(stages) and all(
+            are_of_groups(of_stage, rank, opened)
+            for of_stage, stage in zip(way, stages, strict=True)
+            for rank in stage
+        ):
+            return [way]
     numbers = sorted(set().union(*homes.values()))
     ways = []
     for arranged in orders_of_engine(told, homes):
