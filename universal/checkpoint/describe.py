@@ -379,21 +379,16 @@ def join_all(folder, ranks, tensor, pipeline, given, opened):
     joiner = TensorParallel(info, tensor, folder)
     param_groups, ranks, problems = join_groups(folder, ranks, tensor)
     parameters, rank_dependent, untied = join_ranks(folder, ranks, joiner)
-    modules = [rank.model["module"] for rank in ranks]
-    is_of_layers = modules[0] is None
     used = {path for rank in ranks for path in rank.files}
-    if is_of_layers:
+    modules = [rank.model["module"] for rank in ranks]
+    nothing = {}
+    if modules[0] is None:
+        nothing = None  # as DeepSpeed has it
         used.update(itertools.chain(*files_of_layers(folder, tensor).values()))
-        told = given and given()
-        modules = [
-            trimmed(without_tied(module, i, parameters, told, opened))
-            for i, module in enumerate(modules_of_layers(folder, tensor, parameters))
-        ]
+        modules = untied_modules(folder, tensor, parameters, given, opened)
     module, more_problems = join_modules(folder, modules, ranks[0].model, joiner)
-    if is_of_layers and not module:
-        module = None  # as DeepSpeed has it, where files of layers hold all
     problems += untied + more_problems + joiner.problems + unused_patterns(joiner)
-    models = [ranks[0].model | {"module": module}, *(rank.model for rank in ranks[1:])]
+    models = [ranks[0].model | {"module": module or nothing}, *(rank.model for rank in ranks[1:])]
     kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
     if kind:
         problems.append(Problem(True, f"{folder}: no file holds {UNSAVED[kind]}"))
@@ -422,6 +417,16 @@ def join_all(folder, ranks, tensor, pipeline, given, opened):
         problems=[*(problem for rank in ranks for problem in rank.problems), *problems],
     )
     return Described(description, RawStates(models, first.shard.content))
+
+
+def untied_modules(folder, tensor, parameters, given, opened):
+    """[{name: value}] of a pipeline's layers, by tensor-parallel rank, without these parameters."""
+    modules = modules_of_layers(folder, tensor, parameters)
+    told = given and given()
+    return [
+        trimmed(without_tied(module, rank, parameters, told, opened))
+        for rank, module in enumerate(modules)
+    ]
 
 
 def check_complete(folder, shards, tensor, pipeline):

@@ -326,6 +326,21 @@ def is_rounded(weight, masters, begin, opened):
     return beginning(weight, opened) == rounded(floats, weight.dtype)
 
 
+def has_shapes(optimizer: dict, shapes: list[list[tuple]]) -> bool:
+    """Whether a rank's optimizer, saved without ZeRO, has states of tensors of these shapes, which
+    are by group."""
+    base = optimizer.get("optimizer_state_dict", optimizer)
+    numbers = [group["params"] for group in base["param_groups"]]
+    if [len(of_group) for of_group in numbers] != [len(of_group) for of_group in shapes]:
+        return False
+    pairs = zip(itertools.chain(*numbers), itertools.chain(*shapes), strict=True)
+    return all(
+        not tensor_of(value) or tensor_of(value).size in ((), shape)
+        for number, shape in pairs
+        for value in base["state"].get(number, {}).values()
+    )
+
+
 def beginning(weight: Tensor, opened: OpenFile) -> bytes:
     """Its first elements."""
     numel = min(math.prod(weight.size), FIRST)

@@ -46,9 +46,7 @@ def split_pipeline(
             "a pipeline saved it without ZeRO: which parameters a stage has trained, only an "
             "engine tells: load it without converting it"
         )
-    if told.is_model_first:
-        stages = len(ranks) // tensor
-        ranks = [rank for stage in range(stages) for rank in ranks[stage::stages]]
+    ranks = stage_by_stage(ranks, tensor, told)
     buffers = {name for rank in ranks for name in rank.model["buffer_names"]}
     modules = modules_of_layers(folder, tensor, ())
     if len({frozenset(module) for module in modules}) != 1 or len(modules) != tensor:
@@ -79,6 +77,12 @@ def split_pipeline(
     if any(is_order_a_guess(rank, told, opened) for rank in ranks[::tensor]):
         problems.append(problem_of_guess(folder))
     return ranks, problems
+
+
+def stage_by_stage(ranks, tensor, told):
+    """The ranks, those of a pipeline stage side by side."""
+    stages = range(len(ranks) // tensor if told.is_model_first else 1)
+    return [rank for stage in stages for rank in ranks[stage :: len(stages)]]
 
 
 def problem_of_guess(folder):
