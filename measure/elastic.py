@@ -118,24 +118,29 @@ def draw(runs, path):
     """The steps done again, after each event that cost any. runs: {name: events}, the first without
     a mirror, the second with one."""
     rows = [events for events in zip(*runs.values(), strict=True) if any(e.again for e in events)]
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(6, 4.4), layout="constrained")
     axis = figure.subplots()
     for i, ((name, events), color) in enumerate(zip(runs.items(), plot.COLORS, strict=False)):
         counts = [row[i].again for row in rows]
         heights = [at + 0.4 * i - 0.2 for at in range(len(rows))]
         total = sum(event.again for event in events)
-        bars = axis.barh(heights, counts, 0.4, color=color, label=f"{name}: {total} steps")
+        label = f"{name}: {total} steps".replace("--mirror 1", "copies in memory (--mirror 1)")
+        bars = axis.barh(heights, counts, 0.4, color=color, label=label)
         axis.bar_label(bars, padding=2, fontsize=9)
     labels = [
         f"{row[-1].what}, {row[-1].ranks_before} → {row[-1].ranks_after} ranks" for row in rows
     ]
     axis.set_yticks(range(len(rows)), labels)
     axis.margins(x=0.1)
-    title = f"{len(events)} events in {STEPS} steps; {len(events) - len(rows)} cost no step"
-    axis.set(xlabel="steps done again", title=title)
+    axis.set(xlabel="steps done again")
+    figure.suptitle(
+        f"When machines die: how many of {STEPS} steps are done again\n"
+        f"({len(events) - len(rows)} of {len(events)} events cost no step)",
+        fontsize=11,
+    )
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(loc="outside lower center", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
 

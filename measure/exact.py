@@ -77,9 +77,14 @@ def draw(path):
     figure.axes[0].set_title(
         f"4, 2, 8 and 1 ranks in turn: {plain:.0e} apart, {with_exact} with --exact"
     )
-    for axis in figure.axes:
-        for life in RUNS[IN_TURN][:-1]:
-            axis.axvline(life.last + 0.5, color="0.4", ls="--", lw=1)
+    begin = 0
+    look = {"ha": "center", "fontsize": 9, "transform": figure.axes[-1].get_xaxis_transform()}
+    for last, ranks in RUNS[IN_TURN]:
+        figure.axes[-1].text((begin + last) / 2, 0.65, plot.count(ranks, "rank"), **look)
+        if begin:
+            for axis in figure.axes:
+                axis.axvline(begin + 0.5, color="0.4", ls="--", lw=1)
+        begin = last
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
     plot.write_joined(runs, path.with_suffix(".csv"))

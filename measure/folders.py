@@ -1,5 +1,5 @@
-"""Draw where the weight matrices of a checkpoint are: in the ranks' files at ZeRO-1 and 2 and at
-ZeRO-3, in a universal checkpoint, and on two ranks that read it. One matrix is followed through.
+"""Draw where the weight matrices of a checkpoint are: in the ranks' files at ZeRO-1 or 2, in a
+universal checkpoint, and on two ranks that go on at ZeRO-3. One matrix is followed through.
 
     python -m measure.folders ds_transformer_checkpoint/global_step100 --output out/folders.png
 """
@@ -35,24 +35,6 @@ def saved_parts(checkpoint, ranks):
         mappings = state["param_slice_mappings"][0]
         files.append([Part(name, fragment.numel) for name, fragment in mappings.items()])
     return files
-
-
-def cut(parameters, ranks):
-    """As ZeRO-1 and 2 do: the parameters end to end, and one slice of that for each rank."""
-    total = sum(parameter.numel for parameter in parameters)
-    slices = []
-    for rank in range(ranks):
-        low = total * rank // ranks
-        high = total * (rank + 1) // ranks
-        start = 0
-        parts = []
-        for name, numel in parameters:
-            overlap = min(start + numel, high) - max(start, low)
-            if overlap > 0:
-                parts.append(Part(name, overlap))
-            start += numel
-        slices.append(parts)
-    return slices
 
 
 def cut_each(parameters, ranks):
@@ -98,26 +80,25 @@ def connect(axis, pieces, y, whole, whole_y, style):
         start = stop
 
 
-def draw(files, files_of_3, folders, readers, followed):
-    """Returns a figure. What each rank's file holds at ZeRO-1 and at ZeRO-3, each folder, and each
-    new rank: [[Part]]."""
-    figure = Figure(figsize=(6, 5))
-    axis = figure.add_axes((0.22, 0.15, 0.77, 0.74))
-    begins, above = draw_row(axis, 3, "ZeRO-1 or 2:\na file per\nrank", files, followed, 0.03)
-    _, above_3 = draw_row(axis, 4.1, "ZeRO-3:\na file per\nrank", files_of_3, followed, 0.03)
+def draw(files, folders, readers, followed):
+    """Returns a figure. What each rank's file holds, each folder, and each new rank: [[Part]]."""
+    figure = Figure(figsize=(6, 4.6))
+    axis = figure.add_axes((0.25, 0.16, 0.74, 0.72))
+    label = f"saved by\n{len(files)} ranks\nat ZeRO-1 or 2"
+    begins, above = draw_row(axis, 3, label, files, followed, 0.03)
     for rank, x in enumerate(begins):
-        axis.text(x, 4.1 + HEIGHT + 0.06, f"rank {rank}")
-    label = "a universal\ncheckpoint:\na folder per\nparameter"
+        axis.text(x, 3 + HEIGHT + 0.06, f"rank {rank}")
+    label = "a universal\ncheckpoint\n(optional)"
     _, (whole,) = draw_row(axis, 1.5, label, folders, followed, 0.008)
-    label = f"resumed on\n{len(readers)} ranks"
+    label = f"resumed on\n{len(readers)} ranks\nat ZeRO-3"
     begins, below = draw_row(axis, 0, label, readers, followed, 0.03)
     for rank, x in enumerate(begins):
         axis.text(x, -0.32, f"rank {rank}")
     connect(axis, above, 3, whole, 1.5 + HEIGHT, "<|-")  # points at the whole
     connect(axis, below, HEIGHT, whole, 1.5, "-|>")
-    axis.set(xlim=(0, 1), ylim=(-0.35, 4.95))
+    axis.set(xlim=(0, 1), ylim=(-0.35, 3.85))
     axis.axis("off")
-    title = "ZeRO cuts the parameters for its ranks;\na universal checkpoint has each of them whole"
+    title = "Each rank's file has slices of weight matrices;\nother ranks need other slices of them"
     figure.suptitle(title, fontsize=12, y=0.985)
     handles = [
         Patch(facecolor=FOLLOWED, label="one weight matrix, followed"),
@@ -147,11 +128,11 @@ def main():
     matrices = model["param_shapes"][0]  # the first group
     parameters = [Part(name, shape.numel()) for name, shape in matrices.items()]
     files = saved_parts(args.checkpoint, model["dp_world_size"])
-    readers = cut(parameters, ranks=2)
-    names = [part.name for parts in [*files, *readers] for part in parts]
+    readers = cut_each(parameters, ranks=2)
+    names = [part.name for parts in files for part in parts]
     followed = max(matrices, key=names.count)  # the one that is cut most
     folders = [[parameter] for parameter in parameters]
-    figure = draw(files, cut_each(parameters, len(files)), folders, readers, followed)
+    figure = draw(files, folders, readers, followed)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.output, dpi=200)
     print(f"wrote {args.output}")

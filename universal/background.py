@@ -98,6 +98,8 @@ def begin_save(
     with overridden(engine, checkpoint_engine=collector):
         method(engine, save_dir, hidden, client_state or {}, False, *args, **options)
     latest = Path(save_dir, "latest") if save_latest else None
+    if not save_latest:
+        say_if_beside_latest(save_dir, os.path.relpath(output, save_dir))
     finish = functools.partial(saver.finish, saving, output, latest, published)
     if saver.copy(collector.files):
         saver.thread = begin(functools.partial(finish, saver.write))
@@ -105,6 +107,21 @@ def begin_save(
         save = engine.checkpoint_engine.save
         finish(lambda: [save(state, str(path)) for path, state in collector.files])
     return True
+
+
+def say_if_beside_latest(save_dir: str | os.PathLike, tag: str) -> None:
+    """Say what a load takes, where a checkpoint is saved that `latest` does not name."""
+    if Path(save_dir, "latest").exists():
+        say_beside_latest(tag)
+
+
+@functools.cache
+def say_beside_latest(tag):
+    """Once, of a tag that is saved again and again."""
+    say(
+        f"{tag} is saved beside `latest`: a load without a tag takes whichever is of the later "
+        "step; one with the tag takes what it names"
+    )
 
 
 class Saver:

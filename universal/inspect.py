@@ -32,7 +32,7 @@ from universal.checkpoint.describe import describe, paths_of
 from universal.checkpoint.facts import facts_of, settings_on
 from universal.checkpoint.names import plain_keys, with_plain_names
 from universal.checkpoint.order import NeedsEngine, Told, has_values_of
-from universal.checkpoint.tags import is_checkpoint, list_tags, newest_first
+from universal.checkpoint.tags import choose_tag, is_checkpoint, list_tags
 from universal.checkpoint.types import Checkpoint, Described
 from universal.errors import CheckpointError
 from universal.files.sources import (
@@ -70,7 +70,9 @@ def look(
     places = places_in(folder, tag, says)
     order = [*places]
     if tag is None and folder not in places.values():
-        order = newest_first(folder, says.append)
+        choice = choose_tag(folder)
+        order = [tag.name for tag in choice.to_try]
+        says += choice.says
     looks = {name: look_at(place) for name, place in places.items()}
     takes = first_whole(order, looks, quick, progress)
     tags = {name: known.facts for name, known in looks.items()}

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from universal.background import begin
 from universal.checkpoint.describe import describe
-from universal.checkpoint.tags import named_by_latest, rank_0_model_states, step_of
+from universal.checkpoint.tags import choose_tag
 from universal.errors import CheckpointError
 from universal.files.torch_file import verify
 from universal.load import reader
@@ -236,14 +236,14 @@ class Mirror:
         self.finish()
         self.remove_damaged()
         disk = gather(folder)  # all ranks have removed theirs when it returns
-        saved = max(all_gather(latest_step(disk), self.ranks))
+        saved, *_ = all_gather(self.step_on(disk) if self.rank == 0 else 0, self.ranks)
         files = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
         counts = Counter(slot for slot, _ in set().union(*all_gather(files, self.ranks)))
         whole = [slot for slot, count in counts.items() if slot.endswith(f".{count}")]
         newest = max([f"step{saved:09}", *whole])
         self.remove_others(newest)
         gather(self.folder)
-        problem = self.problem_of_slot(newest) if self.rank == 0 else None
+        problem = self.problem_of(self.folder / newest) if self.rank == 0 else None
         problem, *_ = all_gather(problem, self.ranks)
         if problem is None:
             return self.folder
@@ -269,11 +269,16 @@ class Mirror:
                 print_line(f"mirror.py: {error}; removed")
                 path.unlink(missing_ok=True)
 
-    def problem_of_slot(self, slot: str) -> str | None:
-        """Why it does not load, though its files match their checksums: say, one is of another
+    def step_on(self, disk: Path) -> int:
+        """That of the checkpoint with which a resume from there begins; 0, if none is complete."""
+        whole = (t.step for t in choose_tag(disk).to_try if self.problem_of(disk / t.name) is None)
+        return next(whole, 0)
+
+    def problem_of(self, checkpoint: Path) -> str | None:
+        """Why it does not load, even if its files match their checksums: say, one is of another
         step."""
         try:
-            reader.describe_for_load(self.folder / slot, Engine(self.engine).told)
+            reader.describe_for_load(checkpoint, Engine(self.engine).told)
         except (CheckpointError, OSError) as error:
             return str(error)
         return None
@@ -283,14 +288,6 @@ class Mirror:
         self.finish()
         if self.leads:
             shutil.rmtree(self.folder)
-
-
-def latest_step(folder: Path) -> int:
-    """The step of the checkpoint that `latest` names; 0, if there is none that can be read."""
-    try:
-        return step_of(rank_0_model_states(folder / named_by_latest(folder)))
-    except (CheckpointError, OSError):
-        return 0
 
 
 def gather(folder: str | os.PathLike) -> Path:

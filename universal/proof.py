@@ -31,6 +31,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from universal.background import say_if_beside_latest
 from universal.batches import share
 from universal.checkpoint.next_steps import HEADER, NextSteps, Row, read_rows
 from universal.checkpoint.types import NEXT_STEPS
@@ -490,7 +491,7 @@ def harmless(engine):
             proof.files = []
             proof.comparison = None
         if not getattr(proof, "has_failed", False):
-            say(f"the next steps are not proved: {type(error).__name__}: {error}")
+            say(f"the next steps are not compared: {type(error).__name__}: {error}")
         if proof:
             proof.has_failed = True
 
@@ -531,19 +532,9 @@ def around_save(method, engine, save_dir, tag=None, *args, **options):
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     after_save(engine, Path(save_dir, name))
     is_latest = options.get("save_latest", args[1] if len(args) > 1 else True)
-    is_beside = not is_latest and Path(save_dir, "latest").exists()
-    if is_beside and not name.endswith((".unfinished", ".saving")):  # which are renamed
-        say_beside_latest(name)
+    if not is_latest and not name.endswith((".unfinished", ".saving")):  # which are renamed
+        say_if_beside_latest(save_dir, name)
     return result
-
-
-@functools.cache
-def say_beside_latest(tag):
-    """Once, of a tag that is saved again and again."""
-    say(
-        f"{tag} is saved beside `latest`: a load without a tag takes whichever is of the later "
-        "step; one with the tag takes what it names"
-    )
 
 
 def around_load(method, engine, *args, **options):

@@ -24,8 +24,14 @@ from universal.background import wait
 from universal.errors import CheckpointError
 from universal.load.collective import process_group
 from universal.load.engine import Engine
-from universal.load.hooks import LoadOptions, collectives_after, replace_load_checkpoint
-from universal.load.loader import Search, find_and_load, has_known_experts, load_other_experts
+from universal.load.hooks import LoadOptions, meeting_before_collectives, replace_load_checkpoint
+from universal.load.loader import (
+    Search,
+    check_same_call,
+    find_and_load,
+    has_known_experts,
+    load_other_experts,
+)
 from universal.load.reader import Damaged
 from universal.load.versions import say_doubts
 from universal.proof import after_load, watch
@@ -90,7 +96,7 @@ def load_checkpoint(
     search = Search(load_dir, tag, missing_ok)
     while True:
         try:
-            with process_group(timeout) as ranks, collectives_after(ranks.meet):
+            with process_group(timeout) as ranks, meeting_before_collectives(ranks.meet):
                 wait()  # for saves in the background
                 check_requirements(load_dir, custom_load_fn)
                 return load_next(engine, search, options, ranks)
@@ -102,6 +108,7 @@ def load_checkpoint(
 
 def load_next(engine, search, options, ranks):
     """Load the next checkpoint of a search. Returns: as load_checkpoint()."""
+    check_same_call(search, options, ranks)
     wrapped = Engine(engine)
     if engine.has_moe_layers and not has_known_experts(wrapped):
         path, client_state = load_other_experts(engine, search, options)

@@ -203,6 +203,14 @@ class Terminal(io.StringIO):
         return True
 
 
+def fetch(path, progress):
+    fetching = reader.TensorReader()
+    (extent,) = saved(path, [torch.rand(1000)])
+    fetching.fill(torch.empty(1000), extent)
+    fetching.fetch(progress)
+    assert not fetching.requests
+
+
 @pytest.mark.parametrize("patience", [10, 0])
 @pytest.mark.parametrize("stdout, rank", [(Terminal, 0), (Terminal, 1), (io.StringIO, 0)])
 def test_a_bar(tmp_path, monkeypatch, patience, stdout, rank):
@@ -210,10 +218,7 @@ def test_a_bar(tmp_path, monkeypatch, patience, stdout, rank):
     monkeypatch.setattr(reader, "LONG", patience)
     monkeypatch.setattr(sys, "stdout", stdout())
     monkeypatch.setattr(sys, "stderr", Terminal())
-    fetching = reader.TensorReader()
-    (extent,) = saved(tmp_path / "x", [torch.rand(1000)])
-    fetching.fill(torch.empty(1000), extent)
-    fetching.fetch(progress=rank == 0)
+    fetch(tmp_path / "x", progress=rank == 0)
     shown = "4.00k/4.00k" in sys.stderr.getvalue()
     assert shown == (not patience and stdout is Terminal and not rank)
 
@@ -228,8 +233,4 @@ def test_a_bar_stops_nothing(tmp_path, monkeypatch, stdout, stderr):
     monkeypatch.setattr(reader, "LONG", 0)
     monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setattr(sys, "stderr", stderr)
-    fetching = reader.TensorReader()
-    (extent,) = saved(tmp_path / "x", [torch.rand(1000)])
-    fetching.fill(torch.empty(1000), extent)
-    fetching.fetch(progress=True)
-    assert not fetching.requests
+    fetch(tmp_path / "x", progress=True)

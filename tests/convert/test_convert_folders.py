@@ -86,14 +86,15 @@ def test_command_line(source, tmp_path):
 
 @pytest.fixture
 def saved(tmp_path):
-    """saved(name, ranks, stage, dtype, step): another checkpoint of the same parameters."""
+    """saved(name, ranks, stage, dtype, told, step): another checkpoint of the same parameters.
+    told: whether its config names the dtype."""
 
-    def make(name, ranks, stage, dtype="bf16", step=100):
+    def make(name, ranks, stage, dtype="bf16", told=True, step=100):
         folder = tmp_path / name
         lay_out(folder, SHAPES, ranks, stage)
         if stage == 0:
             make_whole(folder, ranks)
-        config = {"bf16": {"enabled": dtype == "bf16"}}
+        config = {"bf16": {"enabled": dtype == "bf16"}} if told else {}
         edit(folder, "*_model_*", lambda model: model.update(global_steps=step, ds_config=config))
         edit(folder, "*_optim_*", each_state(lambda state: state["step"].fill_(step)))
         if dtype == "fp32":
@@ -137,10 +138,11 @@ EXPERTS = {"optimizer_state_dict": {"expert": os.getcwd}}
 CHANGES = {
     "none": lambda path: None,
     "earlier": lambda path: os.utime(path, (0, 0)),
+    "later": lambda path: os.utime(path, (path.stat().st_mtime + 5,) * 2),  # as a copy may have it
     "damage": lambda path: os.truncate(path, 999),
     "experts": lambda path: edit(path.parent, path.name, lambda shard: shard.update(EXPERTS)),
 }
-# Ranks, stage and dtype, of both saves.
+# Ranks, stage, dtype and whether it is told, of both saves.
 AGAIN = {
     "zero1_on_fewer_ranks": ((4, 1), (2, 1)),
     "zero3_on_fewer_ranks": ((4, 3), (2, 3)),
@@ -148,6 +150,7 @@ AGAIN = {
     "zero3_then_zero1": ((4, 3), (2, 1)),
     "bf16_then_fp32": ((3, 1, "bf16"), (3, 1, "fp32")),
     "fp32_then_bf16": ((3, 1, "fp32"), (3, 1, "bf16")),
+    "bf16_then_fp32_untold": ((3, 1, "bf16"), (3, 1, "fp32", False)),
     "zero1_then_without": ((4, 1), (2, 0, "fp32")),
     "zero3_then_without": ((4, 3), (4, 0, "fp32")),
     "without_then_zero3": ((4, 0, "fp32"), (2, 3)),

@@ -20,7 +20,15 @@ from types import SimpleNamespace
 import pytest
 
 import train
-from tests.support.commands import at_event, converter, failed, forked, makes_a_file, slow
+from tests.support.commands import (
+    at_event,
+    converter,
+    failed,
+    forked,
+    makes_a_file,
+    no_permission,
+    slow,
+)
 from tests.support.conversions import settled
 from tests.support.files import SHAPES, content, each_state, edit, flip
 from tests.support.lay_out import groups_of, lay_out
@@ -309,12 +317,7 @@ def test_old_result_that_cannot_be_removed(tmp_path, two):
     for path in (tmp_path, output.parent, output.with_name("latest_universal")):
         path.chmod(0o777)
 
-    def as_nobody():
-        if not os.geteuid():
-            os.setgid(65534)
-            os.setuid(65534)
-
     for _ in range(2):
-        done = converter(source, output, before=as_nobody)
+        done = converter(source, output, before=no_permission)
         assert (done.code, done.err) == (0, "")
         assert content(output) == two.new

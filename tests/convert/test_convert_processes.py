@@ -3,14 +3,19 @@
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from tests.support import ROOT
-from tests.support.commands import at_event, converter, failed, makes_a_file, start_converter
+from tests.support.commands import (
+    at_event,
+    converter,
+    failed,
+    makes_a_file,
+    run_python,
+    start_converter,
+)
 from tests.support.files import content
 from tests.support.ranks import PORT
 from universal import convert
@@ -70,8 +75,7 @@ def test_torchrun(laid_out, tmp_path):
     convert(source, tmp_path / "one" / "u")
     launcher = f"-m torch.distributed.run --nproc-per-node 2 --master-port {PORT}".split()
     folders = ["--input_folder", source, "--output_folder", output]
-    command = [sys.executable, *launcher, ROOT / "ds_to_universal.py", *folders]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = run_python(*launcher, ROOT / "ds_to_universal.py", *folders)
     assert done.returncode == 0 and done.stdout.count("3 parameters") == 1, done.stderr
     assert content(tmp_path / "one") == content(tmp_path / "many")
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.commands import converter, failed
 from tests.support.conversions import not_converted
-from tests.support.files import MODEL, each_state, edit
+from tests.support.files import MODEL, each_state, edit, states
 from universal import convert
 
 
@@ -111,31 +111,56 @@ def test_another_layout(laid_out, tmp_path):
     convert(laid_out(1, lambda model: model.update(ds_config=config), move), tmp_path / "u")
 
 
-SLICES = {
+def test_a_map_of_elements_that_overlap(laid_out):
+    """Rows of 3 elements cannot begin at every second one of a rank's part."""
+    piece = {"shape": [5, 3], "source": [0, [3, 1]], "dest": [0, [2, 1]]}
+    entry = {"logical_shape": [5, 3], "ranks": {"0": {"shape": [5, 3], "pieces": [piece]}}}
+    info = {"affine_map": {"version": 1, "params": {"^a$": entry}}}
+    source = laid_out(1, lambda model: model.update(universal_checkpoint_info=info))
+    not_converted(source, "the shards of a do not cover its elements exactly once")
+
+
+CHANGES = {
     "shorter": lambda flat: flat[:-3].clone(),
+    "longer": lambda flat: flat.repeat(2),
     "with_gaps": lambda flat: flat.repeat_interleave(2)[::2],
     "of_another_dtype": lambda flat: flat.flip(0).bool(),
+    "of fewer ranks": lambda ranks: [1, 2] if isinstance(ranks, list) else 1,
+    "too few": lambda _: [[0], [0]],
 }
+PADDINGS = "param_alignment_paddings"
+# What is said of it at ZeRO-1, and at ZeRO-3, where flat tensors are of sub-groups.
+SLICES = [
+    ("fp32", "shorter", ": group 0 has 22 elements", ": sub-group 0 is not cut for 2"),
+    ("fp32", "longer", ": group 0 has a slice of another", ": sub-group 0 is not cut for 2"),
+    ("fp32", "with_gaps", "has gaps between", "has gaps between"),
+    ("fp32", "of_another_dtype", "fp32 of group 0 is not", "fp32 of sub-group 0 is not"),
+    ("exp_avg", "shorter", "exp_avg of the optimizer", "exp_avg of the optimizer"),
+    ("exp_avg", "with_gaps", "has gaps between", "has gaps between"),
+    ("exp_avg", "of_another_dtype", "exp_avg of group 0 is not", "exp_avg of sub-group 0 is not"),
+    ("partition_count", "of fewer ranks", ": group 0 is cut for 1 ranks", "is of 2 ranks"),
+    (PADDINGS, "too few", ": group 0 has another number", ": sub-group 0 has another number"),
+]
 
 
-@pytest.mark.parametrize("place", ["fp32", "exp_avg"])
-@pytest.mark.parametrize("change", SLICES.values(), ids=SLICES)
-def test_a_slice_that_is_not_what_it_should_be(laid_out, place, change):
-    """In the last shard alone. (It may be shorter by its padding.)"""
-    source = laid_out(1)
-    last = max(source.glob("*_optim_*")).name
+@pytest.mark.parametrize("place, change, words_1, words_3", SLICES)
+def test_a_slice_that_is_not_what_it_should_be(laid_out, place, change, words_1, words_3):
+    """In one shard alone, or what all say of them."""
 
     def edited(shard):
         optimizer = shard["optimizer_state_dict"]
-        if place == "fp32":
-            flats = optimizer["single_partition_of_fp32_groups"]
-            flats[0] = change(flats[0])
-        else:
-            state = optimizer["base_optimizer_state"]["state"][0]
-            state[place] = change(state[place])
+        masters = optimizer.get("fp32_flat_groups") or optimizer["single_partition_of_fp32_groups"]
+        optimizer.setdefault(PADDINGS)
+        places = {"fp32": masters, "exp_avg": next(iter(states(shard)))}
+        holder = places.get(place, optimizer)
+        key = 0 if holder is masters else place
+        holder[key] = CHANGES[change](holder[key])
 
-    edit(source, last, edited)
-    not_converted(source, "_optim_states.pt")
+    pattern = "*_rank_1_*_optim_*" if place in ("fp32", "exp_avg") else "*_optim_*"
+    for stage, words in ((1, words_1), (3, words_3)):
+        source = laid_out(stage)
+        edit(source, pattern, edited)
+        not_converted(source, words, "_optim_states.pt")
 
 
 @pytest.mark.parametrize("name", ["b\0", "\udc80", "..", "x/../c", "../../escaped"])

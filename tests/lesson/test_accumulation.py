@@ -1,21 +1,18 @@
 """Gradient accumulation: six layouts, one curve; each sequence once; and the traps, seen."""
 
 import difflib
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, DistributedSampler
 
 from measure import traps
 from measure.logs import compare, read_log
 from tests.support import ROOT
-from tests.support.helpers import refused
+from tests.support.commands import run_python
+from tests.support.helpers import record_rows, refused
 from tests.support.ranks import launch, run
 
 
@@ -38,27 +35,13 @@ STEPS = 20
 BATCH = 32
 
 
-def record_sequences(name):
-    """A patch: every sequence that the model is given is written down, by rank."""
-
-    def record(module, arguments):
-        if type(module).__name__ == "GPT":
-            inputs, targets = arguments
-            assert torch.equal(inputs[:, 1:], targets[:, :-1])
-            sequences = torch.cat([inputs, targets[:, -1:]], dim=1)
-            with open(f"{name}.sequences.{os.environ['RANK']}", "a") as file:
-                file.writelines(f"{sequence}\n" for sequence in sequences.tolist())
-
-    return lambda: torch.nn.modules.module.register_module_forward_pre_hook(record)
-
-
 def sequences_of_steps(folder, name, ranks):
     """What the ranks were given in each step, sorted; without what 3 of them compute again."""
     share = -(-BATCH // (8 * ranks)) * 8
     steps = [[] for _ in range(STEPS)]
     for rank in range(ranks):
         weighted = min(BATCH - rank * share, share)
-        sequences = Path(folder, f"{name}.sequences.{rank}").read_text().splitlines()
+        sequences = Path(folder, f"{name}.rows.{rank}").read_text().splitlines()
         for i, sequence in enumerate(sequences):
             if i % share < weighted:
                 steps[min(i // share, STEPS - 1)].append(sequence)
@@ -70,7 +53,7 @@ def train(folder, name, script, ranks, micro):
         f"--run_name {name} --steps {STEPS} --train_batch_size {BATCH} "
         f"--train_micro_batch_size_per_gpu {micro}"
     ).split()
-    return run(folder, ranks, script, *flags, patch=record_sequences(name))
+    return run(folder, ranks, script, *flags, patch=record_rows(name))
 
 
 @pytest.fixture(scope="module")
@@ -131,14 +114,8 @@ def rows_of(table):
 def test_traps(tmp_path):
     """As in the table: rounding stays rounding, and what is more than that stays within a factor of
     5."""
-    done = subprocess.run(
-        [sys.executable, "-m", "measure.traps"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    words = ("-m", "measure.traps")
+    done = run_python(*words, folder=tmp_path, timeout=600, PYTHONPATH=str(ROOT))
     measured = rows_of(done.stdout)
     table = rows_of((ROOT / "assets" / "traps.txt").read_text())
     assert measured.keys() == table.keys() and len(measured) == 11, done.stderr
@@ -204,31 +181,3 @@ def test_no_launcher(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = refused(monkeypatch, "grad_accu_ds.py", 0, [])
     assert "start it with a launcher: deepspeed --num_gpus 1 grad_accu_ds.py" in line
-
-
-def test_a_step_of_a_distributed_sampler():
-    """As the README says: the same samples on any number of ranks, and what is skipped at a resume
-    is what was done. The control skips as many batches as the ranks before did."""
-    batch = 24
-    micro = 2
-    length = 5 * batch
-    done = 2
-
-    def steps(ranks, skip):
-        """The samples of each step, when a rank skips so many of its micro-batches."""
-        samples = [set() for _ in range(length // batch)]
-        accumulation = batch // micro // ranks
-        for rank in range(ranks):
-            sampler = DistributedSampler(range(length), ranks, rank, drop_last=True)
-            sampler.set_epoch(3)
-            micro_batches = list(DataLoader(range(length), micro, sampler=sampler))
-            for i, rows in enumerate(micro_batches[skip:]):
-                samples[i // accumulation] |= {*rows.tolist()}
-        return [step for step in samples if step]
-
-    wanted = steps(4, 0)
-    assert [len(step) for step in wanted] == [batch] * 5
-    assert len(set.union(*wanted)) == length
-    for ranks in (1, 2, 3, 6):
-        assert steps(ranks, done * (batch // micro // ranks)) == wanted[done:]
-        assert steps(ranks, done * 3) != wanted[done:]

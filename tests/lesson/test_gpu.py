@@ -1,20 +1,17 @@
 """measure/gpu.py with CPU ranks in the GPUs' place."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.support import ROOT
+from tests.support.commands import run_python
 
 
 def gpu(folder, *arguments):
     """The rows of the table: {(run, what): result}."""
-    command = [sys.executable, "-m", "measure.gpu", "--device", "cpu", *arguments]
-    options = dict(cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    done = subprocess.run(command, **options, capture_output=True, text=True, timeout=3000)
+    words = ("-m", "measure.gpu", "--device", "cpu", *arguments)
+    done = run_python(*words, folder=folder, timeout=3000, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = re.findall(r"^\| (.*?) \| (.*?) \| (.*) \|$", done.stdout, re.M)
     return {(run, what): result for run, what, result in rows}

@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import universal
-from measure.logs import compare, largest, read_log
+from measure.logs import largest, read_log
 from tests.support.commands import slow
 from tests.support.conversions import assert_equal_to_deepspeed
 from tests.support.files import edit
@@ -134,15 +134,6 @@ def test_pipelines_that_do_not_divide_the_micro_batches(work, pipeline):
     assert samples_of_next_steps(work, "three_pipelines") == samples
 
 
-@pytest.mark.slow
-def test_more_stages(work):
-    """3 stages of one layer each: each has something of both parameter groups."""
-    flags = "--n_layer 3 --checkpoint_dir stages".split()
-    train_3d(work, 1, 3, 1, "stages", *flags)
-    train_3d(work, 1, 1, 1, "stages_to_1", *flags, *RESUME)
-    assert difference(work, "stages", "stages_to_1") <= 1e-5
-
-
 def test_a_stage_without_a_parameter_group(work, pipeline, tmp_path):
     """DeepSpeed's universal loader goes by number: such a checkpoint is not converted."""
     lists = (
@@ -162,36 +153,9 @@ def test_a_stage_without_a_parameter_group(work, pipeline, tmp_path):
         universal.convert(tmp_path / "c", tmp_path / "u")
 
 
-@pytest.mark.slow
-def test_pipeline_in_bf16(work):
-    flags = "--dtype bf16 --checkpoint_dir bf".split()
-    train_3d(work, 2, 2, 1, "bf", *flags)
-    train_3d(work, 2, 2, 1, "bf_same", *flags, *RESUME)
-    train_3d(work, 1, 1, 1, "bf_1", *flags, *RESUME)
-    assert difference(work, "bf", "bf_same") == 0.0
-    assert 0 < max(compare(work, "bf", "bf_1").values()) <= 1e-2
-
-
 def test_bit_equal_to_deepspeed(work, pipeline, tmp_path):
     """DeepSpeed's converter, where it is right, writes the same for what these scripts save."""
     assert_equal_to_deepspeed(work / "three" / "global_step2", tmp_path)
-
-
-def test_weights_cut_in_another_way_are_seen(work, pipeline, tmp_path):
-    """The control: the same checkpoint, with the shards of the row-parallel weights put together as
-    columns are."""
-
-    def forget_rows(state):
-        state["universal_checkpoint_info"]["parameter_with_row_parallelism_patterns"] = []
-
-    copy = tmp_path / "c"
-    shutil.copytree(work / "three" / "global_step2", copy / "global_step2")
-    edit(copy, "*/mp_rank_*", forget_rows)
-    flags = (*COMMON, *RESUME, "--checkpoint_dir", copy)
-    result = launch(work, 1, "examples.train_3d", *flags)
-    assert result.code == 2
-    here = "attn.proj.weight is of ['parameter_with_row_parallelism_patterns'] in the model's"
-    assert f"{here} universal_checkpoint_info, and of [] in the checkpoint's" in result.errors
 
 
 @pytest.mark.parametrize(

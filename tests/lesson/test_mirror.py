@@ -9,7 +9,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ import pytest
 
 from measure.logs import COLUMNS, compare, steps
 from tests.support import ROOT
-from tests.support.commands import hang, kill, slow, told_to_stop
+from tests.support.commands import hang, kill, run_python, slow, told_to_stop
 from tests.support.files import MODEL, flip
 from tests.support.helpers import at_step
 from tests.support.ranks import launch, run
@@ -234,8 +233,8 @@ def test_damaged_copies(work, harm, file):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_soak(tmp_path, stage):
     """Two minutes of random events. The seed is printed; --seed repeats it."""
-    command = [sys.executable, "-m", "measure.elastic", "--soak", "2", "--zero_stage", str(stage)]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+    words = ("-m", "measure.elastic", "--soak", 2, "--zero_stage", stage)
+    result = run_python(*words, folder=tmp_path, timeout=1200, PYTHONPATH=str(ROOT))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "every step once in the log, and no bit differs" in result.stdout
 

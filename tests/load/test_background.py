@@ -166,12 +166,15 @@ def test_a_full_disk(tmp_path):
         assert Path("c", "latest").read_text() == "step1"
         train_and_save(engine, [3])
         engine.save_checkpoint("named", 0)  # a tag may be a number
+        engine.save_checkpoint("named", "best", save_latest=False)
         background.wait()
         dist.barrier()
-        assert Path("named", "0").is_dir()
+        assert Path("named", "0").is_dir() and Path("named", "best").is_dir()
+        assert Path("named", "latest").read_text() == "0"
 
     out = run(tmp_path, 2, job)
-    assert "beside `latest`" not in out
+    (line,) = (line for line in out.splitlines() if "beside `latest`" in line)
+    assert "best is saved beside `latest`" in line
     (line,) = (line for line in out.splitlines() if "not saved" in line)
     assert "c/step2 is not saved, and the training goes on: OSError: [Errno 28]" in line
     names = {path.name for path in (tmp_path / "c").iterdir() if path.is_dir()}

@@ -13,6 +13,7 @@ import torch
 from experts import Life
 
 import universal
+from tests.support.commands import only_if
 from tests.support.files import edit, flip, load, records
 from tests.support.ranks import run
 from universal.errors import CheckpointError
@@ -83,11 +84,6 @@ def name_of(resume):
     return "-".join([resume.life, f"{resume.ranks}_ranks", f"size_{size}", *resume.changes])
 
 
-def marked(resume):
-    marks = [] if resume in QUICK else [pytest.mark.slow]
-    return pytest.param(resume, id=name_of(resume), marks=marks)
-
-
 def chosen(parameter, request):
     """Its values in the tests of this module that are to run."""
     return [
@@ -128,7 +124,7 @@ def resumed(saved, request):
     return outcomes
 
 
-@pytest.mark.parametrize("resume", [marked(resume) for resume in RESUMES])
+@pytest.mark.parametrize("resume", [only_if(r in QUICK, r, id=name_of(r)) for r in RESUMES])
 def test_resume(resumed, resume):
     """Every state of every expert is equal to the bit, and the loss continues."""
     outcome = resumed[name_of(resume)][0]

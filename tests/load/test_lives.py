@@ -5,11 +5,11 @@ import lives
 import pytest
 from life import Place, Plan, play_life
 
-SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 45))]
+from tests.support.commands import slow
 
 
 @pytest.mark.filterwarnings("ignore:.*was saved again under its name")
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [*range(2), *map(slow, range(2, 45))])
 def test_lives(seed, tmp_path):
     lives.play(seed, tmp_path)
 

@@ -4,23 +4,22 @@ waits for ever."""
 import contextlib
 import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
 
 import plants
 import pytest
+import torch
 
 import universal
 from tests.support.commands import slow
-from tests.support.files import flip
 from tests.support.ranks import last_error, launch, run
 from tests.support.toy import begin, make
 from universal import resume as resume_module
 from universal.checkpoint import zero
 from universal.errors import RankSilent
-from universal.load import loader, reader, reshard
+from universal.load import collective, loader, reader, reshard
 
 SCRIPT = "tests/ranks/damage.py"
 
@@ -107,7 +106,7 @@ def resume():
         (reader, "pack_optimizer", "0"),
         (reader, "check_same_step", "0"),
         (zero, "differences", "0"),
-        (loader, "newest_first", "0"),
+        (loader, "choose_tag", "0"),
         (loader, "why_own_ranks", "1"),
         (loader, "check_compatible", "1"),
         (reshard, "read_states", "1"),
@@ -146,14 +145,28 @@ def test_an_error_anywhere(tmp_path, route, ranks, every):
     assert (tmp_path / "failures").read_text() == ""
 
 
-def test_a_damaged_shard_is_passed_over(saved, tmp_path):
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(saved, folder)
-    flip(next(folder.glob("later/*zero_pp_rank_1_*optim_states.pt")))
-    run(folder, 2, resume)
-    said = (folder / "said.0").read_text()
-    assert "later is not complete, and is passed over: " in said and "is damaged" in said
-    assert said.endswith("step 2\n")
+def test_an_error_before_all_have_met(tmp_path):
+    """Rank 1 fails while rank 0 still makes its process group: no other rank waits for that one."""
+
+    def late(store, place, timeout):
+        meet_at(store, place, timeout)
+        if place == "after" and os.environ["RANK"] == "0":
+            time.sleep(1)
+
+    def patch():
+        collective.meet_at = late
+
+    def main():
+        torch.distributed.init_process_group("gloo")
+        began = time.monotonic()
+        with pytest.raises(MemoryError), collective.process_group(60) as ranks:
+            if ranks.rank == 1:
+                raise MemoryError
+        assert time.monotonic() - began < 30
+        torch.distributed.barrier()
+
+    meet_at = collective.meet_at
+    run(tmp_path, 3, main, patch=patch)
 
 
 def test_what_it_needs(monkeypatch):

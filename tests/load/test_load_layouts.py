@@ -7,7 +7,7 @@ import pytest
 from tests.support.case import cases_of, test_case  # noqa: F401
 from tests.support.ranks import run
 
-CASES = layouts.kinds() | layouts.without_zero() | cases_of(layouts)
+CASES = layouts.kinds() | cases_of(layouts)
 
 
 @pytest.mark.clients

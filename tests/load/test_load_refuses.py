@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.support.commands import only_if
 from tests.support.files import flip
 from tests.support.harms import (
     FIRST_MODEL,
@@ -251,13 +252,26 @@ BEHIND = (1, 2, 1)  # the newest was saved, and its ranks were killed before `la
 GONE = "`latest` names nope, which holds no checkpoint"
 PASSED_OVER = loads(says="later is not complete, and is passed over")
 IN_ORDER = (1, 2, 3)
+LATEST = {
+    "absent": untagged(latest=None),
+    "binary": untagged(latest="\xff\xfe\x00\x81"),
+    "empty": untagged(latest=""),
+    "with_line_ends": untagged(latest="later\r\n"),
+    "a_folder": untagged(folder_called("latest"), latest=None),
+    "half_saved": untagged(half_of_later, latest="half"),
+}
+NEIGHBOURS = {
+    "a_list": save([1, 2]),
+    "a_text": lambda path: path.write_text("hello"),
+    "a_folder": Path.mkdir,
+    "without_steps": save({"global_steps": None}),
+    "with_steps_in_words": save({"global_steps": "nine"}),
+    "old": save({"global_steps": 9}, _use_new_zipfile_serialization=False),
+    "half_converted": half_converted,
+}
 UNTAGGED = [
-    Damage("latest_absent", untagged(latest=None), loads("later")),
-    Damage("latest_binary", untagged(latest="\xff\xfe\x00\x81"), loads("later")),
-    Damage("latest_empty", untagged(latest=""), loads("later")),
-    Damage("latest_with_line_ends", untagged(latest="later\r\n"), loads("later")),
-    Damage("latest_a_folder", untagged(folder_called("latest"), latest=None), loads("later")),
-    Damage("latest_half_saved", untagged(half_of_later, latest="half"), loads("later")),
+    *(Damage(f"latest_{name}", change, loads("later")) for name, change in LATEST.items()),
+    *(Damage(f"neighbour_{name}", neighbour(x), loads("later")) for name, x in NEIGHBOURS.items()),
     Damage(
         "latest_with_a_slash",
         untagged(move("later", "run/later"), latest="run/later"),
@@ -313,21 +327,6 @@ UNTAGGED = [
         untagged(each(LATER_LAST_MODEL, truncate), hours=IN_ORDER),
         loads(says="passed over"),
     ),
-    Damage("neighbour_a_list", neighbour(save([1, 2])), loads("later")),
-    Damage("neighbour_a_text", neighbour(lambda path: path.write_text("hello")), loads("later")),
-    Damage("neighbour_a_folder", neighbour(Path.mkdir), loads("later")),
-    Damage("neighbour_without_steps", neighbour(save({"global_steps": None})), loads("later")),
-    Damage(
-        "neighbour_with_steps_in_words",
-        neighbour(save({"global_steps": "nine"})),
-        loads("later"),
-    ),
-    Damage(
-        "neighbour_old",
-        neighbour(save({"global_steps": 9}, _use_new_zipfile_serialization=False)),
-        loads("later"),
-    ),
-    Damage("neighbour_half_converted", neighbour(half_converted), loads("later")),
 ]
 
 
@@ -390,8 +389,7 @@ def rows():
     for number, damage in enumerate(DAMAGES.values()):
         quick = layouts[number % 2 :: 2] if damage.at_3 else [layouts[number % 4]]
         for layout in layouts:
-            marks = [] if layout in quick else [pytest.mark.slow]
-            yield pytest.param(damage.name, *layout, marks=marks)
+            yield only_if(layout in quick, damage.name, *layout)
 
 
 @pytest.fixture(scope="module")

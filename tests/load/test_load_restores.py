@@ -12,6 +12,7 @@ import torch
 
 import universal
 from tests.support import zoo
+from tests.support.commands import only_if, slow
 from tests.support.conversions import assert_equal_to_deepspeed
 from tests.support.files import content, load
 from tests.support.ranks import run
@@ -81,9 +82,7 @@ def trained(tmp_path_factory):
 
 
 JOBS = [
-    pytest.param(stage, name, marks=[] if name in quick(stage) else [pytest.mark.slow])
-    for stage in (1, 2, 3)
-    for name in jobs_of(stage)
+    only_if(name in quick(stage), stage, name) for stage in (1, 2, 3) for name in jobs_of(stage)
 ]
 
 
@@ -194,7 +193,7 @@ SHARES = [
 ]
 ALL = [(stage, to, ranks, TAG) for stage in (1, 2, 3) for to in (1, 2, 3) for ranks in (1, 2, 3, 4)]
 ALL += [(stage, *change) for stage in CHANGES for change in CHANGES[stage] if UNIVERSAL in change]
-SLOW = [pytest.param(*change, None, marks=pytest.mark.slow) for change in ALL]
+SLOW = [slow(*change, None) for change in ALL]
 
 
 @pytest.mark.parametrize("stage, to, ranks, tag, share", [*SHARES, *SLOW])
@@ -242,20 +241,20 @@ OPTIONS = {
 HPZ = {"hpZ": ([3], [3], {"zero": {"zero_hpz_partition_size": 2}})}
 SAVES = [(1, 3, OPTIONS), (2, 3, OPTIONS), (3, 3, OPTIONS), (3, 4, HPZ)]
 SAVED_ON = [pytest.param(*save, 0, id=f"{save[:2]}") for save in SAVES]
-SAVED_ON += [pytest.param(*save, 1, id=f"{save[:2]} all", marks=pytest.mark.slow) for save in SAVES]
+SAVED_ON += [slow(*save, 1, id=f"{save[:2]} all") for save in SAVES]
 
 
-@pytest.mark.parametrize("stage, saved_on, options, slow", SAVED_ON)
-def test_options(tmp_path, stage, saved_on, options, slow):
+@pytest.mark.parametrize("stage, saved_on, options, is_slow", SAVED_ON)
+def test_options(tmp_path, stage, saved_on, options, is_slow):
     """Resumed, the engine holds what it held; and what it saves then converts into the same files.
     On 2 ranks, and, in `make test-all`, on those that saved."""
     jobs = [
         Job(name, stage, **{"groups": 3} | changes)
         for name, (*stages, changes) in options.items()
-        if stage in stages[slow]
+        if stage in stages[is_slow]
     ]
     run(tmp_path, saved_on, zoo.play, *jobs)
-    for ranks in (saved_on, 2) if slow else (2,):
+    for ranks in (saved_on, 2) if is_slow else (2,):
         for name, lost, difference in goes_on(tmp_path, ranks, jobs, save_again=True):
             if name == "round robin":  # DeepSpeed misreads a live engine's masters and moments
                 lost = {key for key in lost if " " not in key}

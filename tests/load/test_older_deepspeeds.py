@@ -3,14 +3,12 @@
 import pytest
 
 from measure import versions
+from tests.support.commands import slow
 
 OLDEST = versions.OLD[0]
 
 
-SLOW = [pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)]
-
-
-@pytest.mark.parametrize("stage", [*SLOW, 3])
+@pytest.mark.parametrize("stage", [slow(1), slow(2), 3])
 def test_the_oldest(tmp_path, stage):
     """Under it 3 ranks go on where 4 have saved, and not if nothing is loaded."""
     jobs = versions.commands(OLDEST, stage)

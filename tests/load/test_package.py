@@ -1,15 +1,14 @@
 """The package as others get it: by pip, or copied beside their script; `python -m universal`; what
 it imports."""
 
-import os
 import shutil
-import subprocess
 import sys
 from importlib import metadata
 
 from packaging.requirements import Requirement
 
 from tests.support import ROOT
+from tests.support.commands import run_python
 
 WHERE = """
 import deepspeed, universal
@@ -19,9 +18,7 @@ print(universal.__file__, method.func is universal.load_checkpoint, method.keywo
 
 
 def python(*words, folder, path=""):
-    environment = os.environ | {"PYTHONPATH": str(path), "DS_ACCELERATOR": "cpu"}
-    options = dict(capture_output=True, text=True, timeout=200, env=environment, cwd=folder)
-    return subprocess.run([sys.executable, *map(str, words)], **options)
+    return run_python(*words, folder=folder, PYTHONPATH=str(path))
 
 
 def check_where(done, place):

@@ -1,5 +1,6 @@
 """universal/proof.py: the next steps of a checkpoint are written down, and compared when they are
-trained again; a fault after the load is named at its first or second step."""
+trained again; a fault after the load is named at its first or second step. That nothing is named
+where there is no fault, random_engines.py sees, too."""
 
 import math
 import re
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from proof_engines import FAULTS, KINDS, OF_REPEATS, SAVED, SOUND, play
 from proof_files import STORIES, play_stories
-from proof_random import lines_of
 
 from tests.support.ranks import run
 from universal.checkpoint.next_steps import Row, read_rows
@@ -90,8 +90,8 @@ SAYS = {
     "saved_again_under_its_name": ["step 6, trained before"],
     "elastic_save": ["steps 3 to 4, trained before"],
     "mirrored": ["steps 3 to 4, trained before"],
-    "full_disk": ["the next steps are not proved: OSError: [Errno 28] No space left on device"],
-    "no_folder": ["the next steps are not proved: FileNotFoundError: [Errno 2]"],
+    "full_disk": ["the next steps are not compared: OSError: [Errno 28] No space left on device"],
+    "no_folder": ["the next steps are not compared: FileNotFoundError: [Errno 2]"],
     "converted": ["steps 3 to 5, trained before"],
     "deepspeeds_own_loader": ["steps 3 to 5, trained before", "(DeepSpeed's own loader restored"],
     "tag_0": ["step 3, trained before"],
@@ -111,7 +111,7 @@ def story_lines(work):
     """{story: what is said of its proofs}."""
     (work / "stories").mkdir()
     parts = run(work / "stories", 2, play_stories, *STORIES).split("== ")[1:]
-    proofs = "^universal: .*(?:trained before|not proved).*$"
+    proofs = "^universal: .*(?:trained before|not compared).*$"
     return {part.split()[0]: re.findall(proofs, part, re.M) for part in parts}
 
 
@@ -225,13 +225,6 @@ def test_no_false_warning_of_transformers(tmp_path, start, first, second):
     lines = re.findall("^.*trained before.*$", output, re.M)
     assert len(lines) == len(seeds) * len(proof_rounding.SAVED)
     assert all("differs by at most" in line for line in lines), lines
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, 200, 20))
-def test_no_false_warning_of_random_engines(tmp_path, start):
-    for seed, line in lines_of(range(start, start + 20), tmp_path).items():
-        assert "differs by at most" in line, (seed, line)
 
 
 @pytest.mark.slow

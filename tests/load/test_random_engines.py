@@ -4,10 +4,9 @@ on other ranks and at another stage, and what must not load is known beforehand.
 import pytest
 from random_engines import outcomes_of, plan, wanted
 
-SEEDS = [
-    range(10),
-    *(pytest.param(range(i, i + 20), marks=pytest.mark.slow) for i in range(10, 300, 20)),
-]
+from tests.support.commands import slow
+
+SEEDS = [range(10), *(slow(range(i, i + 20)) for i in range(10, 300, 20))]
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"from {seeds[0]}")

@@ -1,6 +1,8 @@
 """A schedule that now gives the next step another rate than when it was saved is named before that
 step; one that goes on as it was is not."""
 
+import functools
+
 import pytest
 import torch
 from deepspeed.runtime.lr_schedules import (
@@ -28,6 +30,7 @@ from torch.optim.lr_scheduler import (
 import universal
 from tests.support import toy
 from tests.support.ranks import run
+from tests.support.toy import two_groups
 from universal.load.schedules import changed_rate
 
 SAVED = 50  # of the steps below, all but its last ones
@@ -159,26 +162,24 @@ def test_silence():
 # in engines
 
 
-def save(cases):
+def engines(steps):
+    """Yields (name, an engine with a schedule for so many steps)."""
     toy.begin()
-    for name, (stage, make, optimizer) in cases.items():
-        engine = toy.make(stage, optimizer=optimizer, scheduler=lambda it, make=make: make(it, 80))
+    for name, (stage, make, optimizer) in CASES.items():
+        scheduler = functools.partial(make, steps=steps)
+        yield name, toy.make(stage, optimizer=optimizer, scheduler=scheduler)
+
+
+def save():
+    for name, engine in engines(80):
         for step in range(SAVED):
             toy.train(engine, step)
         engine.save_checkpoint("saved", tag=name)
 
 
-def resume(cases, steps):
-    toy.begin()
-    for name, (stage, make, optimizer) in cases.items():
-        engine = toy.make(
-            stage, optimizer=optimizer, scheduler=lambda it, make=make: make(it, steps)
-        )
+def resume(steps):
+    for name, engine in engines(steps):
         universal.load_checkpoint(engine, "saved", tag=name)
-
-
-def two_groups(parameters):
-    return torch.optim.AdamW(toy.split_groups(parameters, 2), lr=1e-3)
 
 
 CASES = {
@@ -193,8 +194,8 @@ CASES = {
 
 def test_engines(tmp_path):
     """On other ranks: a line for each, but for the one whose state has all."""
-    run(tmp_path, 2, save, CASES)
-    assert "the schedule gives" not in run(tmp_path, 1, resume, CASES, 80)
-    said = run(tmp_path, 1, resume, CASES, 120)
+    run(tmp_path, 2, save)
+    assert "the schedule gives" not in run(tmp_path, 1, resume, 80)
+    said = run(tmp_path, 1, resume, 120)
     lines = [line for line in said.splitlines() if "the schedule gives step 51 a rate of" in line]
     assert len(lines) == len(CASES) - 1, said

@@ -1,12 +1,11 @@
 """universal/start/sitecustomize.py: what it promises to whoever has it on PYTHONPATH."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from tests.support import ROOT
+from tests.support.commands import run_python
 
 START = ROOT / "universal" / "start"
 SITE = "sitecustomize.py"
@@ -53,11 +52,9 @@ def theirs(tmp_path):
 
 
 def python(code, *path, **variables):
-    pythonpath = os.pathsep.join(map(str, path))
-    environment = os.environ | {"PYTHONPATH": pythonpath, "DS_ACCELERATOR": "cpu"} | variables
+    variables["PYTHONPATH"] = os.pathsep.join(map(str, path))
     # -c looks first in the working directory.
-    options = dict(capture_output=True, text=True, timeout=120, env=environment, cwd="/")
-    result = subprocess.run([sys.executable, "-c", code], **options)
+    result = run_python("-c", code, folder="/", **variables)
     assert "Traceback" not in result.stderr and not result.returncode, result.stderr
     return result.stdout.split()
 

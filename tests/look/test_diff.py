@@ -7,8 +7,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections import OrderedDict
 from types import SimpleNamespace
 
@@ -16,10 +14,9 @@ import pytest
 import torch
 
 import universal.diff
-from tests.support import ROOT
-from tests.support.commands import command, failed
-from tests.support.files import MODEL, edit, flip, load
-from tests.support.lay_out import lay_out
+from tests.support.commands import command, failed, no_permission, run_python
+from tests.support.files import MODEL, each_state, edit, flip, load
+from tests.support.lay_out import lay_out, lay_out_whole
 from universal import convert
 from universal.diff import diff
 from universal.files.same import is_same
@@ -251,28 +248,16 @@ def test_unlike_ranks_and_stages(laid_out, tmp_path):
 def test_states_without_names(tmp_path):
     """Saved without ZeRO, where shapes do not tell which parameter has which state."""
 
-    def save(name, last):
+    for name, last in (("x", 8), ("y", 7)):
         moments = torch.arange(9.0).view(3, 3).T.contiguous()
         moments[2, 2] = last
-        group = {"lr": 0.1, "params": [0]}
-        optimizer = {"state": {0: {"exp_avg": moments}}, "param_groups": [group]}
-        model = {"module": {"a": torch.ones(3, 3), "b": torch.ones(3, 3)}, "optimizer": optimizer}
-        model |= {"buffer_names": [], "param_shapes": None, "dp_world_size": 1}
-        (tmp_path / name).mkdir()
-        path = tmp_path / name / MODEL
-        torch.save(model | {"global_steps": 1, "skipped_steps": 0}, path)
-
-    save("x", 8)
-    save("y", 7)
+        lay_out_whole(tmp_path / name, {"a": torch.ones(3, 3), "b": torch.ones(3, 3)}, moments)
     (gap,) = diff(tmp_path / "x", tmp_path / "y")["gaps"]
     assert (gap["name"], gap["absolute"], gap["elements"]) == ("parameter 0 exp_avg", 1.0, 1)
 
 
 def test_what_belongs_to_a_rank_is_not_said_to_be_equal(laid_out):
-    def add(shard):
-        state = shard["optimizer_state_dict"]["base_optimizer_state"]["state"]
-        state[0]["rows"] = torch.ones(3)
-
+    add = each_state(lambda state: state.update(rows=torch.ones(3)))
     source = laid_out(1, shard=add)
     (line,) = diff(source, source)["others"]
     assert "rows of the optimizer belongs to a rank: it is not compared" in line
@@ -291,11 +276,6 @@ def test_damage(pair, tmp_path):
     (path,) = source.glob("*rank_1*optim*")
     os.truncate(path, path.stat().st_size // 2)
     failed(compared(source, output), 2, path.name)
-
-
-def no_permission():
-    os.setgid(65534)
-    os.setuid(65534)  # root may read everything
 
 
 def test_without_permission(pair, tmp_path):
@@ -329,8 +309,7 @@ def test_memory_and_torch(tmp_path):
     lay_out(tmp_path / "y", shapes, 3, 3)
 
     def peak(first, second):
-        words = [sys.executable, "-c", MEASURE, str(tmp_path / first), str(tmp_path / second)]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=100)
+        done = run_python("-c", MEASURE, tmp_path / first, tmp_path / second)
         assert done.returncode == 0, done.stderr
         same, has_torch, kilobytes = done.stdout.split()
         return same, has_torch, int(kilobytes)

@@ -5,17 +5,23 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections import OrderedDict
 
 import pytest
 import torch
 
-from tests.support import ROOT
-from tests.support.commands import command, failed
-from tests.support.files import MODEL, data_of, edit, flip, load, records, with_bit_flipped
-from tests.support.lay_out import lay_out
+from tests.support.commands import command, failed, no_permission, run_python
+from tests.support.files import (
+    MODEL,
+    data_of,
+    each_state,
+    edit,
+    flip,
+    load,
+    records,
+    with_bit_flipped,
+)
+from tests.support.lay_out import lay_out, lay_out_whole
 from universal import CheckpointError, convert, inspect
 from universal.checkpoint import facts
 from universal.checkpoint.describe import describe
@@ -31,6 +37,11 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "scheduler": {"type": "WarmupLR"},
 }
+TRUE = {
+    "universal_train_batch_size": 22,
+    "train_batch_size": None,
+    "gradient_accumulation_steps": 6,
+}
 
 
 def inspected(*words, **options):
@@ -39,7 +50,7 @@ def inspected(*words, **options):
 
 def add_more(model):
     """What a script, and modules, put beside the rest: a frozen parameter among it."""
-    model |= {"ds_config": CONFIG, "note": "x", "epoch": 3}
+    model |= {"ds_config": CONFIG, "note": "x", "epoch": 3, "global_samples": 2400}
     model["module"]["calls"] = torch.zeros(3, dtype=torch.int64)
     model["buffer_names"] = ["calls"]
     model["module"]["frozen"] = torch.zeros(2, 5)
@@ -203,50 +214,37 @@ def test_a_weight_that_a_resume_does_not_read(laid_out):
     assert f"{source / MODEL} is damaged: data/" in " ".join(done.out.split())
 
 
-def no_step(shard):
-    for state in shard["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-        del state["step"]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_of_different_steps(laid_out, dtype):
     """Where nothing counts steps, the weights are compared with the masters of every rank."""
 
-    def make(change=lambda masters: None):
-        source = laid_out(1, shard=no_step)
-        whole = []
-        for path in sorted(source.glob("*_optim_*")):
-            shard = torch.load(path, weights_only=False)
-            (masters, _) = shard["optimizer_state_dict"]["single_partition_of_fp32_groups"]
-            whole.append(masters.clone())
-            if "rank_1" in path.name:
-                change(masters)
-            torch.save(shard, path)
-        first = torch.cat(whole)
-        last = [
-            torch.load(path, weights_only=False)["optimizer_state_dict"][
-                "single_partition_of_fp32_groups"
-            ][1]
-            for path in sorted(source.glob("*_optim_*"))
-        ]
-        weights = {"a": first[:15].view(5, 3), "b": first[15:22], "c": torch.cat(last)[:4]}
-        weights = {name: weight.to(dtype) for name, weight in weights.items()}
-        edit(source, MODEL, lambda model: model.update(module=weights))
-        return facts_in(source)["problem"]
+    masters = []  # of both groups, by rank
 
-    assert make() is None
-    assert "are of different steps" in make(lambda masters: masters.add_(0.1))
+    def change(shard):
+        each_state(lambda state: state.pop("step"))(shard)
+        masters.append(shard["optimizer_state_dict"]["single_partition_of_fp32_groups"])
 
+    source = laid_out(1, shard=change)
+    first, last = (torch.cat(of_group) for of_group in zip(*masters, strict=True))
+    weights = {"a": first[:15].view(5, 3), "b": first[15:22], "c": last[:4]}
+    weights = {name: weight.to(dtype) for name, weight in weights.items()}
+    edit(source, MODEL, lambda model: model.update(module=weights))
+    assert facts_in(source)["problem"] is None
 
-def no_permission():
-    os.setgid(65534)
-    os.setuid(65534)  # root may read everything
+    def add(shard):
+        shard["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].add_(0.1)
+
+    edit(source, "*rank_1*_optim_*", add)
+    assert "are of different steps" in facts_in(source)["problem"]
 
 
 @pytest.mark.parametrize("harmed", ["folder", "tag", "file"])
 def test_without_permission(laid_out, tmp_path, harmed):
-    """A line with the path: of the folder itself exit code 2, of a file 1."""
+    """A line with the path: of the folder itself exit code 2; of a file 1, and a resume takes no
+    other checkpoint."""
     source = laid_out(1)
+    if harmed == "file":
+        shutil.copytree(source, tmp_path / "other")
     tmp_path.chmod(0o755)
     (path,) = source.glob("*rank_1*")
     target = {"folder": tmp_path, "tag": source, "file": path}[harmed]
@@ -323,13 +321,8 @@ def test_there_is_none(tmp_path):
 def test_only_an_engine_can_name_the_parameters(tmp_path):
     """Saved without ZeRO, with a frozen weight of the shape of a trained one: it loads, so it is
     not said to be damaged; unless it is."""
-    group = {"lr": 0.1, "params": [0]}
-    state = {"state": {0: {"exp_avg": torch.ones(2, 2)}}, "param_groups": [group]}
-    model = {"module": {"a": torch.ones(2, 2), "b": torch.ones(2, 2)}, "optimizer": state}
-    model |= {"buffer_names": [], "param_shapes": None, "dp_world_size": 1, "mp_world_size": 1}
-    path = tmp_path / "s1" / MODEL
-    path.parent.mkdir()
-    torch.save(model | {"global_steps": 1, "skipped_steps": 0}, path)
+    weights = {"a": torch.ones(2, 2), "b": torch.ones(2, 2)}
+    path = lay_out_whole(tmp_path / "s1", weights, torch.ones(2, 2))
     done = inspected(tmp_path)
     assert done.code == 0 and "8 trained or frozen" in done.out, done.out
     assert "load it without converting it" in " ".join(done.out.split())
@@ -362,7 +355,8 @@ def test_lines_of_a_config(source, ranks, steps, exact):
     assert settings["config"] == config | {key: 24}
     lines = inspected(source, "--ranks", ranks).out.split("\n\n")[-1]
     assert ("AnyRanks" in lines) == ("**universal.batches.config(24, 2)" in lines)
-    assert ("AnyRanks" in lines) == ("UNIVERSAL_BATCH=24" in lines) == (ranks != exact)
+    script = "Trainer script or LLaMA-Factory's YAML, with UNIVERSAL_BATCH=24 python -m universal:"
+    assert ("AnyRanks" in lines) == (script in lines) == (ranks != exact)
     assert f"per_device_train_batch_size: 2\n    gradient_accumulation_steps: {steps}\n" in lines
     assert f"gradient_accumulation_steps={steps}" in lines and f'"{key}": 24,' in lines
 
@@ -398,14 +392,19 @@ def test_batch(name):
     assert batch == wanted and (batch is None or batch.micro_batches == batch[0] // batch[1])
 
 
+@pytest.mark.parametrize("key, value", [("global_samples", 2412), ("ds_config", CONFIG | TRUE)])
+def test_a_batch_that_the_config_does_not_name(source, key, value):
+    """set_train_batch_size() changes it; not so what any number of ranks computes in addition."""
+    assert facts_in(source)["notes"] == []
+    edit(source, "*_model_*", lambda model: model.update({key: value}))
+    words = "its 2412 samples in 100 steps are of others"
+    assert [words in note for note in facts_in(source)["notes"]] == [True] * (value == 2412)
+
+
 def test_its_own_ranks_only(laid_out):
     """A state that is not cut like the weights."""
-
-    def change(shard):
-        state = shard["optimizer_state_dict"]["base_optimizer_state"]["state"]
-        state[0]["rows"] = torch.ones(3)
-
-    view = look(laid_out(1, add_more, shard=change), ranks=3)
+    add = each_state(lambda state: state.update(rows=torch.ones(3)))
+    view = look(laid_out(1, add_more, shard=add), ranks=3)
     (found,) = view["tags"].values()
     assert [share["ranks"] for share in found["goes_on"]] == [2]
     reason = "rows of the optimizer is not cut like the weights"
@@ -461,6 +460,5 @@ def test_without_torch(source):
         "import universal.checkpoint.next_steps;"
         "print({'torch', 'deepspeed', 'numpy'} & {*sys.modules})"
     )
-    words = [sys.executable, "-c", code, str(source)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=100)
+    done = run_python("-c", code, source)
     assert done.stdout == "set()\n", done.stderr

@@ -1,14 +1,14 @@
 """inspect and load_checkpoint() agree on which checkpoint is taken, and on what is damaged: over
 every row of test_load_refuses.py. Over random lives, lives.py compares them."""
 
-import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
 from tests.load.test_load_refuses import DAMAGES, SCRIPT, STEPS
+from tests.support.commands import only_if
+from tests.support.harms import options_in
 from tests.support.ranks import run
 from universal import CheckpointError
 from universal.inspect import look
@@ -24,9 +24,8 @@ def rows():
     """Each at both stages; `make test` has each once."""
     for i, name in enumerate(DAMAGES):
         for stage in STAGES:
-            marks = [] if stage == STAGES[i % 2] else [pytest.mark.slow]
             if name not in OF_THE_LOAD and (stage == 1 or name not in OF_THE_LOAD_AT_3):
-                yield pytest.param(stage, name, marks=marks)
+                yield only_if(stage == STAGES[i % 2], stage, name)
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +45,7 @@ def test_damages(saved, tmp_path, monkeypatch, stage, name):
     folder = shutil.copytree(saved[stage], tmp_path / "c")
     DAMAGES[name].change(folder)
     monkeypatch.chdir(folder)
-    options = {"load_dir": ".", "tag": "t"}
-    if Path("options.json").exists():
-        options |= json.loads(Path("options.json").read_text())
+    options = options_in(folder)
     outcome = DAMAGES[name].expected(stage)
     tag = options["tag"]
     try:

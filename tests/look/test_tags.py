@@ -6,7 +6,8 @@ import os
 import pytest
 import torch
 
-from universal.checkpoint.tags import list_tags, named_by_latest, newest_first
+from universal import CheckpointError
+from universal.checkpoint.tags import choose_tag, find_tag, list_tags, named_by_latest
 
 HOUR = 3600
 
@@ -33,8 +34,8 @@ def place(tmp_path):
 
 def order(folder, **options):
     """The tags, in the order in which they are tried, and what is said about them."""
-    lines = []
-    return newest_first(folder, lines.append, **options), lines
+    choice = choose_tag(folder, **options)
+    return [tag.name for tag in choice.to_try], choice.says
 
 
 def test_latest_universal_beside_latest(place, tmp_path):
@@ -49,6 +50,22 @@ def test_latest_universal_beside_latest(place, tmp_path):
     converted = ["step100_universal", "step150_universal"]
     assert order(tmp_path, converted_only=True) == (converted, [])
     assert order(tmp_path)[0][0] == "step200"
+    (tmp_path / "latest").unlink()
+    assert order(tmp_path)[0][0] == "step200"
+
+
+def test_in_doubt(place, tmp_path):
+    """What takes one alone takes that with which a resume begins, or none."""
+    tag, latest = place
+    tag("step200", 200, 1)
+    assert find_tag(tmp_path) == tmp_path / "step200"
+    tag("step100", 100, 2)
+    latest("latest", "step100", 3)
+    assert find_tag(tmp_path) == tmp_path / "step100"
+    tag("step300", 300, 4)
+    assert order(tmp_path)[0] == ["step300", "step100", "step200"]
+    with pytest.raises(CheckpointError, match="names step100, and step300 was written after it"):
+        find_tag(tmp_path)
 
 
 def test_copied_without_their_times(place, tmp_path):
@@ -57,11 +74,12 @@ def test_copied_without_their_times(place, tmp_path):
     tag, latest = place
     for hour, step in enumerate((1000, 200, 900)):
         tag(f"step{step}", step, hour)
+    tag("converted", 900, 3, converted=True)  # comes behind what it was made of
     tags, (line,) = order(tmp_path)
-    assert tags == ["step900", "step200", "step1000"]
+    assert tags == ["step900", "converted", "step200", "step1000"]
     assert "step900 was written after step1000" in line and "tell which tag to load" in line
     latest("latest", "step1000", 5)
-    assert order(tmp_path) == (["step1000", "step900", "step200"], [])
+    assert order(tmp_path) == (["step1000", "step900", "converted", "step200"], [])
 
 
 def test_a_folder_below_another_run(place, tmp_path):

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import universal
-from tests.support.toy import begin, differences, make, snapshot
+from tests.support.toy import begin, differences, make, snapshot, train
 
 SMALL = {
     "vocab_size": 128,
@@ -96,24 +96,13 @@ def part_of(whole, rank):
     return part
 
 
+def forward(engine, number):
+    tokens = torch.randint(128, (1, 16), generator=torch.Generator().manual_seed(number))
+    return engine(input_ids=tokens, labels=tokens).loss
+
+
 def losses(engine, steps):
-    """Of all micro-batches of each step."""
-    group = engine.seq_data_parallel_group
-    share = engine.gradient_accumulation_steps()
-    means = []
-    for step in steps:
-        total = torch.zeros((), dtype=torch.float64)
-        for i in range(share):
-            number = 10 * step + dist.get_rank(group) * share + i
-            generator = torch.Generator().manual_seed(number)
-            tokens = torch.randint(128, (1, 16), generator=generator)
-            loss = engine(input_ids=tokens, labels=tokens).loss
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach()
-        dist.all_reduce(total, group=group)
-        means.append(total.item() / 2)
-    return means
+    return [train(engine, step, forward=forward) for step in steps]
 
 
 def play(name, stage, degree, other):

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import universal
+from tests.support.harms import options_in
 from tests.support.toy import (
     begin,
     differences,
@@ -35,9 +36,7 @@ def save(engine):
 
 
 def load(engine, top):
-    options = {"load_dir": ".", "tag": "t", "timeout": 30}
-    if Path("options.json").exists():
-        options |= json.loads(Path("options.json").read_text())
+    options = {"timeout": 30} | options_in(Path())
     outcome = {"error": None}
     begun = time.monotonic()
     try:

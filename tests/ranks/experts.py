@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
@@ -16,7 +15,19 @@ from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_opti
 from torch import nn
 
 import universal
-from tests.support.toy import begin, in_turn
+from tests.support import toy
+from tests.support.toy import (
+    begin,
+    differences,
+    falling,
+    gathered,
+    in_turn,
+    is_elementwise,
+    is_scalar,
+    make,
+    read_truth,
+    save_truth,
+)
 
 BATCH = 24  # rows of a step
 TOKENS = 5  # of a row
@@ -114,9 +125,8 @@ def initialize(model, seed, data_first):
         tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * scale)
 
 
-def param_groups(model, max_group_size):
+def param_groups(trained, max_group_size):
     """Matrices decay, vectors do not; DeepSpeed splits off the experts."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.dim() > 1]
     vectors = [parameter for parameter in trained if parameter.dim() == 1]
     kinds = [
@@ -134,38 +144,36 @@ OPTIMIZERS = {
 }
 
 
-def make_engine(life, seed):
-    for name in ("EXPERT_PARALLEL", "EXPERT_DATA_PARALLEL"):  # those of another life
+def forget_experts():
+    """Those of another engine."""
+    for name in ("EXPERT_PARALLEL", "EXPERT_DATA_PARALLEL"):
         getattr(groups, f"_{name}_GROUP").clear()
         getattr(groups, f"_{name}_GROUP_RANKS").clear()
-    model = Net(life.ep_size, **life.net)
-    config = {
-        "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": life.micro,
-        "gradient_clipping": life.clip,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": life.stage} | life.zero,
-        "use_data_before_expert_parallelism": life.data_first,
-        "bf16": {"enabled": life.dtype == "bf16"},
-        "data_types": {"grad_accum_dtype": life.accumulate},
-    }
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not (life.frozen and life.frozen in name))
-    initialize(model, seed, life.data_first)
-    optimizer = OPTIMIZERS[life.optimizer](param_groups(model, life.max_group_size))
 
-    def scheduler(optimizer):
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
 
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
+def make_engine(life, seed):
+    forget_experts()
+
+    def net():
+        model = Net(life.ep_size, **life.net)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not (life.frozen and life.frozen in name))
+        initialize(model, seed, life.data_first)
+        return model
+
+    return make(
+        life.stage,
+        net,
+        lambda trained: OPTIMIZERS[life.optimizer](param_groups(trained, life.max_group_size)),
+        zero=life.zero,
+        batch=BATCH,
+        micro=life.micro,
+        clip=life.clip,
+        scheduler=falling,
+        use_data_before_expert_parallelism=life.data_first,
+        bf16={"enabled": life.dtype == "bf16"},
+        data_types={"grad_accum_dtype": life.accumulate},
     )
-    return engine
-
-
-def is_slice(value):
-    return torch.is_tensor(value) and value.dim() > 0
 
 
 def snapshot(engine, life):
@@ -180,28 +188,23 @@ def snapshot(engine, life):
     optimizer._hp_optimizer_states_linked = False
     optimizer._lazy_init_hp_params_optimizer_state()
     states = list(optimizer.optimizer.state.values())
-    keys = sorted({key for state in states for key, value in state.items() if is_slice(value)})
-    tensors = {}
+    keys = sorted({key for state in states for key in state if is_elementwise(state[key])})
+    own = {}
     for name, buffer in engine.module.named_buffers():
-        tensors[global_name(engine.module, name, data_first)] = buffer.clone()
+        own[global_name(engine.module, name, data_first)] = buffer.clone()
     for name, parameter in engine.module.named_parameters():
         name = global_name(engine.module, name, data_first)
-        tensors[name] = parameter.detach().clone()
+        own[name] = parameter.detach().clone()
         if parameter.requires_grad and with_states:
-            tensors[f"{name} fp32"] = safe_get_full_fp32_param(parameter).clone()
+            own[f"{name} fp32"] = safe_get_full_fp32_param(parameter).clone()
             for key in keys:
-                tensors[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).clone()
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, tensors)
+                own[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).clone()
     everything = {}
-    for tensors in of_ranks:
+    for tensors in gathered(own):
         for key, tensor in tensors.items():
             assert torch.equal(everything.setdefault(key, tensor), tensor), f"ranks differ in {key}"
     everything["steps"] = {
-        key: float(value)
-        for state in states
-        for key, value in state.items()
-        if value is not None and not is_slice(value)
+        key: float(value) for state in states for key, value in state.items() if is_scalar(value)
     }
     settings = {(g["lr"], g["weight_decay"], g["initial_lr"]) for g in optimizer.param_groups}
     everything["hyperparameters"] = sorted(settings)
@@ -209,42 +212,27 @@ def snapshot(engine, life):
     return everything
 
 
-def is_equal(a, b):
-    if not torch.is_tensor(a):
-        return a == b
-    return a.dtype == b.dtype and torch.equal(a, b)
+def forward(engine, number):
+    generator = torch.Generator().manual_seed(number)
+    micro = engine.train_micro_batch_size_per_gpu()
+    rows = torch.randn(micro, TOKENS, 2 * WIDTH, generator=generator)
+    dtype = next(engine.module.parameters()).dtype
+    return engine(*rows.to(dtype).split(WIDTH, dim=-1))
 
 
 def train(engine, steps):
     """The losses of these steps, over all ranks."""
-    count = engine.gradient_accumulation_steps()
-    micro = engine.train_micro_batch_size_per_gpu()
-    dtype = next(engine.module.parameters()).dtype
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(1000 + step)
-        rows = torch.randn(BATCH, TOKENS, 2 * WIDTH, generator=generator).to(dtype).split(micro)
-        total = torch.zeros((), dtype=torch.float64)
-        for m in range(dist.get_rank() * count, (dist.get_rank() + 1) * count):
-            loss = engine(*rows[m].split(WIDTH, dim=-1))
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach().double()
-        dist.all_reduce(total)
-        losses.append(total.item() / len(rows))
-    return losses
+    return [toy.train(engine, step, forward=forward) for step in steps]
 
 
 def save(life, tag="t"):
-    """Train, save, and train on. truth.pt gets the state, losses.json the losses that follow."""
+    """Train, save, and train on. truth.pt gets the state, and the losses that follow."""
     engine = make_engine(life, seed=1)
     train(engine, range(SAVED))
     engine.save_checkpoint(".", tag=tag, client_state={"word": "hello"})
     truth = snapshot(engine, life)
     losses = train(engine, range(SAVED, STEPS))
-    if dist.get_rank() == 0:
-        torch.save(truth, "truth.pt")
-        Path("losses.json").write_text(json.dumps(losses))
+    save_truth([truth, losses])
     engine.destroy()
 
 
@@ -258,15 +246,13 @@ def load(life, tag="t", save_as=None):
     assert client_state["word"] == "hello"
     if save_as:
         engine.save_checkpoint(".", tag=save_as, client_state={"word": "hello"})
-    truth = torch.load("truth.pt")
+    truth, wanted = read_truth()
     state = snapshot(engine, life)
-    differences = sorted(truth.keys() ^ state.keys())
-    differences += [key for key in truth if key in state and not is_equal(truth[key], state[key])]
+    differing = sorted({*differences(truth, state), *(state.keys() - truth.keys())})
     losses = train(engine, range(SAVED, STEPS))
-    wanted = json.loads(Path("losses.json").read_text())
     gap = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
     engine.destroy()
-    return {"differences": differences, "gap": gap}
+    return {"differences": differing, "gap": gap}
 
 
 def play(act, lives):

@@ -1,7 +1,7 @@
 """A job that starts for the first time, begins again in the middle of a step, or has a rank that
 fails; files of two saves, of a GPU, of each machine's own disk."""
 
-import functools
+import os
 import shutil
 from pathlib import Path
 
@@ -14,16 +14,19 @@ import universal
 from tests.support.case import (
     PRINTED,
     case,
+    check_losses,
     check_restored,
     load,
     printed,
     refused,
     restored,
+    resumed,
     saved,
+    saved_with_losses,
     train_and_save,
 )
 from tests.support.files import flip, records
-from tests.support.toy import differences, make, read_truth, save_truth, snapshot, train
+from tests.support.toy import differences, forward, is_rank_0, make, save_truth, snapshot, train
 from universal import mirror
 from universal.load import reshard
 from universal.load.hooks import overridden
@@ -54,61 +57,55 @@ def the_first_start(stage):
             raise AssertionError(options)
         assert engine.load_checkpoint(".")[1]["step"] == 2
         engine.save_checkpoint("more", "regular")
-        assert dist.get_rank() or not printed("beside `latest`")
+        assert not is_rank_0() or not printed("beside `latest`")
         engine.save_checkpoint("more", "best", save_latest=False)
         assert printed("best is saved beside `latest`: a load without a tag takes whichever is of")
 
 
-def save_and_go_on(stage, **options):
-    engine = train_and_save(stage, **options)
-    save_truth([train(engine, step) for step in (2, 3)], "losses.pt")
-
-
-def go_back(stage, tolerance, **options):
+def go_back(stage, tolerance=1e-6, exact=True, **options):
     """To a checkpoint, when all weights are NaN, and from the middle of an accumulation."""
     engine = make(stage, seed=5, **options)
     for group in engine.optimizer.param_groups:
         group["lr"] = float("nan")
     train(engine, 7)
     train(engine, 8, micro_batches=1)
-    dtype = next(engine.module.parameters()).dtype
-    engine(torch.ones(1, 8, dtype=dtype))  # at ZeRO-3 it may leave weights whole
+    forward(engine, 9)  # at ZeRO-3 it may leave weights whole
     load(engine)
-    assert printed("the gradients of half a step are discarded")
-    for step, saved_loss in zip((2, 3), read_truth("losses.pt"), strict=True):
-        gap = abs(train(engine, step) - saved_loss)
-        assert gap <= tolerance, (step, gap)
+    assert printed(HALF_A_STEP)
+    check_losses(engine, tolerance, exact=exact)
     return engine
 
 
-@case(save_and_go_on, quick_stages=(1, 2, 3), quick_ranks=(2, 3))
+HALF_A_STEP = "the gradients of half a step are discarded"
+
+
+@case(saved_with_losses(), quick_stages=(1, 2, 3), quick_ranks=(2, 3))
 def half_a_step(stage):
     """Those gradients are not added to the next step's."""
-    engine = go_back(stage, 0 if dist.get_world_size() == 2 else 1e-6)
+    engine = go_back(stage)
     train(engine, 8, micro_batches=1)
     load(engine, load_module_only=True)
     assert engine.micro_steps % engine.gradient_accumulation_steps() == 0
 
 
-@case(save_and_go_on, quick_stages=(2, 3), quick_ranks=(2,))
+@case(saved_with_losses(), quick_stages=(2, 3), quick_ranks=(2,))
 def half_a_step_elsewhere(stage):
     """With gradients on the CPU; with weights that a forward pass has left whole."""
-    go_back(stage, 1e-6, zero={"offload_optimizer": {"device": "cpu"}})
-    go_back(stage, 1e-6, zero={"stage3_param_persistence_threshold": 0})
+    go_back(stage, exact=False, zero={"offload_optimizer": {"device": "cpu"}})
+    go_back(stage, exact=False, zero={"stage3_param_persistence_threshold": 0})
 
 
 SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
-@case(functools.partial(save_and_go_on, **SUMS), quick_stages=(1, 2), quick_ranks=(2,))
+@case(saved_with_losses(**SUMS), quick_stages=(1, 2), quick_ranks=(2,))
 def half_a_step_of_sums(stage):
     """With gradients added up in another precision, and so in another place."""
-    go_back(stage, 0 if dist.get_world_size() == 2 else 1e-3, **SUMS)
+    go_back(stage, 1e-3, **SUMS)
 
 
-def micro_batch(engine, step=8):
-    x = torch.randn(1, 8, generator=torch.Generator().manual_seed(step))
-    engine.backward(engine(x.to(next(engine.module.parameters()).dtype)))
+def micro_batch(engine, number=8):
+    engine.backward(forward(engine, number))
 
 
 def step_at_the_boundary(engine, step):
@@ -120,68 +117,55 @@ def step_at_the_boundary(engine, step):
     engine.step()
 
 
-def save_alone(stage):
-    engine = make(stage)
-    train(engine, 1)
-    engine.save_checkpoint(".", "t")
-
-
-@case(save_alone, stages=(0, 1, 2, 3), quick_ranks=(2,), quick_stages=(0, 2))
+@case(stages=(0, 1, 2, 3), quick_ranks=(2,), quick_stages=(0, 2))
 def a_boundary_that_is_told(stage):
     """DeepSpeed then counts steps, not micro-batches: only half a step is said to be one."""
     engine = make(stage, seed=5)
     for step in (7, 8, 9, 10):
         step_at_the_boundary(engine, step)
     load(engine)
-    assert dist.get_rank() or not printed("half a step")
+    assert not is_rank_0() or not printed("half a step")
     step_at_the_boundary(engine, 2)
     engine.set_gradient_accumulation_boundary(False)
     micro_batch(engine)
     load(engine)
-    assert printed("the gradients of half a step are discarded")
+    assert printed(HALF_A_STEP)
 
 
 UNMANAGED = {"managed_gradient_accumulation": False}
 
 
-@case(functools.partial(train_and_save, **UNMANAGED), quick_ranks=(2,), quick_stages=(1, 3))
+@case(saved(**UNMANAGED), quick_ranks=(2,), quick_stages=(1, 3))
 def half_a_step_unmanaged(stage):
     """Its samples are not counted with those of the next step."""
     engine = make(stage, seed=5, **UNMANAGED)
     micro_batch(engine)
     engine.step()
     load(engine)
-    assert dist.get_rank() or not printed("half a step")
+    assert not is_rank_0() or not printed("half a step")
     samples = engine.global_samples
     micro_batch(engine)
     load(engine)
-    assert printed("the gradients of half a step are discarded")
+    assert printed(HALF_A_STEP)
     micro_batch(engine)
     engine.step()
     assert engine.global_samples == samples + dist.get_world_size()
 
 
-def save_a_batch_that_grows(stage):
-    engine = make(stage)
-    for step in range(4):
-        train(engine, step)
+def grow(engine):
     engine.set_train_batch_size(24)
     train(engine, 4)
-    engine.save_checkpoint(".", "t")
-    save_truth([train(engine, step) for step in (5, 6)], "losses.pt")
 
 
-@case(save_a_batch_that_grows, stages=(0, 1, 2, 3), quick_stages=(1,))
+@case(saved_with_losses(steps=4, change=grow), stages=(0, 1, 2, 3), quick_stages=(1,))
 def a_batch_that_grows_after_the_load(stage):
     """5 steps of the smaller batch would be two and a half of the larger."""
-    engine = make(stage, seed=5)
-    load(engine)
+    engine = resumed(stage)
     engine.set_train_batch_size(24)
-    for step, saved_loss in zip((5, 6), read_truth("losses.pt"), strict=True):
-        assert abs(train(engine, step) - saved_loss) <= 1e-6
+    check_losses(engine, begin=4)
     load(make(stage, batch=24, seed=5))
     assert printed("config has 12, but its 72 samples in 5 steps are of more than one")
-    assert dist.get_rank() or not printed("WARNING: the global batch")
+    assert not is_rank_0() or not printed("WARNING: the global batch")
 
 
 @case(quick_stages=(1, 3))
@@ -200,7 +184,7 @@ def masters_in_another_order(stage):
 def save_two_in_one(stage):
     train_and_save(stage, "before", optimizer=momentum)
     train_and_save(stage, steps=4, optimizer=momentum)
-    if dist.get_rank() == 0:
+    if is_rank_0():
         (shard,) = Path("before").glob("*zero_pp_rank_1_mp*optim_states.pt")
         shutil.copy(shard, Path("t", shard.name))
 
@@ -221,7 +205,7 @@ def before_the_first_step(stage):
 
 def save_and_flip_models(stage):
     train_and_save(stage)
-    if dist.get_rank() == 0:
+    if is_rank_0():
         for path in Path("t").glob("*model_states.pt"):
             for record in records(path):
                 flip(path, record)
@@ -229,13 +213,17 @@ def save_and_flip_models(stage):
 
 @case(save_and_flip_models)
 def damage_is_seen_before_the_engine_changes(stage):
-    """That of a frozen weight, too, which is read last. Masters are filled in their place: the next
-    load makes them anew."""
+    """That of a frozen weight, too, which is read last. Masters are filled in their place, and the
+    next load makes them anew; moments, too, and none is left."""
     engine = make(stage, seed=5)
+    train(engine, 7)
     before = snapshot(engine)
     refused(engine, "model_states.pt is damaged")
-    changed = differences(before, snapshot(engine))
-    assert all(name.endswith(" fp32") for name in changed)
+    after = snapshot(engine)
+    moments = [name for name in after if " exp_avg" in name]
+    changed = set(differences(before, after))
+    assert changed - {*moments} and all(name.endswith(" fp32") for name in changed - {*moments})
+    assert moments and not any(after[name].any() for name in moments)
 
 
 @case(quick_stages=(1,), quick_ranks=(2,))
@@ -251,11 +239,10 @@ def a_load_that_takes_long(stage):
 
 def save_as_on_a_gpu(stage):
     train_and_save(stage)
-    if dist.get_rank() == 0:
+    if is_rank_0():
         with overridden(torch.serialization, location_tag=lambda storage: "cuda:0"):
             for path in Path("t").glob("*.pt"):
                 torch.save(torch.load(path, weights_only=False), path)
-    dist.barrier()
 
 
 @case(save_as_on_a_gpu)
@@ -287,3 +274,59 @@ def saved_again_on_its_own_disk(stage):
     universal.load_checkpoint(engine, f"disk{dist.get_rank() % 2}", "last")
     check_restored(engine)
     assert engine.global_steps == 2
+
+
+def train_in_memory(stage):
+    """An engine, and its mirror."""
+    os.makedirs("memory", exist_ok=True)
+    engine = make(stage)
+    return engine, mirror.Mirror(engine, "memory")
+
+
+def newest_in_memory(stage):
+    """The step in memory is newer than the one on the disk, whose model states are cut off. A later
+    one lacks a shard."""
+    engine, mirrored = train_in_memory(stage)
+    train(engine, 0)
+    engine.save_checkpoint("disk", tag="t")
+    train(engine, 1)
+    mirrored.save({"step": 2})
+    os.close(mirrored.lock)
+    save_truth(snapshot(engine))
+    train(engine, 2)
+    engine.save_checkpoint("disk", tag="later", save_latest=False)
+    if is_rank_0():
+        for path in Path("disk/t").glob("*model_states.pt"):
+            os.truncate(path, 100)
+        next(Path("disk/later").glob("*rank_1_*optim_states.pt")).unlink()
+
+
+def check_gathered(stage, place):
+    """The newest is in this folder."""
+    engine = make(stage, seed=5)
+    folder = mirror.Mirror(engine, "memory").gather("disk")
+    assert str(folder) == place
+    universal.load_checkpoint(engine, folder)
+    check_restored(engine)
+
+
+@case(newest_in_memory)
+def memory_beside_a_damaged_disk(stage):
+    check_gathered(stage, "memory")
+
+
+def newest_beside_latest(stage):
+    """The newest step is on the disk, under a tag that `latest` does not name."""
+    engine, mirrored = train_in_memory(stage)
+    for step, tag in enumerate("tu"):
+        train(engine, step)
+        mirrored.save({"step": step})
+        train(engine, step)
+        engine.save_checkpoint("disk", tag, save_latest=tag == "t")
+    os.close(mirrored.lock)
+    save_truth(snapshot(engine))
+
+
+@case(newest_beside_latest)
+def disk_later_than_latest(stage):
+    check_gathered(stage, "disk")

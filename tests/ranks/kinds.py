@@ -10,7 +10,15 @@ import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 import universal
-from tests.support.toy import Net, begin, falling, make, split_groups, train
+from tests.support.toy import (
+    begin,
+    falling,
+    is_rank_0,
+    make,
+    torch_optimizer,
+    train,
+    two_groups,
+)
 
 TAG = "global_step2"
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -27,12 +35,8 @@ KINDS = {
 AGAIN = [("zero1", "zero3"), ("zero3", "zero2"), ("zero2", "zero1"), ("zero1", "zero0")]
 
 
-def two_groups(parameters):
-    return torch.optim.AdamW(split_groups(parameters, 2), lr=0.01)
-
-
 def engine_of(options):
-    options = {"net": Net, "optimizer": two_groups, "scheduler": falling} | options
+    options = {"optimizer": two_groups, "scheduler": falling} | options
     if options.get("batch", 12) is None:  # DeepSpeed multiplies
         options["batch"] = 2 * 2 * dist.get_world_size()
     return make(**options)
@@ -44,7 +48,7 @@ def elements(tensors):
 
 def write_truth(engine, folder, **more):
     parameters = [*engine.module.parameters()]
-    groups = engine.optimizer.optimizer if engine.zero_optimization_stage() else engine.optimizer
+    groups = torch_optimizer(engine).param_groups
     truth = {
         "step": engine.global_steps,
         "stage": engine.zero_optimization_stage(),
@@ -55,10 +59,10 @@ def write_truth(engine, folder, **more):
         "samples": engine.train_batch_size(),
         "micro": engine.train_micro_batch_size_per_gpu(),
         "steps": engine.gradient_accumulation_steps(),
-        "rates": [group["lr"] for group in groups.param_groups],
-        "decay": [group["weight_decay"] for group in groups.param_groups],
+        "rates": [group["lr"] for group in groups],
+        "decay": [group["weight_decay"] for group in groups],
     }
-    if dist.get_rank() == 0:
+    if is_rank_0():
         Path(folder, "truth.json").write_text(json.dumps(truth | more))
 
 

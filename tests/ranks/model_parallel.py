@@ -9,7 +9,6 @@ import functools
 import sys
 from types import SimpleNamespace
 
-import deepspeed
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -19,7 +18,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
 
 from examples.train_3d import Spread, Sum
-from tests.support.toy import begin
+from tests.support.toy import begin, make
 from train import GPT, load_text, micro_batch, parameter_groups
 
 folder, kind, *degrees = sys.argv[1:]
@@ -27,11 +26,7 @@ begin()
 torch.manual_seed(1)
 text, _, _ = load_text(None, 16)
 BATCH = SimpleNamespace(seed=0, seq_len=16, train_batch_size=8, train_micro_batch_size_per_gpu=8)
-CONFIG = {
-    "train_batch_size": 8,
-    "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}},
-    "gradient_clipping": 1.0,
-}
+OPTIONS = {"batch": 8, "clip": 1.0}
 
 
 def autotp(stage, tensor):
@@ -45,13 +40,14 @@ def autotp(stage, tensor):
     groups._init_tp_mesh_device(tensor)
     cuts = {"use_default_specs": False, "layer_specs": specs}
     micro = 8 // (dist.get_world_size() // tensor)
-    config = CONFIG | {
-        "train_micro_batch_size_per_gpu": micro,
-        "zero_optimization": {"stage": stage},
-        "tensor_parallel": {"autotp_size": tensor, "partition_config": cuts},
-    }
-    engine, *_ = deepspeed.initialize(
-        model=gpt, model_parameters=parameter_groups(gpt), config=config, mpu=groups
+    engine = make(
+        stage,
+        lambda: gpt,
+        lambda _: torch.optim.AdamW(parameter_groups(gpt), lr=1e-3),
+        micro=micro,
+        mpu=groups,
+        tensor_parallel={"autotp_size": tensor, "partition_config": cuts},
+        **OPTIONS,
     )
     start = groups.get_data_parallel_rank() * micro
     rows = slice(start, start + micro)
@@ -123,9 +119,7 @@ def pipeline(tensor, stages):
         "parameter_with_sub_params": [gate_and_value],
     }
     micro = 8 // (2 * data)
-    config = CONFIG | {"train_micro_batch_size_per_gpu": micro, "zero_optimization": {"stage": 1}}
-    parameters = module.parameters()
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=config)
+    engine = make(1, lambda: module, micro=micro, **OPTIONS)
     start = engine.grid.data_parallel_id * 2 * micro
     batches = [slice(start + m * micro, start + (m + 1) * micro) for m in range(2)]
     for step in (1, 2, 3):

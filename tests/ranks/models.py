@@ -2,27 +2,29 @@
 
 import itertools
 
-import stage_0
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from deepspeed.pipe import PipelineModule
-from optimizers import momentum
 from torch import nn
 
 import universal
 from tests.support.case import (
     PRINTED,
     case,
+    check_losses,
+    check_restored,
     check_same_state,
     convert,
     load,
+    on_own_ranks,
     printed,
     refused,
     restored,
+    resumed,
     saved,
+    saved_with_losses,
     train_and_save,
 )
 from tests.support.toy import (
@@ -31,10 +33,9 @@ from tests.support.toy import (
     differences,
     make,
     read_truth,
-    save_truth,
     snapshot,
-    split_groups,
     train,
+    two_groups,
 )
 from universal import batches
 from universal.load.hooks import overridden
@@ -63,8 +64,7 @@ def another_model(stage):
         engine = make(stage, lambda shape=shape: Shaped(*shape))
         for strict in (True, False):
             refused(engine, f"b.weight is {shape} here, and (5, 7) in", load_module_strict=strict)
-    two_groups = make(stage, optimizer=lambda ps: torch.optim.AdamW(split_groups(ps, 2)))
-    refused(two_groups, "is in parameter group")
+    refused(make(stage, optimizer=two_groups), "is in parameter group")
 
 
 class Bigger(Net):
@@ -122,13 +122,13 @@ def another_frozen_weight(stage):
     assert "passed over" not in PRINTED.getvalue()
 
 
-@case(saved(exclude_frozen_parameters=True), quick_stages=(1, 3))
+@case(saved(frozen=False), quick_stages=(1, 3))
 def frozen_ones_left_out(stage):
     engine = make(stage, seed=5)
     line = "in the module's state here, and not in the checkpoint (2): frozen.bias, frozen.weight;"
     refused(engine, line, "load_module_strict=False")
     load(engine, load_module_strict=False)
-    assert {*differences(read_truth(), snapshot(engine))} == {"frozen.weight", "frozen.bias"}
+    check_restored(engine, but=["frozen.weight", "frozen.bias"])
 
 
 class Normed(Net):
@@ -140,31 +140,40 @@ class Normed(Net):
         self.frozen = norm(nn.Linear(8, 7)).requires_grad_(False)  # shapes tell nothing
 
 
-def save_normed(stage):
-    engine = make(stage, lambda: Normed(nn.utils.weight_norm))
-    for step in (0, 1):
-        train(engine, step)
-    engine.save_checkpoint(".", "t")
-    save_truth([stage_0.snapshot(engine), train(engine, 2)])
-
-
-@case(save_normed, stages=(0, 1), quick_stages=(0, 1), quick_ranks=(2, 3))
-def weight_norm_of_before_torch_2_1(stage):
-    """Has other names for the same weights."""
+def load_normed(norm, names, stage):
+    """names: [(a part of a name as it was saved, what it is now)]"""
     if stage:
         convert()
-    saved_truth, loss = read_truth()
     truth = {}
-    for key, value in saved_truth.items():
-        for former, name in (("weight_g", "original0"), ("weight_v", "original1")):
-            key = key.replace(former, f"parametrizations.weight.{name}")
+    for key, value in read_truth().items():
+        for saved_name, name in names:
+            key = key.replace(saved_name, name)
         truth[key] = value
-    assert "a.parametrizations.weight.original1 exp_avg" in truth
+    assert f"a.{names[1][1]} exp_avg" in truth
     for to, tag in itertools.product((stage, 3), ("t", "u")[: stage + 1]):
-        engine = make(to, lambda: Normed(nn.utils.parametrizations.weight_norm), seed=5)
-        load(engine, tag)
-        assert differences(truth, stage_0.snapshot(engine)) in ([], ["scale"])
-        assert abs(train(engine, 2) - loss) <= 1e-6
+        engine = resumed(to, tag, net=lambda: Normed(norm))
+        assert differences(truth, snapshot(engine)) in ([], ["scale"])
+        check_losses(engine, exact=False)
+
+
+NORMS = (nn.utils.weight_norm, nn.utils.parametrizations.weight_norm)  # of before torch 2.1, since
+NAMES = [(f"weight_{key}", f"parametrizations.weight.original{i}") for i, key in enumerate("gv")]
+
+
+def normed(norm, quick_ranks):
+    save = saved_with_losses(net=lambda: Normed(norm))
+    return case(save, (0, 1), quick_stages=(0, 1), quick_ranks=quick_ranks)
+
+
+@normed(NORMS[0], (2, 3))
+def weight_norm_of_before_torch_2_1(stage):
+    """Has other names for the same weights."""
+    load_normed(NORMS[1], NAMES, stage)
+
+
+@normed(NORMS[1], (2,))
+def weight_norm_since_torch_2_1(stage):
+    load_normed(NORMS[0], [(new, old) for old, new in NAMES], stage)
 
 
 class Empty(Net):
@@ -208,21 +217,18 @@ def extra_state_without_tensors(stage):
     assert engine.module.vocabulary.word == "1"
 
 
-def save_of_each_rank(stage):
-    engine = make(stage)
-    train(engine, 0)
+def count_rank(engine):
     engine.module.calls += dist.get_rank()
-    engine.save_checkpoint(".", tag="t", client_state={"rank": dist.get_rank()})
 
 
-@case(save_of_each_rank, quick_ranks=(2, 3), quick_stages=(1, 3))
+@case(saved(change=count_rank), quick_ranks=(2, 3), quick_stages=(1, 3))
 def of_each_rank(stage):
     """ZeRO-3 saves the client state and the buffers of every rank; on as many ranks each gets its
     own."""
     engine = make(stage)
-    rank = dist.get_rank() if stage == 3 and dist.get_world_size() == 2 else 0
+    rank = dist.get_rank() if stage == 3 and on_own_ranks() else 0
     assert load(engine)["rank"] == rank
-    assert engine.module.calls.tolist() == [6.0 + rank] * 3
+    assert engine.module.calls.tolist() == [12.0 + rank] * 3
 
 
 def uneven(stage, batch=12):
@@ -253,7 +259,7 @@ def another_batch(stage):
     assert printed(f"WARNING: the global batch was 12, and is {padded} now: batches.config(12, ")
     load(uneven(stage, 24))
     assert printed("WARNING: the global batch was 12, and is 24 now")
-    if dist.get_world_size() == 2:
+    if on_own_ranks():
         return
     load(make(stage, batch=18))
     was = "WARNING: the global batch was 12, and is"
@@ -262,37 +268,6 @@ def another_batch(stage):
     assert printed(f"{was} 15 now: another micro-batch keeps it")
     load(make(stage, batch=9, micro=3))
     assert printed(f"{was} 9 now: batches.config(12, 3) keeps it on any number of ranks")
-
-
-# --------------------------------------------------------------------------------------------------
-# pipelines, experts
-
-
-def pipeline(stages, layers, optimizer=adam):
-    def net():
-        module = PipelineModule(
-            [nn.Linear(8, 8, bias=False) for _ in range(layers)],
-            num_stages=stages,
-            loss_fn=lambda output, _: output.pow(2).mean(),
-        )
-        module.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
-        return module
-
-    return make(1, net, optimizer)
-
-
-def save_pipeline(stage):
-    engine = pipeline(2, layers=3)
-    engine.train_batch((torch.ones(1, 8), torch.ones(1, 8)) for _ in range(99))
-    engine.save_checkpoint(".", tag="t")
-
-
-@case(save_pipeline, stages=(1,))
-def another_pipeline(stage):
-    """2 stages, then 1: another model and another optimizer are refused."""
-    refused(pipeline(1, layers=2), "trained in the checkpoint, and not here (1): 2.weight")
-    refused(pipeline(1, 3, momentum), "of another optimizer")
-    load(pipeline(1, 3))
 
 
 class Experts(Net):
@@ -325,7 +300,7 @@ def experts(stage):
         check_same_state(engine.module, "truth.0")
         return
     refused(engine, "of experts, only those of")
-    if dist.get_world_size() == 2:
+    if on_own_ranks():
         with overridden(DeepSpeedEngine, load_checkpoint=None):  # as it was, after that
             universal.install()
             assert engine.load_checkpoint(".", "t")[0]

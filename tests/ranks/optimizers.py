@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,23 +10,28 @@ import torch.distributed as dist
 import universal
 from tests.support.case import (
     case,
+    check_losses,
     check_restored,
     check_weights_restored,
+    convert,
     load,
+    on_own_ranks,
     refused,
     restored,
+    resumed,
     saved,
+    saved_with_losses,
     train_and_save,
 )
 from tests.support.toy import (
     differences,
     falling,
     make,
-    read_truth,
-    save_truth,
+    save_of_rank,
     snapshot,
     states_of,
     train,
+    truths_of_ranks,
 )
 
 
@@ -53,18 +57,24 @@ def another_optimizer(stage):
     refused(make(stage), "another optimizer", tag="momentum")
 
 
+def parameters_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 class SliceNorm(torch.optim.Optimizer):
-    """Keeps a number that depends on the slice that a rank holds, as LAMB's and Prodigy's kind
-    do."""
+    """Keeps a number that depends on the slice that a rank holds, as LAMB's and Prodigy's kind do;
+    AdamW could take the other states."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.01})
 
     @torch.no_grad()
     def step(self, closure=None):
-        for p in (p for group in self.param_groups for p in group["params"]):
+        for p in parameters_of(self):
             state = self.state[p]
-            state.setdefault("exp_avg", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+            state["step"] = state.get("step", 0) + 1
+            for key in ("exp_avg", "exp_avg_sq"):
+                state.setdefault(key, torch.zeros_like(p)).lerp_(p.grad, 0.1)
             state["norm"] = state["exp_avg"].norm()
             p.sub_(0.01 * state["exp_avg"] / (1e-3 + state["norm"]))
 
@@ -77,44 +87,30 @@ def adafactor(parameters):
     return Adafactor(parameters, **options)
 
 
-def save_adafactor(stage):
-    engine = make(stage, optimizer=adafactor)
-    for step in (0, 1):
-        train(engine, step)
-    engine.save_checkpoint(".", "t")
-    save_truth([train(engine, step) for step in (2, 3)])
-
-
-@case(save_adafactor)
+@case(saved_with_losses(optimizer=adafactor))
 def adafactor_of_transformers(stage):
     """Each step computes its RMS anew, so neither other ranks nor a conversion wants it."""
-    if dist.get_rank() == 0:
-        universal.convert("t", "u")
-    dist.barrier()
+    convert()
     for tag in ("t", "u"):
-        engine = make(stage, optimizer=adafactor, seed=5)
-        load(engine, tag)
-        for step, saved_loss in zip((2, 3), read_truth(), strict=True):
-            assert abs(train(engine, step) - saved_loss) <= 1e-6, tag
+        check_losses(resumed(stage, tag, optimizer=adafactor))
 
 
 def norm_of(engine):
     (state,) = engine.optimizer.optimizer.state.values()
-    return repr(state["norm"].item())
+    return state["norm"].item()
 
 
 def save_norms(stage):
-    engine = train_and_save(stage, optimizer=SliceNorm)
-    Path(f"norm.{dist.get_rank()}").write_text(norm_of(engine))
+    save_of_rank(norm_of(train_and_save(stage, optimizer=SliceNorm)))
 
 
 @case(save_norms, quick_ranks=(2, 3))
 def numbers_of_a_slice(stage):
     """Kept on the ranks that saved; refused on others, but for the weights."""
     engine = make(stage, optimizer=SliceNorm, seed=5)
-    if dist.get_world_size() == 2:
+    if on_own_ranks():
         load(engine)
-        norms = [Path(f"norm.{rank}").read_text() for rank in (0, 1)]
+        norms = truths_of_ranks()
         assert norm_of(engine) == norms[dist.get_rank()] and norms[0] != norms[1]
     else:
         reason = "norm of the optimizer differs between ranks 0 and 1"
@@ -135,7 +131,7 @@ class Peculiar(torch.optim.SGD):
         super().step()
         self.looks += 1
         self.state["k"] = torch.tensor([self.looks])
-        for p in (p for group in self.param_groups for p in group["params"]):
+        for p in parameters_of(self):
             state = self.state[p]
             state.setdefault("sum", torch.zeros_like(p, dtype=torch.float64)).add_(p.grad / 3)
             state["decay"] = np.float64(0.9**self.looks)
@@ -149,12 +145,12 @@ class Peculiar(torch.optim.SGD):
 
 
 def sums_of(engine):
-    return repr([state["sum"].sum().item() for state in states_of(engine.optimizer.optimizer)])
+    return [state["sum"].sum().item() for state in states_of(engine.optimizer.optimizer)]
 
 
 def save_peculiar(stage):
     engine = train_and_save(stage, optimizer=Peculiar)
-    Path(f"sums.{dist.get_rank()}").write_text(sums_of(engine))
+    save_of_rank(sums_of(engine))
     try:
         universal.convert("t", f"u{dist.get_rank()}")
     except universal.CheckpointError as error:
@@ -165,14 +161,13 @@ def save_peculiar(stage):
 
 @case(save_peculiar, quick_ranks=(2, 3), quick_stages=(1, 3))
 def peculiar_optimizer(stage):
-    engine = make(stage, seed=5, optimizer=Peculiar)
-    load(engine)
+    engine = resumed(stage, optimizer=Peculiar)
     optimizer = engine.optimizer.optimizer
     assert optimizer.looks == 2 and optimizer.state["k"].tolist() == [2]
     for state in states_of(optimizer):
         assert state["sum"].dtype == torch.float64 and type(state["decay"]) is np.float64, state
-    if dist.get_world_size() == 2:
-        assert sums_of(engine) == Path(f"sums.{dist.get_rank()}").read_text()
+    if on_own_ranks():
+        assert sums_of(engine) == truths_of_ranks()[dist.get_rank()]
 
 
 class OfItsRank(torch.optim.SGD):
@@ -189,7 +184,7 @@ class OfItsRank(torch.optim.SGD):
 @case(saved(optimizer=OfItsRank), quick_ranks=(2, 3))
 def hyper_parameters_of_a_rank(stage):
     engine = make(stage, seed=5, optimizer=OfItsRank)
-    if dist.get_world_size() == 2:
+    if on_own_ranks():
         load(engine)
         assert engine.optimizer.param_groups[0]["d"] == 1.0 + dist.get_rank()
     else:
@@ -198,18 +193,15 @@ def hyper_parameters_of_a_rank(stage):
 
 def save_and_convert(stage):
     train_and_save(stage, optimizer=torch.optim.ASGD)
-    if dist.get_rank() == 0:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            universal.convert("t", "u", strict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        convert(strict=False)
 
 
 @case(save_and_convert)
 def converted_without_a_state(stage):
     """ASGD's eta belongs to no element: a universal checkpoint has no place for it."""
-    engine = make(stage, optimizer=torch.optim.ASGD, seed=5)
-    load(engine)
-    train(engine, 2)
+    train(resumed(stage, optimizer=torch.optim.ASGD), 2)
     engine = make(stage, optimizer=torch.optim.ASGD, seed=5)
     refused(engine, "converted without", "eta", "load_optimizer_states=False", tag="u")
     load(engine, "u", load_optimizer_states=False)

@@ -2,6 +2,7 @@
 ZeRO, of which no file says which stage has which layers."""
 
 import itertools
+import operator
 from pathlib import Path
 
 import deepspeed
@@ -9,12 +10,28 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from optimizers import momentum
-from routes import Shaped, pipeline, pipeline_stages, save_pipeline, state_of, train_pipeline
+from routes import (
+    Scaling,
+    pipeline,
+    save_pipeline,
+    state_of,
+    train_and_save_pipeline,
+    train_pipeline,
+)
 from torch import nn
 
-from tests.support.case import PRINTED, case, convert, load, printed, refused
+from tests.support.case import (
+    PRINTED,
+    case,
+    convert,
+    degrees,
+    load,
+    on_own_ranks,
+    printed,
+    refused,
+)
 from tests.support.files import flip
-from tests.support.toy import differences, make
+from tests.support.toy import differences, is_rank_0, make, save_of_rank, truths_of_ranks
 from universal.inspect import look
 from universal.load.hooks import overridden
 
@@ -32,22 +49,21 @@ def save_pipelines_without_zero(stage):
     engine = save_pipeline(LINEAR, LINEAR, zero=0)
     engine.save_checkpoint(".", tag="lacking")
     engine.save_checkpoint(".", tag="damaged")
-    torch.save(state_of(engine), f"truth.{dist.get_rank()}")
+    save_of_rank(state_of(engine))
     engine = pipeline(2, *ALIKE, zero=0, optimizer=backwards)
-    train_pipeline(engine)
-    engine.save_checkpoint(".", tag="backwards")
+    train_and_save_pipeline(engine, "backwards")
     dist.barrier()
-    if dist.get_rank() == 0:
+    if is_rank_0():
         Path("lacking/mp_rank_01_model_states.pt").unlink()
         flip(Path("damaged/layer_01-model_states.pt"))
 
 
-@case(save_pipelines_without_zero, stages=(0,), quick_stages=(0,), quick_ranks=(2, 3))
+@case(save_pipelines_without_zero, stages=(0,), quick_ranks=(2, 3))
 def pipelines_without_zero(stage):
     """In bf16, DeepSpeed itself reads nothing of what it saves."""
-    truth = torch.load("truth.0") | torch.load("truth.1")
+    truth = operator.or_(*truths_of_ranks())
     for zero in (0, 1):
-        for stages in pipeline_stages():
+        for stages in degrees():
             engine = pipeline(stages, LINEAR, LINEAR, zero=zero, seed=5)
             refused(engine, "mp_rank_01_model_states.pt", tag="lacking")
             refused(engine, "layer_01-model_states.pt is damaged", tag="damaged")
@@ -61,15 +77,15 @@ def pipelines_without_zero(stage):
     untold = "nothing tells which stage had which parameters: it loads on its own ranks only"
     refused(engine, untold, tag="backwards")
     load(engine, "backwards", load_optimizer_states=False)
-    if dist.get_world_size() == 2:
+    if on_own_ranks():
         load(pipeline(2, *ALIKE, zero=0, optimizer=backwards), "backwards")
         assert printed("WARNING: the order of the parameters of the optimizer is not known")
     refused(
-        make(0, lambda: Shaped(2, 8)), "nothing that is trained has the same name on both sides"
+        make(0, lambda: Scaling(2, 8)), "nothing that is trained has the same name on both sides"
     )
     engine = pipeline(1, LINEAR, zero=0, bf16=BF16)
     refused(engine, "of BF16_Optimizer without ZeRO, which saves no shapes", tag="bf16")
-    if dist.get_rank() == 0:
+    if is_rank_0():
         facts = look(".", "t")["tags"]["t"]
         assert facts["own_ranks_only"] is None and facts["layout"]["pipeline"] == 2
         assert "only an engine tells" in str(facts["notes"])
@@ -164,7 +180,7 @@ def save_partly_frozen(stage):
 def frozen_layers_of_a_pipeline(stage):
     """They are in the files of the layers."""
     truth = torch.load("truth.0") | torch.load("truth.1")
-    for tag, stages in itertools.product("tu" if stage else "t", pipeline_stages()):
+    for tag, stages in itertools.product("tu" if stage else "t", degrees()):
         engine = partly_frozen(stages, zero=stage, seed=5)
         load(engine, tag)
         state = state_of(engine)
@@ -205,7 +221,7 @@ TIED_BY_FUNCTION = ("begin", "end", "apart", "begin, end")
 
 @case(save_tied_by_function, stages=(0, 1), quick_stages=(0, 1), quick_ranks=(2, 3))
 def tied_layers_with_a_function(stage):
-    for which, stages in itertools.product(TIED_BY_FUNCTION, pipeline_stages()):
+    for which, stages in itertools.product(TIED_BY_FUNCTION, degrees()):
         engine = tied_by_function(stages, which, zero=stage, seed=5)
         words = {
             "apart": stages == 1 and "0.scale and 2.scale are of one tied layer, and differ",
@@ -251,20 +267,18 @@ def moments_of(engine):
 
 def save_ordered(stage):
     for tag, (_, _, stages) in ORDERED.items():
-        engine = ordered(tag, stages)
-        train_pipeline(engine)
-        engine.save_checkpoint(".", tag=tag)
-        torch.save(moments_of(engine), f"{tag}.{dist.get_rank()}")
+        engine = train_and_save_pipeline(ordered(tag, stages), tag)
+        save_of_rank(moments_of(engine), tag)
 
 
-@case(save_ordered, stages=(0,), quick_stages=(0,), quick_ranks=(2,))
+@case(save_ordered, stages=(0,), quick_ranks=(2,))
 def alike_layers_of_a_pipeline_without_zero(stage):
     """No file tells the order of their moments: the engine does, or a line says that it is a guess;
     if two orders are as likely, there is an error."""
     guess = "no file says in which order the optimizer of a pipeline stage had its parameters"
     for tag, (_, _, saved_stages) in ORDERED.items():
-        truth = torch.load(f"{tag}.0") | torch.load(f"{tag}.1")
-        for stages in pipeline_stages():
+        truth = operator.or_(*truths_of_ranks(tag))
+        for stages in degrees():
             PRINTED.truncate(0)
             engine = ordered(tag, stages)
             if stages > saved_stages and tag != "layers":

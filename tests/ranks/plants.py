@@ -19,7 +19,15 @@ from torch import nn
 
 import universal
 from tests.support.files import flip
-from tests.support.toy import begin, differences, make, train
+from tests.support.toy import (
+    begin,
+    differences,
+    gathered,
+    is_rank_0,
+    make,
+    torch_optimizer,
+    train,
+)
 from universal import load_checkpoint
 from universal.errors import RankFailed
 from universal.files import torch_file
@@ -108,12 +116,6 @@ def outcome_of(work):
     return words, time.monotonic() - began
 
 
-def gathered(value):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def fail_everywhere(load, rank, every=1):
     """Plant an error on this rank, in every so many-th function. Yields what went wrong."""
     plants = []
@@ -161,7 +163,7 @@ def own_ranks():
 
 def universal_folder():
     save(make(2))
-    if dist.get_rank() == 0:
+    if is_rank_0():
         universal.convert("t", "universal")
         shutil.rmtree("t")
     dist.barrier()
@@ -171,14 +173,13 @@ def universal_folder():
 def passed_over():
     """The newest checkpoint is damaged, and the one before is taken."""
     save(save(make(3)), tag="damaged")
-    if dist.get_rank() == 0:
+    if is_rank_0():
         flip(next(Path("damaged").glob("*zero_pp_rank_1_*optim_states.pt")))
     dist.barrier()
     return make(3, seed=5)
 
 
 def tensor_parallel():
-    torch.compiler.set_stance("force_eager")
     save(layouts.halves(1, 2))
     return layouts.halves(1, 2, seed=5)
 
@@ -204,6 +205,7 @@ ROUTES |= {route.__name__.replace("_", " "): route for route in OTHERS}
 def main(route, every=1):
     """Writes what goes wrong to the file `failures`."""
     begin()
+    torch.compiler.set_stance("force_eager")
     engine = ROUTES[route]()
 
     def load():
@@ -216,7 +218,7 @@ def main(route, every=1):
         failures = [text for rank in (1, 0) for text in fail_everywhere(load, rank, every)]
         load()
     assert not differences(truth, held_by(engine))
-    if dist.get_rank() == 0:
+    if is_rank_0():
         Path("failures").write_text("\n".join(failures))
     dist.barrier()
 
@@ -224,7 +226,6 @@ def main(route, every=1):
 def held_by(engine):
     """This rank's weights, masters and states of the optimizer."""
     tensors = dict(engine.module.named_parameters()) | dict(engine.module.named_buffers())
-    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    for i, (master, state) in enumerate(optimizer.state.items()):
+    for i, (master, state) in enumerate(torch_optimizer(engine).state.items()):
         tensors |= {f"{i} {key}": torch.as_tensor(state[key]) for key in state} | {i: master}
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -15,7 +15,7 @@ from torch import nn
 
 import universal
 from tests.support.helpers import fp16_is
-from tests.support.toy import begin, in_turn, make
+from tests.support.toy import begin, in_turn, is_rank_0, make
 from universal import batches, exact
 
 SAVED = 2  # the step of the save
@@ -389,7 +389,7 @@ def play_first(name):
 def play_again(name):
     fault = FAULTS[name]
     kind = KINDS[fault.kind]
-    if dist.get_rank() == 0:
+    if is_rank_0():
         print(f"== {name}", flush=True)
     engine = engine_of(kind, kind.micro[1], seed=2)
     engine.load_checkpoint(f"../{fault.kind}", tag="t")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from proof_engines import SAVED, Kind, engine_of, train
 
 import universal
-from tests.support.toy import begin, in_turn
+from tests.support.toy import begin, in_turn, is_rank_0
 from universal import elastic, proof
 from universal.checkpoint.next_steps import read_rows
 from universal.load.hooks import overridden
@@ -42,7 +42,7 @@ def saved_engine(steps=0):
     return engine
 
 
-def resume(steps, tag="t", **options):
+def resume(steps=0, tag="t", **options):
     engine = new_engine(seed=2)
     engine.load_checkpoint(".", tag=tag, **options)
     train_more(engine, steps)
@@ -60,7 +60,7 @@ def steps_in(path="t/next_steps.csv"):
 
 def on_rank_0(work, *arguments):
     dist.barrier()
-    if dist.get_rank() == 0:
+    if is_rank_0():
         work(*arguments)
     dist.barrier()
 
@@ -95,8 +95,7 @@ def nothing_twice():
 def another_rate_on_purpose():
     """One warning; the file stays as it is, and the next save begins its own."""
     saved_engine(3)
-    engine = new_engine(seed=2)
-    engine.load_checkpoint(".", tag="t")
+    engine = resume()
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.02
     train_more(engine, 3)
@@ -220,8 +219,7 @@ def deepspeeds_own_loader():
     saved_engine(3)
     with proof_of_deepspeed():
         resume(3)
-        engine = new_engine(seed=2)
-        engine.load_checkpoint(".", tag="t")
+        engine = resume()
         engine.module.second.weight.data.mul_(1.01)
         train_more(engine, 1)
 
@@ -242,7 +240,7 @@ def tag_0():
     engine = saved_engine()
     engine.save_checkpoint(".", client_state={})
     train_more(engine, 1)
-    engine = resume(0)
+    engine = resume()
     engine.save_checkpoint(".", tag=0)
     train_more(engine, 2)
     assert steps_in("0/next_steps.csv") == [3, 4] and steps_in("global_step2/next_steps.csv") == [3]
@@ -271,8 +269,7 @@ def earlier_version():
 @story
 def not_strict():
     saved_engine(1)
-    engine = new_engine(seed=2)
-    engine.load_checkpoint(".", tag="t", load_module_strict=False)
+    engine = resume(load_module_strict=False)
     engine.module.shift += 1
     train_more(engine, 1)
 
@@ -316,8 +313,7 @@ def not_a_number_before():
 def forward_tried_again():
     """After it has run out of memory, say."""
     saved_engine(2)
-    engine = new_engine(seed=2)
-    engine.load_checkpoint(".", tag="t")
+    engine = resume()
     with overridden(engine.module, forward=None), contextlib.suppress(TypeError):
         engine(torch.ones(1, 6))
     train_more(engine, 2)
@@ -345,7 +341,7 @@ def standard_output_is_gone():
             train_more(engine, 1)
             elastic.save(engine, "ü", {})
     said = ascii_alone.buffer.getvalue().decode("ascii").splitlines()
-    assert len(said) == (3 if dist.get_rank() == 0 else 0), said
+    assert len(said) == (3 if is_rank_0() else 0), said
 
 
 @story
@@ -372,8 +368,7 @@ def not_wanted():
 def diverged():
     """A loss that is not a number any more is a difference."""
     saved_engine(3)
-    engine = new_engine(seed=2)
-    engine.load_checkpoint(".", tag="t")
+    engine = resume()
     engine.module.second.weight.data.fill_(torch.nan)
     train_more(engine, 2)
 

@@ -1,22 +1,22 @@
 """Random models whose parameters are cut in every way that a universal_checkpoint_info can say,
-saved on one layout and loaded on another: failures_of(seeds, folder).
+saved on one layout and loaded on another: failures_of(module, seeds, folder).
 
 The oracle cuts with torch's chunk(), split() and cat(), and knows nothing of blocks. Before a save,
 every element of the masters and states gets a value that says which one of the whole it is; after a
 load, every rank compares what it has with the same values, cut for its layout."""
 
+import math
 import random
 import zlib
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from layouts import reset_mesh
 from torch import nn
 
 import universal
 from tests.support.helpers import run_all
-from tests.support.toy import begin, in_turn, make
+from tests.support.toy import begin, in_turn, is_rank_0, make
 from universal.load.engine import Engine
 
 LAYOUTS = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]  # tensor x data
@@ -251,17 +251,35 @@ def pieces_of(engine):
                     yield key, piece.within(value.view(-1)), piece
 
 
+def fill(engine, oracle):
+    """Give every element of masters and states the value that oracle(name, key) has for it."""
+    for key, values, piece in pieces_of(engine):
+        part = oracle(piece.name, key).flatten()
+        values.copy_(part[piece.start : piece.start + piece.numel])
+    Engine(engine).masters_to_weights()
+
+
+def check(engine, oracle):
+    """That they have these values, and the weights follow the masters. Returns the keys."""
+    keys = set()
+    for key, values, piece in pieces_of(engine):
+        part = oracle(piece.name, key).flatten()[piece.start : piece.start + piece.numel]
+        assert torch.equal(values, part), (key, piece, values[:5], part[:5])
+        if key == "fp32":
+            weights = Engine(engine).weights_of(piece)
+            assert torch.equal(weights, part.to(weights.dtype)), piece
+        keys.add(key)
+    return keys
+
+
 def save(plan):
     engine, rank = engine_of(plan, 0)
     step(engine)
     parameters = {parameter.name: parameter for parameter in plan.parameters}
     degree, _ = plan.saved
-    for key, values, piece in pieces_of(engine):
-        part = part_of(parameters[piece.name], key, degree, rank, degree, True).flatten()
-        values.copy_(part[piece.start : piece.start + piece.numel])
-    Engine(engine).masters_to_weights()
+    fill(engine, lambda name, key: part_of(parameters[name], key, degree, rank, degree, True))
     engine.save_checkpoint(".", tag="t", client_state={"seed": plan.seed})
-    if plan.converted and dist.get_rank() == 0:
+    if plan.converted and is_rank_0():
         universal.convert("t", "u", strict=False)
 
 
@@ -270,35 +288,24 @@ def load(plan):
     _, client_state = universal.load_checkpoint(engine, ".", tag="u" if plan.converted else "t")
     assert client_state["seed"] == plan.seed
     parameters = {parameter.name: parameter for parameter in plan.parameters}
-    degree, _ = plan.loaded
-    view = Engine(engine)
-    keys = set()
-    for key, values, piece in pieces_of(engine):
-        arguments = (key, degree, rank, plan.saved[0], not plan.converted)
-        part = part_of(parameters[piece.name], *arguments).flatten()
-        part = part[piece.start : piece.start + piece.numel]
-        assert torch.equal(values, part), (plan, key, piece, values[:5], part[:5])
-        if key == "fp32":
-            weights = view.weights_of(piece)
-            assert torch.equal(weights, part.to(weights.dtype)), (plan, piece)
-        keys.add(key)
-    assert not view.flats or len(keys) > 1
+    arguments = (plan.loaded[0], rank, plan.saved[0], not plan.converted)
+    keys = check(engine, lambda name, key: part_of(parameters[name], key, *arguments))
+    assert not Engine(engine).flats or len(keys) > 1
     step(engine)
 
 
-def play(phase, *seeds):
-    """What every rank does."""
+def play(module, phase, *seeds):
+    """What every rank does. module: this one, or random_pipelines."""
     begin()
-    in_turn(seeds, lambda seed: {"save": save, "load": load}[phase](plan(int(seed))))
+    in_turn(seeds, lambda seed: getattr(module, phase)(module.plan(int(seed))))
 
 
-def failures_of(seeds, folder):
+def failures_of(module, seeds, folder):
     """{seed: error} of those that were not loaded as they were saved."""
     failures = {}
     for phase, side in (("save", "saved"), ("load", "loaded")):
         for ranks in (1, 2, 4):
-            layouts = [layout for layout in LAYOUTS if layout[0] * layout[1] == ranks]
-            names = [str(seed) for seed in seeds if getattr(plan(seed), side) in layouts]
-            names = [name for name in names if name not in failures]
-            failures |= run_all(folder, ranks, play, phase, names=names)
+            plans = {str(seed): module.plan(seed) for seed in seeds if str(seed) not in failures}
+            names = [name for name in plans if math.prod(getattr(plans[name], side)) == ranks]
+            failures |= run_all(folder, ranks, play, module, phase, names=names)
     return failures

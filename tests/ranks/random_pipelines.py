@@ -1,5 +1,5 @@
 """Random pipelines, with tied layers and layers that tensor-parallel ranks cut, saved without ZeRO
-or with it, on one layout, and loaded on another: failures_of(seeds, folder).
+or with it, on one layout, and loaded on another, by random_layouts.failures_of().
 
 As in random_layouts.py every element has a value that says which one of the whole it is."""
 
@@ -11,12 +11,10 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import groups
-from random_layouts import pieces_of, values_of
+from random_layouts import check, fill, values_of
 from torch import nn
 
 import universal
-from tests.support.helpers import run_all
-from tests.support.toy import begin, in_turn
 from universal.load.engine import Engine
 
 LAYOUTS = [  # pipeline x tensor x data
@@ -24,17 +22,12 @@ LAYOUTS = [  # pipeline x tensor x data
     *[(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1)],
 ]
 AXES = (("pipe", "data", "model"), ("model", "pipe", "data"))  # of a topology, which numbers ranks
-KINDS = ("0 fp32", "0 fp32", "0 fp16", "0 flat fp16", "1 fp32", "1 fp16")
+KINDS = ("0 fp32", "0 fp32", "0 fp16", "0 flat fp16", "1 fp32", "1 fp16", "1 bf16")
 ROWS = 8  # of every weight, so that shapes tell nothing
 
 
-def two_groups(parameters):
-    """Matrices decay, and others do not."""
-    return stage_0.adamw(parameters)
-
-
 OPTIMIZERS = {
-    "two groups": two_groups,
+    "two groups": stage_0.adamw,
     "adam": torch.optim.AdamW,
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9),
     "no states": lambda ps: torch.optim.SGD(ps, lr=0.01),
@@ -146,23 +139,22 @@ def step(engine):
     engine.train_batch((x, x) for _ in range(99))
 
 
-def parts_of(engine):
-    """Yields (key, what this rank has of a state of a parameter, the oracle's, its Piece)."""
+def oracle(engine):
+    """What this rank has of a state: parts of the values of random_layouts."""
     view = Engine(engine)
-    degree = view.layout().tensor
-    for key, values, piece in pieces_of(engine):
-        shape = (ROWS, 4) if piece.name.endswith("weight") else (4,)
-        whole = values_of(piece.name, key, shape)
-        part = whole.chunk(degree)[view.tensor_rank] if shape[1:] else whole
-        yield key, values, part.flatten()[piece.start : piece.start + piece.numel], piece
+
+    def part_of(name, key):
+        if not name.endswith("weight"):
+            return values_of(name, key, (4,))
+        return values_of(name, key, (ROWS, 4)).chunk(view.layout().tensor)[view.tensor_rank]
+
+    return part_of
 
 
 def save(plan):
     engine = engine_of(plan, 0)
     step(engine)
-    for _, values, part, _ in parts_of(engine):
-        values.copy_(part)
-    Engine(engine).masters_to_weights()
+    fill(engine, oracle(engine))
     engine.module.apply(lambda m: m.by.fill_(7) if isinstance(m, Buffer) else None)
     engine.save_checkpoint(".", tag="t", client_state={"layers": plan.layers})
 
@@ -171,31 +163,7 @@ def load(plan):
     engine = engine_of(plan, 1)
     _, client_state = universal.load_checkpoint(engine, ".", tag="t")
     assert client_state["layers"] == plan.layers
-    keys = set()
-    for key, values, part, piece in parts_of(engine):
-        assert torch.equal(values, part), (plan, key, piece, values[:5], part[:5])
-        if key == "fp32":
-            weights = Engine(engine).weights_of(piece)
-            assert torch.equal(weights, part.to(weights.dtype)), (plan, piece)
-        keys.add(key)
+    keys = check(engine, oracle(engine))
     assert len(keys) == {"momentum": 2, "no states": 1}.get(plan.optimizer, 3), keys
     assert all((buffer == 7).all() for buffer in engine.module.buffers())
     step(engine)
-
-
-def play(phase, *seeds):
-    """What every rank does."""
-    begin()
-    in_turn(seeds, lambda seed: {"save": save, "load": load}[phase](plan(int(seed))))
-
-
-def failures_of(seeds, folder):
-    """{seed: error} of those that were not loaded as they were saved."""
-    failures = {}
-    for phase, side in (("save", "saved"), ("load", "loaded")):
-        for ranks in (1, 2, 4):
-            layouts = [layout for layout in LAYOUTS if layout[0] * layout[1] * layout[2] == ranks]
-            names = [str(seed) for seed in seeds if getattr(plan(seed), side) in layouts]
-            names = [name for name in names if name not in failures]
-            failures |= run_all(folder, ranks, play, phase, names=names)
-    return failures

@@ -16,6 +16,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups
+from experts import forget_experts
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
 from torch.utils.checkpoint import checkpoint
@@ -230,9 +231,7 @@ def samples(step, m):
 
 
 def engine_of(kind):
-    for name in ("EXPERT_PARALLEL", "EXPERT_DATA_PARALLEL"):  # those of another engine
-        getattr(groups, f"_{name}_GROUP").clear()
-        getattr(groups, f"_{name}_GROUP_RANKS").clear()
+    forget_experts()
     config = batches.config(kind.micro_batches * MICRO, MICRO) | kind.config
     return make(kind.stage, kind.net, kind.optimizer, batch=None, clip=0.5, **config)
 

@@ -10,6 +10,7 @@ from tests.support.case import (
     load,
     refused,
     restored,
+    resumed,
     train_and_save,
 )
 from tests.support.toy import make, read_truth, save_truth, snapshot, train
@@ -28,8 +29,7 @@ def weights_alone(stage):
         (stage, {"load_optimizer_states": False}, 2),
         (4 - stage, {"load_module_only": True}, 0),
     ):
-        engine = make(to, seed=5, clip=0.125)
-        load(engine, **options)
+        engine = resumed(to, told=options, clip=0.125)
         check_weights_restored(engine)
         assert engine.optimizer.clip_grad == 0.125
         assert engine.global_steps == steps
@@ -39,8 +39,7 @@ def weights_alone(stage):
 
 def save_restarted(stage):
     train_and_save(stage)
-    engine = make(stage, seed=5)
-    load(engine, load_optimizer_states=False)
+    engine = resumed(stage, told={"load_optimizer_states": False})
     train(engine, 2)
     engine.save_checkpoint(".", tag="u", client_state={"step": 3})
     save_truth(snapshot(engine))
@@ -67,8 +66,7 @@ def states_on_the_gpu(stage):
 def evaluation(stage):
     """An engine without an optimizer, which DeepSpeed has at ZeRO-3 alone."""
     for options in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
-        engine = make(stage, optimizer=None, seed=5)
-        load(engine, **options)
+        engine = resumed(stage, told=options, optimizer=None)
         truth = read_truth()
         for name, p in engine.module.named_parameters():
             with deepspeed.zero.GatheredParameters([p]):
@@ -84,9 +82,7 @@ def save_without_an_optimizer(stage):
 @case(save_without_an_optimizer, stages=(1,))
 def no_optimizer(stage):
     """Nor ZeRO: an engine that evaluates, say."""
-    engine = make(0, optimizer=None, seed=5)
-    load(engine)
-    check_same_state(engine.module)
+    check_same_state(resumed(0, optimizer=None).module)
 
 
 def save_in_bf16(stage):
@@ -97,8 +93,7 @@ def save_in_bf16(stage):
 def weights_alone_without_zero(stage):
     """In bf16 the masters follow the weights, or the first step would bring the initial ones
     back."""
-    engine = make(0, seed=5, bf16={"enabled": True})
-    load(engine, load_optimizer_states=False)
-    optimizer = engine.optimizer
+    told = {"load_optimizer_states": False}
+    optimizer = resumed(0, told=told, bf16={"enabled": True}).optimizer
     for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
         assert all(torch.equal(m.to(w), w) for m, w in zip(masters, weights, strict=True))

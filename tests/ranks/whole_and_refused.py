@@ -9,10 +9,9 @@ import os
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
-from optimizers import SliceNorm
+from optimizers import SliceNorm, momentum
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -20,28 +19,31 @@ import universal
 from tests.support.case import (
     PRINTED,
     case,
+    check_losses,
     check_restored,
     convert,
     load,
+    on_own_ranks,
     printed,
     refused,
     restored,
+    resumed,
     saved,
+    saved_with_losses,
     train_and_save,
 )
+from tests.support.files import edit
 from tests.support.toy import (
     ExtraState,
     Net,
     adam,
     differences,
     falling,
+    is_rank_0,
     make,
     read_truth,
     save_truth,
-    snapshot,
-    train,
 )
-from universal import mirror
 
 # --------------------------------------------------------------------------------------------------
 # What modules do with their state
@@ -102,8 +104,7 @@ class Inner(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.model = Net()
-        self.model.block = PassesOn()
+        self.model = layers()
 
     def forward(self, x):
         return self.model(x)
@@ -195,7 +196,8 @@ def codes_and_scales(stage):
     """Both come back, though the module takes no scales."""
     truth = read_truth("scales.pt")
     for strict in (True, False):
-        scales = scales_of(restored(stage, load_module_strict=strict, net=Adapter))
+        engine = restored(stage, told={"load_module_strict": strict}, net=Adapter)
+        scales = scales_of(engine)
         assert not differences(truth, scales)
     assert "left as it is" not in PRINTED.getvalue()
 
@@ -210,7 +212,7 @@ def codes_whose_scales_nobody_takes(stage):
     load(make(stage, lambda: Adapter(scales=False), seed=1))
 
 
-@case(of_a_quantized_model(exclude_frozen_parameters=True))
+@case(of_a_quantized_model(frozen=False))
 def scales_without_their_codes(stage):
     """As of PEFT under a Trainer, which saves no frozen weights: the scales stay those of the codes
     in the model."""
@@ -233,10 +235,7 @@ def one_cycle(optimizer):
 
 @case(saved(scheduler=one_cycle))
 def without_its_scheduler(stage):
-    engine = make(stage, seed=5)
-    load(engine)
-    wrong = differences(read_truth(), snapshot(engine))
-    assert wrong == ["scheduler"], wrong
+    check_restored(resumed(stage), but=["scheduler"])
 
 
 class Adapting(torch.optim.SGD):
@@ -256,8 +255,7 @@ def adapting(parameters):
 def hyperparameters_that_a_step_adds(stage):
     engine = restored(stage, optimizer=adapting)
     assert engine.optimizer.param_groups[0]["d_hat"] == 0.25
-    sgd = make(stage, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
-    refused(sgd, "of another optimizer: it has ['d_hat', ")
+    refused(make(stage, optimizer=momentum), "of another optimizer: it has ['d_hat', ")
 
 
 def momentum_in_one_group(parameters):
@@ -274,19 +272,12 @@ def states_of_its_group(parameter):
     return getattr(parameter, "states", [])
 
 
-def save_group_without_states(stage):
-    engine = make(stage, optimizer=momentum_in_one_group)
-    train(engine, 0)
-    engine.save_checkpoint(".", tag="t")
-    save_truth(snapshot(engine, states_of_its_group))
+IN_ONE_GROUP = {"optimizer": momentum_in_one_group, "states": states_of_its_group}
 
 
-@case(save_group_without_states)
+@case(saved(**IN_ONE_GROUP))
 def a_group_without_states(stage):
-    engine = make(stage, optimizer=momentum_in_one_group, seed=5)
-    load(engine)
-    wrong = differences(read_truth(), snapshot(engine, states_of_its_group))
-    assert not wrong, wrong
+    restored(stage, **IN_ONE_GROUP)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -306,7 +297,7 @@ def weights_in_float64(stage):
     restored(stage, net=float64)
 
 
-@case(saved())
+@case()
 def another_default_device(stage):
     """As of a script that has called torch.set_default_device("cuda")."""
     engine = make(stage, seed=5)
@@ -316,13 +307,7 @@ def another_default_device(stage):
     check_restored(engine)
 
 
-def save_without_scheduler(stage):
-    engine = make(stage)
-    train(engine, 0)
-    engine.save_checkpoint(".", tag="t")
-
-
-@case(save_without_scheduler, stages=(1, 3), quick_stages=(1,))
+@case(stages=(1, 3), quick_stages=(1,))
 def a_new_scheduler(stage):
     engine = make(stage, scheduler=falling)
     refused(engine, "no state of a scheduler in the checkpoint; load_lr_scheduler_states=False")
@@ -330,7 +315,7 @@ def a_new_scheduler(stage):
     load(engine, load_module_only=True)
 
 
-@case(saved(), quick_stages=(1,))
+@case(quick_stages=(1,))
 def no_such_checkpoint(stage):
     """The line says what there is, and never that one is damaged."""
     engine = make(stage, checkpoint={"load_universal": True})
@@ -343,13 +328,13 @@ def no_such_checkpoint(stage):
 def with_int8_weights(stage):
     """As zero_quantized_nontrainable_weights saves them: of no scales."""
     train_and_save(stage)
-    if dist.get_rank() == 0:
-        for path in Path("t").glob("*model_states.pt"):
-            model = torch.load(path, weights_only=False)
-            weights = model["frozen_param_fragments"] if stage == 3 else model["module"]
-            weights["frozen.weight"] = weights["frozen.weight"].to(torch.int8)
-            torch.save(model, path)
-    dist.barrier()
+
+    def change(model):
+        weights = model["frozen_param_fragments"] if stage == 3 else model["module"]
+        weights["frozen.weight"] = weights["frozen.weight"].to(torch.int8)
+
+    if is_rank_0():
+        edit(Path("t"), "*model_states.pt", change)
 
 
 @case(with_int8_weights)
@@ -360,7 +345,7 @@ def integers_for_frozen_weights(stage):
 def save_on_two_disks(stage):
     """A conversion, whose folder zero/ has had more entries on one of them."""
     train_and_save(stage)
-    if dist.get_rank() == 0:
+    if is_rank_0():
         universal.convert("t", "t_universal")
         for rank in (0, 1):
             shutil.copytree("t_universal", f"disk{rank}/t")
@@ -371,7 +356,6 @@ def save_on_two_disks(stage):
             entry.unlink()
         size, other_size = (Path(f"disk{rank}/t/zero").stat().st_size for rank in (0, 1))
         assert size < other_size
-    dist.barrier()
 
 
 @case(save_on_two_disks, quick_stages=(1,))
@@ -386,9 +370,7 @@ def save_client_state(stage):
     """What copies of a model keep, and whoever else gives attributes to an OrderedDict."""
     average = nn.BatchNorm1d(3).state_dict()
     average.note = [average]
-    engine = make(stage)
-    train(engine, 0)
-    engine.save_checkpoint(".", tag="t", client_state={"average": average})
+    make(stage).save_checkpoint(".", tag="t", client_state={"average": average})
 
 
 @case(save_client_state, quick_stages=(1,))
@@ -430,34 +412,29 @@ def zero_optimization_true(stage):
 ROUND_ROBIN = {"zero": {"round_robin_gradients": True}}
 
 
-def save_with_path_of_config(stage):
+def name_config(engine):
     """As versions did that got a path. Nothing then tells that the numbers of the slices are wrong,
     as round_robin_gradients makes them."""
-    engine = make(stage, **ROUND_ROBIN)
-    train(engine, 0)
     engine.config = "ds_config.json"
-    engine.save_checkpoint(".", tag="t", client_state={"step": 1})
-    save_truth([train(engine, step) for step in (1, 2)])
 
 
-@case(save_with_path_of_config, stages=(1, 2), quick_stages=(2,), quick_ranks=(2,))
+@case(
+    saved_with_losses(change=name_config, **ROUND_ROBIN),
+    stages=(1, 2),
+    quick_ranks=(2,),
+)
 def path_of_a_config(stage):
-    engine = make(stage, seed=5, **ROUND_ROBIN)
-    load(engine)
-    assert [train(engine, step) for step in (1, 2)] == pytest.approx(read_truth(), rel=1e-6)
+    check_losses(resumed(stage, **ROUND_ROBIN))
 
 
 def save_beside_another_file(stage):
     """Without ZeRO, where DeepSpeed's loader reads files whose checksums, if any, we compare."""
-    engine = make(stage, **WITHOUT_ZIP)
-    train(engine, 0)
-    engine.save_checkpoint(".", tag="t")
-    if dist.get_rank() == 0:
+    train_and_save(stage, **WITHOUT_ZIP)
+    if is_rank_0():
         Path("t", "mine.pt").write_text("nothing of torch")
-    dist.barrier()
 
 
-@case(save_beside_another_file, stages=(0,), quick_stages=(0,))
+@case(save_beside_another_file, stages=(0,))
 def files_of_somebody_else(stage):
     load(make(stage))
 
@@ -470,12 +447,11 @@ def save_in_two_dtypes(stage):
     names, so that the older shards are the later ones."""
     train_and_save(stage, "saved")
     train_and_save(stage, "saved", seed=9, **BF16)
-    if dist.get_rank() == 0:
+    if is_rank_0():
         Path("t").mkdir()
         for i, path in enumerate(sorted(Path("saved").iterdir())):
             shutil.copyfile(path, Path("t", path.name))
             os.utime(Path("t", path.name), (i / 10, i / 10))
-    dist.barrier()
 
 
 @case(save_in_two_dtypes, quick_stages=(1, 3))
@@ -484,53 +460,27 @@ def shards_of_two_dtypes(stage):
     restored(stage, **BF16)
 
 
-def newest_in_memory(stage):
-    """The step in memory is newer than the one on the disk, whose model states are cut off."""
-    os.makedirs("memory", exist_ok=True)
-    engine = make(stage)
-    mirrored = mirror.Mirror(engine, "memory")
-    train(engine, 0)
-    engine.save_checkpoint("disk", tag="t")
-    train(engine, 1)
-    mirrored.save({"step": 2})
-    os.close(mirrored.lock)
-    save_truth(snapshot(engine))
-    if dist.get_rank() == 0:
-        for path in Path("disk/t").glob("*model_states.pt"):
-            os.truncate(path, 100)
-
-
-@case(newest_in_memory)
-def memory_beside_a_damaged_disk(stage):
-    engine = make(stage, seed=5)
-    folder = mirror.Mirror(engine, "memory").gather("disk")
-    assert str(folder) == "memory"
-    universal.load_checkpoint(engine, folder)
-    check_restored(engine)
-
-
 # --------------------------------------------------------------------------------------------------
 # Names
 
 
-class Layers(Net):
-    """One of its layers has an extra state, and a tensor by a hook."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = PassesOn()
+def layers():
+    """One of them has an extra state, and a tensor by a hook."""
+    net = Net()
+    net.block = PassesOn()
+    return net
 
 
 def compiled_layers():
-    net = Layers()
+    net = layers()
     for name in ("a", "frozen", "block"):
         setattr(net, name, torch.compile(getattr(net, name), backend="eager"))
     return net
 
 
 COMPILED = {
-    "eager": Layers,
-    "whole": lambda: torch.compile(Layers(), backend="eager"),
+    "eager": layers,
+    "whole": lambda: torch.compile(layers(), backend="eager"),
     "layers": compiled_layers,
 }
 
@@ -541,29 +491,23 @@ def able(stage, name):
 
 
 def save_compiled(stage):
-    torch.compiler.set_stance("force_eager")
     for name, net in COMPILED.items():
         for tag, optimizer in ((name, adam), (f"{name} slices", SliceNorm)):
             train_and_save(able(stage, name), tag, net=net, optimizer=optimizer)
-            if dist.get_rank() == 0:
+            if is_rank_0():
                 Path("truth.pt").rename(f"{tag}.pt")
 
 
 @case(save_compiled, quick_stages=(1,), quick_ranks=(2,))
 def compiled(stage):
     """torch.compile() is no part of a name, on either side, nor by DeepSpeed's own loader."""
-    torch.compiler.set_stance("force_eager")
     for name, target in (("eager", "whole"), ("whole", "layers"), ("layers", "eager")):
+        to = able(stage, target)
         net = COMPILED[target]
-        engine = make(able(stage, target), net, seed=5)
-        load(engine, name)
-        lost = differences(read_truth(f"{name}.pt"), snapshot(engine))
-        assert not lost, (name, target, lost)
-        if dist.get_world_size() == 2 and able(stage, name) == able(stage, target):
-            engine = make(able(stage, target), net, SliceNorm, seed=5)
-            load(engine, f"{name} slices")
-            lost = differences(read_truth(f"{name} slices.pt"), snapshot(engine))
-            assert {*lost} <= {"steps"}, (name, target, lost)  # rank 0's norm
+        check_restored(resumed(to, name, net=net), f"{name}.pt")
+        if on_own_ranks() and able(stage, name) == to:
+            engine = resumed(to, f"{name} slices", net=net, optimizer=SliceNorm)
+            check_restored(engine, f"{name} slices.pt", but=["steps"])  # rank 0's norm
 
 
 class NamedAdapter(nn.Module):
@@ -579,13 +523,7 @@ class NamedAdapter(nn.Module):
         return (self.base(x) + adapter(x)).pow(2).mean()
 
 
-def save_adapter(stage):
-    engine = make(stage, NamedAdapter)
-    train(engine, 0)
-    engine.save_checkpoint(".", "t", {"step": 1})
-
-
-@case(save_adapter, stages=(0, 1, 2, 3), quick_stages=(0, 3), quick_ranks=(2,))
+@case(saved(net=NamedAdapter), stages=(0, 1, 2, 3), quick_stages=(0, 3), quick_ranks=(2,))
 def nothing_trained_has_its_name(stage):
     """Not with initial weights at the old step, whatever it is told; but a new adapter on weights
     that were trained before begins."""
@@ -622,24 +560,18 @@ def low_bit_case(name):
     """It goes on exactly on its own ranks, and is refused elsewhere, by DeepSpeed's own loader."""
     package, _, kind = name.partition(".")
 
-    def engine_of(stage, seed):
-        optimizer = getattr(importlib.import_module(f"{package}.optim"), kind)
-        return make(stage, Wide, functools.partial(optimizer, lr=1e-3), seed)
+    def optimizer(parameters):
+        return getattr(importlib.import_module(f"{package}.optim"), kind)(parameters, lr=1e-3)
 
-    def save(stage):
-        engine = engine_of(stage, 1)
-        train(engine, 0)
-        engine.save_checkpoint(".", "t")
-        save_truth([train(engine, step) for step in (1, 2)])
+    options = {"net": Wide, "optimizer": optimizer}
 
-    @case(save)
+    @case(saved_with_losses(states=False, **options))
     def load_low_bit(stage):
-        engine = engine_of(stage, 5)
-        if dist.get_world_size() == 3:
+        if on_own_ranks():
+            check_losses(resumed(stage, **options))
+        else:
+            engine = make(stage, **options)
             refused(engine, "is not cut like the weights: it loads on its own ranks only")
-            return
-        load(engine)
-        assert [train(engine, step) for step in (1, 2)] == read_truth()
 
     return load_low_bit
 

@@ -15,17 +15,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import torch_autocast
 from deepspeed.utils import groups
 
 import universal
+from tests.support.commands import only_if
 from tests.support.toy import (
     begin,
     differences,
+    gathered,
     in_turn,
+    is_rank_0,
     make,
     read_truth,
     save_truth,
@@ -48,21 +50,35 @@ class Case(NamedTuple):
     quick_ranks: tuple
 
 
-def train_and_save(stage, tag="t", steps=2, exclude_frozen_parameters=False, **options):
-    """An engine with these options trains and saves itself. What it holds is in truth.pt."""
+def train_and_save(stage, tag="t", steps=2, states=True, change=None, frozen=True, **options):
+    """An engine with these options trains and saves itself. What it holds is in truth.pt.
+
+    states: as of snapshot(). change(engine): ahead of the save. frozen: whether frozen parameters
+    are saved."""
     engine = make(stage, **options)
     for step in range(steps):
         train(engine, step)
+    if change:
+        change(engine)
     client_state = {"step": steps, "rank": dist.get_rank()}
-    engine.save_checkpoint(
-        ".", tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters
-    )
-    save_truth(snapshot(engine))
+    engine.save_checkpoint(".", tag, client_state, exclude_frozen_parameters=not frozen)
+    save_truth(snapshot(engine, states))
+    return engine
+
+
+def save_and_go_on(stage, steps=2, **options):
+    """The next two losses are in losses.pt."""
+    engine = train_and_save(stage, steps=steps, **options)
+    save_truth([train(engine, step) for step in (steps, steps + 1)], "losses.pt")
     return engine
 
 
 def saved(**options):
     return functools.partial(train_and_save, **options)
+
+
+def saved_with_losses(**options):
+    return functools.partial(save_and_go_on, **options)
 
 
 def case(save=train_and_save, stages=(1, 2, 3), quick_stages=None, quick_ranks=(3,)):
@@ -86,8 +102,7 @@ def runs_of(cases):
         for stage in case.stages:
             for ranks in (2, 3):
                 quick = stage in case.quick_stages and ranks in case.quick_ranks
-                marks = [] if quick else [pytest.mark.slow]
-                runs.append(pytest.param(name, stage, ranks, marks=marks))
+                runs.append(only_if(quick, name, stage, ranks))
     return runs
 
 
@@ -109,6 +124,7 @@ def play(cases, phase, stage, *names):
             getattr(cases[name], phase)(stage)
 
     begin()
+    torch.compiler.set_stance("force_eager")  # Muon's arithmetic would be compiled for minutes
     in_turn(names, play_case)
 
 
@@ -116,9 +132,19 @@ def play(cases, phase, stage, *names):
 # what cases do
 
 
+def on_own_ranks():
+    """Whether as many load as have saved."""
+    return dist.get_world_size() == 2
+
+
+def degrees():
+    """Into how many parts ranks may cut a model: those that saved two, too."""
+    return (1, 2) if on_own_ranks() else (1,)
+
+
 def printed(*lines):
     """Whether rank 0 has printed these."""
-    return dist.get_rank() or all(line in PRINTED.getvalue() for line in lines)
+    return not is_rank_0() or all(line in PRINTED.getvalue() for line in lines)
 
 
 def load(engine, tag="t", **options):
@@ -129,7 +155,7 @@ def load(engine, tag="t", **options):
 
 def convert(tag="t", output="u", **options):
     """Rank 0 converts a checkpoint; then it is there for all."""
-    if dist.get_rank() == 0:
+    if is_rank_0():
         universal.convert(tag, output, **options)
     dist.barrier()
 
@@ -141,23 +167,36 @@ def refused(engine, *parts, tag="t", timeout=60, kind=universal.CheckpointError,
         universal.load_checkpoint(engine, ".", tag, timeout=timeout, **options)
     except kind as error:
         line = str(error)
-    lines = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, line)
+    lines = gathered(line)
     assert line and "\n" not in line and set(lines) == {line}, (lines, parts)
     assert all(part in line for part in parts), (line, parts)
 
 
-def restored(stage, tag="t", load_module_strict=True, **options):
-    """An engine of another seed that has loaded, and holds what was saved."""
+def resumed(stage, tag="t", told=None, **options):
+    """An engine of another seed that has loaded. told: options of load_checkpoint()."""
     engine = make(stage, **{"seed": 5} | options)
-    load(engine, tag, load_module_strict=load_module_strict)
-    check_restored(engine)
+    load(engine, tag, **told or {})
     return engine
 
 
-def check_restored(engine):
-    lost = differences(read_truth(), snapshot(engine))
+def restored(stage, tag="t", states=True, **options):
+    """An engine of another seed that has loaded, and holds what was saved."""
+    engine = resumed(stage, tag, **options)
+    check_restored(engine, states=states)
+    return engine
+
+
+def check_restored(engine, path="truth.pt", states=True, but=()):
+    """It holds what was saved, but for what has these names."""
+    lost = {*differences(read_truth(path), snapshot(engine, states))} - {*but}
     assert not lost, lost
+
+
+def check_losses(engine, tolerance=1e-6, begin=2, exact=True):
+    """They go on from this step as before the load. exact: to the bit, on the ranks that saved."""
+    losses = enumerate(read_truth("losses.pt"), begin)
+    gaps = [abs(train(engine, step) - loss) for step, loss in losses]
+    assert max(gaps) <= (0 if exact and on_own_ranks() else tolerance), gaps
 
 
 def check_weights_restored(engine):

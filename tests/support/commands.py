@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -12,11 +13,19 @@ import pytest
 import torch
 
 import ds_to_universal
+from tests.support import ROOT
 
 
 def kill(number=signal.SIGKILL):
     """This process sends itself a signal."""
     os.kill(os.getpid(), number)
+
+
+def no_permission():
+    """From here on, in this process."""
+    if not os.geteuid():  # root may read everything
+        os.setgid(65534)
+        os.setuid(65534)
 
 
 def told_to_stop():
@@ -30,6 +39,23 @@ def hang():
 def slow(*values, **options):
     """A case that `make test-all` tries, and `make test` does not."""
     return pytest.param(*values, marks=pytest.mark.slow, **options)
+
+
+def only_if(quick, *values, **options):
+    """A case that `make test` tries, too, if it is quick."""
+    return pytest.param(*values, **options) if quick else slow(*values, **options)
+
+
+def run_python(*words, folder=ROOT, timeout=200, **environment):
+    """What `python WORDS` has done in a folder, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | environment,
+        cwd=folder,
+    )
 
 
 def forked(work, limit=120):

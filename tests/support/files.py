@@ -23,11 +23,15 @@ def edit(folder, pattern, change):
         torch.save(saved, path)
 
 
-def states(shard):
-    """The optimizer's states by parameter group, of a shard of any stage."""
+def torch_state(shard):
+    """The state of PyTorch's optimizer in a shard of any stage."""
     optimizer = shard["optimizer_state_dict"]
-    inner = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
-    return inner["state"].values()
+    return optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
+
+
+def states(shard):
+    """The optimizer's, by parameter group."""
+    return torch_state(shard)["state"].values()
 
 
 def each_state(change):

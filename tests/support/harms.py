@@ -11,7 +11,15 @@ from typing import NamedTuple
 import torch
 
 import universal
-from tests.support.files import edit, flip, load, records, with_bit_flipped
+from tests.support.files import (
+    each_state,
+    edit,
+    flip,
+    load,
+    records,
+    torch_state,
+    with_bit_flipped,
+)
 
 
 class Files(NamedTuple):
@@ -64,6 +72,13 @@ def load_with(change=unharmed, **options):
         (folder / "options.json").write_text(json.dumps(options))
 
     return changed
+
+
+def options_in(folder):
+    """The arguments of a load there."""
+    path = folder / "options.json"
+    options = json.loads(path.read_text()) if path.exists() else {}
+    return {"load_dir": ".", "tag": "t"} | options
 
 
 def untagged(change=unharmed, latest="later", hours=()):
@@ -220,12 +235,6 @@ def edited(files, change):
     return each(files, lambda path: edit(path.parent, path.name, change))
 
 
-def torch_state(shard):
-    """The state of PyTorch's optimizer in a shard."""
-    optimizer = shard["optimizer_state_dict"]
-    return optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
-
-
 def no_optimizer(shard):
     shard["optimizer_state_dict"] = None
 
@@ -234,9 +243,7 @@ def no_states(shard):
     torch_state(shard)["state"].clear()
 
 
-def no_second_moment(shard):
-    for state in torch_state(shard)["state"].values():
-        del state["exp_avg_sq"]
+no_second_moment = each_state(lambda state: state.pop("exp_avg_sq"))
 
 
 def class_of_nobody(folder):

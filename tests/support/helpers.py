@@ -77,6 +77,7 @@ def record_rows(name):
     def record(module, arguments):
         if type(module).__name__ == "GPT" and module.training:
             inputs, targets = arguments
+            assert torch.equal(inputs[:, 1:], targets[:, :-1])
             rows = torch.cat([inputs, targets[:, -1:]], dim=1).tolist()
             with open(f"{name}.rows.{os.environ['RANK']}", "a") as file:
                 file.writelines(f"{row}\n" for row in rows)

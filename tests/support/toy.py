@@ -1,5 +1,4 @@
-"""What the scripts of this folder share: a small engine, a step of it, and a snapshot of everything
-that it holds."""
+"""A small engine, a step of it, and a snapshot of everything that it holds."""
 
 import logging
 import os
@@ -34,6 +33,17 @@ def begin():
     deepspeed.init_distributed()
 
 
+def is_rank_0():
+    return dist.get_rank() == 0
+
+
+def gathered(value):
+    """Those of all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def in_turn(names, play):
     """play(name) for each, in a folder of its name. `ended` gets the names that all ranks have come
     to the end of: helpers.run_all() reads it."""
@@ -44,7 +54,7 @@ def in_turn(names, play):
         play(name)
         os.chdir(top)
         dist.barrier()
-        if dist.get_rank() == 0:
+        if is_rank_0():
             with open("ended", "a") as file:
                 file.write(f"{name}\n")
     dist.barrier()  # a rank that left at once would cut off one still connecting
@@ -116,6 +126,10 @@ def split_groups(parameters, count):
     ]
 
 
+def two_groups(parameters):
+    return torch.optim.AdamW(split_groups(parameters, 2))
+
+
 def make(
     stage,
     net=Net,
@@ -149,16 +163,20 @@ def make(
     return deepspeed.initialize(**parts, config=config | more, mpu=mpu)[0]
 
 
-def train(engine, step, micro_batches=None, width=8):
+def forward(engine, number, width=8):
+    """The loss of a micro-batch."""
+    x = torch.randn(1, width, generator=torch.Generator().manual_seed(number))
+    return engine(x.to(next(engine.module.parameters()).dtype))
+
+
+def train(engine, step, micro_batches=None, forward=forward):
     """An optimizer step; its loss, over all ranks. micro_batches: so many, of a step's share."""
     share = engine.gradient_accumulation_steps()
     group = engine.seq_data_parallel_group
     start = dist.get_rank(group) * share
     total = torch.zeros((), dtype=torch.float64)
-    dtype = next(engine.module.parameters()).dtype
     for i in range(start, start + (micro_batches or share)):
-        x = torch.randn(1, width, generator=torch.Generator().manual_seed(100 * step + i))
-        loss = engine(x.to(dtype))
+        loss = forward(engine, 100 * step + i)
         engine.backward(loss)
         engine.step()
         total += loss.detach()
@@ -174,14 +192,14 @@ def snapshot(engine, states=True):
     """Everything that the engine holds, whole: {"a.weight": tensor, "a.weight fp32": ..., "groups":
     ...}, whether compiled or not. states: whether those of the optimizer, too; or a function that
     names a parameter's."""
-    optimizer = engine.optimizer.optimizer
+    optimizer = torch_optimizer(engine)
     scalars = [
-        {k: float(v) for k, v in state.items() if not is_elementwise(v) and v is not None}
-        for state in states_of(optimizer)
+        {k: float(v) for k, v in state.items() if is_scalar(v)} for state in states_of(optimizer)
     ]
     counters = [engine.global_steps, engine.skipped_steps, engine.global_samples]
     counters.append(engine.micro_steps % engine.gradient_accumulation_steps())
     scaler = getattr(engine.optimizer, "loss_scaler", None)
+    scaler = scaler or getattr(engine.optimizer, "loss_scale_config", None)  # without ZeRO
     truth = {
         **module_state(engine.module),
         **parameters_and_states(engine, states),
@@ -194,6 +212,11 @@ def snapshot(engine, states=True):
     return {plain_name(name): value for name, value in truth.items()}
 
 
+def torch_optimizer(engine):
+    """It is inside DeepSpeed's, but without ZeRO in fp32."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
 def states_of(optimizer):
     """Of its parameters; some optimizers keep something beside them."""
     return [state for state in optimizer.state.values() if isinstance(state, dict)]
@@ -201,6 +224,10 @@ def states_of(optimizer):
 
 def is_elementwise(value):
     return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def is_scalar(value):
+    return isinstance(value, int | float | torch.Tensor) and not is_elementwise(value)
 
 
 def module_state(module):
@@ -211,6 +238,8 @@ def module_state(module):
 
 
 def parameters_and_states(engine, states):
+    if engine.zero_optimization_stage() == 0:
+        return whole_states(engine)
     known = states_of(engine.optimizer.optimizer)
     if engine.zero_optimization_stage() < 3:
         # DeepSpeed looks for the states once, and not again after a load.
@@ -229,11 +258,43 @@ def parameters_and_states(engine, states):
     return tensors
 
 
+def whole_states(engine):
+    """Without ZeRO, where some optimizers have one flat tensor for a group's masters."""
+    inner = torch_optimizer(engine)
+    tensors = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    for number, group in enumerate(inner.param_groups):
+        parameters = group["params"]
+        if inner is not engine.optimizer:
+            parameters = engine.optimizer.fp16_groups[number]
+        begin = 0
+        for i, parameter in enumerate(parameters):
+            flat = len(group["params"]) < len(parameters)
+            masters = group["params"][0 if flat else i]
+            part = slice(begin, begin + parameter.numel()) if flat else slice(None)
+            begin += parameter.numel()
+            if parameter.requires_grad:
+                states = {"fp32": masters} | inner.state[masters]
+                for key, state in states.items():
+                    if is_elementwise(state):
+                        whole = state.detach().flatten()[part].view(parameter.shape)
+                        tensors[f"{engine.param_names[parameter]} {key}"] = whole.clone()
+    return tensors
+
+
 def save_truth(truth, path="truth.pt"):
     """Rank 0 saves it; then it is there for all."""
-    if dist.get_rank() == 0:
+    if is_rank_0():
         torch.save(truth, path)
     dist.barrier()
+
+
+def save_of_rank(truth, name="truth"):
+    torch.save(truth, f"{name}.{dist.get_rank()}")
+
+
+def truths_of_ranks(name="truth"):
+    """What two have saved."""
+    return [read_truth(f"{name}.{rank}") for rank in (0, 1)]
 
 
 def read_truth(path="truth.pt"):

@@ -16,6 +16,7 @@ from tests.support.toy import (
     RARE_DTYPES,
     ExtraState,
     begin,
+    is_rank_0,
     make,
     save_truth,
     snapshot,
@@ -194,7 +195,7 @@ def work(job):
         engine.save_checkpoint(folder, tag=TAG, client_state={"word": "client state"})
         save_truth(snapshot(engine, job.states), folder / "truth.pt")
     losses = [train(engine, step) for step in range(SAVED, STEPS)]
-    if dist.get_rank() == 0:
+    if is_rank_0():
         (folder / f"{job.label}.json").write_text(json.dumps(losses))
     engine.destroy()
 

@@ -321,7 +321,7 @@ def describe_shards(first, paths, model, experts, pool, opened):
 def check_group_count(shard, shapes):
     if len(shard.masters) != len(shapes):
         raise CheckpointError(
-            f"{shard.path} has another number of parameter groups than the model states"
+            f"{shard.path} has another number of flat tensors than the model states"
         )
 
 

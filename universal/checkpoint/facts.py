@@ -106,7 +106,8 @@ def facts_of(described: Described, told: bool = True) -> dict[str, Any]:
         "goes_on": goes_on(described, layout, batch, optimizer["bytes"]),
         "not_converted": [problem.text for problem in checkpoint.problems if problem.loses_state],
         "notes": [problem.text for problem in checkpoint.problems if not problem.loses_state]
-        + left_over(checkpoint),
+        + left_over(checkpoint)
+        + note_of_batches(model, batch),
     }
 
 
@@ -180,6 +181,26 @@ def batch_of(model: dict) -> Batch | None:
         return None
     micro = micro or max(1, samples // ((steps or 1) * ranks))
     return Batch(samples, micro, steps or -(-samples // (micro * ranks)), ranks)
+
+
+def has_other_batches(model: dict, batch: Batch) -> bool:
+    """Whether DeepSpeed's count of samples is not one of steps of this batch.
+
+    set_train_batch_size() changes the batch, and not the config. Ranks that share sequences are
+    counted each.
+    """
+    samples = model.get("global_samples")
+    computed = batch.micro * batch.steps * batch.ranks  # more than TRUE_BATCH, perhaps
+    counts = [model["global_steps"] * count for count in (batch.samples, computed)]
+    return bool(samples) and samples not in counts and batch.ranks == saved_ranks(model)
+
+
+def note_of_batches(model, batch):
+    """[that the config may not name the batch of the last steps], or []."""
+    if batch is None or not has_other_batches(model, batch):
+        return []
+    samples, steps = model["global_samples"], model["global_steps"]
+    return [f"the batch is its config's, but its {samples} samples in {steps} steps are of others"]
 
 
 def numbers_of(model):

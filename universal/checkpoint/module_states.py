@@ -213,8 +213,8 @@ def keep_untrained(
 def join_frozen(name, shape, fragments):
     """A frozen parameter, from what every rank has of it at ZeRO-3."""
     numel = math.prod(shape)
-    share = math.prod(fragments[0].size)
-    if share * len(fragments) < numel or any(math.prod(part.size) != share for part in fragments):
+    share = fragments[0].numel
+    if share * len(fragments) < numel or any(part.numel != share for part in fragments):
         raise CheckpointError(
             f"{numel - share * len(fragments)} elements of the frozen {name} are missing"
         )

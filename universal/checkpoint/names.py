@@ -28,11 +28,17 @@ def plain_name(name: str) -> str:
     return COMPILED.sub("", name)
 
 
-def former_names(names: Iterable[str]) -> dict[str, str]:
-    """{name by torch.nn.utils.weight_norm(): name} of these by parametrizations.weight_norm().
+def names_of_now(saved: Iterable[str], present: Iterable[str]) -> dict[str, str]:
+    """{saved name: the present one} where a tensor has the one name by torch.nn.utils.weight_norm()
+    and the other by parametrizations.weight_norm(): nothing else has changed."""
+    present = {*present}
+    names = former_names(present)
+    names |= {new: old for old, new in former_names(saved).items() if old in present}
+    return names
 
-    A state_dict() of the one loads into the other: nothing but the names has changed.
-    """
+
+def former_names(names):
+    """{name by torch.nn.utils.weight_norm(): name} of these by parametrizations.weight_norm()."""
     matches = {name: PARAMETRIZED.search(name) for name in names}
     return {
         f"{name[: match.start()]}{match[1]}_{'gv'[int(match[2])]}": name

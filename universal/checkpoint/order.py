@@ -113,17 +113,19 @@ def stepped_groups(optimizer, base):
     if masters and len(masters) != len(base["param_groups"]):
         raise CheckpointError("the optimizer does not have master weights of each group")
     for i, group in enumerate(base["param_groups"]):
-        tensors = [None] * len(group["params"])
+        numbers = group["params"]
+        tensors = [None] * len(numbers)
         if masters:
             tensors = [masters[i]] if flat else masters[i]
-        if len(tensors) != len(group["params"]):
+        if len(tensors) != len(numbers):
             raise CheckpointError(f"group {i} does not have master weights of each parameter")
-        states = [base["state"].get(number, {}) for number in group["params"]]
+        states = [base["state"].get(number, {}) for number in numbers]
         if group.get("step") == 0:  # as FusedAdam and FusedLion write there
             states = with_step_of_last(states)
-        groups.append(
-            [Stepped(*pair, flat) for pair in zip(map(tensor_of, tensors), states, strict=True)]
-        )
+        of_group = []
+        for tensor, state in zip(tensors, states, strict=True):
+            of_group.append(Stepped(tensor_of(tensor), state, flat))
+        groups.append(of_group)
     return groups
 
 
@@ -145,10 +147,11 @@ def places_of(weights, names, group):
 
     If the weights do not fill the group, nobody knows which is where: then all are NOWHERE.
     """
-    ends = [*itertools.accumulate(math.prod(weights[name].size) for name in names)]
+    ends = [*itertools.accumulate(weights[name].numel for name in names)]
     if group and group[0].flat:
-        if ends[-1:] == [math.prod(group[0].masters.size)]:
-            return [group[0]._replace(begin=begin) for begin in (0, *ends[:-1])]
+        whole = group[0]
+        if ends and ends[-1] == whole.masters.numel:
+            return [whole._replace(begin=begin) for begin in (0, *ends[:-1])]
     elif len(names) == len(group):
         return group
     return [NOWHERE] * len(names)
@@ -216,9 +219,10 @@ def names_in_order(weights, groups, given, opened):
         names.append(order)
         placed.append(tensors)
     counts = Counter(itertools.chain(*names))
+    repeated = {name for name, count in counts.items() if count > 1}
     unknown = {}
     for i, order in enumerate(names):
-        if order and (not placed[i] or max(counts[name] for name in order) > 1):
+        if order and (not placed[i] or repeated.intersection(order)):
             names[i] = [name for name in order if homes.get(name) == i]
             placed[i] = []
             unknown[i, ORDER] = UNKNOWN_ORDER
@@ -230,11 +234,14 @@ def orders_of(weights, known, allowed, group, trained, opened):
     tensors, or of those that have been trained; and the same with what it does not have."""
     yield known, group
     yield known, trained
-    order = order_by_values if group and group[0].masters else order_by_shapes
-    mixed = order(weights, allowed, group, opened)
-    if known and {*known} <= {*mixed}:
-        if group[0].masters or [name for name in mixed if name in known] == known:
-            yield mixed, group
+    if group and group[0].masters:
+        mixed = order_by_values(weights, allowed, group, opened)
+        fits = {*known} <= {*mixed}
+    else:
+        mixed = order_by_shapes(weights, allowed, group, opened)
+        fits = [name for name in mixed if name in known] == known
+    if known and fits:
+        yield mixed, group
 
 
 def order_by_values(weights, names, group, opened):
@@ -242,8 +249,7 @@ def order_by_values(weights, names, group, opened):
     order = []
     left = [*names]
     while left:
-        before = [weights[name] for name in order]
-        fitting = [name for name in left if is_next(before, weights[name], group, opened)]
+        fitting = [name for name in left if is_next(weights, order, name, group, opened)]
         if len(fitting) != 1:
             break
         order += fitting
@@ -256,20 +262,20 @@ def order_by_shapes(weights, names, group, opened):
     order = []
     skipped = set()
     for name in names:
-        if is_next([weights[before] for before in order], weights[name], group, opened):
+        if is_next(weights, order, name, group, opened):
             order.append(name)
         else:
             skipped.add(weights[name].size)
     shapeless = skipped and not all(stepped.state for stepped in group)
-    return [] if shapeless or any(weights[name].size in skipped for name in order) else order
+    doubtful = [name for name in order if weights[name].size in skipped]
+    return [] if shapeless or doubtful else order
 
 
 def is_filled(weights, names, group, opened):
     """Whether these are the parameters of a group, as far as shapes and values tell."""
-    chosen = [weights[name] for name in names]
     if not names or is_nowhere(places_of(weights, names, group)):
         return False
-    return all(is_next(chosen[:i], weight, group, opened) for i, weight in enumerate(chosen))
+    return all(is_next(weights, names[:i], name, group, opened) for i, name in enumerate(names))
 
 
 def names_by_shape(weights, groups, opened):
@@ -280,33 +286,34 @@ def names_by_shape(weights, groups, opened):
     """
     names = [[] for _ in groups]
     frozen = set()
-    unclear = not groups
     for name, weight in weights.items():
         fitting = []
         for of_group, group in zip(names, groups, strict=True):
-            if is_next([weights[before] for before in of_group], weight, group, opened):
+            if is_next(weights, of_group, name, group, opened):
                 fitting.append(of_group)
-        unclear |= len(fitting) > 1
+        if len(fitting) > 1:
+            raise NeedsEngine(UNCLEAR)
         for of_group in fitting:
             of_group.append(name)
         if not fitting:
             frozen.add(weight.size)
     for of_group, group in zip(names, groups, strict=True):
-        chosen = [weights[name] for name in of_group]
-        unclear |= is_nowhere(places_of(weights, of_group, group))
-        unclear |= any(weight.size in frozen for weight in chosen)
-    if unclear:
+        like_frozen = [name for name in of_group if weights[name].size in frozen]
+        if like_frozen or is_nowhere(places_of(weights, of_group, group)):
+            raise NeedsEngine(UNCLEAR)
+    if not names:
         raise NeedsEngine(UNCLEAR)
     return names
 
 
-def is_next(before, weight, group, opened):
-    """Whether a weight may be what the optimizer's group has after those before."""
+def is_next(weights, before, name, group, opened):
+    """Whether a weight of this name may be what the optimizer's group has after those before."""
+    weight = weights[name]
     begin = 0
     if group and group[0].flat:
         (stepped,) = group
-        begin = sum(math.prod(other.size) for other in before)
-        fits = begin + math.prod(weight.size) <= math.prod(stepped.masters.size)
+        begin = sum(weights[other].numel for other in before)
+        fits = begin + weight.numel <= stepped.masters.numel
     elif len(before) < len(group):
         stepped = group[len(before)]
         tensors = [tensor_of(value) for value in (stepped.masters, *stepped.state.values())]
@@ -321,7 +328,7 @@ def is_rounded(weight, masters, begin, opened):
     """Whether a weight is what its masters are in its precision, as far as its first elements."""
     if weight.dtype not in ROUNDED:
         return True
-    numel = min(math.prod(weight.size), FIRST)
+    numel = min(weight.numel, FIRST)
     floats = ByteReader(opened).read(extent_of(masters, begin + numel), begin, numel)
     return beginning(weight, opened) == rounded(floats, weight.dtype)
 
@@ -343,7 +350,7 @@ def has_shapes(optimizer: dict, shapes: list[list[tuple]]) -> bool:
 
 def beginning(weight: Tensor, opened: OpenFile) -> bytes:
     """Its first elements."""
-    numel = min(math.prod(weight.size), FIRST)
+    numel = min(weight.numel, FIRST)
     return bytes(ByteReader(opened).read(extent_of(weight, numel), 0, numel))
 
 
@@ -375,6 +382,8 @@ def rounded(floats: bytes, dtype: str) -> bytes:
         numbers = struct.unpack(f"<{numel}f", floats)
         limited = [x if abs(x) < 65520 else math.copysign(math.inf, x) for x in numbers]
         return struct.pack(f"<{numel}e", *limited)
-    words = struct.unpack(f"<{numel}I", floats)  # bfloat16: half of a float, rounded to even
-    halves = [(word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in words]
+    halves = []  # bfloat16: half of a float, rounded to even
+    for word in struct.unpack(f"<{numel}I", floats):
+        is_odd = word >> 16 & 1
+        halves.append((word + 0x7FFF + is_odd) >> 16)
     return struct.pack(f"<{numel}H", *halves)

@@ -2,7 +2,7 @@
 """Which checkpoint in a folder is meant: the tags in it, and in which order to try them."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +12,8 @@ from universal.checkpoint.without_zero import MODEL_STATES_FILE
 from universal.errors import CheckpointError
 from universal.files.schema import expect, is_natural
 from universal.files.torch_file import load
+
+POINTERS = ("latest", "latest_universal")  # files that name a tag
 
 
 class Tag(NamedTuple):
@@ -27,26 +29,35 @@ class Tag(NamedTuple):
     is_saved: bool
 
 
+class Choice(NamedTuple):
+    """Which of the checkpoints in a folder is meant.
+
+    to_try: in the order in which to try to resume from them. says: the lines about what is passed
+    over. name: of the tag that is meant, whole or not; "" if there is none. doubt: why it may be
+    another, for those who take one alone; "" if it is clear.
+    """
+
+    to_try: list[Tag]
+    says: list[str]
+    name: str
+    doubt: str
+
+
 def is_checkpoint(folder: Path) -> bool:
     """Whether it has a checkpoint's files, and is not the folder above."""
     return any(folder.glob("*_states.pt"))
 
 
 def find_tag(folder: str | Path) -> Path:
-    """The folder with a checkpoint's files: this one, or the one in it that `latest` names, or the
-    only one in it that is not converted. What writes or compares takes no other for it, as a
-    resume does (newest_first). Raises CheckpointError, if there are several."""
+    """The folder with a checkpoint's files: this one, or that of the tag in it that is meant.
+    Raises CheckpointError, if that is in doubt: what writes or compares must not guess."""
     folder = Path(folder)
     if is_checkpoint(folder):
         return folder
-    if (folder / "latest").is_file():
-        return folder / named_by_latest(folder)
-    tags = [tag for tag in list_tags(folder) if is_saved(folder / tag)]
-    if len(tags) > 1:
-        raise CheckpointError(
-            f"{folder} holds several checkpoints, and no `latest` that names one: {', '.join(tags)}"
-        )
-    return folder / tags[0] if tags else folder
+    choice = choose_tag(folder)
+    if choice.doubt:
+        raise CheckpointError(choice.doubt)
+    return folder / choice.name
 
 
 def is_saved(folder: Path) -> bool:
@@ -54,16 +65,14 @@ def is_saved(folder: Path) -> bool:
     return not (folder / "zero").is_dir()
 
 
-def latest_file(folder, converted_only=False):
-    """`latest`, or else `latest_universal`; the latter alone, if only converted checkpoints count.
-    None, if there is neither."""
-    names = ["latest_universal"] if converted_only else ["latest", "latest_universal"]
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+def latest_file(folder: Path, pointers: Sequence[str] = POINTERS) -> Path | None:
+    """The first of these files that is in the folder; None, if none is."""
+    return next((folder / name for name in pointers if (folder / name).is_file()), None)
 
 
-def named_by_latest(folder: Path, converted_only: bool = False) -> str:
+def named_by_latest(folder: Path, pointers: Sequence[str] = POINTERS) -> str:
     """The tag that latest_file() names; "" if there is no such file."""
-    path = latest_file(folder, converted_only)
+    path = latest_file(folder, pointers)
     text = os.fsdecode(path.read_bytes()).strip().replace("\0", "?") if path else ""
     # Somebody may have written a path there, such as ./global_step100/
     return os.path.relpath(folder / text, folder) if text else ""
@@ -100,51 +109,77 @@ def step_of(path: Path) -> int:
     return expect(load(path), {"global_steps": is_natural}, path)["global_steps"]
 
 
-def newest_first(folder: Path, say: Callable, converted_only: bool = False) -> list[str]:
-    """The tags in a folder, in the order in which to try to resume from them: first the one that
-    `latest` names, unless there is a later one. say(text) reports what is skipped."""
+def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
+    """Which checkpoint in a folder is meant: the one that `latest` names, unless there is a later
+    one; without `latest` the one of most steps, unless the run went back."""
+    names = [name for name in list_tags(folder) if not (converted_only and is_saved(folder / name))]
+    saved = [name for name in names if is_saved(folder / name)]
+    pointers = [*POINTERS]
+    if converted_only:
+        pointers.remove("latest")
+    if saved:
+        pointers.remove("latest_universal")
+    name = named_by_latest(folder, pointers)
+    tags, passed_over = read_tags(folder, names)
+    says = [f"{tag} is passed over: {problem}" for tag, problem in passed_over.items()]
+    given_up = went_back(tags)
+    last = max(tags, key=lambda tag: tag.step, default=None)
+    tags.sort(key=lambda tag: (tag not in given_up, tag.step, tag.is_saved), reverse=True)
+    for named in [tag for tag in tags if tag.name == name]:
+        return named_or_later(named, tags, latest_file(folder, pointers), says)
+    if name and name not in passed_over:
+        lack = what_it_lacks(folder / name, converted_only)
+        says.append(f"`{latest_file(folder, pointers).name}` names {name}, which {lack}")
+    if last in given_up:
+        says.append(
+            f"{given_up[last].name} was written after {last.name}, so that run went back; if they "
+            "were copied, and have the times of the copy, tell which tag to load"
+        )
+    doubt = ""
+    candidates = [name] if name else saved or names
+    if len(candidates) > 1:
+        several = ", ".join(candidates)
+        doubt = f"{folder} holds several checkpoints, and no `latest` that names one: {several}"
+    return Choice(tags, says, candidates[0] if candidates else "", doubt)
+
+
+def named_or_later(named, tags, pointer, says):
+    """The Choice where a file, pointer, names one of the tags."""
+    # A job killed before it wrote `latest` leaves a newer tag. Others are from an earlier run, or
+    # `latest` was edited.
+    since = pointer.stat().st_mtime
+    later = [tag for tag in tags if tag.step > named.step and tag.written > since]
+    doubt = ""
+    if later:
+        both = f"`{pointer.name}` names {named.name}, and {later[0].name}"
+        line = f"{both} was written after it: the later one is taken, if it is complete"
+        doubt = f"{pointer.parent}: {both} was written after it: name the folder of the one to take"
+        says = [*says, line]
+    return Choice([*dict.fromkeys([*later, named, *tags])], says, named.name, doubt)
+
+
+def read_tags(folder, names):
+    """([Tag], {the name of one that cannot be read: why})."""
     tags = []
-    passed_over = set()
-    for name in list_tags(folder):
-        saved = is_saved(folder / name)
-        if saved and converted_only:
-            continue
+    problems = {}
+    for name in names:
         try:
             path = rank_0_model_states(folder / name)
-            tags.append(Tag(name, step_of(path), path.stat().st_mtime, saved))
+            written = path.stat().st_mtime
+            tags.append(Tag(name, step_of(path), written, is_saved(folder / name)))
         except (CheckpointError, OSError) as error:
-            passed_over.add(name)
-            say(f"{name} is passed over: {type(error).__name__}: {error}")
-    # A tag of fewer steps that was saved later means that the run went back.
-    given_up = {
+            problems[name] = f"{type(error).__name__}: {error}"
+    return tags, problems
+
+
+def went_back(tags):
+    """{tag: one of fewer steps that was saved later}: the run went back behind it."""
+    return {
         tag: later
         for tag in tags
         for later in tags
         if later.is_saved and later.step < tag.step and later.written > tag.written + BETWEEN_SAVES
     }
-    last = max(tags, key=lambda tag: tag.step, default=None)
-    tags.sort(key=lambda tag: (tag not in given_up, tag.step, tag.is_saved), reverse=True)
-    name = named_by_latest(folder, converted_only)
-    file = "latest_universal" if converted_only else "latest"
-    # A job killed before it wrote `latest` leaves a newer tag. Others are from an earlier run, or
-    # `latest` was edited.
-    for named in [tag for tag in tags if tag.name == name]:
-        since = latest_file(folder, converted_only).stat().st_mtime
-        later = [tag for tag in tags if tag.step > named.step and tag.written > since]
-        if later:
-            say(
-                f"`{file}` names {name}, and {later[0].name} was written after it: the later one "
-                "is taken, if it is complete"
-            )
-        return [tag.name for tag in dict.fromkeys([*later, named, *tags])]
-    if name and name not in passed_over:
-        say(f"`{file}` names {name}, which {what_it_lacks(folder / name, converted_only)}")
-    if last in given_up:
-        say(
-            f"{given_up[last].name} was written after {last.name}, so that run went back; if they "
-            "were copied, and have the times of the copy, tell which tag to load"
-        )
-    return [tag.name for tag in tags]
 
 
 def what_it_lacks(tag, converted_only):

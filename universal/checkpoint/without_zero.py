@@ -10,7 +10,6 @@ optimizer's state_dict(). Where the master weights are:
 """
 
 import itertools
-import math
 from collections import OrderedDict
 from pathlib import Path
 from types import NoneType
@@ -22,7 +21,7 @@ from universal.checkpoint.module_states import (
     dtype_of_weights,
     keep_untrained,
 )
-from universal.checkpoint.names import former_names, with_plain_names
+from universal.checkpoint.names import names_of_now, with_plain_names
 from universal.checkpoint.order import (
     NOWHERE,
     Given,
@@ -178,8 +177,10 @@ def with_names_of_parameters(model, given):
     """The model states, in which the entries of the module have the names of the parameters: a
     wrapper gives them names that its state_dict() takes back."""
     names = {entry: name for of_group in given for name, entry in of_group.items()}
-    names |= former_names(names.values())
-    if model["module"] is None or all(entry == name for entry, name in names.items()):
+    if model["module"] is None:
+        return model
+    names |= names_of_now(model["module"], names.values())
+    if all(entry == name for entry, name in names.items()):
         return model
     module = {names.get(entry, entry): value for entry, value in model["module"].items()}
     return model | {"module": module}
@@ -197,7 +198,7 @@ def place_all(weights, names, groups, opened):
         trained = stepping(group, groups)
         chosen = []
         for name, stepped in zip(of_group, places_of(weights, of_group, group), strict=True):
-            if math.prod(weights[name].size) and (stepped is NOWHERE or is_among(stepped, trained)):
+            if weights[name].numel and (stepped is NOWHERE or is_among(stepped, trained)):
                 parameters[name], keys = describe_one(weights[name], i, stepped, opened)
                 unsliced |= {(i, key): "is not cut like the weights" for key in keys}
                 chosen.append(parameters[name].scalars)
@@ -213,8 +214,8 @@ def is_among(stepped, trained):
 def describe_one(weight, group, stepped, opened):
     """(the Parameter at a place, the names of its states that have another shape)."""
     masters = stepped.masters or weight
-    numel = math.prod(weight.size)
-    whole = {math.prod(masters.size)}
+    numel = weight.numel
+    whole = {masters.numel}
     states = {"fp32": elements_in("fp32", masters, stepped.begin, numel)}
     scalars = {}
     unsliced = set()
@@ -222,9 +223,9 @@ def describe_one(weight, group, stepped, opened):
         tensor = tensor_of(value)
         if tensor and tensor.size == masters.size and key != "step":
             states[key] = elements_in(key, tensor, stepped.begin, numel)
-        elif tensor is None and math.prod(masters.size) > 1 and holds_elements(value, whole):
+        elif tensor is None and masters.numel > 1 and holds_elements(value, whole):
             unsliced.add(key)
-        elif tensor is None or math.prod(tensor.size) == 1:
+        elif tensor is None or tensor.numel == 1:
             scalars[key] = read_scalar(value, opened)
         else:
             unsliced.add(key)

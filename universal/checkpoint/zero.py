@@ -133,7 +133,7 @@ def read_shard(path: Path) -> SavedShard:
     ranks = [ranks] * len(flats) if isinstance(ranks, int) else ranks
     mappings = content.get("param_slice_mappings", flats)
     if not flats or len(flats) > min(len(paddings), len(ranks), len(mappings)):
-        raise CheckpointError(f"{path} does not say of each parameter group how it is cut")
+        raise CheckpointError(f"{path} does not say of each flat tensor how it is cut")
     masters = [tensor_of(flat) for flat in flats]
     sizes = [flat.size[0] + n for flat, n in zip(masters, paddings, strict=False)]
     return SavedShard(path, *kind, content, optimizer, masters, sizes, ranks)
@@ -377,7 +377,7 @@ def read_flat(shard: SavedShard, number: int, numel: int, opened: OpenFile) -> F
 
 def is_scalar(tensor, key, size):
     """Whether a tensor is of one element for another reason than that its slice is so short."""
-    return math.prod(tensor.size) == 1 and (not tensor.size or key == "step" or size > 1)
+    return tensor.numel == 1 and (not tensor.size or key == "step" or size > 1)
 
 
 def join_shards(

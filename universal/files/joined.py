@@ -8,7 +8,6 @@ round: read from the other side, the same blocks are what a part has of the whol
 
 import functools
 import itertools
-import math
 import operator
 from array import array
 from collections.abc import Iterator, Sequence
@@ -207,7 +206,7 @@ def strided(name: str, tensor: Tensor) -> Source:
         return tensor.storage
     strides = contiguous_strides(tensor.size)
     block = Block(0, tensor.size, tensor.stride, tensor.offset, strides, 0)
-    return Joined(name, (tensor.storage,), (block,), math.prod(tensor.size))
+    return Joined(name, (tensor.storage,), (block,), tensor.numel)
 
 
 def part_of(whole: Source, shape: tuple, blocks: Sequence[Block], numel: int) -> Joined:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Whether two values that were pickled are the same: tensors, in each of their bytes."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,7 +82,7 @@ def checksum_of(tensor):
         extent = Extent(tensor.dtype, extent, 0, extent.nbytes // width(tensor.dtype))
     if not isinstance(extent, Extent) or has_gaps(tensor):
         return None
-    is_all = nbytes_of(extent) == extent.record.nbytes and extent.numel == math.prod(tensor.size)
+    is_all = nbytes_of(extent) == extent.record.nbytes and extent.numel == tensor.numel
     return extent.record.crc if is_all else None
 
 
@@ -105,7 +104,7 @@ def holds_elements(value: Any, numels: set[int]) -> bool:
     while pending:
         value = pending.pop()
         if tensor := tensor_of(value):
-            if math.prod(tensor.size) in numels:
+            if tensor.numel in numels:
                 return True
         elif isinstance(value, (dict, list, tuple, Stub)) and id(value) not in seen:
             seen.add(id(value))

@@ -75,6 +75,10 @@ class Tensor(NamedTuple):
     requires_grad: bool
     dtype: str
 
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
 
 class Size(tuple):
     """torch.Size"""
@@ -213,7 +217,7 @@ def extent_of(tensor: Tensor, numel: int | None = None) -> Extent:
     """
     record = tensor.storage
     size = width(tensor.dtype)
-    total = math.prod(tensor.size)
+    total = tensor.numel
     numel = total if numel is None else numel
     if numel > total or (tensor.offset + total) * size > record.nbytes:
         raise CheckpointError(f"{record.path} holds fewer elements than its description says")
@@ -358,7 +362,7 @@ def verify(path: Path) -> None:
 def read_scalar(value: Any, opened: OpenFile | None = None) -> Any:
     """A one-element tensor with its bytes, read and checked; any other value unchanged."""
     tensor = tensor_of(value)
-    if tensor is None or math.prod(tensor.size) != 1:
+    if tensor is None or tensor.numel != 1:
         return value
     reader = ByteReader(opened)
     data = reader.read(extent_of(tensor), 0, 1)

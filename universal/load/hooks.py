@@ -3,6 +3,8 @@
 
 import contextlib
 import functools
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from universal.checkpoint.names import plain_name
+from universal.checkpoint.names import names_of_now, plain_name
 from universal.errors import CheckpointError
 from universal.load.flat import Partition
 
@@ -73,7 +75,7 @@ def overridden(target: Any, **attributes: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def collectives_after(meet: Callable[[Sequence[int]], None]) -> Iterator[None]:
+def meeting_before_collectives(meet: Callable[[Sequence[int]], None]) -> Iterator[None]:
     """In this block, meet(ranks) is called ahead of each of DeepSpeed's collective operations."""
     backend = deepspeed.comm.comm.cdb
 
@@ -115,14 +117,19 @@ def names_in(module: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def taking_plain_names(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractContextManager:
-    """In this block, DeepSpeed finds a module's state, whichever side torch.compile() is on."""
+    """In this block, DeepSpeed finds a module's state, whichever side torch.compile() is on, and
+    whichever of torch's two weight normalizations."""
     load_module = engine.load_module_state_dict
+    present = [plain_name(name) for name, _ in engine.module.named_parameters()]
 
     def load(checkpoint, *args, **options):
         for key in ("module", "frozen_param_fragments"):
             entries = checkpoint.get(key) or {}
-            names = names_in(engine.module, map(plain_name, entries))
-            renamed = {names[plain_name(name)]: value for name, value in entries.items()}
+            plain = {name: plain_name(name) for name in entries}
+            now = names_of_now(plain.values(), present)
+            plain = {name: now.get(plain[name], plain[name]) for name in entries}
+            names = names_in(engine.module, plain.values())
+            renamed = {names[plain[name]]: value for name, value in entries.items()}
             if renamed.keys() != entries.keys():
                 checkpoint = checkpoint | {key: renamed}
         return load_module(checkpoint, *args, **options)
@@ -131,16 +138,54 @@ def taking_plain_names(engine: deepspeed.DeepSpeedEngine) -> contextlib.Abstract
 
 
 @contextlib.contextmanager
-def gathering_in_pieces(optimizer: Any) -> Iterator[None]:
-    """In this block, gloo gathers the weights of ZeRO-1 and 2 in pieces: it copies what it gathers,
-    and for all at once that takes the memory of the model, and twice the time."""
+def gathering_in_place(optimizer: Any) -> Iterator[None]:
+    """In this block, ranks broadcast their parts of the weights of ZeRO-1 and 2, if by gloo: where
+    it gathers, it copies all twice, which takes the memory of the model, and twice the time."""
     if dist.get_backend() != "gloo":
         yield
         return
     backend = deepspeed.comm.comm.cdb
-    with overridden(backend, has_all_gather_into_tensor=lambda: False):
-        with overridden(optimizer, allgather_bucket_size=1 << 20):
-            yield
+
+    def gather(tensor_list, group, **_):
+        backend.barrier(group=group)
+        works = [
+            dist.broadcast(part, rank, group, async_op=True)
+            for rank, part in zip(dist.get_process_group_ranks(group), tensor_list, strict=True)
+        ]
+        for work in works:
+            work.wait()
+
+    whole = {"has_all_gather_into_tensor": lambda: False, "all_gather": gather}
+    with overridden(backend, **whole), overridden(optimizer, allgather_bucket_size=sys.maxsize):
+        yield
+
+
+@contextlib.contextmanager
+def gathering_at_once() -> Iterator[None]:
+    """In this block, operations that gather without blocking are one for all that are under way:
+    ZeRO-3 gathers each of its persistent parameters, a hundred small tensors."""
+    backend = deepspeed.comm.comm.cdb
+    gather_one = backend.all_gather_into_tensor
+    waiting = {}
+
+    def gather(output_tensor, input_tensor, group=None, async_op=False):
+        if not async_op:
+            return gather_one(output_tensor, input_tensor, group=group)
+        waiting.setdefault((group, input_tensor.dtype), []).append((output_tensor, input_tensor))
+        return types.SimpleNamespace(wait=gather_all)
+
+    def gather_all():
+        while waiting:
+            (group, _), pairs = waiting.popitem()
+            parts = torch.cat([part.flatten() for _, part in pairs])
+            whole = parts.new_empty(dist.get_world_size(group), len(parts))
+            gather_one(whole.view(-1), parts, group=group)
+            columns = whole.split([part.numel() for _, part in pairs], dim=1)
+            for (output, _), column in zip(pairs, columns, strict=True):
+                output.view(column.shape).copy_(column)
+
+    with overridden(backend, all_gather_into_tensor=gather):
+        yield
 
 
 def replace_load_checkpoint(replacement: Callable, owner: str) -> None:

@@ -101,7 +101,10 @@ def rows_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "on disk", f"{size(facts['bytes'])} in {counted(facts['files'], 'file')}"
     yield "client state", ", ".join(facts["client_state"]) or "none"
     steps = facts["next_steps"]
-    yield "next steps", f"{steps[0]} to {steps[1]} are written down" if steps else "none"
+    yield (
+        "next steps",
+        f"{steps[0]} to {steps[1]} are written down" if steps else "none are written down",
+    )
     for text in facts["not_converted"]:
         yield "not converted", text
     for text in facts["notes"]:
@@ -213,11 +216,11 @@ def settings_lines(settings):
     made = f", or **universal.batches.config({batch}, {micro})" if any_ranks else ""
     yield f"  DeepSpeed's config{made}:"
     yield from (f"    {json.dumps(key)}: {value}," for key, value in settings["config"].items())
-    switch = f", started with UNIVERSAL_BATCH={batch} python -m universal" if any_ranks else ""
-    yield f"  LLaMA-Factory's YAML{switch}:"
     arguments = settings["training_arguments"]
+    switch = f", with UNIVERSAL_BATCH={batch} python -m universal" if any_ranks else ""
+    yield f"  Trainer script or LLaMA-Factory's YAML{switch}:"
     yield from (f"    {key}: {value}" for key, value in arguments.items())
-    yield "  transformers:"
+    yield "  transformers, without that:" if any_ranks else "  transformers:"
     if any_ranks:
         yield "    class MyTrainer(AnyRanks, Trainer): pass    # from universal.trainer"
     words = ", ".join(f"{key}={value}" for key, value in arguments.items())
