@@ -52,7 +52,7 @@ MECHANISM = {
     "GatheredParameters.__exit__",
 }
 # What fails there costs a line, or the proof.
-HARMLESS = ("schedules.py", "proof.py")
+HARMLESS = ("schedules.py", "lr_scheduler.py LRScheduler.get_last_lr", "proof.py")
 
 
 class Planted(MemoryError):
@@ -116,8 +116,10 @@ def outcome_of(work):
     return words, time.monotonic() - began
 
 
-def fail_everywhere(load, rank, every=1):
-    """Plant an error on this rank, in every so many-th function. Yields what went wrong."""
+def fail_everywhere(load, rank, every=1, harmless_on=None):
+    """Plant an error on this rank, in every so many-th function. Yields what went wrong.
+
+    harmless_on: a rank whose error may be late: another one has found the damage before."""
     plants = []
     if dist.get_rank() == rank:
         calls = calls_of(load)
@@ -134,7 +136,7 @@ def fail_everywhere(load, rank, every=1):
         name = gathered(name)[rank]
         outcomes = gathered(outcome_of(work))
         words = {word for word, _ in outcomes}
-        hidden = name.startswith(HARMLESS) and words == {"loaded"}
+        hidden = (name.startswith(HARMLESS) or rank == harmless_on) and words == {"loaded"}
         alike = len(words) == 1 and ("planted" in str(words) or hidden)
         if not alike or max(seconds for _, seconds in outcomes) > TIMEOUT / 4:
             yield f"{name} on rank {rank}: {outcomes}"
@@ -215,7 +217,9 @@ def main(route, every=1):
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         load()  # it imports, and fills caches
         truth = held_by(engine)
-        failures = [text for rank in (1, 0) for text in fail_everywhere(load, rank, every)]
+        harmless_on = 0 if route == "passed over" else None
+        found = [fail_everywhere(load, rank, every, harmless_on) for rank in (1, 0)]
+        failures = [text for texts in found for text in texts]
         load()
     assert not differences(truth, held_by(engine))
     if is_rank_0():

@@ -38,8 +38,9 @@ class FlatTensor(NamedTuple):
     names: list[str]
     pieces: list[Piece]
 
-    def blank(self, tensor: torch.Tensor) -> "FlatTensor":
-        """The same with another tensor: zeros, but in the pieces whatever is there."""
+    def blank(self, numel: int, dtype: torch.dtype) -> "FlatTensor":
+        """The same with another tensor on the CPU: zeros, but in the pieces whatever is there."""
+        tensor = torch.empty(numel, dtype=dtype, device="cpu")
         end = 0
         for piece in self.pieces:
             tensor[end : piece.offset].zero_()
