@@ -93,6 +93,36 @@ def meeting_before_collectives(meet: Callable[[Sequence[int]], None]) -> Iterato
         yield
 
 
+@contextlib.contextmanager
+def saving_alone(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
+    """In this block, a save of DeepSpeed's waits for no other rank, and ZeRO-3 keeps the weights
+    that it has gathered: what it saves has empty tensors in their place.
+
+    Otherwise ranks compare their tags, meet, and gather these weights again.
+    """
+    gathered = [
+        (parameter, parameter.data, parameter.ds_status)
+        for parameter in engine.module.parameters()
+        if hasattr(parameter, "ds_status") and parameter.data.numel()
+    ]
+    steps = {
+        "_checkpoint_tag_validation": lambda tag: None,
+        "_optimizer_has_ckpt_event_prologue": lambda: False,
+        "_optimizer_has_ckpt_event_epilogue": lambda: False,
+    }
+    backend = deepspeed.comm.comm.cdb
+    with overridden(engine, **steps), overridden(backend, barrier=lambda *args, **options: None):
+        try:
+            for parameter, data, status in gathered:
+                parameter.data = data.new_empty(0)
+                parameter.ds_status = type(status).NOT_AVAILABLE
+            yield
+        finally:
+            for parameter, data, status in gathered:
+                parameter.data = data
+                parameter.ds_status = status
+
+
 def loading_at_once(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractContextManager:
     """In this block, ranks do not load one after the other, as pipeline_loading_checkpoint wants.
 
