@@ -86,3 +86,10 @@ def is_same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether flat tensors of one dtype are the same, also where they hold NaN."""
     dtype = {2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.uint8)
     return torch.equal(tensor.view(dtype), other.view(dtype))
+
+
+def is_alike(target: torch.Tensor | None, shape: tuple, dtype: str) -> bool:
+    """Whether a value can be copied into a tensor; not integers of quantized weights, say."""
+    if target is None or whole_shape(target) != shape:
+        return False
+    return target.is_floating_point() == getattr(torch, dtype).is_floating_point

@@ -2,13 +2,15 @@
 """Which layers of a pipeline a rank has, and which of them are tied."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from universal.checkpoint.names import plain_name
 from universal.errors import CheckpointError
 from universal.files.same import is_same
+
+LocalName = Callable[[str], str | None]  # Engine.local_name(), of an entry of a checkpoint's module
 
 
 def layers_of(module: torch.nn.Module) -> dict[str, str]:
@@ -62,13 +64,28 @@ def is_folded(module: torch.nn.Module) -> bool:
     return hasattr(module, "phase_bounds")
 
 
-def check_tied(local_name: Callable[[str], str | None], saved: dict, strict: bool) -> None:
+def unsaved_names(
+    module: torch.nn.Module, local_name: LocalName, model: dict, saved: Iterable[str]
+) -> set[str]:
+    """Of this rank's tied layers, what other layers have saved, and this stage did not: there it
+    may have had another value, but for what all stages keep the same.
+
+    model: rank 0's model states. saved: the names of entries of a checkpoint's module.
+    """
+    degrees = model.get("checkpoint_parallel_dimensions") or {}
+    if not hasattr(module, "tied_modules") or degrees.get("pp_degree") == 1:
+        return set()
+    layers = layers_elsewhere(module)
+    return {local_name(name) for name in saved if name.partition(".")[0] in layers}
+
+
+def check_tied(module: torch.nn.Module, local_name: LocalName, saved: dict, strict: bool) -> None:
     """Check that stages agree about what is one tensor here, of a tied layer.
 
-    local_name: of an entry of a checkpoint's module. Raises: CheckpointError, if strict.
+    saved: the entries of a checkpoint's module. Raises: CheckpointError, if strict.
     """
     first_names = {}
-    for saved_name in sorted(saved) if strict else ():
+    for saved_name in sorted(saved) if strict and hasattr(module, "tied_modules") else ():
         name = local_name(saved_name)
         first = first_names.setdefault(name, saved_name)
         if name and not is_same(saved[first], saved[saved_name]):
