@@ -19,7 +19,8 @@ import pytest
 from measure.logs import COLUMNS, compare, steps
 from tests.support import ROOT
 from tests.support.commands import hang, kill, run_python, slow, told_to_stop
-from tests.support.files import MODEL, flip
+from tests.support.files import MODEL, flip, folders_in
+from tests.support.harms import halve
 from tests.support.helpers import at_step
 from tests.support.ranks import launch, run
 from universal.mirror import Mirror
@@ -156,10 +157,6 @@ def test_lives(work, uninterrupted, name, lives, last, flags, wait):
         assert not list((work / f"{name}_{machine}").iterdir())
 
 
-def truncate(path):
-    os.truncate(path, path.stat().st_size // 2)
-
-
 def cannot_be_read():
     """A patch: at first, machine a cannot read a file of its memory."""
     import universal.files.torch_file
@@ -180,12 +177,12 @@ SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 # What happens to one copy of a file in memory. Its time stays.
 DAMAGES = [
     ("flipped", SHARD, flip, None, 1),
-    slow("truncated", SHARD, truncate, None, 1),
+    slow("truncated", SHARD, halve, None, 1),
     slow("missing", SHARD, os.remove, None, 1),
     slow("unreadable", SHARD, os.stat, cannot_be_read, 1),
     slow("flipped model", MODEL, flip, None, 1),
     slow("flipped 3", SHARD, flip, None, 3),
-    slow("truncated model 3", f"zero_pp_rank_0_{MODEL}", truncate, None, 3),
+    slow("truncated model 3", f"zero_pp_rank_0_{MODEL}", halve, None, 3),
 ]
 
 
@@ -445,8 +442,7 @@ def test_disks_of_their_own(work, uninterrupted, stage, lost, replaced, machines
     assert train("aabb", at_step(10, 0)).code != 0
     for machine, ranks in (("a", "01"), ("b", "23")):
         folder = work / f"{name}_{machine}"
-        tags = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        assert tags == ["global_step6", "global_step8"]
+        assert folders_in(folder) == ["global_step6", "global_step8"]
         shards = sorted(path.name for path in folder.glob("global_step8/*optim_states.pt"))
         assert "".join(shard.split("_")[3] for shard in shards) == ranks
     (work / f"{name}_{lost}").rename(work / "away")

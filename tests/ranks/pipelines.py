@@ -19,10 +19,9 @@ from torch import nn
 
 from tests.support.case import PRINTED, case, degrees, load, on_own_ranks, printed, refused
 from tests.support.files import flip
-from tests.support.toy import differences, is_rank_0, make, save_of_rank, truths_of_ranks
+from tests.support.toy import BF16, differences, is_rank_0, make, save_of_rank, truths_of_ranks
 from universal.inspect import look
 
-BF16 = {"enabled": True}
 LINEAR = LayerSpec(nn.Linear, 8, 8)
 ALIKE = [LayerSpec(nn.Linear, 8, 8, bias=False)] * 3  # no shape tells their order
 
@@ -32,7 +31,7 @@ def backwards(parameters):
 
 
 def save_pipelines_without_zero(stage):
-    pipeline(2, LINEAR, zero=0, bf16=BF16).save_checkpoint(".", tag="bf16")
+    pipeline(2, LINEAR, zero=0, **BF16).save_checkpoint(".", tag="bf16")
     engine = save_pipeline(LINEAR, LINEAR, zero=0)
     engine.save_checkpoint(".", tag="lacking")
     engine.save_checkpoint(".", tag="damaged")
@@ -70,7 +69,7 @@ def pipelines_without_zero(stage):
     refused(
         make(0, lambda: Scaling(2, 8)), "nothing that is trained has the same name on both sides"
     )
-    engine = pipeline(1, LINEAR, zero=0, bf16=BF16)
+    engine = pipeline(1, LINEAR, zero=0, **BF16)
     refused(engine, "of BF16_Optimizer without ZeRO, which saves no shapes", tag="bf16")
     if is_rank_0():
         facts = look(".", "t")["tags"]["t"]
