@@ -10,6 +10,7 @@
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; 9 minutes
 # make deepspeed-suite  DeepSpeed's own checkpoint tests through install(); they are in DEEPSPEED, a clone: ./DeepSpeed
 # make engines   every kind of engine that DeepSpeed builds on a CPU: saved, loaded on the same ranks and others; 5 minutes
+# make mirror    what a save, and a copy in another machine's memory, cost a step; 4 minutes
 # make proof    what the comparison of the next steps costs a step; a minute
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 2 minutes
 # make gpu       on NVIDIA cards: precisions, optimizers, layouts, costs; ends with a table to report; an hour
@@ -54,7 +55,7 @@ $(PY) plot.py $(1) --output $@ --tolerance $(2) > $(basename $@).txt
 @cat $(basename $@).txt
 endef
 
-.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions deepspeed-suite engines proof lesson \
+.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions deepspeed-suite engines proof mirror lesson \
 	gpu assets test test-all lint clean
 .DELETE_ON_ERROR:
 
@@ -286,6 +287,12 @@ proof: .venv/installed
 	@mkdir -p $(OUT)
 	$(PY) -m measure.proof > $(OUT)/proof.txt
 	@cat $(OUT)/proof.txt
+
+# What a mirror and a save cost a step
+mirror: .venv/installed
+	@mkdir -p $(OUT)
+	$(PY) -m measure.mirror --output $(OUT)/mirror.png > $(OUT)/mirror.txt
+	@cat $(OUT)/mirror.txt
 
 lesson: .venv/installed-dev
 	$(PY) -m measure.lesson

@@ -1,61 +1,85 @@
 """How long a save, or a copy in another machine's memory, stops the training.
 
-    python -m measure.mirror
+    python -m measure.mirror --output out/mirror.png
 
 A GPT of 43 million parameters on 2 ranks, each on a "machine" of its own; both are on this machine,
-and share its cores. Every round does each way in turn; medians over the rounds, in milliseconds:
+and share its cores. Every round does each way in turn; medians over the rounds:
 
-    blocked    what the training waits for before the next step
-    a step     by how much a step is longer that follows, if it sleeps, as the CPU does where a GPU
-               computes, and if it computes on the CPU
-    safe       until two machines hold the step, or the disk does
-    work       CPU time of this rank, of all its threads, and for the kernel
-    MB         what rank 0 copies
+    blocked    ms that the training waits before the next step
+    sleeps     ms by which the next step is longer, if it sleeps, as where a GPU computes
+    computes   the same of a step that computes on the CPU
+    safe       ms until two machines hold the step, or the disk does
+    work       ms of CPU time of this rank, of all its threads, and for the kernel
+    copied     MB of rank 0
 
-The ways: a plain copy of rank 0's tensors into memory that is kept; Mirror, in the background and
-with wait=True; engine.save_checkpoint() in the background, and DeepSpeed's own. If lm-resiliency is
-installed (0.2.0), its copy in a neighbor's memory, too: of fewer tensors, for the same ranks alone.
+The ways: plain copies of rank 0's tensors into memory that is kept, of those that a save writes and
+of those that the mirror sends; Mirror, in the background and with wait=True; DeepSpeed's own
+engine.save_checkpoint(), and in the background, each into a new folder. If lm-resiliency is
+installed (0.2.0), its copy in a neighbor's memory, too: of other tensors, for the same ranks alone.
+
+The picture: steps that sleep, with a copy or a save at each.
 """
 
+import argparse
 import contextlib
+import itertools
 import json
 import os
+import shutil
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
+import matplotlib
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 
 import universal
 from measure import resume
 from tests.support.ranks import run
 from universal import background
-from universal.load.hooks import overridden
-from universal.load.snapshot import Collector, Image
+from universal.load.snapshot import Image, files_of_save
 from universal.mirror import Mirror
 
 BATCH, ROUNDS = 4, 5
 LAYERS = 6  # of 12: each way keeps copies of its own, and all must fit
 IDLE = 0.5  # seconds
+STEPS = 12  # of each line of the picture
+DRAWN = 1  # the ZeRO stage
+NONE = ("nothing", "0.8", "neither")
+PANELS = [  # title, and for each line a way, its color and its label
+    (
+        "a copy in another machine's memory",
+        NONE,
+        ("Mirror, wait", "#D55E00", "the training waits"),
+        ("Mirror", "#0072B2", "in the background"),
+    ),
+    (
+        "a save to the disk",
+        NONE,
+        ("save", "#D55E00", "the training waits"),
+        ("save, background", "#0072B2", "in the background"),
+    ),
+]
+matplotlib.rcParams["font.size"] = 12
 
 
 def wait_for_nothing():
     pass
 
 
-def plain_copy(engine, disk):
-    """Returns (save, finish, bytes)."""
-    collector = Collector()
-    with overridden(engine, checkpoint_engine=collector):
-        engine.save_checkpoint(disk, tag="copied", save_latest=False)
-    images = [Image(path, content) for path, content in collector.files]
-    tensors = [
+def storages_of(images):
+    return [
         torch.tensor([], dtype=torch.uint8).set_(storage)
         for image in images
         for storage in image.storages
     ]
+
+
+def plain_copy(tensors):
+    """Returns (save, finish, bytes)."""
     copies = [torch.empty_like(tensor) for tensor in tensors]
 
     def save():
@@ -101,101 +125,172 @@ def peer(engine, folder):
     return save, finish, sum(tensor.numel() * tensor.element_size() for tensor in tensors())
 
 
+def sync_files(disk):
+    for path in Path(disk).glob("*/*.pt"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def remove_old(disk):
+    """Remove all saves but the last two."""
+    if dist.get_rank() == 0:
+        for folder in sorted(Path(disk).glob("save*"), key=os.path.getmtime)[:-2]:
+            shutil.rmtree(folder)
+
+
 def ways_of(engine, memory, disk):
     """{name: (save, finish, bytes)}"""
     machine = Path(memory, f"machine{dist.get_rank()}")
-    copy, nothing, nbytes = plain_copy(engine, disk)
-    ways = {"a plain copy": (copy, nothing, nbytes)}
-    with contextlib.suppress(ImportError):
-        ways["lm-resiliency"] = peer(engine, f"{machine}_peer")
     # One mirror, which waits or not: two would take turns in finding no memory to use again.
     mirror = Mirror(engine, machine)
+    save = lambda: engine.save_checkpoint(disk, "copied", {}, False)  # noqa: E731
+    files = files_of_save(engine, save)
+    ways = {"copy, of a save": plain_copy(storages_of(Image(*file) for file in files))}
+    mirror.leave_out(files)
+    ways["copy, of a mirror"] = plain_copy(storages_of(Image(*file) for file in files))
+    of_save, of_mirror = (nbytes for _, _, nbytes in ways.values())
+    with contextlib.suppress(ImportError):
+        ways["lm-resiliency"] = peer(engine, f"{machine}_peer")
 
     def save_and_wait():
         mirror.save({})
         mirror.finish()
 
-    ways["Mirror"] = (lambda: mirror.save({}), mirror.finish, nbytes)
-    ways["Mirror, wait"] = (save_and_wait, nothing, nbytes)
+    ways["Mirror"] = (lambda: mirror.save({}), mirror.finish, of_mirror)
+    ways["Mirror, wait"] = (save_and_wait, wait_for_nothing, of_mirror)
     universal.install(proof=False, background=True)
-    plain = type(engine).save_checkpoint.__wrapped__
-
-    def sync_files():
-        for path in Path(disk, "plain").glob("*.pt"):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-
-    save = lambda: engine.save_checkpoint(disk, tag="background")  # noqa: E731
-    ways["save, background"] = (save, background.wait, nbytes)
-    ways["save"] = (lambda: plain(engine, disk, tag="plain"), sync_files, nbytes)
+    own = type(engine).save_checkpoint.__wrapped__
+    tags = (f"save{number}" for number in itertools.count())
+    ways["save, background"] = (
+        lambda: engine.save_checkpoint(disk, next(tags)),
+        background.wait,
+        of_save,
+    )
+    ways["save"] = (lambda: own(engine, disk, next(tags)), lambda: sync_files(disk), of_save)
     return ways
+
+
+def idle():
+    time.sleep(IDLE)
+
+
+def computing(engine):
+    def compute():
+        rows = torch.randint(256, (BATCH // 2, resume.LENGTH + 1))
+        engine.backward(engine(rows[:, :-1], rows[:, 1:]))
+        engine.step()
+
+    return compute
+
+
+def seconds_of(*actions):
+    """From one to the next; all ranks begin together and end together."""
+    dist.barrier()
+    times = [time.perf_counter()]
+    for action in actions:
+        action()
+        times.append(time.perf_counter())
+    dist.barrier()
+    return [end - times[0] for end in times[1:]]
+
+
+def costs(save, finish, compute):
+    """A round of one way: seconds."""
+    row = []
+    for step in (idle, compute):
+        work = time.process_time()
+        row += seconds_of(save, step, finish)
+        row += [time.process_time() - work]
+    # Until it is safe, without a step at the same time.
+    return row + seconds_of(save, finish)
+
+
+def step_times(save, finish, disk):
+    """Seconds of steps that sleep, and save."""
+    seconds = []
+    for _ in range(STEPS):
+        remove_old(disk)
+        dist.barrier()
+        start = time.perf_counter()
+        idle()
+        save()
+        seconds.append(time.perf_counter() - start)
+    finish()
+    return seconds
 
 
 def measure_ways(stage, memory, disk):
     """What each rank does; rank 0 prints the costs."""
     resume.SHAPE["n_layer"] = LAYERS
     engine = resume.make_engine(BATCH, BATCH // int(os.environ["WORLD_SIZE"]), stage)
-
-    def idle():
-        time.sleep(IDLE)
-
-    def compute():
-        rows = torch.randint(256, (BATCH // 2, resume.LENGTH + 1))
-        engine.backward(engine(rows[:, :-1], rows[:, 1:]))
-        engine.step()
-
-    def seconds_of(*actions):
-        """From one to the next; all ranks begin together and end together."""
-        dist.barrier()
-        times = [time.perf_counter()]
-        for action in actions:
-            action()
-            times.append(time.perf_counter())
-        dist.barrier()
-        return [end - times[0] for end in times[1:]]
-
+    compute = computing(engine)
     compute()  # makes the states
     ways = {"nothing": (wait_for_nothing, wait_for_nothing, 0), **ways_of(engine, memory, disk)}
     rows = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, (save, finish, _) in ways.items():
-            row = []
-            for step in (idle, compute):
-                work = time.process_time()
-                row += seconds_of(save, step, finish)
-                work = time.process_time() - work
-                row += [work]
-            # Until it is safe, without a step at the same time.
-            row += seconds_of(save, finish)
-            rows[name].append(row)
+            rows[name].append(costs(save, finish, compute))
+            remove_old(disk)
     # The first round makes memory, and is slower.
     medians = {
         name: [1e3 * statistics.median(column[1:]) for column in zip(*row, strict=True)]
         for name, row in rows.items()
     }
-    print("\n" + json.dumps([medians, {name: way[2] / 1e6 for name, way in ways.items()}]))
+    names = {name for _, *lines in PANELS for name, _, _ in lines} if stage == DRAWN else ()
+    steps = {name: step_times(*ways[name][:2], disk) for name in sorted(names)}
+    print("\n" + json.dumps([medians, {name: way[2] / 1e6 for name, way in ways.items()}, steps]))
     os._exit(0)  # the peer's threads do not end
 
 
+def print_rows(stage, medians, sizes):
+    _, slept, _, no_work, _, computed, *_ = medians.pop("nothing")
+    for name, row in medians.items():
+        blocked, with_sleep, _, work, _, with_step, _, _, _, safe = row
+        cells = (blocked, with_sleep - slept, with_step - computed, safe, work - no_work)
+        numbers = "".join(f"{cell:>10.0f}" for cell in (*cells, sizes[name]))
+        print(f"{stage:>4}  {name:<17}{numbers}", flush=True)
+
+
+def draw(steps, path):
+    """steps: {way: seconds of each step}."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, (title, *lines) in zip(axes, PANELS, strict=True):
+        for name, color, label in lines:
+            milliseconds = [1e3 * seconds for seconds in steps[name]]
+            broad = 9 if name == "nothing" else 3.5
+            axis.plot(range(1, STEPS + 1), milliseconds, color=color, linewidth=broad, label=label)
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.set_ylim(0, 1.05e3 * max(map(max, steps.values())))
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("ms of a step")
+    lines = axes[0].get_lines()
+    figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
 def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="the picture")
+    args = parser.parse_args()
     Path("out").mkdir(exist_ok=True)
     print("                                    longer a step that")
-    print("ZeRO                    blocked     sleeps   computes     safe    work        MB")
+    print("ZeRO                     blocked    sleeps  computes      safe      work    copied")
+    print("                              ms        ms        ms        ms    CPU ms        MB")
     for stage in (1, 3):
         with (
             tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
             tempfile.TemporaryDirectory(dir="out") as disk,
         ):
             out = run(Path.cwd(), 2, measure_ways, stage, memory, disk, limit=900)
-        medians, sizes = json.loads(out.splitlines()[-1])
-        _, slept, _, no_work, _, computed, *_ = medians.pop("nothing")
-        for name, row in medians.items():
-            blocked, with_sleep, _, work, _, with_step, _, _, _, safe = row
-            cells = (blocked, with_sleep - slept, with_step - computed, safe, work - no_work)
-            numbers = "".join(
-                f"{cell:>{width}.0f}" for cell, width in zip(cells, (8, 11, 11, 9, 8), strict=True)
-            )
-            print(f"{stage:>4}  {name:<17}{numbers}{sizes[name]:>10.2f}", flush=True)
+        medians, sizes, steps = json.loads(out.splitlines()[-1])
+        print_rows(stage, medians, sizes)
+        if steps and args.output:
+            draw(steps, args.output)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import psutil
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from universal.load.collective import SideGroup, say
-from universal.load.hooks import overridden
-from universal.load.snapshot import Collector, Image, copies_done, new_memory
+from universal.load.snapshot import Image, copies_done, files_of_save, new_memory
 from universal.write.console import print_line
 from universal.write.processes import all_or_none, one_line
 from universal.write.publish import publish
@@ -56,8 +55,13 @@ def saves(engine: deepspeed.DeepSpeedEngine) -> bool:
 
 def begin(work: Callable[[], None]) -> threading.Thread:
     """Do it in a thread. The process does not end before it is done."""
+
+    def run():
+        time.sleep(0.001)  # the training goes on at once, not when this lets go of the interpreter
+        work()
+
     UNDER_WAY[:] = [thread for thread in UNDER_WAY if thread.is_alive()]
-    UNDER_WAY.append(threading.Thread(target=work, name="universal"))
+    UNDER_WAY.append(threading.Thread(target=run, name="universal"))
     UNDER_WAY[-1].start()
     return UNDER_WAY[-1]
 
@@ -94,19 +98,27 @@ def begin_save(
     output = Path(save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag))
     saving = saver.new_folder(output)
     hidden = os.path.relpath(saving, save_dir)
-    collector = Collector()
-    with overridden(engine, checkpoint_engine=collector):
-        method(engine, save_dir, hidden, client_state or {}, False, *args, **options)
+    save = functools.partial(method, engine, save_dir, hidden, client_state or {}, False)
+    not_copied = saver.copy(engine, functools.partial(save, *args, **options), output.name)
     latest = Path(save_dir, "latest") if save_latest else None
     if not save_latest:
         say_if_beside_latest(save_dir, os.path.relpath(output, save_dir))
     finish = functools.partial(saver.finish, saving, output, latest, published)
-    if saver.copy(collector.files):
-        saver.thread = begin(functools.partial(finish, saver.write))
+    if not_copied:
+        write = engine.checkpoint_engine.save
+        finish(lambda: [write(state, str(path)) for path, state in not_copied])
     else:
-        save = engine.checkpoint_engine.save
-        finish(lambda: [save(state, str(path)) for path, state in collector.files])
+        saver.thread = begin(functools.partial(finish, saver.write))
     return True
+
+
+class Need(NamedTuple):
+    """What a rank tells the others before it copies."""
+
+    tag: str
+    machine: str
+    memory: int  # bytes that it needs beside what it has
+    free: int  # bytes
 
 
 def say_if_beside_latest(save_dir: str | os.PathLike, tag: str) -> None:
@@ -129,6 +141,7 @@ class Saver:
 
     def __init__(self):
         self.group = SideGroup()
+        self.attempt, *_ = self.group.all_gather(time.time_ns())
         self.memory = {}
         self.images = []
         self.thread = None
@@ -138,58 +151,68 @@ class Saver:
     def new_folder(self, output: Path) -> Path:
         """A hidden folder beside the checkpoint's, of a name that no other save has. What jobs that
         died have left beside it is removed."""
-        attempt, *_ = self.group.all_gather(time.time_ns())
-        saving = output.with_name(f".{output.name}.{attempt}.{SAVING}")
+        self.attempt += 1
+        saving = output.with_name(f".{output.name}.{self.attempt}.{SAVING}")
         if self.leads:
             for path in output.parent.glob(f".*.{SAVING}"):
                 if path != saving:
                     shutil.rmtree(path, ignore_errors=True)
         return saving
 
-    def copy(self, files: list[tuple[Path, Any]]) -> bool:
-        """Copy the tensors of all files. Returns whether there is memory for it, on all ranks."""
-        with all_or_none(self.group.all_gather):
+    def copy(
+        self, engine: deepspeed.DeepSpeedEngine, save: Callable[[], Any], tag: str
+    ) -> list[tuple[Path, Any]]:
+        """Copy the tensors of all files that save() would write. Ranks meet once.
+
+        Returns: [], or if a machine has no memory for it, those files and their state dicts.
+        """
+        needs = []
+
+        def meet(error):
+            machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+            memory = sum(image.room for image in self.images if not self.fits(image))
+            need = Need(tag, machine, memory, free_memory())
+            errors, needs[:] = zip(*self.group.all_gather((error, need)), strict=True)
+            return errors
+
+        with all_or_none(meet):
+            files = files_of_save(engine, save)
             self.images = [Image(path, content) for path, content in files]
-        new = [image for image in self.images if not self.fits(image)]
-        if not self.has_room(sum(image.room for image in new)):
+        if len({need.tag for need in needs}) > 1:
+            engine._checkpoint_tag_validation(tag)  # raises, or warns, as the config says
+        if not self.has_room(needs):
             self.images = []
-            return False
-        for image in new:
-            self.memory[image.path.name] = new_memory(image.room)
+            return files
         for image in self.images:
+            if not self.fits(image):
+                self.memory[image.path.name] = new_memory(image.room)
             image.copy(self.memory[image.path.name])
         copies_done()
-        return True
+        return []
 
     def fits(self, image: Image) -> bool:
         memory = self.memory.get(image.path.name)
         return memory is not None and memory.numel() >= image.room
 
-    def has_room(self, needed: int) -> bool:
+    def has_room(self, needs: list[Need]) -> bool:
         """Whether each machine has the memory that its ranks need beside what they have."""
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
-        needs = self.group.all_gather((machine, needed, free_memory()))
-        for machine in dict.fromkeys(machine for machine, *_ in needs):
-            total = sum(needed for other, needed, _ in needs if other == machine) / 1e6
-            free = min(free for other, _, free in needs if other == machine) / 1e6
+        for machine in dict.fromkeys(need.machine for need in needs):
+            total = sum(need.memory for need in needs if need.machine == machine) / 1e6
+            free = min(need.free for need in needs if need.machine == machine) / 1e6
             if total > free:
                 say(
                     f"a copy to save in the background needs {total:.1f} MB of memory, and "
                     f"{free:.1f} MB are free: saved without one"
                 )
                 return False
-            if total and not self.memory and machine == needs[0][0]:
+            if total and not self.memory and machine == needs[0].machine:
                 say(f"saves in the background keep a copy of {total:.1f} MB in memory")
         return True
 
     def write(self) -> None:
         """Write the copies to the disk."""
         for image in self.images:
-            with open(image.path, "wb", buffering=0) as file:
-                data = image.seal()
-                while data:
-                    data = data[file.write(data) :]
-                os.fsync(file.fileno())
+            image.write()
 
     def finish(
         self,

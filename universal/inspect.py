@@ -31,26 +31,23 @@ from typing import Any, NamedTuple
 from universal.checkpoint.describe import describe, paths_of
 from universal.checkpoint.facts import facts_of, settings_on
 from universal.checkpoint.names import plain_keys, with_plain_names
-from universal.checkpoint.order import ROUNDED, NeedsEngine, Told, rounded
+from universal.checkpoint.order import NeedsEngine, Told, has_values_of
 from universal.checkpoint.tags import choose_tag, is_checkpoint, list_tags
 from universal.checkpoint.types import Checkpoint, Described
 from universal.errors import CheckpointError
 from universal.files.sources import (
-    ByteReader,
     Record,
     checksum,
     join_crcs,
     keep_open,
     portions,
-    width,
 )
-from universal.files.torch_file import extent_of, load, records_of, tensor_of
+from universal.files.torch_file import load, records_of, tensor_of
 from universal.write.console import bar, in_one_line
 from universal.write.screen import lines_of
 
 WORKERS = 4
 SPAN = 1 << 24  # bytes that a thread checks in one go, and by which the progress bar moves
-SAMPLE = 64  # elements of each range that are compared
 
 # --------------------------------------------------------------------------------------------------
 # 1. the tags of a folder
@@ -183,24 +180,15 @@ def check_steps_by_sample(described: Described) -> None:
         return
     path = checkpoint.files.model_states
     module = with_plain_names(load(path))["module"] or {}
-    reader = ByteReader()
+    opened = keep_open()
     for name, parameter in checkpoint.parameters.items():
         weight = tensor_of(module.get(name))
         if weight is None or weight.size != parameter.shape:  # at ZeRO-3 it is empty
             continue
-        masters = parameter.states["fp32"]
-        if masters.dtype != "float32" or weight.dtype not in ROUNDED:
-            continue
-        start = 0
-        for part in masters.ranges(0, masters.numel):
-            numel = part.nbytes // width(masters.dtype)
-            count = min(SAMPLE, numel)
-            halves = reader.read(extent_of(weight), start, count)
-            if halves != rounded(reader.read(masters, start, count), weight.dtype):
-                raise CheckpointError(
-                    f"{checkpoint.folder}: model states and shards are of different steps"
-                )
-            start += numel
+        if not has_values_of(weight, parameter.states["fp32"], opened):
+            raise CheckpointError(
+                f"{checkpoint.folder}: model states and shards are of different steps"
+            )
 
 
 def compares_weights(checkpoint):

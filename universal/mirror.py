@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from universal.background import begin
 from universal.checkpoint.describe import describe
@@ -40,8 +41,7 @@ from universal.files.torch_file import verify
 from universal.load import reader
 from universal.load.collective import end_process_group, gloo_group
 from universal.load.engine import Engine
-from universal.load.hooks import overridden
-from universal.load.snapshot import Collector, Image, copies_done
+from universal.load.snapshot import Image, copies_done, files_of_save
 from universal.proof import after_save
 from universal.write.console import print_line
 
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 # Room for two steps, all of which one machine may hold after a loss: bytes of each parameter for
 # fp32, Adam's two moments, the weights, and spare.
 BYTES_PER_PARAMETER = 33.6
+ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam)
 SLACK = 1 << 16  # bytes by which the next step's file may be longer
 
 
@@ -95,6 +96,8 @@ class Mirror:
         self.committed = 0
         self.thread = self.failure = self.slot = None
         self.mapped = {}  # {inode: memory} of files that are written again and again
+        self.count = 0  # of all ranks' files
+        self.derived = derived_weights(engine)
         self.folder = Path(folder)
         self.ranks = gloo_group()
         self.rank = dist.get_rank()
@@ -107,7 +110,10 @@ class Mirror:
         self.partner = elsewhere[self.rank % len(elsewhere)] if elsewhere else self.rank
         self.machine_ranks = [rank for rank, other in enumerate(machines) if other == machine]
         self.leads = self.machine_ranks[0] == self.rank
-        for problem in all_gather(self.problem(), self.ranks):
+        problems, (self.attempt, *_) = zip(
+            *all_gather((self.problem(), time.time_ns()), self.ranks), strict=True
+        )
+        for problem in problems:
             if problem:
                 raise ValueError(problem)
         if self.partner == self.rank == 0:
@@ -145,18 +151,19 @@ class Mirror:
         if step % self.every:
             return self.committed
         self.finish()
-        collector = Collector()
-        with overridden(self.engine, checkpoint_engine=collector):
-            self.engine.save_checkpoint(
-                str(self.unfinished), tag="saved", client_state=client_state, save_latest=False
-            )
+        save = functools.partial(
+            self.engine.save_checkpoint, str(self.unfinished), "saved", client_state, False
+        )
+        files = files_of_save(self.engine, save)
+        self.leave_out(files)
+        images = [Image(path, content) for path, content in files]
         self.spare.mkdir(parents=True, exist_ok=True)
-        images = [Image(path, content) for path, content in collector.files]
-        names = {image.path.name for image in images}
-        # Files of two attempts at a step are never mixed.
-        (attempt, *_), names = zip(*all_gather((time.time_ns(), names), self.ranks), strict=True)
+        if not self.count:  # later saves wait for no other rank
+            names = {image.path.name for image in images}
+            self.count = len(set().union(*all_gather(names, self.ranks)))
+        self.attempt += 1  # files of two attempts at a step are never mixed
         # With fewer files than its name says, a slot was being written.
-        slot = self.folder / f"step{step:09}-{attempt}.{len(set().union(*names))}"
+        slot = self.folder / f"step{step:09}-{self.attempt}.{self.count}"
         slot.mkdir(exist_ok=True)
         for image in images:
             image.copy(self.memory_of(image.path, image.room))
@@ -164,6 +171,12 @@ class Mirror:
         after_save(self.engine, slot)
         self.thread = begin(functools.partial(self.send, step, images, slot))
         return self.finish() if self.wait else self.committed
+
+    def leave_out(self, files: list[tuple[Path, Any]]) -> None:
+        """Put empty tensors in the place of weights that need no copy."""
+        for _, content in files:
+            module = content.get("module") or {}
+            module.update((name, self.derived[name]) for name in self.derived.keys() & module)
 
     def finish(self) -> int:
         """Wait until two machines hold the last step that was copied. Returns `committed`."""
@@ -288,6 +301,20 @@ class Mirror:
         self.finish()
         if self.leads:
             shutil.rmtree(self.folder)
+
+
+def derived_weights(engine: "deepspeed.DeepSpeedEngine") -> dict[str, torch.Tensor]:
+    """{name in the module: an empty tensor} of the weights that a load makes from the masters at
+    ZeRO-1 and 2, where the ranks have them all: they need no copy, as at ZeRO-3."""
+    known = Engine(engine)
+    # Of other optimizers a state may depend on the rank, and DeepSpeed's own loader wants weights.
+    if type(known.torch_optimizer) not in ADAMS or not known.has_known_optimizer():
+        return {}
+    if known.stage not in (1, 2) or engine.has_moe_layers or not known.is_data_parallel():
+        return {}
+    optimized = known.optimized_names()
+    parameters = known.module.named_parameters(remove_duplicate=False)
+    return {name: p.new_empty(0) for name, p in parameters if known.names.get(p) in optimized}
 
 
 def gather(folder: str | os.PathLike) -> Path:

@@ -15,11 +15,14 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import universal
 from measure.logs import COLUMNS, compare, steps
-from tests.support import ROOT
+from tests.support import ROOT, toy
 from tests.support.commands import hang, kill, run_python, slow, told_to_stop
-from tests.support.files import MODEL, flip, folders_in
+from tests.support.files import MODEL, flip, folders_in, records
 from tests.support.harms import halve
 from tests.support.helpers import at_step
 from tests.support.ranks import launch, run
@@ -157,6 +160,55 @@ def test_lives(work, uninterrupted, name, lives, last, flags, wait):
         assert not list((work / f"{name}_{machine}").iterdir())
 
 
+class Tied(toy.Net):
+    def __init__(self):
+        super().__init__()
+        self.c = torch.nn.Linear(7, 5, bias=False)
+        self.c.weight = self.b.weight
+
+
+# Options of the engine; whether the weights are left out, as the masters have them.
+WEIGHTS = [
+    (1, toy.BF16, True),
+    (2, {}, True),
+    (1, {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}, False),
+    slow(2, toy.BF16, True),
+    slow(1, {"net": Tied}, True),
+    slow(3, toy.BF16, True),
+]
+
+
+@pytest.mark.parametrize("stage, options, left_out", WEIGHTS)
+def test_weights_come_from_masters(tmp_path, stage, options, left_out):
+    """A copy has no weights that the masters give, and every bit of the engine comes back."""
+
+    def job():
+        toy.begin()
+        engine = toy.make(stage, **options)
+        mirror = Mirror(engine, "m", wait=True)
+        for step in (1, 2):
+            toy.train(engine, step)
+            mirror.save({"step": step})
+        truth = toy.snapshot(engine)
+        (slot,) = Path("m").glob("step*")
+        files = slot.glob("*mp_rank_00_model_states.pt")
+        module = torch.load(next(files), weights_only=False)["module"]
+        trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
+        empty = {name for name in trained if not module[name].numel()}
+        assert empty == (trained if left_out else set())
+        assert module["calls"].numel() == 3 and (stage == 3 or module["frozen.weight"].numel())
+        other = toy.make(stage, seed=7, **options)
+        universal.load_checkpoint(other, "m", slot.name)
+        assert not toy.differences(truth, toy.snapshot(other))
+        dist.barrier()
+
+    run(tmp_path, 2, job)
+
+
+def flip_pickle(path):
+    flip(path, *records(path, "data.pkl"))
+
+
 def cannot_be_read():
     """A patch: at first, machine a cannot read a file of its memory."""
     import universal.files.torch_file
@@ -180,7 +232,7 @@ DAMAGES = [
     slow("truncated", SHARD, halve, None, 1),
     slow("missing", SHARD, os.remove, None, 1),
     slow("unreadable", SHARD, os.stat, cannot_be_read, 1),
-    slow("flipped model", MODEL, flip, None, 1),
+    slow("flipped model", MODEL, flip_pickle, None, 1),  # it holds no weights
     slow("flipped 3", SHARD, flip, None, 3),
     slow("truncated model 3", f"zero_pp_rank_0_{MODEL}", halve, None, 3),
 ]

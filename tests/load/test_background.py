@@ -28,6 +28,8 @@ from tests.support.toy import (
 )
 from universal import background, elastic
 from universal.files.torch_file import verify
+from universal.load import snapshot as snapshots
+from universal.load.hooks import collectives_after
 
 
 def start(stage, seed=1, **options):
@@ -62,7 +64,12 @@ def save_twice(stage, options):
     train(engine, 1)
     plain = type(engine).save_checkpoint.__wrapped__
     plain(engine, "plain", "t", {"own": [1, torch.arange(3)]})
-    engine.save_checkpoint("c", "t", {"own": [1, torch.arange(3)]})
+    weights = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    meetings = []
+    with collectives_after(meetings.append):
+        engine.save_checkpoint("c", "t", {"own": [1, torch.arange(3)]})
+    assert not meetings
+    assert all(map(torch.equal, weights, engine.module.parameters()))
     train(engine, 2)  # the copy is not what is trained
     background.wait()
     dist.barrier()
@@ -74,8 +81,12 @@ def parts(value, name=""):
     found = {}
     for key, part in items:
         where = f"{name}/{key}"
-        nested = isinstance(part, dict | list | tuple)
-        found |= parts(part, where) if nested else {where: getattr(part, "__dict__", part)}
+        if isinstance(part, dict | list | tuple):
+            found |= parts(part, where)
+        elif isinstance(part, torch.Tensor):
+            found[where] = part
+        else:
+            found[where] = getattr(part, "__dict__", part)
     return found
 
 
@@ -98,6 +109,40 @@ def test_the_files_of_a_plain_save(tmp_path, stage, options):
         )
         assert wanted.keys() == saved.keys()
         assert not [key for key in wanted if not same(wanted[key], saved[key])]
+
+
+def test_a_disk_that_takes_no_direct_writes(tmp_path):
+    """It is written through the system's memory."""
+
+    def job():
+        engine = start(1)
+        call_of(snapshots, "write_all", 1, refuse)
+        train_and_save(engine, [1])
+        background.wait()
+        dist.barrier()
+
+    def refuse(file, data):
+        file.seek(512)  # as after a part of it
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    run(tmp_path, 2, job)
+    run(tmp_path, 2, resume, 1, 1)
+
+
+def test_tags_that_differ(tmp_path):
+    """DeepSpeed says so, as the config has it."""
+
+    def job():
+        engine = start(1, checkpoint={"tag_validation": "Fail"})
+        train(engine, 1)
+        with pytest.raises(AssertionError, match="is not consistent across all ranks"):
+            engine.save_checkpoint("c", f"of_rank{os.environ['RANK']}")
+        engine.save_checkpoint("c", "of_all")
+        background.wait()
+        dist.barrier()
+        assert Path("c", "latest").read_text() == "of_all"
+
+    run(tmp_path, 2, job)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ assemble for themselves, and DeepSpeed's own loader, on the ranks that saved."""
 
 import contextlib
 import itertools
-import operator
 import os
 import time
 from pathlib import Path
@@ -250,11 +249,11 @@ class Scaling(nn.Module):
         return x * self.weight.mean()
 
 
-def pipeline(stages, *layers, zero=1, **options):
+def pipeline(stages, *layers, zero=1, kind=PipelineModule, **options):
     """An engine of these layers and of one that follows. zero: the stage of ZeRO."""
 
     def net():
-        module = PipelineModule(
+        module = kind(
             [*layers, LayerSpec(nn.Linear, 8, 8, bias=False)],
             num_stages=stages,
             loss_fn=lambda output, _: output.pow(2).mean(),
@@ -300,61 +299,9 @@ def another_pipeline(stage):
         load(pipeline(stages, SCALING))
 
 
-class Shift(nn.Module):
-    """Has a buffer, and what is neither a parameter nor a tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("by", torch.randn(8))
-        self.note = torch.randn(1).item()
-
-    def forward(self, x):
-        return x + self.by
-
-    def get_extra_state(self):
-        return {"note": self.note}
-
-    def set_extra_state(self, state):
-        self.note = state["note"]
-
-
-def partly_frozen(stages, **options):
-    """Layers 0 and 3 are one module. Of all but the last, parts are frozen."""
-    tied = TiedLayerSpec("tied", PartlyFrozen, 8)
-    return pipeline(stages, tied, LayerSpec(PartlyFrozen, 8), LayerSpec(Shift), tied, **options)
-
-
-class PartlyFrozen(nn.Linear):
-    def __init__(self, width):
-        super().__init__(width, width)
-        self.bias.requires_grad_(False)
-        self.register_buffer("scale", torch.rand(width))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
-
-
 def state_of(engine):
     """By the names of one stage: the pipeline's layers, and all of their state."""
     return dict(engine.module.state_dict())
-
-
-def save_partly_frozen(stage):
-    save_of_rank(state_of(train_and_save_pipeline(partly_frozen(2))))
-
-
-@case(save_partly_frozen, stages=(1,), quick_ranks=(2, 3))
-def frozen_layers_of_a_pipeline(stage):
-    """They are in the files of the layers."""
-    truth = operator.or_(*truths_of_ranks())
-    for stages in degrees():
-        engine = partly_frozen(stages, seed=5)
-        load(engine)
-        state = state_of(engine)
-        assert state.keys() <= truth.keys()
-        lost = differences({name: truth[name] for name in state}, state)
-        assert not lost, (stages, lost)
-    assert "left as it is" not in PRINTED.getvalue()
 
 
 def untied(stages, zero, **options):

@@ -20,6 +20,7 @@ from universal.checkpoint.module_states import (
     config_of,
     degrees_of,
     dtype_of_weights,
+    files_of_layers,
     keep_untrained,
     module_state,
     modules_of_layers,
@@ -30,7 +31,7 @@ from universal.checkpoint.module_states import (
 )
 from universal.checkpoint.names import with_plain_names
 from universal.checkpoint.order import Given
-from universal.checkpoint.pipeline import problem_of_untied
+from universal.checkpoint.pipeline import problem_of_untied, without_tied
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import (
     UNSAVED,
@@ -122,7 +123,7 @@ def saves_in(folder, given, pool, opened):
     problems = []
     for shards in find_shards(folder).values():
         try:
-            described = describe_zero(folder, shards, pool, opened)
+            described = describe_zero(folder, shards, given, pool, opened)
         except CheckpointError as error:
             problems.append(str(error))
             continue
@@ -138,7 +139,8 @@ def saves_in(folder, given, pool, opened):
         return saves, problems
     if whole is not None:
         try:
-            outcome = join_all(folder, *describe_whole(folder, whole, given, opened))
+            joined = describe_whole(folder, whole, given, opened)
+            outcome = join_all(folder, *joined, given, opened)
         except CheckpointError as error:
             outcome = error
         written = (folder / MODEL_STATES_FILE).stat().st_mtime
@@ -350,7 +352,7 @@ def other_steps(path, shards, model, parameters, stage):
 # 2. tensor and pipeline parallelism
 
 
-def describe_zero(folder, shards, pool, opened):
+def describe_zero(folder, shards, given, pool, opened):
     """What describe() returns, of the checkpoint that has these shards."""
     lowest = min(shards)
     first = describe_ranks(folder, lowest, shards[lowest], pool, opened)
@@ -358,23 +360,38 @@ def describe_zero(folder, shards, pool, opened):
     check_complete(folder, shards, tensor, pipeline)
     others = range(1, tensor * pipeline)
     ranks = [first, *(describe_ranks(folder, i, shards[i], pool, opened) for i in others)]
-    return join_all(folder, ranks, tensor, pipeline)
+    return join_all(folder, by_stage(ranks, tensor), tensor, pipeline, given, opened)
 
 
-def join_all(folder, ranks, tensor, pipeline):
+def by_stage(ranks, tensor):
+    """The ranks, those of a pipeline stage side by side, whatever axis of a topology is first."""
+    names = [frozenset(rank.parameters) for rank in ranks]
+    numbers = [names.index(of_rank) for of_rank in names]
+    if any(numbers.count(number) != tensor for number in numbers):
+        return ranks
+    return [ranks[i] for i in sorted(range(len(ranks)), key=numbers.__getitem__)]
+
+
+def join_all(folder, ranks, tensor, pipeline, given, opened):
     """What describe() returns, of all ModelParallelRanks."""
     first = ranks[0]
     info = first.model.get(INFO_KEY) if first.shard.stage or len(ranks) > 1 else None
     joiner = TensorParallel(info, tensor, folder)
     param_groups, ranks, problems = join_groups(folder, ranks, tensor)
     parameters, rank_dependent, untied = join_ranks(folder, ranks, joiner)
-    module, more_problems = join_modules(folder, ranks, parameters, joiner)
+    used = {path for rank in ranks for path in rank.files}
+    modules = [rank.model["module"] for rank in ranks]
+    nothing = {}
+    if modules[0] is None:
+        nothing = None  # as DeepSpeed has it
+        used.update(itertools.chain(*files_of_layers(folder, tensor).values()))
+        modules = untied_modules(folder, tensor, parameters, given, opened)
+    module, more_problems = join_modules(folder, modules, ranks[0].model, joiner)
     problems += untied + more_problems + joiner.problems + unused_patterns(joiner)
-    models = [ranks[0].model | {"module": module}, *(rank.model for rank in ranks[1:])]
+    models = [ranks[0].model | {"module": module or nothing}, *(rank.model for rank in ranks[1:])]
     kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
     if kind:
         problems.append(Problem(True, f"{folder}: no file holds {UNSAVED[kind]}"))
-    used = {path for rank in ranks for path in rank.files}
     layout = Layout(
         optimizer_class=kind or first.shard.optimizer_class,
         shards=first.model["dp_world_size"] if first.shard.stage else 1,
@@ -400,6 +417,16 @@ def join_all(folder, ranks, tensor, pipeline):
         problems=[*(problem for rank in ranks for problem in rank.problems), *problems],
     )
     return Described(description, RawStates(models, first.shard.content))
+
+
+def untied_modules(folder, tensor, parameters, given, opened):
+    """[{name: value}] of a pipeline's layers, by tensor-parallel rank, without these parameters."""
+    modules = modules_of_layers(folder, tensor, parameters)
+    told = given and given()
+    return [
+        trimmed(without_tied(module, rank, parameters, told, opened))
+        for rank, module in enumerate(modules)
+    ]
 
 
 def check_complete(folder, shards, tensor, pipeline):
@@ -520,25 +547,20 @@ def unused_patterns(joiner):
     return [Problem(True, text)] if names else []
 
 
-def join_modules(folder, ranks, parameters, joiner):
-    """(the module of all ModelParallelRanks, [a Problem, if they do not agree]).
+def join_modules(folder, modules, model, joiner):
+    """(the module of all tensor-parallel ranks, [a Problem, if they do not agree]).
 
-    The module is None, as DeepSpeed has it, where files of layers hold all.
+    model: the model states of rank 0.
     """
-    modules = [rank.model["module"] for rank in ranks]
-    nothing = {}
-    if modules[0] is None:
-        modules = [trimmed(module) for module in modules_of_layers(folder, parameters)]
-        nothing = None
     module, different = common_entries(modules)
-    for name in frozen_parameters(modules, ranks[0].model, different, joiner):
+    for name in frozen_parameters(modules, model, different, joiner):
         module[name] = joiner.join_tensor(name, [of_rank[name] for of_rank in modules])
     different = [name for name in different if name not in module]
     text = (
         f"{folder}: {', '.join(different)} is in no optimizer, and not the same on all "
         "tensor-parallel ranks"
     )
-    return module or nothing, [Problem(True, text)] if different else []
+    return module, [Problem(True, text)] if different else []
 
 
 def frozen_parameters(modules, model, different, joiner):
@@ -566,4 +588,4 @@ def saved_modules(checkpoint: Checkpoint) -> list[dict]:
     ]
     models = [expect(load(path), {"module": (NoneType, dict)}, path) for path in paths]
     modules = [with_plain_names(model)["module"] for model in models]
-    return modules_of_layers(checkpoint.folder, ()) if None in modules else modules
+    return modules_of_layers(checkpoint.folder, degree, ()) if None in modules else modules

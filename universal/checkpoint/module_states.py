@@ -5,6 +5,7 @@ At ZeRO-1 and 2 all ranks share one file. At ZeRO-3 each has its own: of paramet
 nothing, of frozen ones this rank's part."""
 
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import NoneType
@@ -119,7 +120,28 @@ def degrees_of(model: dict, mp_ranks: int, folder: Path) -> tuple[int, int]:
 
 def names_beside(folder: Path, used: Iterable[Path]) -> list[str]:
     """Of the files of other saves under the same name, with optimizer shards or model states."""
-    return sorted({path.name for path in {*folder.glob("*mp_rank_*_states.pt")}.difference(used)})
+    paths = {*folder.glob("*mp_rank_*_states.pt"), *folder.glob("layer_*-model_states.pt")}
+    return sorted({path.name for path in paths.difference(used)})
+
+
+def files_of_layers(folder: Path, degree: int) -> dict[str, list[Path]]:
+    """{what names a tensor-parallel rank in their names: a pipeline's files of its layers}.
+
+    degree: of tensor parallelism. Ranks beyond it are of an earlier save under the same name.
+    Raises: CheckpointError, if nothing tells which files are.
+    """
+    files = {}
+    for path in sorted(folder.glob("layer_*-model_states.pt")):
+        ending = path.name.partition("-")[2]
+        axes = re.sub(r"\d+", "", ending)  # none, or model_
+        files.setdefault(axes, {}).setdefault(ending, []).append(path)
+    of_saves = [by_rank for by_rank in files.values() if len(by_rank) >= degree]
+    if len(of_saves) > 1:
+        names = " and ".join(next(iter(by_rank.values()))[0].name for by_rank in of_saves)
+        raise CheckpointError(
+            f"{folder} holds {names}, which are of two saves: remove all files of the earlier one"
+        )
+    return dict([*of_saves[0].items()][:degree]) if of_saves else {}
 
 
 def config_of(model: dict, *keys: str) -> dict:
@@ -230,21 +252,20 @@ def module_state(model: dict) -> ModuleState:
     )
 
 
-def modules_of_layers(folder: Path, parameters: Iterable[str]) -> list[dict]:
-    """[{name: tensor}]: what a pipeline's files of its layers hold besides these parameters.
+def modules_of_layers(folder: Path, degree: int, parameters: Iterable[str]) -> list[dict]:
+    """[{name: tensor}]: what files_of_layers() hold besides these parameters, by rank.
 
-    A name begins with the number of the layer. Each tensor-parallel rank has files of its own.
+    A name begins with the number of the layer.
     """
-    tied = {name.split(".", 2)[2] for name in parameters if name.startswith("tied_modules.")}
-    modules = {}
-    for path in sorted(folder.glob("layer_*-model_states.pt")):
-        layer, *ranks = path.name.removeprefix("layer_").split("-")
-        module = modules.setdefault(tuple(ranks), {})
-        for key, value in plain_keys(expect(load(path), {str: object}, path)).items():
-            name = f"{int(layer)}.{key}"
-            if name not in parameters and key not in tied:
-                module[name] = value
-    return list(modules.values())
+    modules = []
+    for paths in files_of_layers(folder, degree).values():
+        module = {}
+        for path in paths:
+            layer = int(path.name.removeprefix("layer_").partition("-")[0])
+            entries = plain_keys(expect(load(path), {str: object}, path))
+            module |= {f"{layer}.{key}": value for key, value in entries.items()}
+        modules.append({name: module[name] for name in module if name not in parameters})
+    return modules
 
 
 def trimmed(module: dict) -> dict:

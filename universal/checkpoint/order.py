@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from universal.checkpoint.module_states import identity
 from universal.errors import CheckpointError, naming
-from universal.files.sources import ByteReader, OpenFile
+from universal.files.sources import ByteReader, OpenFile, Source, width
 from universal.files.torch_file import Tensor, extent_of, tensor_of
 
 ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
@@ -32,12 +32,16 @@ class Told(NamedTuple):
 
     stages: of each of a pipeline's, by group, {parameter: its entry in the state of the module}, in
     the order in which the optimizer got them. tied: {number: key} of a pipeline's layers. shared:
-    the parameters of these that are the same on all stages.
+    the parameters of these that are the same on all stages. is_model_first: whether the axis of
+    tensor parallelism is before that of stages in the topology, which numbers the ranks. is_folded:
+    whether it is DualPipeV, of which a rank has two stages, from both ends of the pipeline.
     """
 
     stages: Sequence[list[dict[str, str]]] = ()
     tied: dict[int, str] = {}
     shared: Set[str] = frozenset()
+    is_model_first: bool = False
+    is_folded: bool = False
 
     def by_group(self) -> list[dict[str, str]]:
         """The parameters of all stages together."""
@@ -329,10 +333,44 @@ def is_rounded(weight, masters, begin, opened):
     return beginning(weight, opened) == rounded(floats, weight.dtype)
 
 
+def has_shapes(optimizer: dict, shapes: list[list[tuple]]) -> bool:
+    """Whether a rank's optimizer, saved without ZeRO, has states of tensors of these shapes, which
+    are by group."""
+    base = optimizer.get("optimizer_state_dict", optimizer)
+    numbers = [group["params"] for group in base["param_groups"]]
+    if [len(of_group) for of_group in numbers] != [len(of_group) for of_group in shapes]:
+        return False
+    pairs = zip(itertools.chain(*numbers), itertools.chain(*shapes), strict=True)
+    return all(
+        not tensor_of(value) or tensor_of(value).size in ((), shape)
+        for number, shape in pairs
+        for value in base["state"].get(number, {}).values()
+    )
+
+
 def beginning(weight: Tensor, opened: OpenFile) -> bytes:
     """Its first elements."""
     numel = min(weight.numel, FIRST)
     return bytes(ByteReader(opened).read(extent_of(weight, numel), 0, numel))
+
+
+def has_values_of(weight: Tensor, masters: Source, opened: OpenFile) -> bool:
+    """Whether a weight is what its masters are in its precision, as far as some elements of what
+    each rank has of them. Where dtypes do not tell, it is."""
+    if math.prod(weight.size) != masters.numel:
+        return False
+    if masters.dtype != "float32" or weight.dtype not in ROUNDED:
+        return True
+    reader = ByteReader(opened)
+    start = 0
+    for part in masters.ranges(0, masters.numel):
+        numel = part.nbytes // width(masters.dtype)
+        count = min(FIRST, numel)
+        floats = reader.read(masters, start, count)
+        if reader.read(extent_of(weight), start, count) != rounded(floats, weight.dtype):
+            return False
+        start += numel
+    return True
 
 
 def rounded(floats: bytes, dtype: str) -> bytes:

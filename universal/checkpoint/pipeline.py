@@ -18,14 +18,16 @@ from universal.checkpoint.order import (
     SavedRank,
     Told,
     beginning,
+    has_values_of,
     is_filled,
     stepping,
     trained_weights,
 )
 from universal.checkpoint.types import Problem
 from universal.errors import CheckpointError
+from universal.files.joined import Joined
 from universal.files.sources import OpenFile
-from universal.files.torch_file import verify
+from universal.files.torch_file import has_gaps, tensor_of, verify
 
 UNTOLD = "is not known: no ZeRO, and nothing tells which stage had which parameters"
 
@@ -44,8 +46,9 @@ def split_pipeline(
             "a pipeline saved it without ZeRO: which parameters a stage has trained, only an "
             "engine tells: load it without converting it"
         )
+    ranks = stage_by_stage(ranks, tensor, told)
     buffers = {name for rank in ranks for name in rank.model["buffer_names"]}
-    modules = modules_of_layers(folder, ())
+    modules = modules_of_layers(folder, tensor, ())
     if len({frozenset(module) for module in modules}) != 1 or len(modules) != tensor:
         raise CheckpointError(f"{folder} lacks files of layers: {tensor} of each were saved")
     weights = [trained_weights(module, buffers) for module in modules]
@@ -76,6 +79,12 @@ def split_pipeline(
     return ranks, problems
 
 
+def stage_by_stage(ranks, tensor, told):
+    """The ranks, those of a pipeline stage side by side."""
+    stages = range(len(ranks) // tensor if told.is_model_first else 1)
+    return [rank for stage in stages for rank in ranks[stage :: len(stages)]]
+
+
 def problem_of_guess(folder):
     text = (
         f"WARNING: {folder}: no file says in which order the optimizer of a pipeline stage had its "
@@ -95,12 +104,13 @@ def without_places(ranks, tensor, names):
 
 
 def homes_of(name, tied, weights):
-    """The numbers of the layers that have a parameter; several, if they are tied."""
+    """The numbers of the layers that have a parameter; several, if they are tied; none, if no file
+    has it: DeepSpeed saves nothing of a tied layer with a forward_fn."""
     if not is_tied(name):
         return {int(name.split(".")[0])} if name in weights else set()
     _, key, rest = name.split(".", 2)
-    layers = (layer for layer in tied if tied[layer] == key)
-    return {layer for layer in layers if f"{layer}.{rest}" in weights}
+    layers = {layer for layer in tied if tied[layer] == key}
+    return layers if any(f"{layer}.{rest}" in weights for layer in layers) else set()
 
 
 def is_tied(name: str) -> bool:
@@ -116,11 +126,39 @@ def problem_of_untied(folder: Path, name: str) -> Problem:
 
 def weights_by_name(homes, weights):
     """{name: Tensor}, in a tied parameter's name, too."""
-    return {
-        name: weights[f"{min(layers)}.{name.split('.', 2)[2]}" if is_tied(name) else name]
-        for name, layers in homes.items()
-        if layers
-    }
+    by_name = {}
+    for name, layers in homes.items():
+        rest = name.split(".", 2)[2] if is_tied(name) else name.partition(".")[2]
+        entries = [f"{layer}.{rest}" for layer in sorted(layers)]
+        if saved := [weights[entry] for entry in entries if entry in weights]:
+            by_name[name] = saved[0]
+    return by_name
+
+
+def without_tied(
+    module: dict, rank: int, parameters: dict, told: Told | None, opened: OpenFile
+) -> dict:
+    """The entries of the files of layers, without a tied parameter's under its layers' numbers.
+
+    A layer of its own may have entries of the same names. Files do not tell which layers are tied:
+    an engine does, or else the values. rank: the tensor-parallel one that saved the entries.
+    """
+    parts = {}
+    for name in filter(is_tied, parameters):
+        masters = parameters[name].states["fp32"]
+        parts[name] = masters.parts[rank] if isinstance(masters, Joined) else masters
+
+    def is_of_tied(entry):
+        number, rest = entry.split(".", 1)
+        if told and told.tied:
+            return f"tied_modules.{told.tied.get(int(number))}.{rest}" in parts
+        weight = tensor_of(module[entry])
+        if weight is None or has_gaps(weight):
+            return False
+        same_key = [name for name in parts if name.split(".", 2)[2] == rest]
+        return any(has_values_of(weight, parts[name], opened) for name in same_key)
+
+    return {entry: value for entry, value in module.items() if not is_of_tied(entry)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -133,6 +171,15 @@ def ways_of(ranks, tensor, names, homes, told, opened):
     homes: {name: numbers of its layers}.
     """
     stages = [ranks[i : i + tensor] for i in range(0, len(ranks), tensor)]
+    if told.is_folded:
+        by_rank = [[[*of_group] for of_group in stage] for stage in told.stages]
+        way = [names for i, names in enumerate(by_rank) if names not in by_rank[:i]]
+        if len(way) == len(stages) and all(
+            are_of_groups(of_stage, rank, opened)
+            for of_stage, stage in zip(way, stages, strict=True)
+            for rank in stage
+        ):
+            return [way]
     numbers = sorted(set().union(*homes.values()))
     ways = []
     for arranged in orders_of_engine(told, homes):

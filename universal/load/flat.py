@@ -38,15 +38,14 @@ class FlatTensor(NamedTuple):
     names: list[str]
     pieces: list[Piece]
 
-    def blank(self, numel: int, dtype: torch.dtype) -> "FlatTensor":
-        """The same with another tensor on the CPU: zeros, but in the pieces whatever is there."""
-        flat = torch.empty(numel, dtype=dtype, device="cpu")
+    def blank(self, tensor: torch.Tensor) -> "FlatTensor":
+        """The same with another tensor: zeros, but in the pieces whatever is there."""
         end = 0
         for piece in self.pieces:
-            flat[end : piece.offset].zero_()
+            tensor[end : piece.offset].zero_()
             end = piece.offset + piece.numel
-        flat[end:].zero_()
-        return self._replace(tensor=flat)
+        tensor[end:].zero_()
+        return self._replace(tensor=tensor)
 
 
 class Partition(NamedTuple):

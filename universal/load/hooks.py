@@ -3,6 +3,8 @@
 
 import contextlib
 import functools
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -91,6 +93,36 @@ def meeting_before_collectives(meet: Callable[[Sequence[int]], None]) -> Iterato
         yield
 
 
+@contextlib.contextmanager
+def saving_alone(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
+    """In this block, a save of DeepSpeed's waits for no other rank, and ZeRO-3 keeps the weights
+    that it has gathered: what it saves has empty tensors in their place.
+
+    Otherwise ranks compare their tags, meet, and gather these weights again.
+    """
+    gathered = [
+        (parameter, parameter.data, parameter.ds_status)
+        for parameter in engine.module.parameters()
+        if hasattr(parameter, "ds_status") and parameter.data.numel()
+    ]
+    steps = {
+        "_checkpoint_tag_validation": lambda tag: None,
+        "_optimizer_has_ckpt_event_prologue": lambda: False,
+        "_optimizer_has_ckpt_event_epilogue": lambda: False,
+    }
+    backend = deepspeed.comm.comm.cdb
+    with overridden(engine, **steps), overridden(backend, barrier=lambda *args, **options: None):
+        try:
+            for parameter, data, status in gathered:
+                parameter.data = data.new_empty(0)
+                parameter.ds_status = type(status).NOT_AVAILABLE
+            yield
+        finally:
+            for parameter, data, status in gathered:
+                parameter.data = data
+                parameter.ds_status = status
+
+
 def loading_at_once(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractContextManager:
     """In this block, ranks do not load one after the other, as pipeline_loading_checkpoint wants.
 
@@ -136,16 +168,54 @@ def taking_plain_names(engine: deepspeed.DeepSpeedEngine) -> contextlib.Abstract
 
 
 @contextlib.contextmanager
-def gathering_in_pieces(optimizer: Any) -> Iterator[None]:
-    """In this block, gloo gathers the weights of ZeRO-1 and 2 in pieces: it copies what it gathers,
-    and for all at once that takes the memory of the model, and twice the time."""
+def gathering_in_place(optimizer: Any) -> Iterator[None]:
+    """In this block, ranks broadcast their parts of the weights of ZeRO-1 and 2, if by gloo: where
+    it gathers, it copies all twice, which takes the memory of the model, and twice the time."""
     if dist.get_backend() != "gloo":
         yield
         return
     backend = deepspeed.comm.comm.cdb
-    with overridden(backend, has_all_gather_into_tensor=lambda: False):
-        with overridden(optimizer, allgather_bucket_size=1 << 20):
-            yield
+
+    def gather(tensor_list, group, **_):
+        backend.barrier(group=group)
+        works = [
+            dist.broadcast(part, rank, group, async_op=True)
+            for rank, part in zip(dist.get_process_group_ranks(group), tensor_list, strict=True)
+        ]
+        for work in works:
+            work.wait()
+
+    whole = {"has_all_gather_into_tensor": lambda: False, "all_gather": gather}
+    with overridden(backend, **whole), overridden(optimizer, allgather_bucket_size=sys.maxsize):
+        yield
+
+
+@contextlib.contextmanager
+def gathering_at_once() -> Iterator[None]:
+    """In this block, operations that gather without blocking are one for all that are under way:
+    ZeRO-3 gathers each of its persistent parameters, a hundred small tensors."""
+    backend = deepspeed.comm.comm.cdb
+    gather_one = backend.all_gather_into_tensor
+    waiting = {}
+
+    def gather(output_tensor, input_tensor, group=None, async_op=False):
+        if not async_op:
+            return gather_one(output_tensor, input_tensor, group=group)
+        waiting.setdefault((group, input_tensor.dtype), []).append((output_tensor, input_tensor))
+        return types.SimpleNamespace(wait=gather_all)
+
+    def gather_all():
+        while waiting:
+            (group, _), pairs = waiting.popitem()
+            parts = torch.cat([part.flatten() for _, part in pairs])
+            whole = parts.new_empty(dist.get_world_size(group), len(parts))
+            gather_one(whole.view(-1), parts, group=group)
+            columns = whole.split([part.numel() for _, part in pairs], dim=1)
+            for (output, _), column in zip(pairs, columns, strict=True):
+                output.view(column.shape).copy_(column)
+
+    with overridden(backend, all_gather_into_tensor=gather):
+        yield
 
 
 def replace_load_checkpoint(replacement: Callable, owner: str) -> None:

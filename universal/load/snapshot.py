@@ -2,24 +2,28 @@
 """The files of a save, in memory: DeepSpeed hands over state dicts, whose tensors are copied at
 once; what torch.save() would do to them can wait for a thread.
 
-    collector = Collector()
-    with overridden(engine, checkpoint_engine=collector):
-        engine.save_checkpoint(...)                     # writes nothing
-    image = Image(path, state_dict)                     # for each of collector.files
-    image.copy(memory)                                  # from here on training may go on
-    data = image.seal()                                 # the bytes of the .pt file
+    for path, state_dict in files_of_save(engine, save): # what save() would write
+        image = Image(path, state_dict)
+        image.copy(memory)
+    ...                                             # from here on training may go on
+    data = image.seal()                             # the bytes of the .pt file
 """
 
+import fcntl
 import io
+import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from universal.files.sources import ByteReader
 from universal.files.torch_writer import described, record_header, records, write_records
+from universal.load.hooks import overridden, saving_alone
 
 PAGE = 1 << 16  # bytes
 
@@ -97,6 +101,31 @@ class Image:
         write_records(file, self.path.stem, sources, ByteReader())
         return self.memory[: file.tell()]
 
+    def write(self) -> None:
+        """Write the file, and wait for the disk. Raises OSError."""
+        nbytes = len(self.seal())
+        pages = self.memory[: -(-nbytes // PAGE) * PAGE]
+        with open(self.path, "wb", buffering=0) as file:
+            try:  # without the system's own copy, whose new pages cost more than all the rest
+                set_direct(file, os.O_DIRECT)
+                write_all(file, pages)
+            except OSError:  # this file system, or this disk, wants it
+                set_direct(file, 0)
+                file.seek(0)
+                write_all(file, pages)
+            file.truncate(nbytes)
+            os.fsync(file.fileno())
+
+
+def set_direct(file: BinaryIO, flag: int) -> None:
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT | flag)
+
+
+def write_all(file: BinaryIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
+
 
 class InPlace(io.RawIOBase):
     """A file in memory. What lies in it already is not copied."""
@@ -120,9 +149,23 @@ class InPlace(io.RawIOBase):
         return len(data)
 
 
+def files_of_save(
+    engine: deepspeed.DeepSpeedEngine, save: Callable[[], Any]
+) -> list[tuple[Path, Any]]:
+    """What save(), a save of this engine, would write: [(path, state dict)]. No rank waits for
+    another."""
+    collector = Collector()
+    with overridden(engine, checkpoint_engine=collector), saving_alone(engine):
+        save()
+    return collector.files
+
+
 def new_memory(nbytes: int) -> torch.Tensor:
-    """Memory to copy into, uint8. Where there is a GPU, it reaches it without a detour."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    """Memory to copy into, uint8, from the beginning of a page. Where there is a GPU, it reaches it
+    without a detour."""
+    pinned = torch.cuda.is_available()
+    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pinned)
+    return memory[-memory.data_ptr() % PAGE :]
 
 
 def copies_done() -> None:
