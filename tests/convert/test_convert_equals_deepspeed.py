@@ -89,10 +89,12 @@ def pipeline(work):
     return work / "pipeline" / "global_step3"
 
 
-def with_info(source, target, **changes):
-    """A copy of a checkpoint whose universal_checkpoint_info is another."""
+def with_info(source, target, lacking=None, **changes):
+    """A copy of a checkpoint whose universal_checkpoint_info is another. lacking: a key that its
+    model states lack."""
     shutil.copytree(source, target)
     edit(target, MODELS, lambda model: model["universal_checkpoint_info"].update(changes))
+    edit(target, MODELS, lambda model: model.pop(lacking, None))
     return target
 
 
@@ -124,8 +126,7 @@ def test_pipeline(pipeline, tmp_path, changes):
 
 def test_pipeline_without_degrees(pipeline, tmp_path):
     """Of a DeepSpeed that does not save them: the files of a layer tell."""
-    source = with_info(pipeline, tmp_path / "c")
-    edit(source, MODELS, lambda model: model.pop("checkpoint_parallel_dimensions"))
+    source = with_info(pipeline, tmp_path / "c", lacking="checkpoint_parallel_dimensions")
     assert_equal_to_deepspeed(source, tmp_path)
 
 
@@ -156,6 +157,5 @@ def test_wrong_description(pipeline, tmp_path, changes, words):
 
 
 def test_no_description(pipeline, tmp_path):
-    source = with_info(pipeline, tmp_path / "c")
-    edit(source, MODELS, lambda model: model.pop("universal_checkpoint_info"))
+    source = with_info(pipeline, tmp_path / "c", lacking="universal_checkpoint_info")
     not_converted(source, "2 tensor-parallel ranks and no universal_checkpoint_info")

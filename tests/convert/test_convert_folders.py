@@ -12,7 +12,7 @@ import torch
 
 from tests.support.commands import converter, failed
 from tests.support.conversions import not_converted, settled
-from tests.support.files import SHAPES, content, each_state, edit, load
+from tests.support.files import SHAPES, content, each_state, edit, load, random_weights
 from tests.support.lay_out import lay_out
 from universal import CheckpointError, convert
 from universal.safetensors import export
@@ -108,7 +108,7 @@ def saved(tmp_path):
 
 def make_whole(folder, ranks):
     """Of a folder at ZeRO-1, what is saved without ZeRO: one file, and shards of nobody."""
-    weights = {n: torch.rand(shape) for group in SHAPES for n, shape in group.items()}
+    weights = random_weights()
     parameters = [[torch.nn.Parameter(weights[name]) for name in group] for group in SHAPES]
     adam = torch.optim.AdamW([{"params": group} for group in parameters])
     for parameter in itertools.chain(*parameters):

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from tests.support import ROOT
 from tests.support.commands import converter
 from tests.support.conversions import assert_equal_to_deepspeed, convert_with_deepspeed
-from tests.support.files import MODEL, SHAPES, content, edit, load, states
+from tests.support.files import MODEL, SHAPES, content, edit, load, random_weights, states
 from tests.support.lay_out import lay_out
 from tests.support.toy import same
 from universal import convert
@@ -111,7 +111,7 @@ def test_frozen_parameter_that_is_a_view(laid_out, stage):
 
 def test_momentum_that_ranks_hold_whole(laid_out, tmp_path):
     """Muon's before ZeRO-3: of every matrix of which a rank has a part."""
-    wanted = {name: torch.rand(shape) for group in SHAPES for name, shape in group.items()}
+    wanted = random_weights()
 
     def add(shard):
         mappings = shard["optimizer_state_dict"]["param_slice_mappings"]

@@ -18,6 +18,7 @@ from measure import machines
 from measure.logs import compare, steps
 from tests.support import ROOT
 from tests.support.commands import forked, hang, kill, run_python, slow, told_to_stop
+from tests.support.files import folders_in
 from tests.support.helpers import at_step
 from tests.support.ranks import launch, run
 from universal import elastic
@@ -33,8 +34,7 @@ COMMON = [*INEXACT, "--exact"]
 def uninterrupted(work):
     flags = "--run_name uninterrupted --checkpoint_dir uninterrupted --keep 1".split()
     run(work, 2, "examples.train_elastic", *COMMON, *flags)
-    tags = [path.name for path in (work / "uninterrupted").iterdir() if path.is_dir()]
-    assert tags == ["global_step12"]
+    assert folders_in(work / "uninterrupted") == ["global_step12"]
 
 
 def train(work, ranks, name, *arguments, patch=None):

@@ -11,7 +11,7 @@ from measure.logs import largest, read_log
 from tests.support.commands import slow
 from tests.support.conversions import assert_equal_to_deepspeed
 from tests.support.files import edit
-from tests.support.ranks import launch, run
+from tests.support.ranks import run
 from universal.batches import Share
 from universal.checkpoint.next_steps import read_rows
 
@@ -156,15 +156,6 @@ def test_a_stage_without_a_parameter_group(work, pipeline, tmp_path):
 def test_bit_equal_to_deepspeed(work, pipeline, tmp_path):
     """DeepSpeed's converter, where it is right, writes the same for what these scripts save."""
     assert_equal_to_deepspeed(work / "three" / "global_step2", tmp_path)
-
-
-@pytest.mark.parametrize(
-    "script, name", [("examples.train_tp_sp", "three"), ("examples.train_3d", "one")]
-)
-def test_names_of_a_pipeline_are_others(work, pipeline, script, name):
-    result = launch(work, 1, script, *COMMON, "--checkpoint_dir", name, *RESUME)
-    assert result.code == 2 and result.errors.count("\n") == 1
-    assert "nothing that is trained has the same name on both sides" in result.errors
 
 
 def test_tensorboard(work, pipeline):

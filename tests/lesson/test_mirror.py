@@ -22,7 +22,8 @@ import universal
 from measure.logs import COLUMNS, compare, steps
 from tests.support import ROOT, toy
 from tests.support.commands import hang, kill, run_python, slow, told_to_stop
-from tests.support.files import MODEL, flip, records
+from tests.support.files import MODEL, flip, folders_in, records
+from tests.support.harms import halve
 from tests.support.helpers import at_step
 from tests.support.ranks import launch, run
 from universal.mirror import Mirror
@@ -168,12 +169,12 @@ class Tied(toy.Net):
 
 # Options of the engine; whether the weights are left out, as the masters have them.
 WEIGHTS = [
-    (1, {"bf16": {"enabled": True}}, True),
+    (1, toy.BF16, True),
     (2, {}, True),
     (1, {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}, False),
-    slow(2, {"bf16": {"enabled": True}}, True),
+    slow(2, toy.BF16, True),
     slow(1, {"net": Tied}, True),
-    slow(3, {"bf16": {"enabled": True}}, True),
+    slow(3, toy.BF16, True),
 ]
 
 
@@ -193,9 +194,8 @@ def test_weights_come_from_masters(tmp_path, stage, options, left_out):
         files = slot.glob("*mp_rank_00_model_states.pt")
         module = torch.load(next(files), weights_only=False)["module"]
         trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
-        assert {name for name in trained if not module[name].numel()} == (
-            trained if left_out else set()
-        )
+        empty = {name for name in trained if not module[name].numel()}
+        assert empty == (trained if left_out else set())
         assert module["calls"].numel() == 3 and (stage == 3 or module["frozen.weight"].numel())
         other = toy.make(stage, seed=7, **options)
         universal.load_checkpoint(other, "m", slot.name)
@@ -203,10 +203,6 @@ def test_weights_come_from_masters(tmp_path, stage, options, left_out):
         dist.barrier()
 
     run(tmp_path, 2, job)
-
-
-def truncate(path):
-    os.truncate(path, path.stat().st_size // 2)
 
 
 def flip_pickle(path):
@@ -233,12 +229,12 @@ SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 # What happens to one copy of a file in memory. Its time stays.
 DAMAGES = [
     ("flipped", SHARD, flip, None, 1),
-    slow("truncated", SHARD, truncate, None, 1),
+    slow("truncated", SHARD, halve, None, 1),
     slow("missing", SHARD, os.remove, None, 1),
     slow("unreadable", SHARD, os.stat, cannot_be_read, 1),
     slow("flipped model", MODEL, flip_pickle, None, 1),  # it holds no weights
     slow("flipped 3", SHARD, flip, None, 3),
-    slow("truncated model 3", f"zero_pp_rank_0_{MODEL}", truncate, None, 3),
+    slow("truncated model 3", f"zero_pp_rank_0_{MODEL}", halve, None, 3),
 ]
 
 
@@ -498,8 +494,7 @@ def test_disks_of_their_own(work, uninterrupted, stage, lost, replaced, machines
     assert train("aabb", at_step(10, 0)).code != 0
     for machine, ranks in (("a", "01"), ("b", "23")):
         folder = work / f"{name}_{machine}"
-        tags = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        assert tags == ["global_step6", "global_step8"]
+        assert folders_in(folder) == ["global_step6", "global_step8"]
         shards = sorted(path.name for path in folder.glob("global_step8/*optim_states.pt"))
         assert "".join(shard.split("_")[3] for shard in shards) == ranks
     (work / f"{name}_{lost}").rename(work / "away")

@@ -1,7 +1,6 @@
 """A user's mistake: one clear line on standard error from one rank, exit code 2, and nothing
 written or lost."""
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 import train
 import universal
+from tests.support.commands import is_rank
 from tests.support.helpers import refused
 from tests.support.ranks import launch, run
 
@@ -123,7 +123,7 @@ def test_machines_with_different_text(work):
 
     def on_two_machines():
         time.sleep = lambda seconds: None
-        if os.environ["RANK"] == "1":
+        if is_rank(1):
             sys.argv += ["--data", "other.txt"]
 
     result = launch(work, 2, "train.py", *SIZE, "--run_name", "apart", patch=on_two_machines)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import universal
-from tests.support.commands import slow
+from tests.support.commands import is_rank, slow
 from tests.support.ranks import last_error, launch, run
 from tests.support.toy import begin, make
 from universal import resume as resume_module
@@ -47,7 +47,7 @@ def test_machines_without_a_shared_folder(saved):
             return {name: size for name, size in sizes.items() if "rank_2_" not in name}
 
         sizes = loader.sizes_of(saved / "t")
-        if os.environ["RANK"] == "1":
+        if is_rank(1):
             loader.sizes_of = look
 
     run(saved, 2, SCRIPT, 1, "load", ".", patch=patch)
@@ -121,7 +121,7 @@ def test_our_own_bug_is_no_damage(saved, module, function, rank):
 
         def bad(*args):
             setattr(module, function, good)
-            return {}["planted"] if os.environ["RANK"] == rank else good(*args)
+            return {}["planted"] if is_rank(rank) else good(*args)
 
         setattr(module, function, bad)
 
@@ -150,7 +150,7 @@ def test_an_error_before_all_have_met(tmp_path):
 
     def late(store, place, timeout):
         meet_at(store, place, timeout)
-        if place == "after" and os.environ["RANK"] == "0":
+        if place == "after" and is_rank(0):
             time.sleep(1)
 
     def patch():

@@ -1,5 +1,4 @@
-"""The package as others get it: by pip, or copied beside their script; `python -m universal`; what
-it imports."""
+"""The package as others get it: by pip, or copied beside their script; `python -m universal`."""
 
 import shutil
 import sys
@@ -67,15 +66,6 @@ def test_a_copy_beside_a_script(tmp_path):
     check_where(python("-m", "universal", sys.executable, "-c", outer, folder=tmp_path), tmp_path)
     # The command's own exit code.
     assert python("-m", "universal", "false", folder=tmp_path).returncode == 1
-
-
-def test_what_needs_neither_torch_nor_deepspeed(tmp_path):
-    modules = "sys, universal, ds_to_universal, universal.safetensors, universal.__main__, "
-    modules += "universal.inspect, universal.diff, universal.checkpoint.next_steps"
-    code = f"import {modules}; universal.convert; "
-    code += "print({'torch', 'deepspeed'} & {*sys.modules})"
-    done = python("-c", code, folder=tmp_path, path=ROOT)
-    assert done.stdout == "set()\n", done.stderr
 
 
 def test_errors_of_the_command(tmp_path):

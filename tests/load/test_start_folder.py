@@ -59,11 +59,6 @@ def python(code, *path, **variables):
     return result.stdout.split()
 
 
-def test_installs_after_the_import_of_deepspeed(copy, theirs):
-    words = python("import deepspeed; print('end')", copy(), theirs)
-    assert words == ["deepspeed", "installed", "end"]
-
-
 def test_a_script_that_imports_universal_first(copy, theirs):
     folder = copy()
     text = "import deepspeed\ndef install():\n    print('installed')\n"
@@ -72,10 +67,15 @@ def test_a_script_that_imports_universal_first(copy, theirs):
     assert python(code, folder, folder.parent, theirs) == ["deepspeed", "installed", "end"]
 
 
-def test_looking_for_deepspeed_does_not_use_it_up(copy, theirs):
-    code = "from importlib.util import find_spec; find_spec('deepspeed'); print('found')"
-    code += "; import deepspeed"
-    assert python(code, copy(), theirs) == ["found", "deepspeed", "installed"]
+LOOKS = "from importlib.util import find_spec; find_spec('deepspeed'); "
+
+
+@pytest.mark.parametrize("first", ["", LOOKS])
+def test_installs_after_the_import_of_deepspeed(copy, theirs, first):
+    """Who looks for DeepSpeed alone does not use it up; universal is the one beside it."""
+    write(theirs / "universal.py", "print('another')\n")
+    words = python(f"{first}import deepspeed; print('end')", copy(), theirs)
+    assert words == ["deepspeed", "installed", "end"]
 
 
 def test_costs_nothing_where_deepspeed_is_not_imported():
@@ -119,11 +119,6 @@ def test_hides_nobodys_module(copy, theirs, tmp_path):
     code = "import deepspeed, sys; from importlib.util import find_spec"
     code += "; print(find_spec('data'), *sys.path)"
     assert python(code, copy(), theirs)[2] == "None"
-
-
-def test_universal_is_the_one_beside_it(copy, theirs):
-    write(theirs / "universal.py", "print('another')\n")
-    assert python("import deepspeed", copy(), theirs) == ["deepspeed", "installed"]
 
 
 def test_survives_a_second_hook_of_its_kind(copy, theirs):

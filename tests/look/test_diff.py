@@ -4,7 +4,6 @@ what it converts into; what was changed is what is named, and by how much."""
 import argparse
 import json
 import math
-import os
 import re
 import shutil
 from collections import OrderedDict
@@ -16,6 +15,7 @@ import torch
 import universal.diff
 from tests.support.commands import command, failed, no_permission, run_python
 from tests.support.files import MODEL, each_state, edit, flip, load
+from tests.support.harms import halve
 from tests.support.lay_out import lay_out, lay_out_whole
 from universal import convert
 from universal.diff import diff
@@ -274,7 +274,7 @@ def test_damage(pair, tmp_path):
     failed(compared(output, source), 2, "universal.diff: error: ", "fp32.pt is damaged")
     failed(compared(output, output), 2, "universal.diff: error: ", "fp32.pt is damaged")
     (path,) = source.glob("*rank_1*optim*")
-    os.truncate(path, path.stat().st_size // 2)
+    halve(path)
     failed(compared(source, output), 2, path.name)
 
 

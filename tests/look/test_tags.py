@@ -13,10 +13,10 @@ HOUR = 3600
 
 
 @pytest.fixture
-def place(tmp_path):
-    """place(name, step, hour, ...): a tag that was written in this hour, or the file `latest`."""
+def tag(tmp_path):
+    """tag(name, step, hour): a checkpoint that was written in this hour."""
 
-    def tag(name, step, hour, converted=False):
+    def make(name, step, hour, converted=False):
         folder = tmp_path / name
         folder.mkdir()
         if converted:
@@ -25,11 +25,18 @@ def place(tmp_path):
         torch.save({"global_steps": step}, path)
         os.utime(path, (hour * HOUR, hour * HOUR))
 
-    def latest(name, text, hour):
+    return make
+
+
+@pytest.fixture
+def latest(tmp_path):
+    """latest(name, text, hour): the file of that name, written in this hour."""
+
+    def write(name, text, hour):
         (tmp_path / name).write_text(text)
         os.utime(tmp_path / name, (hour * HOUR, hour * HOUR))
 
-    return tag, latest
+    return write
 
 
 def order(folder, **options):
@@ -38,9 +45,8 @@ def order(folder, **options):
     return [tag.name for tag in choice.to_try], choice.says
 
 
-def test_latest_universal_beside_latest(place, tmp_path):
+def test_latest_universal_beside_latest(tag, latest, tmp_path):
     """A job that loads converted checkpoints begins with the one that `latest_universal` names."""
-    tag, latest = place
     for step in (100, 150, 200):
         tag(f"step{step}", step, step)
     tag("step150_universal", 150, 300, converted=True)
@@ -54,9 +60,8 @@ def test_latest_universal_beside_latest(place, tmp_path):
     assert order(tmp_path)[0][0] == "step200"
 
 
-def test_in_doubt(place, tmp_path):
+def test_in_doubt(tag, latest, tmp_path):
     """What takes one alone takes that with which a resume begins, or none."""
-    tag, latest = place
     tag("step200", 200, 1)
     assert find_tag(tmp_path) == tmp_path / "step200"
     tag("step100", 100, 2)
@@ -68,10 +73,9 @@ def test_in_doubt(place, tmp_path):
         find_tag(tmp_path)
 
 
-def test_copied_without_their_times(place, tmp_path):
+def test_copied_without_their_times(tag, latest, tmp_path):
     """In the order of their names. Nobody can tell that from a run that went back from step 1000,
     so a line says what was taken, and why."""
-    tag, latest = place
     for hour, step in enumerate((1000, 200, 900)):
         tag(f"step{step}", step, hour)
     tag("converted", 900, 3, converted=True)  # comes behind what it was made of
@@ -82,9 +86,8 @@ def test_copied_without_their_times(place, tmp_path):
     assert order(tmp_path) == (["step1000", "step900", "converted", "step200"], [])
 
 
-def test_a_folder_below_another_run(place, tmp_path):
+def test_a_folder_below_another_run(tag, tmp_path):
     """The tags of the run above are not its own: a first start finds none."""
-    tag, latest = place
     tag("step100", 100, 1)
     assert list_tags(tmp_path / "new") == []
     (tmp_path / "new").mkdir()
@@ -94,9 +97,8 @@ def test_a_folder_below_another_run(place, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["step100/", "./step100", "../{0}/step100", "{1}/step100\n"])
-def test_latest_with_a_path(place, tmp_path, text):
+def test_latest_with_a_path(tag, latest, tmp_path, text):
     """As DeepSpeed takes it."""
-    tag, latest = place
     tag("step100", 100, 1)
     tag("step200", 200, 2)
     latest("latest", text.format(tmp_path.name, tmp_path), 3)
@@ -121,9 +123,8 @@ LATEST = {
 
 
 @pytest.mark.parametrize("harm", LATEST)
-def test_what_latest_names(place, tmp_path, harm):
+def test_what_latest_names(tag, latest, tmp_path, harm):
     """One that cannot be taken has one reason, in one line."""
-    tag, latest = place
     act, options, line = LATEST[harm]
     if act:
         tag("x", 1, 1)

@@ -11,6 +11,8 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 import universal
 from tests.support.toy import (
+    BF16,
+    BF16_OPTIMIZER,
     begin,
     falling,
     is_rank_0,
@@ -21,14 +23,13 @@ from tests.support.toy import (
 )
 
 TAG = "global_step2"
-BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 KINDS = {
     "zero0": {"stage": 0},
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero3": {"stage": 3},
-    "zero2_bf16": {"stage": 2, "bf16": {"enabled": True}},
-    "bf16_optimizer": {"stage": 1} | BF16,
+    "zero2_bf16": {"stage": 2} | BF16,
+    "bf16_optimizer": {"stage": 1} | BF16_OPTIMIZER,
     "three_numbers": {"stage": 1, "gradient_accumulation_steps": 3},
     "no_batch": {"stage": 1, "batch": None, "micro": 2, "gradient_accumulation_steps": 2},
 }

@@ -29,6 +29,7 @@ from tests.support.case import (
 )
 from tests.support.files import flip, records
 from tests.support.toy import (
+    BF16,
     differences,
     falling,
     is_rank_0,
@@ -98,7 +99,7 @@ KINDS = {
     "amsgrad": {"optimizer": lambda ps: torch.optim.AdamW(ps, lr=0.01, amsgrad=True)},
     "momentum": {"optimizer": momentum},
     "partly frozen": {"net": PartlyFrozen, "scheduler": falling},
-    "bf16": {"bf16": {"enabled": True}},
+    "bf16": BF16,
     "Muon": {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "torch_adam": True}}},
 }
 

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import nn
 
 import universal
+from tests.support.commands import kill
 from tests.support.ranks import launch
 from tests.support.toy import adam, begin, make, snapshot, train
 
@@ -75,10 +77,6 @@ def digest(engine):
     return code.hexdigest()
 
 
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def an_hour_passes(folder):
     """Between two saves, and before anybody touches their folder: the loader goes by the times of
     files."""
@@ -100,7 +98,7 @@ def break_disk(place, full):
         if last and full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         if last:
-            die()
+            kill()
 
     def save(thing, path, **options):
         memory = io.BytesIO()
@@ -116,11 +114,11 @@ def break_disk(place, full):
 
 
 def live(plan, folder, ledger_path):
-    """What every rank does. The ledger says what has happened, an object of JSON a line; what the
-    loader prints is between them."""
+    """What every rank does. The ledger says what has happened, an object of JSON a line; what is
+    printed is between them."""
     begin()
     rank = dist.get_rank()
-    ledger = open(ledger_path, "a", buffering=1)
+    ledger = sys.stdout = open(ledger_path, "a", buffering=1)
 
     def note(**event):
         if rank == 0 or "refused" in event:
@@ -130,11 +128,10 @@ def live(plan, folder, ledger_path):
     bf16 = {"enabled": plan.bf16}
     engine = make(plan.stage, Net, adam, clip=1.0, scheduler=warm_up, bf16=bf16)
     try:
-        with contextlib.redirect_stdout(ledger):
-            path, state = engine.load_checkpoint(folder, tag=plan.tag)
+        path, state = engine.load_checkpoint(folder, tag=plan.tag)
     except universal.CheckpointError as error:
         note(refused=str(error))
-        die()
+        kill()
     start = engine.global_steps
     if path:
         tag = os.path.relpath(path, folder)
@@ -155,7 +152,7 @@ def live(plan, folder, ledger_path):
             engine.save_checkpoint(folder, tag=tag, client_state={"save": save})
             dist.barrier()
             note(back=save, tag=tag)
-    die()
+    kill()
 
 
 def play_life(above, folder, plan):

@@ -264,7 +264,8 @@ def check_view(view, events, lines):
 
 
 def play(seed, above):
-    """Play a history below a folder. Raises AssertionError with all that has happened."""
+    """Play a history below a folder. Returns what has happened, and what was printed, in lines.
+    Raises AssertionError with them."""
     folder = Folder(Path(above, "c"))
     plan = None
     story = []
@@ -292,3 +293,4 @@ def play(seed, above):
                 folder.follow(events, expected, not plan.bf16)
     except (AssertionError, universal.CheckpointError) as error:
         raise AssertionError("\n".join([f"seed {seed}, life {number}: {error}", *story])) from None
+    return story

@@ -261,13 +261,13 @@ def another_batch(stage):
     assert printed("WARNING: the global batch was 12, and is 24 now")
     if on_own_ranks():
         return
-    load(make(stage, batch=18))
-    was = "WARNING: the global batch was 12, and is"
-    assert printed(f"{was} 18 now: train_batch_size 12 (gradient_accumulation_steps 4) keeps it")
-    load(make(stage, batch=15, micro=5))
-    assert printed(f"{was} 15 now: another micro-batch keeps it")
-    load(make(stage, batch=9, micro=3))
-    assert printed(f"{was} 9 now: batches.config(12, 3) keeps it on any number of ranks")
+    for batch, micro, cure in (
+        (18, 1, "train_batch_size 12 (gradient_accumulation_steps 4) keeps it"),
+        (15, 5, "another micro-batch keeps it"),
+        (9, 3, "batches.config(12, 3) keeps it on any number of ranks"),
+    ):
+        load(make(stage, batch=batch, micro=micro))
+        assert printed(f"WARNING: the global batch was 12, and is {batch} now: {cure}")
 
 
 class Experts(Net):

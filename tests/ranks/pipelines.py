@@ -31,11 +31,10 @@ from tests.support.case import (
     refused,
 )
 from tests.support.files import flip
-from tests.support.toy import differences, is_rank_0, make, save_of_rank, truths_of_ranks
+from tests.support.toy import BF16, differences, is_rank_0, make, save_of_rank, truths_of_ranks
 from universal.inspect import look
 from universal.load.hooks import overridden
 
-BF16 = {"enabled": True}
 LINEAR = LayerSpec(nn.Linear, 8, 8)
 ALIKE = [LayerSpec(nn.Linear, 8, 8, bias=False)] * 3  # no shape tells their order
 
@@ -45,7 +44,7 @@ def backwards(parameters):
 
 
 def save_pipelines_without_zero(stage):
-    pipeline(2, LINEAR, zero=0, bf16=BF16).save_checkpoint(".", tag="bf16")
+    pipeline(2, LINEAR, zero=0, **BF16).save_checkpoint(".", tag="bf16")
     engine = save_pipeline(LINEAR, LINEAR, zero=0)
     engine.save_checkpoint(".", tag="lacking")
     engine.save_checkpoint(".", tag="damaged")
@@ -83,7 +82,7 @@ def pipelines_without_zero(stage):
     refused(
         make(0, lambda: Scaling(2, 8)), "nothing that is trained has the same name on both sides"
     )
-    engine = pipeline(1, LINEAR, zero=0, bf16=BF16)
+    engine = pipeline(1, LINEAR, zero=0, **BF16)
     refused(engine, "of BF16_Optimizer without ZeRO, which saves no shapes", tag="bf16")
     if is_rank_0():
         facts = look(".", "t")["tags"]["t"]
@@ -100,21 +99,20 @@ MIXED = [LINEAR, LayerSpec(nn.Linear, 8, 8, bias=False), LINEAR]
 
 def save_folded(stage):
     for tag, layers in (("alike", ALIKE), ("mixed", MIXED)):
-        engine = pipeline(2, *layers, zero=0, kind=FOLDED)
-        train_pipeline(engine)
-        engine.save_checkpoint(".", tag=tag)
-        torch.save(moments_of(engine), f"{tag}.{dist.get_rank()}")
+        engine = train_and_save_pipeline(pipeline(2, *layers, zero=0, kind=FOLDED), tag)
+        save_of_rank(moments_of(engine), tag)
 
 
-@case(save_folded, stages=(0,), quick_stages=(0,), quick_ranks=(2,))
+@case(save_folded, stages=(0,), quick_ranks=(2,))
 def a_folded_pipeline_without_zero(stage):
     """Of DualPipeV, a rank has layers of both ends, which plain stages do not."""
-    if dist.get_world_size() != 2:
+    if not on_own_ranks():
         return
     for tag, layers in (("alike", ALIKE), ("mixed", MIXED)):
         engine = pipeline(2, *layers, zero=0, kind=FOLDED, seed=5)
         load(engine, tag)
-        assert not differences(torch.load(f"{tag}.{dist.get_rank()}"), moments_of(engine)), tag
+        truth = truths_of_ranks(tag)[dist.get_rank()]
+        assert not differences(truth, moments_of(engine)), tag
     if FOLDED is not PipelineModule:
         engine = pipeline(2, *MIXED, zero=0)
         refused(engine, "nothing tells which stage had which parameters: it loads", tag="mixed")
@@ -171,7 +169,7 @@ def save_partly_frozen(stage):
         with overridden(engine.module.topology(), get_rank_repr=lambda rank, axis=axis: axis):
             engine.save_checkpoint(".", tag=tag)
     engine.save_checkpoint(".", tag="two saves")
-    torch.save(state_of(engine), f"truth.{dist.get_rank()}")
+    save_of_rank(state_of(engine))
     if stage:
         convert()
 
@@ -179,7 +177,7 @@ def save_partly_frozen(stage):
 @case(save_partly_frozen, stages=(0, 1), quick_stages=(0, 1), quick_ranks=(2, 3))
 def frozen_layers_of_a_pipeline(stage):
     """They are in the files of the layers."""
-    truth = torch.load("truth.0") | torch.load("truth.1")
+    truth = operator.or_(*truths_of_ranks())
     for tag, stages in itertools.product("tu" if stage else "t", degrees()):
         engine = partly_frozen(stages, zero=stage, seed=5)
         load(engine, tag)
@@ -213,7 +211,7 @@ def save_tied_by_function(stage):
         if which == "apart" and dist.get_rank():
             engine.module.tied_modules["tied"].scale += 1
         engine.save_checkpoint(".", tag=which)
-        torch.save(state_of(engine), f"{which}.{dist.get_rank()}")
+        save_of_rank(state_of(engine), which)
 
 
 TIED_BY_FUNCTION = ("begin", "end", "apart", "begin, end")
@@ -226,16 +224,16 @@ def tied_layers_with_a_function(stage):
         words = {
             "apart": stages == 1 and "0.scale and 2.scale are of one tied layer, and differ",
             "begin": stages == 2 and "not in the checkpoint (2): tied_modules.tied.bias",
-            "begin, end": f"{'in the module' if stage else 'trained'}",
+            "begin, end": "in the module" if stage else "trained",
         }.get(which)
         if words:
             refused(engine, words, tag=which)
             continue
         load(engine, which)
-        truth = torch.load(f"{which}.{dist.get_rank() if which == 'apart' else 0}")
+        truth = truths_of_ranks(which)[dist.get_rank() if which == "apart" else 0]
         state = state_of(engine)
         assert not differences({name: truth[name] for name in state if name in truth}, state), which
-    if dist.get_world_size() == 2:
+    if on_own_ranks():
         load(tied_by_function(2, "apart", kind=Frozen, zero=stage), "apart")
         assert printed("tied_modules.tied.weight is trained in one pipeline stage and frozen in")
 

@@ -64,10 +64,13 @@ def drawn(engine, step):
     return samples.split(engine.train_micro_batch_size_per_gpu())
 
 
-def micro_batches(engine, step):
+def dealt_out(engine, parts):
     """This rank's, each with the weight of its loss."""
-    parts = drawn(engine, step)
     return [(parts[m], weight) for m, weight in batches.share(engine)]
+
+
+def micro_batches(engine, step):
+    return dealt_out(engine, drawn(engine, step))
 
 
 def other_samples(engine, step):
@@ -78,7 +81,7 @@ def other_byte(engine, step):
     """Of one sample, which rank 1 has."""
     parts = drawn(engine, step)
     parts[4].view(torch.uint8)[0, 3] ^= 1
-    return [(parts[m], weight) for m, weight in batches.share(engine)]
+    return dealt_out(engine, parts)
 
 
 def same_samples_on_each_rank(engine, step):

@@ -1,15 +1,15 @@
 """Resumes of a small transformer in fp32, in which nothing is wrong: play("save", SEED...) on some
 ranks, then play("load", SEED...) on others, print the lines about steps that are trained again."""
 
+import functools
+
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import universal
-from tests.support.toy import begin, in_turn, make
+from tests.support.toy import begin, in_turn, make, train
 
 SAVED = (2, 3, 5, 10, 20, 35, 60)
-BATCH = 16
 
 
 class Transformer(nn.Module):
@@ -29,29 +29,33 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def train(engine, seed, steps):
-    for step in steps:
-        generator = torch.Generator().manual_seed(1000 * int(seed) + step)
-        samples = torch.randn(BATCH, 6, 16, generator=generator)
-        own = samples.chunk(dist.get_world_size())[dist.get_rank()]
-        for micro_batch in own.split(4):
-            engine.backward(engine(micro_batch))
-            engine.step()
+def engine_of(seed):
+    return make(2, Transformer, adamw, int(seed), batch=16, micro=4, clip=1.0)
+
+
+def forward(seed, engine, number):
+    generator = torch.Generator().manual_seed(100_000 * int(seed) + number)
+    return engine(torch.randn(4, 6, 16, generator=generator))
+
+
+def train_step(engine, seed, step):
+    train(engine, step, forward=functools.partial(forward, seed))
 
 
 def save(seed):
-    engine = make(2, Transformer, adamw, int(seed), batch=BATCH, micro=4, clip=1.0)
+    engine = engine_of(seed)
     for step in range(1, SAVED[-1] + 11):
-        train(engine, seed, [step])
+        train_step(engine, seed, step)
         if step in SAVED:
             engine.save_checkpoint(".", tag=str(step))
 
 
 def load(seed):
     for saved in SAVED:
-        engine = make(2, Transformer, adamw, int(seed) + 1, batch=BATCH, micro=4, clip=1.0)
+        engine = engine_of(f"{seed}1")
         engine.load_checkpoint(".", tag=str(saved))
-        train(engine, seed, range(saved + 1, saved + 11))
+        for step in range(saved + 1, saved + 11):
+            train_step(engine, seed, step)
 
 
 def play(phase, *seeds):

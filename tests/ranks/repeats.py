@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from tests.support.helpers import fp16_is
-from tests.support.toy import adam, begin, in_turn, make
+from tests.support.toy import BF16, adam, begin, in_turn, make
 from universal import batches, exact
 from universal.load.hooks import overridden
 
@@ -180,7 +180,6 @@ def across_ranks():
     return Net(AcrossRanks)
 
 
-BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 ON_CPU = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 APART = {"optimizer": experts_apart, "micro_batches": 10, "ranks": (2, 4)}

@@ -35,6 +35,8 @@ from tests.support.case import (
 )
 from tests.support.helpers import fp16_is
 from tests.support.toy import (
+    BF16,
+    BF16_OPTIMIZER,
     Net,
     differences,
     is_rank_0,
@@ -64,7 +66,7 @@ class Matrices(Net):
 
 
 MUON = {"net": Matrices, "optimizer": {"type": "Muon", "params": {"lr": 1e-2, "torch_adam": True}}}
-MUON_BF16 = MUON | {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+MUON_BF16 = MUON | BF16_OPTIMIZER
 IN_MEMORY = MUON | {"zero": {"reduce_scatter": False, "save_muon_momentum_buffer_in_memory": True}}
 
 
@@ -348,7 +350,7 @@ def sharded_lora():
     return net
 
 
-SHARDED_LORA = {"net": sharded_lora, "bf16": {"enabled": True}}
+SHARDED_LORA = {"net": sharded_lora} | BF16
 
 
 def save_sharded_lora(stage):

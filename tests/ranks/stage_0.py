@@ -19,6 +19,8 @@ import universal
 from tests.support import toy
 from tests.support.case import Case, case, convert, load, printed, refused
 from tests.support.toy import (
+    BF16,
+    BF16_OPTIMIZER,
     Net,
     differences,
     falling,
@@ -30,14 +32,13 @@ from tests.support.toy import (
     train,
 )
 
-BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
 PRECISIONS = {
     "fp32": {},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     "bf16": BF16,
     "flat bf16": BF16,  # FP16_Optimizer
-    "bf16 summed in fp32": BF16 | {"data_types": {"grad_accum_dtype": "fp32"}},  # BF16_Optimizer
+    "bf16 summed in fp32": BF16_OPTIMIZER,
     "fp16": FP16,
     "flat fp16": FP16,
 }
@@ -232,11 +233,9 @@ def saved_again(stage):
             assert not {*lost} - {"scale"}, (kind, to, lost)
 
 
-class OfAll(torch.optim.AdamW):
-    """Made of all parameters of the net that was made last, the frozen ones among them."""
-
-    def __init__(self, _):
-        super().__init__(Remembered.last.parameters())
+def of_all(_):
+    """Of all parameters of the net that was made last, the frozen ones among them."""
+    return torch.optim.AdamW(Remembered.last.parameters())
 
 
 class Remembered(Net):
@@ -245,12 +244,12 @@ class Remembered(Net):
         Remembered.last = self
 
 
-@of_stage_0(saved("0 fp32", net=Remembered, optimizer=OfAll))
+@of_stage_0(saved("0 fp32", net=Remembered, optimizer=of_all))
 def frozen_parameters_given(stage):
     """The optimizer has numbers for them, and no states."""
     for kind, net, optimizer in (
         ("3 fp32", Net, torch.optim.AdamW),
-        ("0 fp32", Remembered, OfAll),
+        ("0 fp32", Remembered, of_all),
     ):
         check(loaded(kind, net=net, optimizer=optimizer), "0 fp32", kind)
     convert()
@@ -296,11 +295,8 @@ def an_order_that_does_not_fit(stage):
         loaded("1 fp32", "reversed")
 
 
-class OfAllInGroups(torch.optim.AdamW):
-    """The same, with weight decay for matrices alone."""
-
-    def __init__(self, _):
-        super().__init__(adamw([*Remembered.last.parameters()]).param_groups)
+def of_all_in_groups(_):
+    return adamw([*Remembered.last.parameters()])
 
 
 class Thawed(Remembered):
@@ -334,11 +330,11 @@ class Longer(Remembered):
 
 
 CHANGED = {  # the model that saves, the one that loads, and the optimizer of both
-    "given": (Remembered, Remembered, OfAllInGroups),
+    "given": (Remembered, Remembered, of_all_in_groups),
     "wrapped": (Wrapped, Wrapped, torch.optim.AdamW),
     "empty": (Empty, Empty, torch.optim.AdamW),
-    "thawed": (Remembered, Thawed, OfAll),
-    "frozen": (Thawed, Remembered, OfAll),
+    "thawed": (Remembered, Thawed, of_all),
+    "frozen": (Thawed, Remembered, of_all),
     "gone": (Longer, Remembered, torch.optim.AdamW),
     "new": (Remembered, Longer, torch.optim.AdamW),
 }

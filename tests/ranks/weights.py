@@ -13,7 +13,7 @@ from tests.support.case import (
     resumed,
     train_and_save,
 )
-from tests.support.toy import make, read_truth, save_truth, snapshot, train
+from tests.support.toy import BF16, make, read_truth, save_truth, snapshot, train
 
 
 def save_and_go_on(stage):
@@ -86,7 +86,7 @@ def no_optimizer(stage):
 
 
 def save_in_bf16(stage):
-    make(0, bf16={"enabled": True}).save_checkpoint(".", tag="t")
+    make(0, **BF16).save_checkpoint(".", tag="t")
 
 
 @case(save_in_bf16, stages=(1,))
@@ -94,6 +94,6 @@ def weights_alone_without_zero(stage):
     """In bf16 the masters follow the weights, or the first step would bring the initial ones
     back."""
     told = {"load_optimizer_states": False}
-    optimizer = resumed(0, told=told, bf16={"enabled": True}).optimizer
+    optimizer = resumed(0, told=told, **BF16).optimizer
     for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
         assert all(torch.equal(m.to(w), w) for m, w in zip(masters, weights, strict=True))

@@ -34,6 +34,7 @@ from tests.support.case import (
 )
 from tests.support.files import edit
 from tests.support.toy import (
+    BF16,
     ExtraState,
     Net,
     adam,
@@ -437,9 +438,6 @@ def save_beside_another_file(stage):
 @case(save_beside_another_file, stages=(0,))
 def files_of_somebody_else(stage):
     load(make(stage))
-
-
-BF16 = {"bf16": {"enabled": True}}
 
 
 def save_in_two_dtypes(stage):

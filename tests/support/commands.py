@@ -36,6 +36,11 @@ def hang():
     kill(signal.SIGSTOP)
 
 
+def is_rank(number):
+    """Of a process that a launcher has started."""
+    return os.environ["RANK"] == str(number)
+
+
 def slow(*values, **options):
     """A case that `make test-all` tries, and `make test` does not."""
     return pytest.param(*values, marks=pytest.mark.slow, **options)

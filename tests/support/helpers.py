@@ -13,7 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import train
-from tests.support.commands import kill
+from tests.support.commands import is_rank, kill
 from tests.support.ranks import launch, run_script
 
 
@@ -55,7 +55,7 @@ def at_step(step, rank, act=kill, call="train.micro_batch"):
         def wrapped(*arguments, **options):
             # A thread may be at it, and a step behind.
             at_it = current == step if function is micro_batch else current >= step > 0
-            if at_it and os.environ["RANK"] == str(rank):
+            if at_it and is_rank(rank):
                 act()
             return function(*arguments, **options)
 

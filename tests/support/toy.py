@@ -24,6 +24,10 @@ RARE_DTYPES = {
 }
 
 
+BF16 = {"bf16": {"enabled": True}}
+BF16_OPTIMIZER = BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}  # DeepSpeed's class of it
+
+
 def begin():
     """As the launchers' ranks begin, but quietly."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

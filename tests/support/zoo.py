@@ -16,6 +16,7 @@ from tests.support.toy import (
     RARE_DTYPES,
     ExtraState,
     begin,
+    falling,
     is_rank_0,
     make,
     save_truth,
@@ -131,10 +132,6 @@ class Zoo(nn.Module):
         return (out.mean(-1) * self.single + rest - y).float().pow(2).mean()
 
 
-def warm_up(optimizer):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / STEPS))
-
-
 def engine_of(job):
     optimizer = job.make_optimizer
     if job.optimizer == "Muon":  # DeepSpeed makes it, and its groups
@@ -148,7 +145,7 @@ def engine_of(job):
         batch=BATCH,
         micro=BATCH // dist.get_world_size(),
         clip=1.0,
-        scheduler=warm_up,
+        scheduler=falling,
         bf16={"enabled": job.dtype == "bf16"},
         data_types={"grad_accum_dtype": job.accumulate},
         checkpoint={"load_universal": job.stock},
