@@ -24,7 +24,13 @@ import psutil
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from universal.load.collective import SideGroup, say
-from universal.load.snapshot import Image, copies_done, files_of_save, new_memory
+from universal.load.snapshot import (
+    Image,
+    copies_done,
+    files_of_save,
+    nbytes_of_new,
+    new_memory,
+)
 from universal.write.console import print_line
 from universal.write.processes import all_or_none, one_line
 from universal.write.publish import publish
@@ -86,15 +92,14 @@ def begin_save(
     """engine.save_checkpoint(), method, without waiting for the disk.
 
     published: is called in a thread, once in each folder, when the checkpoint has its name.
-    Raises: on all ranks, what keeps one of them from the copy.
+    Raises: on all ranks, what keeps DeepSpeed on one of them from a save.
     """
     if not saves(engine):
         return method(engine, save_dir, tag, client_state or {}, save_latest, *args, **options)
     if not hasattr(engine, "universal_saver"):
         engine.universal_saver = Saver()
     saver = engine.universal_saver
-    if saver.thread:
-        saver.thread.join()
+    wait()  # new_folder() would remove what another engine saves beside
     output = Path(save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag))
     saving = saver.new_folder(output)
     hidden = os.path.relpath(saving, save_dir)
@@ -108,7 +113,7 @@ def begin_save(
         write = engine.checkpoint_engine.save
         finish(lambda: [write(state, str(path)) for path, state in not_copied])
     else:
-        saver.thread = begin(functools.partial(finish, saver.write))
+        begin(functools.partial(finish, saver.write))
     return True
 
 
@@ -144,7 +149,7 @@ class Saver:
         self.attempt, *_ = self.group.all_gather(time.time_ns())
         self.memory = {}
         self.images = []
-        self.thread = None
+        self.failure = None
         # The first rank of its machine; machines may share the folder or have a disk each.
         self.leads = os.environ.get("LOCAL_RANK", "0") == "0"
 
@@ -170,7 +175,8 @@ class Saver:
 
         def meet(error):
             machine = Path("/proc/sys/kernel/random/boot_id").read_text()
-            memory = sum(image.room for image in self.images if not self.fits(image))
+            new = [image.room for image in self.images if not self.fits(image)]
+            memory = sum(map(nbytes_of_new, new))
             need = Need(tag, machine, memory, free_memory())
             errors, needs[:] = zip(*self.group.all_gather((error, need)), strict=True)
             return errors
@@ -183,11 +189,15 @@ class Saver:
         if not self.has_room(needs):
             self.images = []
             return files
-        for image in self.images:
-            if not self.fits(image):
-                self.memory[image.path.name] = new_memory(image.room)
-            image.copy(self.memory[image.path.name])
-        copies_done()
+        self.failure = None
+        try:
+            for image in self.images:
+                if not self.fits(image):
+                    self.memory[image.path.name] = new_memory(image.room)
+                image.copy(self.memory[image.path.name])
+            copies_done()
+        except Exception as error:  # write() tells all ranks: here they meet no more
+            self.failure = error
         return []
 
     def fits(self, image: Image) -> bool:
@@ -211,6 +221,8 @@ class Saver:
 
     def write(self) -> None:
         """Write the copies to the disk."""
+        if self.failure:
+            raise self.failure
         for image in self.images:
             image.write()
 

@@ -247,6 +247,28 @@ def test_a_full_disk(tmp_path):
     run(tmp_path, 2, resume, 1, 3)
 
 
+def test_a_copy_that_fails(tmp_path):
+    """On one rank, of a tensor to memory: it is a line, too."""
+
+    def no_memory(*_):
+        raise RuntimeError("CUDA error: out of memory")
+
+    def job():
+        engine = start(1)
+        if is_rank(1):
+            call_of(background, "new_memory", 1, no_memory)
+        train_and_save(engine, [1, 2])
+        background.wait()
+        dist.barrier()
+
+    out = run(tmp_path, 2, job)
+    (line,) = (line for line in out.splitlines() if "not saved" in line)
+    assert "c/step1 is not saved" in line
+    assert line.endswith("RuntimeError: CUDA error: out of memory")
+    assert folders_in(tmp_path / "c") == ["step2"]
+    run(tmp_path, 2, resume, 1, 2)
+
+
 # --------------------------------------------------------------------------------------------------
 # who waits
 
@@ -282,23 +304,44 @@ def test_who_waits(tmp_path):
     run(tmp_path, 2, job)
 
 
+def test_two_engines(tmp_path):
+    """Of one job, in one folder: the second one's save waits for that of the first."""
+
+    def job():
+        engines = [start(1, seed=seed) for seed in (1, 2)]
+        if is_rank(1):
+            call_of(os, "fsync", 1, lambda *_: time.sleep(1))
+        for engine, tag in zip(engines, ("generator", "critic"), strict=True):
+            engine.save_checkpoint("c", tag)
+        background.wait()
+        dist.barrier()
+
+    run(tmp_path, 2, job)
+    assert folders_in(tmp_path / "c") == ["critic", "generator"]
+
+
 def test_the_end_of_the_process(tmp_path):
     end = forked(lambda: background.begin(lambda: (time.sleep(0.5), (tmp_path / "x").touch())))
     assert end().code == 0 and (tmp_path / "x").exists()
 
 
-def test_too_little_memory(tmp_path):
+# Two files of 131,072 bytes and one of 196,608, for which torch pins a power of two.
+@pytest.mark.parametrize("free, has_gpu", [(0, False), (500_000, True)])
+def test_too_little_memory(tmp_path, free, has_gpu):
     """It is said, and saved without a copy."""
 
     def job():
         engine = start(1)
-        background.free_memory = lambda: 1000
-        train_and_save(engine, [1])
+        background.free_memory = lambda: free
+        torch.cuda.is_available = lambda: has_gpu
+        train(engine, 1)
+        save_truth(snapshot(engine), "1.pt")
+        engine.save_checkpoint("c", "step1", {"step": 1, "more": torch.zeros(25_000)})
         assert Path("c", "latest").read_text() == "step1"
         dist.barrier()
 
     out = run(tmp_path, 2, job)
-    assert "MB of memory, and 0.0 MB are free: saved without one" in out
+    assert f"MB of memory, and {free / 1e6:.1f} MB are free: saved without one" in out
     run(tmp_path, 2, resume, 1, 1)
 
 

@@ -164,11 +164,16 @@ def new_memory(nbytes: int) -> torch.Tensor:
     """Memory to copy into, uint8, from the beginning of a page. Where there is a GPU, it reaches it
     without a detour."""
     pinned = torch.cuda.is_available()
-    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pinned)
+    memory = torch.empty(nbytes_of_new(nbytes), dtype=torch.uint8, pin_memory=pinned)
     return memory[-memory.data_ptr() % PAGE :]
 
 
+def nbytes_of_new(nbytes: int) -> int:
+    """The bytes that new_memory() takes: those that torch pins are a power of two."""
+    nbytes += PAGE
+    return 1 << (nbytes - 1).bit_length() if torch.cuda.is_available() else nbytes
+
+
 def copies_done() -> None:
-    """Wait until a GPU has done all copies."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    """Wait until the accelerator has done all copies."""
+    deepspeed.get_accelerator().synchronize()
