@@ -211,7 +211,10 @@ class Mirror:
                 copies.append(
                     Transfer(image.path.name, file_state(image.path), self.rank, self.partner)
                 )
-            transfers = sum(all_gather(copies, self.ranks), [])
+            slots, copies = zip(*all_gather((slot.name, copies), self.ranks), strict=True)
+            if len({*slots}) > 1:
+                raise ValueError(f"ranks copy {', '.join(slots)}: on one, save() has failed before")
+            transfers = sum(copies, [])
             for image in images:
                 image.path.rename(slot / image.path.name)
             exchange(slot, transfers, self.ranks, self.memory_of)

@@ -2,6 +2,7 @@
 that are left, and no bit differs. Machines are played: those of a run differ in MIRROR_ROOT, and
 what a dead one had is removed."""
 
+import contextlib
 import errno
 import fcntl
 import functools
@@ -203,6 +204,26 @@ def test_weights_come_from_masters(tmp_path, stage, options, left_out):
         dist.barrier()
 
     run(tmp_path, 2, job)
+
+
+def test_a_copy_that_fails(tmp_path):
+    """On one rank: the files of two steps make none, and all ranks say so."""
+
+    def job():
+        toy.begin()
+        engine = toy.make(1)
+        mirror = Mirror(engine, "m")
+        for step in (1, 2, 3, 4):
+            toy.train(engine, step)
+            cannot_be_pickled = step == 3 and toy.is_rank_0()
+            with contextlib.suppress(AttributeError, ValueError):
+                mirror.save({"step": (lambda: 3) if cannot_be_pickled else step})
+        with pytest.raises(ValueError, match=r"ranks copy .*: on one, save\(\) has failed before"):
+            mirror.finish()
+        assert mirror.committed == 2
+        dist.barrier()
+
+    run(tmp_path, 2, job, limit=60)
 
 
 def flip_pickle(path):

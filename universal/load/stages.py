@@ -15,16 +15,19 @@ LocalName = Callable[[str], str | None]  # Engine.local_name(), of an entry of a
 
 def layers_of(module: torch.nn.Module) -> dict[str, str]:
     """{number: name of its module} of this rank's layers that are saved."""
-    modules = module.named_modules()
-    names = {layer: plain_name(f"{name}.").removesuffix(".") for name, layer in modules}
-    starts = [start for start, _ in getattr(module, "phase_bounds", [(module._local_start, None)])]
-    functions = getattr(module, "phase_funcs", [module.forward_funcs])
-    return {
-        str(number): names[layer]
-        for start, of_phase in zip(starts, functions, strict=True)
-        for number, layer in enumerate(of_phase, start)
-        if layer in names
-    }
+    names = {}
+    for name, layer in module.named_modules():
+        names[layer] = plain_name(f"{name}.").removesuffix(".")
+    phases = [(module._local_start, module.forward_funcs)]
+    if is_folded(module):
+        starts = [start for start, _ in module.phase_bounds]
+        phases = zip(starts, module.phase_funcs, strict=True)
+    layers = {}
+    for start, of_phase in phases:
+        for number, layer in enumerate(of_phase, start):
+            if layer in names:
+                layers[str(number)] = names[layer]
+    return layers
 
 
 def layers_elsewhere(module: torch.nn.Module) -> dict[str, str]:
@@ -84,8 +87,10 @@ def check_tied(module: torch.nn.Module, local_name: LocalName, saved: dict, stri
 
     saved: the entries of a checkpoint's module. Raises: CheckpointError, if strict.
     """
+    if not strict or not hasattr(module, "tied_modules"):
+        return
     first_names = {}
-    for saved_name in sorted(saved) if strict and hasattr(module, "tied_modules") else ():
+    for saved_name in sorted(saved):
         name = local_name(saved_name)
         first = first_names.setdefault(name, saved_name)
         if name and not is_same(saved[first], saved[saved_name]):
