@@ -138,10 +138,23 @@ class Shift(nn.Module):
 
 def partly_frozen(stages, **options):
     """Layers 0 and 4 are one module. Of all but the last, parts are frozen, and of layer 1 all,
-    under the names of what is tied."""
+    under the names of what is tied. Layers 5 and 6 begin with the same numbers."""
     tied = TiedLayerSpec("tied", PartlyFrozen, 8)
     layers = [tied, LayerSpec(Frozen, 8), LayerSpec(PartlyFrozen, 8), LayerSpec(Shift), tied]
-    return pipeline(stages, *layers, **options)
+    padded = [TiedLayerSpec("padded", Padded), LayerSpec(Padded, is_frozen=True)]
+    return pipeline(stages, *layers, *padded, **options)
+
+
+class Padded(nn.Module):
+    """Like an embedding's padding, the zeros stay."""
+
+    def __init__(self, is_frozen=False):
+        super().__init__()
+        weight = torch.cat([torch.zeros(8, 8), torch.rand(8, 8)])
+        self.weight = nn.Parameter(weight, requires_grad=not is_frozen)
+
+    def forward(self, x):
+        return x @ self.weight[8:]
 
 
 class PartlyFrozen(nn.Linear):

@@ -19,6 +19,7 @@ from universal.files.torch_file import Tensor, extent_of, tensor_of
 
 ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
 FIRST = 64  # elements of a weight that are compared with its masters
+PLACES = 4  # of a weight that are compared so: its first elements may be an embedding's padding
 ORDER = "the order of the parameters"
 UNCLEAR = (
     "it does not say which parameters are in which group of the optimizer, and their shapes do not "
@@ -355,8 +356,8 @@ def beginning(weight: Tensor, opened: OpenFile) -> bytes:
 
 
 def has_values_of(weight: Tensor, masters: Source, opened: OpenFile) -> bool:
-    """Whether a weight is what its masters are in its precision, as far as some elements of what
-    each rank has of them. Where dtypes do not tell, it is."""
+    """Whether a weight is what its masters are in its precision, as far as elements in several
+    places of what each rank has of them. Where dtypes do not tell, it is."""
     if math.prod(weight.size) != masters.numel:
         return False
     if masters.dtype != "float32" or weight.dtype not in ROUNDED:
@@ -365,11 +366,13 @@ def has_values_of(weight: Tensor, masters: Source, opened: OpenFile) -> bool:
     start = 0
     for part in masters.ranges(0, masters.numel):
         numel = part.nbytes // width(masters.dtype)
-        count = min(FIRST, numel)
-        floats = reader.read(masters, start, count)
-        if reader.read(extent_of(weight), start, count) != rounded(floats, weight.dtype):
-            return False
-        start += numel
+        end = start + numel
+        for place in range(start, end, max(FIRST, numel // PLACES)):
+            count = min(FIRST, end - place)
+            floats = reader.read(masters, place, count)
+            if reader.read(extent_of(weight), place, count) != rounded(floats, weight.dtype):
+                return False
+        start = end
     return True
 
 
