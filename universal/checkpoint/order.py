@@ -19,7 +19,7 @@ from universal.files.torch_file import Tensor, extent_of, tensor_of
 
 ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
 FIRST = 64  # elements of a weight that are compared with its masters
-PLACES = 4  # of a weight that are compared so: its first elements may be an embedding's padding
+SAMPLES = 4  # of a weight: its first elements may be the padding of an embedding
 ORDER = "the order of the parameters"
 UNCLEAR = (
     "it does not say which parameters are in which group of the optimizer, and their shapes do not "
@@ -367,7 +367,7 @@ def has_values_of(weight: Tensor, masters: Source, opened: OpenFile) -> bool:
     for part in masters.ranges(0, masters.numel):
         numel = part.nbytes // width(masters.dtype)
         end = start + numel
-        for place in range(start, end, max(FIRST, numel // PLACES)):
+        for place in range(start, end, max(FIRST, numel // SAMPLES)):
             count = min(FIRST, end - place)
             floats = reader.read(masters, place, count)
             if reader.read(extent_of(weight), place, count) != rounded(floats, weight.dtype):
