@@ -59,7 +59,7 @@ from universal.files.sources import (
     width,
 )
 from universal.files.torch_file import Stub, Tensor, number_in
-from universal.write.console import bar, in_one_line
+from universal.write.console import bar, in_one_line, print_screen
 from universal.write.screen import WIDTH, counted, short, size, wrapped
 
 THREADS = 4
@@ -492,7 +492,7 @@ def main():
     with in_one_line("universal.diff"):
         view = diff(args.first, args.second, args.tolerance, progress=not args.json)
     text = json.dumps(jsonable(view), indent=1) if args.json else "\n".join(screen_lines(view))
-    print(text)
+    print_screen(text)
     sys.exit(0 if view["same"] else 1)
 
 

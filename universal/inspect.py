@@ -43,7 +43,7 @@ from universal.files.sources import (
     portions,
 )
 from universal.files.torch_file import load, records_of, tensor_of
-from universal.write.console import bar, in_one_line
+from universal.write.console import bar, in_one_line, print_screen
 from universal.write.screen import lines_of
 
 WORKERS = 4
@@ -330,7 +330,7 @@ def main():
     args = parser.parse_args()
     with in_one_line("universal.inspect"):
         view = look(args.folder, args.tag, args.quick, args.ranks, progress=not args.json)
-    print(json.dumps(view, indent=1) if args.json else "\n".join(lines_of(view)))
+    print_screen(json.dumps(view, indent=1) if args.json else "\n".join(lines_of(view)))
     damaged = (facts["problem"] or facts["unread_damage"] for facts in view["tags"].values())
     sys.exit(1 if any(damaged) else 0)
 

@@ -5,11 +5,14 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections import OrderedDict
 
 import pytest
 import torch
 
+from tests.support import ROOT
 from tests.support.commands import command, failed, no_permission, run_python
 from tests.support.files import (
     MODEL,
@@ -149,6 +152,14 @@ def test_command(source):
         assert words in done.out, words
     done = inspected(source, "--ranks", 5, "--json")
     assert json.loads(done.out) == json.loads(json.dumps(look(source, ranks=5)))
+
+
+@pytest.mark.parametrize("command", ["inspect {0}", "diff {0} {0} --json"])
+def test_a_reader_who_ends_before(source, command):
+    """As `head` does: no word of it."""
+    line = f"{sys.executable} -m universal.{command.format(source)} | true"
+    done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
 
 
 def test_documented(source):

@@ -21,6 +21,14 @@ def print_line(text: str) -> None:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
+def print_screen(text: str) -> None:
+    """Print it. Whoever reads it may end before, as `head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # what is left would be flushed at the end, and fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def is_terminal(stream: Any) -> bool:
     """Whether somebody looks at it; not if it is closed, or None, as the shell closed it."""
     with contextlib.suppress(Exception):
