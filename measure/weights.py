@@ -3,7 +3,8 @@ of the resumes, compared by universal.diff. Exit code 1 where one of them does n
 
     python -m measure.weights ds_transformer_checkpoint ckpt_resume_no_uc ckpt_resume
 
-The folders are those of the first run, of the resume on as many ranks and of the resume on fewer.
+The folders are those of the first run, of the resume on as many ranks and of the resume on fewer,
+and each has a step 200: `make demo` makes them.
 
 A conversion changes no bit, nor does a resume on as many ranks. On fewer ranks the gradients are
 added in another order, so after 100 steps the state is the same up to ROUNDING; but for one kind of
@@ -13,6 +14,7 @@ of that by its size, so these biases move by up to the learning rate in each ste
 that rounding chooses. Nothing of the loss depends on them. The bound for them is the way that Adam
 can go in these steps, from both sides."""
 
+import argparse
 import csv
 import os
 import sys
@@ -62,7 +64,12 @@ def longest_way(log):
 
 
 def main():
-    first, same_ranks, fewer_ranks = sys.argv[1:]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in ("first", "same_ranks", "fewer_ranks"):
+        parser.add_argument(name, help="folder of checkpoints")
+    first, same_ranks, fewer_ranks = vars(parser.parse_args()).values()
     step_100 = Path(first, "global_step100")
     same = compare(step_100, f"{step_100}_universal")["same"]
     step_200 = Path(first, "global_step200")

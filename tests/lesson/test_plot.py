@@ -84,13 +84,14 @@ def test_tolerance(logs):
 
 
 TWO = ["base.csv", "bad.csv"]
-BAD = [None, "", "a,b\n1,2\n", "step,loss,val_loss\n", "step,loss,val_loss\n1,x,\n"]
+BAD = ["", "a,b\n1,2\n", "step,loss,val_loss\n", "step,loss,val_loss\n1,x,\n"]
 
 
 @pytest.mark.parametrize(
     "names, content, words",
     [
         *((TWO, content, "bad.csv") for content in BAD),
+        (TWO, None, "bad.csv: no such file: has the run finished?"),
         (TWO, "step,loss,val_loss\n20,1.0,\n", "bad has no step in common with base"),
         (["base.csv"], None, "name two different logs, or more"),
         (["base.csv", "same.csv", "base.csv"], None, "name two different logs, or more"),
