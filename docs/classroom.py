@@ -6,15 +6,18 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 
 FOLDER = Path("ckpt_lesson")  # all checkpoints of the lesson
-CHATTER = re.compile(r"\[20|Traceback|  |\s*$|step \d*[1-9] ")  # the launcher's, and 9 of 10 steps
+# Of a training: the launcher's lines, and 9 of 10 steps.
+CHATTER = re.compile(r"\[20|Traceback|  |\s*$|step \d*[1-9] ")
 CODE = re.compile(r"```python\n(.*?)```", re.S)
 
 
@@ -42,20 +45,32 @@ def install():
     print("installed:", ", ".join(missing) or "nothing, all is there")
 
 
-def run(command):
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def run(command, may_fail=False):
     """Run a command as a terminal would. Show the lines that matter, each once, and its time."""
     print("$", command, flush=True)
+    words = shlex.split(command)
+    trains = words[0] == "deepspeed"
+    if trains:  # others may train on this machine
+        words[1:1] = ["--master_port", str(free_port())]
     began = time.time()
     seen = set()
     with subprocess.Popen(
-        shlex.split(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         for line in process.stdout:
             line = re.sub(r"^\[rank\d+\]: ", "", line)
-            if line not in seen and not CHATTER.match(line):
+            if line not in seen and not (trains and CHATTER.match(line)):
                 print(line, end="", flush=True)
             seen.add(line)
     print(f"({time.time() - began:.0f} s)")
+    if process.returncode and not may_fail:
+        raise RuntimeError("this command failed; the reason is above")
 
 
 def show(baseline, *others):
@@ -68,7 +83,10 @@ def show(baseline, *others):
         first = min(gap)
         largest = max(gap.values())
         print(f"{name} against {baseline}: {gap[first]:.1e} at step {first}, at most {largest:.1e}")
-    display_and_close(plot.draw(plot.in_words(runs), list(gaps.values())))
+    labels = {f"{name}, {run.layout.ranks} ranks": run for name, run in runs.items()}
+    figure = plot.draw(labels, list(gaps.values()))
+    figure.set_figheight(figure.get_figheight() + 0.5 * len(gaps))
+    display_and_close(figure)
     return gaps
 
 
@@ -92,19 +110,25 @@ def solution(name):
 # parts 2 and 3: files
 
 
-def draw_shards(shards, followed):
-    """Where each matrix of the first group lies; `followed` is blue."""
+def draw_shards(shards):
+    """Where each matrix of the first group lies; those that are cut are blue."""
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(7, 2.2), layout="constrained")
-    for rank, shard in enumerate(shards):
+    figure, axis = plt.subplots(figsize=(5, 3), layout="constrained")
+    slices = [shard["param_slice_mappings"][0] for shard in shards]
+    ranks_with = Counter(name for pieces in slices for name in pieces)
+    for rank, pieces in enumerate(slices):
         at = 0
-        for i, (name, piece) in enumerate(shard["param_slice_mappings"][0].items()):
-            color = "#56B4E9" if name == followed else ("0.8", "0.9")[i % 2]
-            axis.barh(rank, piece.numel, left=at, color=color, edgecolor="white")
+        size = sum(piece.numel for piece in pieces.values())
+        for i, (name, piece) in enumerate(pieces.items()):
+            color = "#56B4E9" if ranks_with[name] > 1 else ("0.8", "0.9")[i % 2]
+            bar = axis.barh(rank, piece.numel, left=at, color=color, edgecolor="white")
+            short = re.sub(r"blocks\.|attn\.|\.weight", "", name)
+            rotation = 90 if piece.numel < size / 10 else 0
+            axis.bar_label(bar, [short], label_type="center", rotation=rotation, fontsize=9)
             at += piece.numel
     axis.set(
-        title=f"blue: {followed}",
+        title="blue: cut",
         xlabel="elements of the first group",
         ylabel="rank",
         yticks=range(len(shards)),
@@ -142,12 +166,22 @@ def write_the_rest(model, shard, weights, moments, step, output):
         )
 
 
-def bits(path):
+def tensor_in(content):
+    return content["param"] if isinstance(content, dict) else content  # step.pt is a tensor
+
+
+def difference(path, right_path):
+    """In words, of the tensors in two files; None if they have the same bits."""
     import torch
 
-    content = torch.load(path, weights_only=False)
-    tensor = content["param"] if isinstance(content, dict) else content
-    return tensor.dtype, tensor.shape, tensor.numpy().tobytes()
+    tensor, right = (tensor_in(torch.load(file, weights_only=False)) for file in (path, right_path))
+    if tensor.shape != right.shape:
+        return f"the shape is {tuple(tensor.shape)}, should be {tuple(right.shape)}"
+    if tensor.dtype != right.dtype:
+        return f"the type is {tensor.dtype}, should be {right.dtype}"
+    if tensor.numpy().tobytes() != right.numpy().tobytes():
+        return f"{(tensor != right).sum()} of {right.numel()} numbers differ"
+    return None
 
 
 def assert_same_bits(mine, real):
@@ -158,13 +192,33 @@ def assert_same_bits(mine, real):
         for folder, paths in zip((mine, real), files, strict=True)
     ]
     assert names[0] == names[1], "not the same parameters, or not the same states"
-    wrong = [name for name in names[0] if bits(mine / name) != bits(real / name)]
-    assert not wrong, f"{len(wrong)} of {len(names[0])} files differ, the first is {wrong[0]}"
+    wrong = [
+        f"{name}: {words}" for name in names[0] if (words := difference(mine / name, real / name))
+    ]
+    assert not wrong, f"{len(wrong)} of {len(names[0])} files differ; {wrong[0]}"
     sizes = [sum(path.stat().st_size for path in paths) for paths in files]
     assert sizes[0] < 2 * sizes[1], (
         f"{sizes[0]:,} bytes in place of {sizes[1]:,}: is there a .clone()?"
     )
     print(f"{len(names[0])} files are the same, bit for bit")
+
+
+# --------------------------------------------------------------------------------------------------
+# part 4: a fault
+
+
+def plant(name, files, value):
+    """Copy the universal checkpoint `mine` to `name`, and fill the tensors in these files."""
+    import torch
+
+    shutil.rmtree(FOLDER / name, ignore_errors=True)
+    shutil.copytree(FOLDER / "mine", FOLDER / name)
+    paths = list((FOLDER / name / "zero").glob(files))
+    assert paths, f"no file is called {files}"
+    for path in paths:
+        content = torch.load(path)
+        tensor_in(content).fill_(value)
+        save(content, path)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -216,27 +270,17 @@ def print_traps(measured):
 
 
 def draw_traps(measured):
+    """A difference of zero has no dot."""
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(6.4, 5), layout="constrained")
-    for i, name in enumerate(sorted(measured, key=lambda name: measured[name]["gaps"][-1])):
-        gaps = measured[name]["gaps"]
-        largest = [max(gaps[max(0, at - 4) : at + 1]) for at in range(len(gaps))]
-        (line,) = axis.plot(range(1, len(gaps) + 1), largest, linestyle=("-", "--", ":")[i % 3])
-        axis.annotate(
-            textwrap.fill(name, 24),
-            xy=(len(gaps), largest[-1]),
-            xytext=(1.08, (i + 0.5) / len(measured)),
-            textcoords="axes fraction",
-            verticalalignment="center",
-            color=line.get_color(),
-            arrowprops={"arrowstyle": "-", "color": line.get_color()},
-        )
-    axis.set_yscale("symlog", linthresh=1e-8)
-    axis.set(
-        xlabel="step",
-        ylabel="|difference of the loss|, the largest of 5 steps",
-        title="What each trap does to the loss",
-        xlim=(1, len(gaps)),
+    figure, axes = plt.subplots(
+        (len(measured) + 1) // 2, 2, figsize=(5, 7), sharex=True, sharey=True, layout="constrained"
     )
+    for axis, (name, trap) in zip(axes.T.flat, measured.items(), strict=False):
+        axis.semilogy(range(1, len(trap["gaps"]) + 1), trap["gaps"], ".", nonpositive="mask")
+        axis.set_title(textwrap.fill(name, 24), fontsize=10)
+        axis.grid(color="0.92")
+    figure.suptitle("What each trap does to the loss")
+    figure.supxlabel("step")
+    figure.supylabel("|difference of the loss|")
     display_and_close(figure)

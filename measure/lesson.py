@@ -3,7 +3,7 @@ it prints with the outputs that are in it.
 
     python -m measure.lesson            # exit code 1 where a number is another one
     python -m measure.lesson --write    # and put the new outputs into the notebook
-    python -m measure.lesson --without_answers class.ipynb  # run nothing: a copy for the class
+    python -m measure.lesson --without_answers  # run nothing: write docs/class.ipynb
 
 Words and whole numbers must be equal. Of a number like 2.4e-07, a difference of two losses: zero
 stays zero, what is below 1e-05 is rounding and stays below it, anything else stays within a factor
@@ -23,6 +23,7 @@ import nbformat
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "docs" / "lesson.ipynb"
+CLASS = NOTEBOOK.with_name("class.ipynb")  # beside it, so that its links lead to the same pages
 NUMBER = re.compile(r"\d+\.\d+(?:e[+-]\d+)?")
 # Times are of the machine, not of the lesson.
 TIMES = re.compile(r"^\(\d+ s\)\n| in [\d.]+ s, [\d.]+ GB/s", re.M)
@@ -119,11 +120,14 @@ def main():
     parser.add_argument(
         "--write", action="store_true", help="put the new outputs into the notebook"
     )
-    parser.add_argument("--without_answers", metavar="FILE", help="write a copy for the class")
+    parser.add_argument(
+        "--without_answers", action="store_true", help=f"write {CLASS.name}, a copy for the class"
+    )
     args = parser.parse_args()
     old = nbformat.read(NOTEBOOK, 4)
     if args.without_answers:
-        nbformat.write(without_answers(old), args.without_answers)
+        nbformat.write(without_answers(old), CLASS)
+        print(f"wrote {CLASS}")
         return 0
     new = run()
     for part, seconds in seconds_of_parts(new).items():

@@ -31,15 +31,16 @@ Popen = subprocess.Popen
 
 
 class Forked:
-    """Popen for a cell: what `deepspeed --num_gpus N script.py ...` starts is forked, all else is
-    started."""
+    """Popen for a cell: what `deepspeed --master_port P --num_gpus N script.py ...` starts is
+    forked, all else is started."""
 
     def __new__(cls, words, **options):
         return super().__new__(cls) if words[0] == "deepspeed" else Popen(words, **options)
 
     def __init__(self, words, **options):
-        script = Path(words[3]).resolve()
-        result = launch(Path.cwd(), int(words[2]), script, *words[4:], grace=10)
+        script = Path(words[5]).resolve()
+        result = launch(Path.cwd(), int(words[4]), script, *words[6:], grace=10)
+        self.returncode = result.code
         self.stdout = (result.out + result.errors).splitlines(keepends=True)
 
     def __enter__(self):
@@ -99,6 +100,7 @@ def test_what_the_cells_print(lesson):
     # `join` is written now.
     assert "TODO" not in execute(CODE["check"]["source"], lesson.names)
     assert "resumed from ckpt_lesson/mine" in printed["three"]
+    assert "trained before on 4 ranks, now on 3: the loss differs by at most" in printed["three"]
     assert "written by 4 ranks, loaded on 2 without conversion" in printed["two"]
 
 
@@ -109,34 +111,42 @@ def test_2_and_3_ranks_go_on_and_a_lost_moment_shows_at_the_second_step(lesson):
     gap = lesson.names["gaps_lost"]
     assert gap[SAVED + 1] == 0 and gap[SAVED + 2] > 1e-5
     assert f"WARNING: step {SAVED + 2}, trained before on 4 ranks" in lesson.printed["lost"]
+    assert re.search("^ .* blocks.0.up.weight exp_avg$", lesson.printed["lost"], re.M)
 
 
 def test_the_version_for_the_class_has_no_answers():
     notebook = without_answers(nbformat.read(ROOT / "docs" / "lesson.ipynb", 4))
     page = "".join(cell.source for cell in notebook.cells)
     assert "details" not in page and len(re.findall(r"\*\*Exercise \d", page)) == len(EXERCISES)
+    assert not re.search("fold|paste|lesson.ipynb`", page)
     assert not any(cell.get("outputs") for cell in notebook.cells)
+
+
+def test_a_command_that_fails_stops_the_notebook(lesson):
+    with pytest.raises(RuntimeError, match="this command failed; the reason is above"):
+        execute(f"""run("python -m universal.diff {ROOT} {ROOT}")""", lesson.names)
 
 
 # -----------------------------------------------------------------------------
 # the converter
 
 WRONG = [
-    ("[at : at", "[at + 1 : 1 + at"),
-    ("cat(slices)", "cat(slices[::-1])"),
-    (".clone()", ".clone() + 1e-9"),
+    ("[at : at", "[at + 1 : 1 + at", "invalid for input of size"),
+    ("cat(slices)", "cat(slices[::-1])", "numbers differ"),
+    (".clone()", ".clone() + 1e-9", "numbers differ"),
+    (".view(shape)", "", r"the shape is \(4096,\), should be \(64, 64\)"),
 ]
 
 
-@pytest.mark.parametrize("right, wrong", WRONG)
-def test_a_wrong_converter_fails(lesson, right, wrong):
-    """Off by one, ranks in another order, a difference too small for any loss."""
+@pytest.mark.parametrize("right, wrong, message", WRONG)
+def test_a_wrong_converter_fails(lesson, right, wrong, message):
+    """Off by one, ranks in another order, a difference too small for any loss, a flat tensor."""
     (code,) = FENCED.findall(EXERCISES["3"])
     assert code.count(right) == 1
     names = dict(lesson.names)
     execute(code.replace(right, wrong), names)
     try:
-        with pytest.raises((AssertionError, RuntimeError)):
+        with pytest.raises((AssertionError, RuntimeError), match=message):
             execute(CODE["check"]["source"], names)
     finally:
         execute(CODE["check"]["source"], lesson.names)
