@@ -274,9 +274,9 @@ def draw_traps(measured):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(
-        (len(measured) + 1) // 2, 2, figsize=(5, 7), sharex=True, sharey=True, layout="constrained"
+        5, 2, figsize=(5, 7), sharex=True, sharey=True, layout="constrained"
     )
-    for axis, (name, trap) in zip(axes.T.flat, measured.items(), strict=False):
+    for axis, (name, trap) in zip(axes.T.flat, measured.items(), strict=True):
         axis.semilogy(range(1, len(trap["gaps"]) + 1), trap["gaps"], ".", nonpositive="mask")
         axis.set_title(textwrap.fill(name, 24), fontsize=10)
         axis.grid(color="0.92")
