@@ -278,7 +278,8 @@ def draw_traps(measured):
     )
     for axis, (name, trap) in zip(axes.T.flat, measured.items(), strict=True):
         axis.semilogy(range(1, len(trap["gaps"]) + 1), trap["gaps"], ".", nonpositive="mask")
-        axis.set_title(textwrap.fill(name, 24), fontsize=10)
+        axis.set_title(textwrap.fill(name, 24, break_on_hyphens=False), fontsize=10)
+        axis.set_yticks([1e-6, 1e-3, 1])
         axis.grid(color="0.92")
     figure.suptitle("What each trap does to the loss")
     figure.supxlabel("step")
