@@ -101,7 +101,7 @@ test-all: test
 	$(MAKE) clients versions
 
 clean:
-	rm -rf .venv-versions .venv-clients-cli logs out runs ckpt_* $(CKPT)
+	rm -rf .venv-versions .venv-clients-cli logs out runs ckpt_* $(CKPT) docs/class.ipynb
 
 assets: .venv/installed
 	$(MAKE) OUT=assets demo elastic exact 3d resume
