@@ -1,7 +1,7 @@
 # make help      this list
 # make demo      Tests 1 to 3: train, resume on fewer ranks, accumulate, convert; pictures and numbers in out/; 8 minutes
 # make elastic   machines that die and come back while a job trains; 30 minutes
-# make hosts     three hosts whose cable is pulled, in network namespaces of this machine; 10 minutes
+# make hosts     three hosts whose cable is pulled, in network namespaces of this machine; 5 minutes
 # make exact     the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of checkpoints; 20 to 30 minutes
 # make 3d        change the tensor, pipeline and sequence layout; 30 minutes
 # make resume    what it costs to resume a model of 86 million parameters, and by others' means; 5 minutes
