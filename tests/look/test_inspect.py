@@ -155,7 +155,7 @@ def test_command(source):
 
 
 @pytest.mark.parametrize("command", ["inspect {0}", "diff {0} {0} --json"])
-def test_a_reader_who_ends_before(source, command):
+def test_a_reader_who_stops_early(source, command):
     """As `head` does: no word of it."""
     line = f"{sys.executable} -m universal.{command.format(source)} | true"
     done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)

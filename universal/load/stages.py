@@ -31,10 +31,8 @@ def layers_of(module: torch.nn.Module) -> dict[str, str]:
 
 
 def layers_elsewhere(module: torch.nn.Module) -> dict[str, str]:
-    """The same of all layers that are tied with some of which this rank saves nothing.
-
-    DeepSpeed saves nothing of a layer with a forward_fn.
-    """
+    """{number: name of its module} of all layers that share the key of a tied layer here of which
+    this rank saves nothing: DeepSpeed writes no file for a layer with a forward_fn."""
     unsaved = {f"tied_modules.{key}" for key in module.tied_modules}
     unsaved.difference_update(layers_of(module).values())
     tied = {str(n): f"tied_modules.{key}" for n, key in tied_layers(module).items()}
@@ -70,8 +68,8 @@ def is_folded(module: torch.nn.Module) -> bool:
 def unsaved_names(
     module: torch.nn.Module, local_name: LocalName, model: dict, saved: Iterable[str]
 ) -> set[str]:
-    """Of this rank's tied layers, what other layers have saved, and this stage did not: there it
-    may have had another value, but for what all stages keep the same.
+    """The names, in this rank's tied layers, of what its stage did not save and another layer of
+    the same key did. This stage may have had other values, unless all stages keep them the same.
 
     model: rank 0's model states. saved: the names of entries of a checkpoint's module.
     """

@@ -22,7 +22,7 @@ def print_line(text: str) -> None:
 
 
 def print_screen(text: str) -> None:
-    """Print it. Whoever reads it may end before, as `head` does."""
+    """Print it. Whoever reads it may stop early, as `head` does."""
     try:
         print(text, flush=True)
     except BrokenPipeError:  # what is left would be flushed at the end, and fail again
