@@ -40,9 +40,10 @@ from universal.load.hooks import deepspeed_load, wrap_methods
 from universal.load.training import TrainingEngine
 
 STEPS = 10
-# By how much a loss may differ from rounding alone, by the dtype of matrix products, finest first:
-# as a share of the loss, or of 1, if that is more.
-ROUNDING = {"float64": 1e-5, "float32": 1e-5, "tfloat32": 2e-3, "float16": 2e-3, "bfloat16": 1e-2}
+# By how much a loss may differ from rounding alone, by the dtype of matrix products: as a share of
+# the loss, or of 1, if that is more.
+ROUNDING = {"float32": 1e-5, "float16": 2e-3}
+MOST_ROUNDING = 1e-2  # of bfloat16, and of what is not known
 NORM_ROUNDING = 10  # times as much of the gradient norm
 LOSS = "the loss"
 GRAD_NORM = "the gradient norm"
@@ -50,13 +51,12 @@ GRAD_NORM = "the gradient norm"
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_TENSORS = 8  # of a micro-batch, that have a digest each; the rest are among the others
 # What is added up in a step, each with its count. output: of a model, that may be a loss; numbers:
-# digests of so many tensors; a dtype counts where it was seen.
-SUMMED = ("loss", "output", "norm", "draws", "others", *range(MOST_TENSORS), *ROUNDING)
+# digests of so many tensors.
+SUMMED = ("loss", "output", "norm", "draws", "others", *range(MOST_TENSORS))
 # How many places along each dimension of a sample are all looked at, by the number of dimensions;
 # of each doubling behind them as many as of the one before.
 PLACES = {1: 2**14, 2: 2**6}
 PLACES_OF_MORE = 4  # 768 of an image of 3 x 224 x 224
-MOST_NODES = 10000  # of a graph of operations
 
 
 # --------------------------------------------------------------------------------------------------
@@ -176,7 +176,10 @@ class Comparison:
             is_of_samples = name in (LOSS, GRAD_NORM)
             is_other = gap > tolerance or gap == math.inf
             if is_other or is_of_samples and are_same_samples(before, now) is False:
-                kind, cause = self.explain(name, before, now)
+                most = MOST_ROUNDING * (NORM_ROUNDING if name == GRAD_NORM else 1)
+                is_near = math.isclose(number_before, number, rel_tol=most, abs_tol=MOST_ROUNDING)
+                is_sure = before.micro_batch == now.micro_batch or not is_near
+                kind, cause = self.explain(name, before, now, is_sure)
                 numbers = f"{name} was {number_before:.7g}, and is {number:.7g}"
                 say(f"{kind}: step {now.step}, {trained}: {numbers}{cause}")
                 return True
@@ -197,8 +200,11 @@ class Comparison:
             return 1
         return 2 ** max(0, now.step - min(self.rows) - 1)
 
-    def explain(self, name, before, now):
-        """What a difference points to. Returns: "WARNING" or "NOTE"; the words."""
+    def explain(self, name, before, now, is_sure):
+        """What a difference points to. Returns: "WARNING" or "NOTE"; the words.
+
+        is_sure: whether it is no rounding, in whatever dtype the model itself computes.
+        """
         if name not in (LOSS, GRAD_NORM):
             return "WARNING", ""
         known = are_same_samples(before, now)
@@ -221,6 +227,9 @@ class Comparison:
             cause = "another backward pass: the loss is the same"
         else:
             cause = "other weights, buffers or micro-batches, or draws that it cannot see"
+        if not is_sure:
+            kind = "NOTE"
+            cause += ", or micro-batches of another size round otherwise, in an autocast or TF32"
         samples = "the same samples, so" if known else "other samples, or"
         return kind, f": {samples} {cause} ({self.restored})"
 
@@ -254,7 +263,7 @@ def are_same_samples(before, now):
 
 
 def rounding_of(*rows):
-    return max(ROUNDING.get(row.dtype, 1e-2) for row in rows)
+    return max(ROUNDING.get(row.dtype, MOST_ROUNDING) for row in rows)
 
 
 def pairs_of(before, now, growth):
@@ -263,7 +272,7 @@ def pairs_of(before, now, growth):
         if None not in rates:  # as the optimizer chooses them
             yield f"the learning rate of group {group}", *rates, 1e-6 * abs(rates[0])
     yield "the loss scale", before.loss_scale, now.loss_scale, 0
-    rounding = max(rounding_of(before, now), min(growth * rounding_of(before, now), 1e-2))
+    rounding = min(growth * rounding_of(before, now), MOST_ROUNDING)
     if None not in (before.loss, now.loss):
         yield LOSS, before.loss, now.loss, rounding * max(1, abs(before.loss))
     if None not in (before.grad_norm, now.grad_norm):
@@ -288,7 +297,6 @@ class Proof:
         self.files = []
         self.comparison = None
         self.has_failed = False
-        self.graph_dtype = None
         self.settings = {}
         self.begin_step()
 
@@ -300,7 +308,6 @@ class Proof:
         self.known = torch.zeros(shape, dtype=torch.float64).tolist()
         self.waiting = []  # forward passes
         self.has_loss = False
-        self.has_dtype = False
 
     def add(self, kind, total, count=1):
         row = SUMMED.index(kind)
@@ -359,11 +366,6 @@ class Proof:
         """A model may return its loss, of which around_backward() is called directly."""
         tensors = [tensor for _, tensor in tensors_in(output)]
         self.see_draws()
-        if self.graph_dtype is None:
-            self.graph_dtype = coarsest(dtypes_in_graph(tensors))
-        if not self.has_dtype:
-            self.add(coarsest([self.engine.matrix_dtype(), self.graph_dtype]), 0)
-            self.has_dtype = True
         for tensor in tensors[:1]:
             if tensor.numel() == 1 and tensor.requires_grad:
                 loss = tensor.detach().squeeze()
@@ -428,7 +430,7 @@ class Proof:
             step=step,
             ranks=dist.get_world_size(),
             micro_batch=self.engine.micro_batch(),
-            dtype=coarsest([name for name in ROUNDING if means[name] is not None]),
+            dtype=self.engine.dtype(),
             loss=means["output"] if means["loss"] is None else means["loss"],
             grad_norm=means["norm"],
             draws=means["draws"] or 0,
@@ -436,28 +438,6 @@ class Proof:
             digests=" ".join(str(digest) for digest in digests if digest is not None),
             **self.settings,
         )
-
-
-def dtypes_in_graph(outputs):
-    """The names of the dtypes that operations have returned on the way to these tensors.
-
-    An autocast inside the model is seen by them alone; but of a compiled model nothing is.
-    """
-    nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn]
-    seen = set(nodes)
-    for node in nodes:  # it grows
-        following = {next_node for next_node, _ in node.next_functions if next_node} - seen
-        if len(seen) < MOST_NODES:
-            seen |= following
-            nodes += following
-    results = [result for node in nodes for result in node._input_metadata]
-    return {str(result.dtype).removeprefix("torch.") for result in results}
-
-
-def coarsest(dtypes):
-    """The name of that which rounds most; float32 if there is none."""
-    known = [name for name in ROUNDING if name in dtypes]
-    return known[-1] if known else "float32"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -35,11 +35,9 @@ class Model(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.second = nn.Linear(8, 1)
         self.register_buffer("shift", torch.ones(1))
-        self.autocast = False
 
     def forward(self, samples, attention_mask=None, labels=0):
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            return self.loss(samples, attention_mask) + torch.as_tensor(labels).float().mean()
+        return self.loss(samples, attention_mask) + torch.as_tensor(labels).float().mean()
 
     def loss(self, samples, attention_mask):
         if isinstance(samples, dict):
@@ -166,11 +164,6 @@ def padded(engine, samples, weight):
     engine.backward(weight * engine(samples, attention_mask=mask.long()))
 
 
-def autocast_inside(engine, samples, weight):
-    engine.module.autocast = True
-    usual(engine, samples, weight)
-
-
 def labels_behind_a_constant(engine, samples, weight):
     engine.backward(weight * engine(torch.ones_like(samples), labels=samples))
 
@@ -243,16 +236,18 @@ KINDS = {
     "evaluated": Kind(evaluated),
     "exact": Kind(stage=2, exact=True),
     "padded": Kind(padded, micro=(1, 3)),
-    "autocast_inside": Kind(autocast_inside),
     "labels": Kind(labels_behind_a_constant, micro=(1, 3)),
     "hardly_any_samples": Kind(hardly_any_samples, stage=2, dtype="bf16"),
     "seeded_dropout": Kind(seeded_dropout, dropout=0.5),
     **{draws.__name__: Kind(draws) for draws in BY_RANK},
+    "autocast": Kind(dtype="torch_autocast"),  # the last one: later engines would have it, too
 }
 
 
 def engine_of(kind, micro, seed):
     precision = {} if kind.dtype == "fp32" else {kind.dtype: {"enabled": True}}
+    if kind.dtype == "torch_autocast":
+        precision[kind.dtype]["dtype"] = "bfloat16"
     engine = make(
         kind.stage,
         lambda: Model(kind.dropout),

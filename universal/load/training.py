@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """A DeepSpeed engine as the proof of its next steps sees it."""
 
-import functools
 from typing import Any
 
 import torch
@@ -31,33 +30,13 @@ class TrainingEngine(Engine):
         """Of the last step; None where DeepSpeed does not compute it."""
         return self.engine.get_global_grad_norm()
 
-    @functools.cached_property
-    def weights_dtype(self) -> torch.dtype:
-        """The coarsest one of the model's weights."""
-        dtypes = {weight.dtype for weight in self.module.parameters() if weight.is_floating_point()}
-        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
-
-    def matrix_dtype(self) -> str:
-        """In which the model now computes matrix products: of its weights, or of an autocast."""
-        dtype = self.weights_dtype
-        device = self.device.type
+    def dtype(self) -> str:
+        """The dtype of matrix products, by the config: a model's own autocast is not seen."""
         if getattr(self.engine, "torch_autocast_enabled", bool)():
-            dtype = self.engine.torch_autocast_dtype()
-        elif torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        if dtype == torch.float32:
-            return precision_of_float32(device, self.products)
-        return str(dtype).removeprefix("torch.")
-
-    @functools.cached_property
-    def products(self) -> list[str]:
-        """The kinds of matrix products in the model, as torch.backends names them."""
-        kinds = {"conv": torch.nn.modules.conv._ConvNd, "rnn": torch.nn.RNNBase}
-        modules = [*self.module.modules()]
-        present = [
-            name for name, kind in kinds.items() if any(isinstance(m, kind) for m in modules)
-        ]
-        return ["matmul", *present]
+            return str(self.engine.torch_autocast_dtype()).removeprefix("torch.")
+        if self.engine.bfloat16_enabled():
+            return "bfloat16"
+        return "float16" if self.engine.fp16_enabled() else "float32"
 
     def micro_batch(self) -> int:
         """Samples of a forward pass."""
@@ -71,27 +50,3 @@ class TrainingEngine(Engine):
         """Whether the model's inputs are whole samples, and not an earlier stage's outputs."""
         is_first = not self.is_pipeline() or self.engine.is_first_stage()
         return is_first and self.engine.sequence_parallel_size == 1
-
-
-def precision_of_float32(device: str, products: list[str]) -> str:
-    """In which a type of device computes these kinds of products of float32, as its user allows.
-
-    A script may say it in two ways, of which torch lets one be read only if it is the one in use.
-    """
-    backends = torch.backends
-    if device == "cuda":
-        kinds = {"matmul": backends.cuda.matmul, "conv": backends.cudnn, "rnn": backends.cudnn}
-    elif device == "cpu":
-        kinds = dict.fromkeys(("matmul", "conv", "rnn"), backends.mkldnn)
-    else:
-        return "float32"
-    precisions = set()
-    for product in products:
-        backend = kinds[product]
-        backend = getattr(backend, product, backend)
-        if hasattr(backend, "fp32_precision"):  # since torch 2.9
-            precisions.add(backend.fp32_precision)
-        elif getattr(backend, "allow_tf32", False):
-            precisions.add("tf32")
-    names = {"bf16": "bfloat16", "tf32": "tfloat32"}
-    return next((name for short, name in names.items() if short in precisions), "float32")
