@@ -76,8 +76,6 @@ def prepare(args, model_parallel=1):
                 "--elastic finds the checkpoint by itself: "
                 "leave out --resume and what belongs to it"
             )
-        with exit_on_error():
-            elastic.select_ranks(model_parallel)
     world = int(os.environ["WORLD_SIZE"])
     if world % model_parallel:
         fail(f"{world} ranks do not divide by {model_parallel}")

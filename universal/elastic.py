@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Lets machines leave and join a training script that runs under torchrun's elastic agent:
 
-    elastic.select_ranks(model_parallel)        # first of all: surplus ranks stand by
     ...deepspeed.init_distributed(), deepspeed.initialize()...
     path, client_state = universal.load_checkpoint(engine, "checkpoints", missing_ok=True)
     stopping = elastic.watch_sigterm(engine.device)
@@ -45,27 +44,6 @@ if TYPE_CHECKING:
 # The exit code of a rank that is to be started again; 0 would tell the agents that the job is done.
 STOPPED = 143
 
-# In the store where the ranks meet: rank 0 sets DONE, and each rank that stood by answers.
-DONE = "elastic/done"
-LEFT = "elastic/left/{}"
-
-
-def select_ranks(model_parallel: int) -> None:
-    """Set WORLD_SIZE to the largest multiple of model_parallel, the number of ranks that share one
-    micro-batch; this call never returns on the ranks above it.
-
-    Call it before there is a process group. Raises ValueError if there are too few.
-    """
-    rank = int(os.environ["RANK"])
-    present = int(os.environ["WORLD_SIZE"])
-    surplus = present % model_parallel
-    if surplus == present:
-        raise ValueError(f"{present} ranks are too few: {model_parallel} share a micro-batch")
-    os.environ["WORLD_SIZE"] = str(present - surplus)
-    os.environ["STANDING_BY"] = str(surplus)
-    if rank >= present - surplus:
-        stand_by(rank, f"{present} ranks are no multiple of {model_parallel}")
-
 
 def wait_at_most(seconds: float) -> datetime.timedelta:
     """Set the time after which all process groups made from now on, DeepSpeed's too, give up on a
@@ -74,25 +52,6 @@ def wait_at_most(seconds: float) -> datetime.timedelta:
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout
     return timeout
-
-
-def open_store() -> dist.TCPStore:
-    """The store where the ranks meet. It belongs to rank 0, or to its agent."""
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(*address, wait_for_workers=False)
-
-
-def stand_by(rank: int, reason: str) -> NoReturn:
-    """Wait until the job is done, or until the agent restarts everything, with SIGTERM."""
-    print_line(f"rank {rank} stands by until the next change: {reason}")
-    try:
-        store = open_store()
-        store.wait([DONE], datetime.timedelta(days=365))
-        store.set(LEFT.format(rank), "")
-    except dist.DistError:  # rank 0 is gone; the agent will notice, or learn it from this exit code
-        time.sleep(60)
-        sys.exit(STOPPED)
-    sys.exit(0)
 
 
 def watch_sigterm(device: torch.device) -> Callable[[], bool]:
@@ -112,14 +71,7 @@ def watch_sigterm(device: torch.device) -> Callable[[], bool]:
 def exit_together(finished: bool) -> NoReturn:
     """Exit, all ranks together, with 0 if the job is done and 143 if it is to continue."""
     background.wait()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    standing_by = int(os.environ.get("STANDING_BY", 0))
     dist.barrier()  # a rank that leaves early can take the others down
-    if finished and rank == 0 and standing_by:
-        store = open_store()
-        store.set(DONE, "")
-        answers = [LEFT.format(ranks + i) for i in range(standing_by)]
-        store.wait(answers, datetime.timedelta(seconds=60))
     dist.destroy_process_group()
     code = 0 if finished else STOPPED
     atexit.register(end_process, code)
@@ -159,7 +111,8 @@ def save(
     folder, rank = Path(folder), dist.get_rank()
     checkpoint = folder / f"global_step{engine.global_steps}"
     leads = os.environ.get("LOCAL_RANK", "0") == "0"  # the first rank of its machine
-    attempt = begin_attempt(folder)
+    attempt = [time.time_ns()]
+    dist.broadcast_object_list(attempt)
     if leads:
         remove_unfinished(checkpoint)  # of a job that was killed as it saved
     dist.barrier()
@@ -168,7 +121,7 @@ def save(
         engine.save_checkpoint(folder, checkpoint.name, client_state, published=clean)
         return
     # A cut-off rank that still writes for an earlier attempt must not write into this one.
-    unfinished = Path(f"{checkpoint}.{attempt}.unfinished")
+    unfinished = Path(f"{checkpoint}.{attempt[0]}.unfinished")
     engine.save_checkpoint(
         folder, tag=unfinished.name, client_state=client_state, save_latest=False
     )
@@ -176,7 +129,7 @@ def save(
         os.sync()  # if the machine goes down, a folder of that name must not have empty files
     dist.barrier()
     if leads:
-        renamed = Path(f"{checkpoint}.{attempt}-{rank}.unfinished")
+        renamed = Path(f"{checkpoint}.{attempt[0]}-{rank}.unfinished")
         with contextlib.suppress(FileNotFoundError):  # another machine that shares it was first
             unfinished.rename(renamed)
         if renamed.exists():
@@ -186,31 +139,6 @@ def save(
     dist.barrier()
     if rank == 0:
         print_line(f"saved {checkpoint}")
-
-
-ATTEMPTS = {}  # {folder: the last attempt of these ranks to save into it}
-
-
-def begin_attempt(folder: Path) -> int:
-    """The same new number on all ranks. If others have saved since these ranks last did, these end,
-    to be restarted: agents that take each other for dead, as torch's do after a few silent seconds,
-    train the same job twice at once."""
-    attempt = [time.time_ns()]
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        last = folder / ".last_save"
-        if folder in ATTEMPTS and last.read_text() != ATTEMPTS[folder]:
-            print_line(
-                f"others train this job, too, and have saved into {folder}: the agents meet again"
-            )
-            attempt = [None]
-        else:
-            ATTEMPTS[folder] = str(attempt[0])
-            last.write_text(ATTEMPTS[folder])
-    dist.broadcast_object_list(attempt)
-    if attempt[0] is None:
-        exit_together(finished=False)
-    return attempt[0]
 
 
 def remove_unfinished(checkpoint: Path) -> None:
