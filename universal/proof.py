@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from universal.background import say_if_beside_latest
 from universal.batches import share
-from universal.checkpoint.next_steps import HEADER, NextSteps, Row, read_rows
+from universal.checkpoint.next_steps import NextSteps, Row, read_rows
 from universal.checkpoint.types import NEXT_STEPS
 from universal.load.collective import say
 from universal.load.hooks import deepspeed_load, wrap_methods
@@ -171,15 +171,17 @@ class Comparison:
         for name, number_before, number, tolerance in pairs_of(
             before, now, self.growth(before, now)
         ):
-            gap = gap_between(number_before, number)
-            self.gaps[name] = max(self.gaps.get(name, 0), gap, key=sorted_last_if_nan)
+            gap = abs(number - number_before)
+            self.gaps[name] = max(self.gaps.get(name, 0), gap)
             is_of_samples = name in (LOSS, GRAD_NORM)
-            is_other = gap > tolerance or gap == math.inf
+            is_other = gap > tolerance or not math.isfinite(gap)
             if is_other or is_of_samples and are_same_samples(before, now) is False:
                 most = MOST_ROUNDING * (NORM_ROUNDING if name == GRAD_NORM else 1)
                 is_near = math.isclose(number_before, number, rel_tol=most, abs_tol=MOST_ROUNDING)
                 is_sure = before.micro_batch == now.micro_batch or not is_near
-                kind, cause = self.explain(name, before, now, is_sure)
+                kind, cause = "WARNING", ": there is nothing to compare with"
+                if math.isfinite(number_before):
+                    kind, cause = self.explain(name, before, now, is_sure)
                 numbers = f"{name} was {number_before:.7g}, and is {number:.7g}"
                 say(f"{kind}: step {now.step}, {trained}: {numbers}{cause}")
                 return True
@@ -238,19 +240,6 @@ def ranks_in_words(ranks):
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
-def gap_between(number_before, number):
-    """0 for two infinities, or two that are not numbers; not a number between those."""
-    if number == number_before or number != number and number_before != number_before:
-        return 0.0
-    if math.isfinite(number) != math.isfinite(number_before):
-        return math.inf
-    return abs(number - number_before)
-
-
-def sorted_last_if_nan(gap):
-    return math.inf if math.isnan(gap) else gap
-
-
 def are_same_samples(before, now):
     """Whether a step has the same samples; None if that is not known."""
     if before.dtype != now.dtype:
@@ -275,7 +264,8 @@ def pairs_of(before, now, growth):
     rounding = min(growth * rounding_of(before, now), MOST_ROUNDING)
     if None not in (before.loss, now.loss):
         yield LOSS, before.loss, now.loss, rounding * max(1, abs(before.loss))
-    if None not in (before.grad_norm, now.grad_norm):
+    norms = (before.grad_norm, now.grad_norm)
+    if None not in norms and norms != (math.inf, math.inf):  # of a step that fp16 has skipped
         tolerance = NORM_ROUNDING * rounding * abs(before.grad_norm)  # -1 after an overflow
         yield GRAD_NORM, before.grad_norm, now.grad_norm, tolerance
 
@@ -316,17 +306,13 @@ class Proof:
             sums[row][column] += number
 
     def follow_save(self, folder, step):
-        file = NextSteps(folder, step + 1, self.last_step)
-        file.write(HEADER, "w")
+        file = NextSteps(folder, self.last_step)
         others = [f for f in self.files if not os.path.sameopenfile(f.folder, file.folder)]
         self.files = [*others, file][-STEPS:]  # each keeps its folder open
 
     def follow_load(self, folder, step, restored):
-        if (folder / NEXT_STEPS).exists():
-            rows, has_room = read_rows(folder / NEXT_STEPS, step + 1)
-            self.comparison = Comparison(rows, restored) if rows else None
-            if has_room:
-                self.files = [NextSteps(folder, step + 1 + len(rows), self.last_step)]
+        if rows := read_rows(folder / NEXT_STEPS, step + 1):
+            self.comparison = Comparison(rows, restored)
 
     def begin_forward(self, arguments):
         forward = ForwardPass(states=generator_states())
@@ -417,7 +403,6 @@ class Proof:
             row = self.row(step)
             if self.comparison and step in self.comparison.rows and self.comparison.differs(row):
                 self.comparison = None  # one warning, not ten
-                self.files = [file for file in self.files if file.begin <= step]  # not the loaded
             for file in self.files:
                 file.add(row)
             self.files = [file for file in self.files if file.end > step]

@@ -121,7 +121,7 @@ def test_pipeline_from_one_rank(work, pipeline):
 
 def samples_of_next_steps(work, name):
     """Of the first tensor that a forward pass gets: a pipeline's labels are none of it."""
-    rows, _ = read_rows(work / name / "global_step2" / "next_steps.csv", 3)
+    rows = read_rows(work / name / "global_step2" / "next_steps.csv", 3)
     return [row.digests.split()[0] for row in rows.values()]
 
 

@@ -320,9 +320,7 @@ def totals_of(shapes):
 def written_steps(checkpoint, model):
     """The steps after this one that were written down, to be compared when they are trained
     again."""
-    path = checkpoint.folder / NEXT_STEPS
-    rows = read_rows(path, model["global_steps"] + 1)[0] if path.is_file() else {}
-    return sorted(rows) or None
+    return sorted(read_rows(checkpoint.folder / NEXT_STEPS, model["global_steps"] + 1)) or None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 trained. proof.py writes and compares them."""
 
 import contextlib
-import functools
 import json
 import os
 import weakref
@@ -44,13 +43,13 @@ class Row(NamedTuple):
 HEADER = ",".join(Row._fields) + "\n"
 
 
-def read_rows(path: Path, first_step: int) -> tuple[dict[int, Row], bool]:
-    """The rows of the steps from first_step on, by step. Other versions have other columns.
+def read_rows(path: Path, first_step: int) -> dict[int, Row]:
+    """The rows of the steps from first_step on, by step; none without a file.
 
-    Returns: the rows; whether others may follow them. Not so behind half a row of a job that was
-        killed, nor in a file that is of another save or version.
+    Other versions have other columns. Half a row, of a job that was killed, is the last.
     """
-    header, *lines = path.read_text().splitlines(keepends=True) or [""]
+    text = path.read_text() if path.exists() else ""
+    header, *lines = text.splitlines(keepends=True) or [""]
     names = header.split(",")[:-1]  # and the rates
     rows = {}
     with contextlib.suppress(ValueError, TypeError):
@@ -62,27 +61,32 @@ def read_rows(path: Path, first_step: int) -> tuple[dict[int, Row], bool]:
             if row.step != step or not line.endswith("\n"):
                 break
             rows[step] = row
-    return rows, header == HEADER and len(rows) == len(lines)
+    return rows
 
 
 class NextSteps:
-    """The file of a checkpoint, for its steps `begin` to `end`.
+    """The file of a checkpoint, for the steps after it until `end`, of the run that has saved it.
 
-    It belongs to the folder, which may get another name, or be removed, before they are trained.
+    It belongs to the folder, which may get another name, or be removed, before they are trained. It
+    is no link to the file of another one.
     """
 
-    def __init__(self, folder: Path, begin: int, end: int):
+    def __init__(self, folder: Path, end: int):
         self.folder = os.open(folder, os.O_RDONLY)
         weakref.finalize(self, os.close, self.folder)
-        self.begin = begin
         self.end = end
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(NEXT_STEPS, dir_fd=self.folder)
+        self.write(HEADER, os.O_CREAT)
 
-    def write(self, text: str, mode: str) -> None:
-        opener = functools.partial(os.open, dir_fd=self.folder)
-        with open(NEXT_STEPS, mode, opener=opener) as file:
-            file.write(text)
+    def write(self, text: str, flags: int = 0) -> None:
+        """Append to the file, unless it has been linked since."""
+        flags |= os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
+        with open(os.open(NEXT_STEPS, flags, 0o666, dir_fd=self.folder), "a") as file:
+            if os.fstat(file.fileno()).st_nlink == 1:
+                file.write(text)
 
     def add(self, row: Row) -> None:
-        if self.begin <= row.step <= self.end:
+        if row.step <= self.end:
             with contextlib.suppress(FileNotFoundError):  # the checkpoint was removed
-                self.write(row.text(), "a")
+                self.write(row.text())
