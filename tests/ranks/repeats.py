@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 from tests.support.helpers import fp16_is
 from tests.support.toy import BF16, adam, begin, in_turn, make
-from universal import batches, exact
+from universal import batches
 from universal.load.hooks import overridden
 
 MICRO = 3
@@ -338,16 +338,7 @@ def random_ltd():
     assert engine.random_ltd_scheduler.state["consumed_layer_tokens"] == 24 * (2 * 4 + 1 * 8)
 
 
-def exact_sums():
-    """2 ranks for each micro-batch at most, and a device that divides exactly."""
-    with pytest.raises(ValueError, match="2 ranks for a micro-batch at most, not 3 for 1"):
-        exact.install(engine_of(Kind(micro_batches=1)))
-    with overridden(exact, divides_exactly=lambda ranks, device: False):
-        with pytest.raises(ValueError, match="exact.py: cpu does not divide by 3 exactly"):
-            exact.install(engine_of(Kind()))
-
-
-CHECKS = (counters, timer_of_a_pipeline, other_accumulation, training_data, random_ltd, exact_sums)
+CHECKS = (counters, timer_of_a_pipeline, other_accumulation, training_data, random_ltd)
 
 
 def play(*names):

@@ -299,8 +299,16 @@ def share_of(parameter: torch.Tensor | None) -> Partition | None:
     return Partition(part.data, start, max(0, min(part.numel(), parameter.ds_numel - start)))
 
 
-def clip_by(engine: deepspeed.DeepSpeedEngine, norm: torch.Tensor) -> None:
-    """Make ZeRO clip by what this tensor holds at each step, in place of the norm it computes."""
+def clip_by(
+    engine: deepspeed.DeepSpeedEngine, norm: torch.Tensor, fill: Callable[[], None]
+) -> None:
+    """Make ZeRO call fill() when it has its gradients in .grad of the masters, and clip by what
+    this tensor holds at each step, in place of the norm it computes."""
     clip = engine.optimizer.unscale_and_clip_grads
-    engine.optimizer.unscale_and_clip_grads = lambda gradients, _: clip(gradients, norm)
+
+    def filled(gradients, _):
+        fill()
+        clip(gradients, norm)
+
+    engine.optimizer.unscale_and_clip_grads = filled
     engine.get_global_grad_norm = lambda: float(norm)
