@@ -37,51 +37,11 @@ Python 3.10, and runs no code in a checkpoint: classes are copied by name."""
 
 import argparse
 import contextlib
-import datetime
-import os
 import resource
 
 from universal import __version__
-from universal.errors import CheckpointError
 from universal.write.console import in_one_line, report
 from universal.write.converter import convert
-from universal.write.processes import alone
-
-
-def launched(args):
-    """(rank, ranks) of this process if a launcher started it, or --distributed says so. RANK and
-    WORLD_SIZE alone are not enough: a platform or a training script may have set them."""
-    if not args.distributed and args.local_rank is None and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return 0, 1
-    try:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"several processes need RANK and WORLD_SIZE, as launchers set them: {error}"
-        ) from None
-
-
-@contextlib.contextmanager
-def meet(ranks):
-    """Yields gather(), which returns the values of all processes that the launcher has started."""
-    if ranks == 1:
-        yield alone
-        return
-    import torch.distributed as dist
-
-    from universal.load.collective import end_process_group, process_group
-
-    try:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
-    except Exception as error:
-        why = str(error).splitlines()[0]
-        raise CheckpointError(f"not all of {ranks} processes met within 5 minutes: {why}") from None
-    try:
-        # A process waits for as long as another one writes.
-        with process_group(timeout=24 * 3600) as group:
-            yield group.all_gather
-    finally:
-        end_process_group()
 
 
 def parse_arguments():
@@ -120,28 +80,21 @@ def parse_arguments():
         action="store_true",
         help="read the result back before it is published",
     )
-    add_launcher_flags(arg)
+    add_unused_flags(arg)
     args = parser.parse_args()
     if min(args.num_extract_workers, args.num_merge_workers) < 1:
         parser.error("--num_extract_workers and --num_merge_workers are at least 1")
     return args
 
 
-def add_launcher_flags(arg):
-    """Those of several processes, and those that DeepSpeed's converter has and this needs not."""
-    arg(
-        "--distributed",
-        action="store_true",
-        help="share the work with the other processes that RANK, WORLD_SIZE, "
-        "MASTER_ADDR and MASTER_PORT tell of; torchrun and deepspeed need no flag",
-    )
+def add_unused_flags(arg):
+    """Add those that DeepSpeed's converter has and this needs not."""
     arg(
         "--inject_missing_state",
         action="store_true",
         help="accepted, as DeepSpeed's converter does; not needed here",
     )
     arg("--keep_temp_folder", action="store_true", help="accepted; there is none")
-    arg("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
 
 
 def raise_file_limit():
@@ -153,10 +106,8 @@ def raise_file_limit():
 
 def main():
     args = parse_arguments()
-    with in_one_line("ds_to_universal"):
-        rank, ranks = launched(args)
     raise_file_limit()
-    with in_one_line("ds_to_universal", rank), meet(ranks) as gather:
+    with in_one_line("ds_to_universal"):
         done = convert(
             args.input_folder,
             args.output_folder,
@@ -164,14 +115,10 @@ def main():
             args.num_merge_workers,
             strict=args.strict,
             check=args.check,
-            progress=not rank,
+            progress=True,
             zero3_before_0_19_3=args.zero3_before_0_19_3,
-            rank=rank,
-            ranks=ranks,
-            gather=gather,
         )
-    if not rank:
-        report(done)
+    report(done)
 
 
 if __name__ == "__main__":

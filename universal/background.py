@@ -23,7 +23,8 @@ import deepspeed
 import psutil
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from universal.load.collective import SideGroup, say
+from universal.errors import one_line
+from universal.load.collective import SideGroup, all_or_none, say
 from universal.load.snapshot import (
     Image,
     copies_done,
@@ -32,7 +33,6 @@ from universal.load.snapshot import (
     new_memory,
 )
 from universal.write.console import print_line
-from universal.write.processes import all_or_none, one_line
 from universal.write.publish import publish
 
 SAVING = "saving"  # the last part of a hidden folder's name

@@ -32,6 +32,19 @@ class RankSilent(RankFailed):
     """A rank does not answer."""
 
 
+SPEAKS_FOR_ITSELF = (CheckpointError, RankFailed, OSError, MemoryError)  # on every rank
+
+
+def one_line(error: Exception) -> str:
+    """The error's class and message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def shared_error(error: Exception) -> Exception:
+    """The error as all ranks raise it."""
+    return error if isinstance(error, SPEAKS_FOR_ITSELF) else RankFailed(one_line(error))
+
+
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Add the path to a CheckpointError, or an error of the system, that does not tell it."""

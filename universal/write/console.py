@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
-from universal.errors import CheckpointError, RankSilent
+from universal.errors import CheckpointError
 
 LONG = 10  # seconds, after which a load tells how far it is
 
@@ -52,19 +52,15 @@ def bar(total: int, progress: bool, delay: float = 0) -> Iterator[Callable[[int]
 
 
 @contextlib.contextmanager
-def in_one_line(program: str, rank: int = 0) -> Iterator[None]:
-    """Rank 0 prints an error, and every warning, as one line on standard error.
+def in_one_line(program: str) -> Iterator[None]:
+    """Prints an error, and every warning, as one line on standard error.
 
     After an error the process ends: 2 for a CheckpointError, 1 for the system's, 130 for Ctrl-C.
     """
 
     def say(kind, text):
-        if not rank:
-            print(
-                f"{program}: {kind}: {' '.join(str(text).splitlines())}",
-                file=sys.stderr,
-                flush=True,
-            )
+        text = " ".join(str(text).splitlines())
+        print(f"{program}: {kind}: {text}", file=sys.stderr, flush=True)
 
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed by the shell
         stream.reconfigure(errors="backslashreplace")
@@ -73,7 +69,7 @@ def in_one_line(program: str, rank: int = 0) -> Iterator[None]:
     try:
         yield
         return
-    except (CheckpointError, RankSilent) as error:
+    except CheckpointError as error:
         code = 2
         say("error", error)
     except (OSError, MemoryError) as error:
@@ -81,10 +77,7 @@ def in_one_line(program: str, rank: int = 0) -> Iterator[None]:
         say("error", error if str(error) else "out of memory")
     except KeyboardInterrupt:
         code = 130
-    if not rank:
-        sys.exit(code)
-    time.sleep(5)  # rank 0 prints it, so this rank must not make the launcher kill rank 0 first
-    os._exit(code)
+    sys.exit(code)
 
 
 def totals(

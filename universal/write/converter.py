@@ -4,7 +4,6 @@
 ds_to_universal.py is its command line, and describes the input and the output.
 """
 
-import contextlib
 import functools
 import math
 import os
@@ -14,7 +13,6 @@ import warnings
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from universal.checkpoint.converted import file_name
 from universal.checkpoint.describe import describe, left_over
@@ -28,8 +26,7 @@ from universal.files.sources import ByteReader, Extent, check_all, keep_open, nb
 from universal.files.torch_file import contiguous, verify
 from universal.files.torch_writer import Pickled, pickled, write_pt
 from universal.write.console import bar, totals
-from universal.write.processes import AllGather, all_or_none, alone, merge_spans
-from universal.write.publish import beside, check_output, publish, sync, unfinished
+from universal.write.publish import check_output, publish, unfinished
 
 # --------------------------------------------------------------------------------------------------
 # 1. convert()
@@ -44,16 +41,12 @@ def convert(
     strict: bool = True,
     check: bool = False,
     progress: bool = False,
-    rank: int = 0,
-    ranks: int = 1,
-    gather: AllGather = alone,
     zero3_before_0_19_3: bool = False,
 ) -> dict:
     """Convert the checkpoint in a folder, or in the one below it that find_tag() finds.
 
     output_folder: by default the input's name with _universal appended. check: read the finished
-    files back before they are published. rank, ranks, gather: several processes share the work;
-    gather(value) returns the values of all. The others are flags of ds_to_universal.py.
+    files back before they are published. The others are flags of ds_to_universal.py.
 
     Returns: {"source": the tag's folder, "output", "parameters", "bytes", "seconds"}.
     Raises: CheckpointError, if the input is not a whole checkpoint, or the output folder holds
@@ -61,24 +54,17 @@ def convert(
     """
     began = time.perf_counter()
     opened = keep_open()
-    with contextlib.ExitStack() as stack:
-        with all_or_none(gather):
-            source = find_tag(input_folder)
-            output_folder = output_folder or f"{os.path.abspath(source)}_universal"
-            output = Path(os.path.realpath(output_folder))
-            if rank == 0:
-                check_output(Path(os.path.realpath(source)), output)
-            checkpoint, raw = describe(source, num_extract_workers, opened)
-            complain(checkpoint, strict)
-            files = files_of(checkpoint, raw, zero3_before_0_19_3)
-            if rank == 0:
-                make_folders(stack.enter_context(unfinished(output)), files)
-        folder = beside(output, "unfinished")
-        team = Processes(rank, ranks, gather)
-        write_together(folder, files, opened, num_merge_workers, progress, team)
-        with all_or_none(gather):
-            if rank == 0:
-                finish(folder, source, output, files if check else {})
+    source = find_tag(input_folder)
+    output_folder = output_folder or f"{os.path.abspath(source)}_universal"
+    output = Path(os.path.realpath(output_folder))
+    check_output(Path(os.path.realpath(source)), output)
+    checkpoint, raw = describe(source, num_extract_workers, opened)
+    complain(checkpoint, strict)
+    files = files_of(checkpoint, raw, zero3_before_0_19_3)
+    with unfinished(output) as folder:
+        make_folders(folder, files)
+        check_all(write_files(folder, files, opened, num_merge_workers, progress), opened)
+        finish(folder, source, output, files if check else {})
     return totals(source, output_folder, checkpoint.parameters, map(size_of, files.values()), began)
 
 
@@ -106,35 +92,15 @@ def make_folders(folder, files):
         os.makedirs(folder / parent, exist_ok=True)
 
 
-class Processes(NamedTuple):
-    """The processes that share a conversion; this one is `rank`."""
-
-    rank: int
-    ranks: int
-    gather: AllGather
-
-
-def write_together(folder, files, opened, workers, progress, team):
-    """Each process writes a share of the files, and checks a share of what all have read."""
-    with all_or_none(team.gather):
-        share = jobs_of(files, team.ranks)[team.rank :: team.ranks]
-        spans = write_files(folder, files, share, opened, workers, progress)
-        if team.rank:
-            sync(folder)  # this machine's part; publish() does rank 0's
-    spans = merge_spans(team.gather(spans))
-    with all_or_none(team.gather):
-        check_all(spans, opened, team.rank, team.ranks)
-
-
-def jobs_of(files, ranks):
+def jobs_of(files):
     """The files' names, in lists, so that neighbors in the shards are read, and checksummed, in one
     go."""
     names = list(files)
-    count = max(1, min(64, len(names) // (8 * ranks)))
+    count = max(1, min(64, len(names) // 8))
     return [names[i : i + count] for i in range(0, len(names), count)]
 
 
-def write_files(folder, files, jobs, opened, workers, progress):
+def write_files(folder, files, opened, workers, progress):
     """Write the files. Returns {record: what was read of it}, for check_all()."""
 
     def write_job(job):
@@ -143,6 +109,7 @@ def write_files(folder, files, jobs, opened, workers, progress):
             write_pt(folder / name, files[name], reader)
         return reader.spans
 
+    jobs = jobs_of(files)
     sizes = [sum(size_of(files[name]) for name in job) for job in jobs]
     spans = {}
     with ThreadPoolExecutor(workers) as pool, bar(sum(sizes), progress) as show_more:
