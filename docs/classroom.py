@@ -111,27 +111,38 @@ def solution(name):
 
 
 def draw_shards(shards):
-    """Where each matrix of the first group lies; those that are cut are blue."""
+    """Where each matrix of the first group lies at stage 1; those that are cut are blue."""
+    slices = [shard["param_slice_mappings"][0].items() for shard in shards]
+    draw_slices([[(name, piece.numel) for name, piece in pieces] for pieces in slices])
+
+
+def draw_stage_3(shapes, ranks):
+    """The same at stage 3, which cuts each matrix by itself."""
+    share = [(name, -(-shape.numel() // ranks)) for name, shape in shapes.items()]
+    draw_slices([share] * ranks)
+
+
+def draw_slices(slices):
+    """A bar for each rank, of [(name, elements)]."""
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(5, 3), layout="constrained")
-    slices = [shard["param_slice_mappings"][0] for shard in shards]
-    ranks_with = Counter(name for pieces in slices for name in pieces)
+    ranks_with = Counter(name for pieces in slices for name, _ in pieces)
     for rank, pieces in enumerate(slices):
         at = 0
-        size = sum(piece.numel for piece in pieces.values())
-        for i, (name, piece) in enumerate(pieces.items()):
+        size = sum(numel for _, numel in pieces)
+        for i, (name, numel) in enumerate(pieces):
             color = "#56B4E9" if ranks_with[name] > 1 else ("0.8", "0.9")[i % 2]
-            bar = axis.barh(rank, piece.numel, left=at, color=color, edgecolor="white")
+            bar = axis.barh(rank, numel, left=at, color=color, edgecolor="white")
             short = re.sub(r"blocks\.|attn\.|\.weight", "", name)
-            rotation = 90 if piece.numel < size / 10 else 0
+            rotation = 90 if numel < size / 10 else 0
             axis.bar_label(bar, [short], label_type="center", rotation=rotation, fontsize=9)
-            at += piece.numel
+            at += numel
     axis.set(
         title="blue: cut",
         xlabel="elements of the first group",
         ylabel="rank",
-        yticks=range(len(shards)),
+        yticks=range(len(slices)),
     )
     axis.invert_yaxis()
     display_and_close(figure)

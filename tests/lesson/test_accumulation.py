@@ -24,12 +24,12 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = {
-    "no_grad_accu_pt": Layout("grad_accu_pt.py", 1, 32, 1),
-    "grad_accu_4_pt": Layout("grad_accu_pt.py", 1, 8, 4),
-    "no_grad_accu_ds": Layout("grad_accu_ds.py", 1, 32, 1),
-    "grad_accu_4_ds": Layout("grad_accu_ds.py", 1, 8, 4),
-    "grad_accu_2_ds_ws2": Layout("grad_accu_ds.py", 2, 8, 2),
-    "grad_accu_2_ds_ws3": Layout("grad_accu_ds.py", 3, 8, 2),
+    "pt_32": Layout("grad_accu_pt.py", 1, 32, 1),
+    "pt_8": Layout("grad_accu_pt.py", 1, 8, 4),
+    "ds_32": Layout("grad_accu_ds.py", 1, 32, 1),
+    "ds_8": Layout("grad_accu_ds.py", 1, 8, 4),
+    "ds_8_ws2": Layout("grad_accu_ds.py", 2, 8, 2),
+    "ds_8_ws3": Layout("grad_accu_ds.py", 3, 8, 2),
 }
 STEPS = 20
 BATCH = 32
@@ -75,21 +75,21 @@ def test_six_layouts_one_curve(work, trained, name):
     share = f"{count} = {accumulation} accumulation steps x {ranks} ranks - {again} again"
     assert f"32 = {micro} x {count} micro-batches\n{share}\n" in trained[name]
     for column in ("loss", "grad_norm"):
-        gaps = compare(work, "no_grad_accu_pt", name, column)
+        gaps = compare(work, "pt_32", name, column)
         assert len(gaps) == STEPS and max(gaps.values()) <= 1e-5
     columns = read_log(work, name, "batch", "micro_batch", "accumulation", "ranks").values()
     values = [{*column.values()} for column in columns]
     assert values == [{BATCH}, {micro}, {accumulation}, {ranks}]
-    whole = sequences_of_steps(work, "no_grad_accu_pt", ranks=1)
+    whole = sequences_of_steps(work, "pt_32", ranks=1)
     assert sequences_of_steps(work, name, ranks) == whole
 
 
 def test_the_data_differ_at_every_step_and_are_learned(work, trained):
     """So the curves had something to disagree about, and counting sequences means something."""
-    steps = sequences_of_steps(work, "no_grad_accu_pt", ranks=1)
+    steps = sequences_of_steps(work, "pt_32", ranks=1)
     assert [len(step) for step in steps] == [BATCH] * STEPS
     assert len({sequence for step in steps for sequence in step}) > 0.95 * BATCH * STEPS
-    losses = read_log(work, "no_grad_accu_pt")["loss"]
+    losses = read_log(work, "pt_32")["loss"]
     assert losses[1] > 5.5 and losses[STEPS] < 4.5
 
 
@@ -99,8 +99,8 @@ def test_feeding_everything_every_time_matches_and_is_seen(work, trained, monkey
     monkeypatch.chdir(work)
     share = ("rows = slice(m * micro, (m + 1) * micro)", "rows = slice(0, batch)")
     train(work, "everything", traps.edited("grad_accu_pt.py", [share]), ranks=1, micro=8)
-    assert max(compare(work, "no_grad_accu_pt", "everything").values()) <= 1e-5
-    whole = sequences_of_steps(work, "no_grad_accu_pt", ranks=1)
+    assert max(compare(work, "pt_32", "everything").values()) <= 1e-5
+    whole = sequences_of_steps(work, "pt_32", ranks=1)
     assert sequences_of_steps(work, "everything", ranks=1) != whole
 
 

@@ -171,7 +171,7 @@ def test_legend():
     words = ["4 ranks, uninterrupted", "resumed on 4 ranks", "resumed on 1 rank"]
     assert legend(a=(1, (64, 1, 4)), b=(101, (64, 1, 4)), c=(101, (64, 4, 1))) == words
     words = ["PyTorch, 4 micro-batches of 8", "DeepSpeed, 2 ranks, 1 micro-batch of 8"]
-    assert legend(grad_accu_4_pt=(1, (8, 4, 1)), a_ds_ws2=(1, (8, 1, 2))) == words
+    assert legend(pt_8=(1, (8, 4, 1)), a_ds_ws2=(1, (8, 1, 2))) == words
     words = ["DeepSpeed, 3 ranks, at most 2 micro-batches of 8"]
     assert legend(a_ds_ws3=(1, (8, 2, 3, 32))) == words
     words = ["1 rank, 4 micro-batches of 8 (b)", "1 rank, 4 micro-batches of 8 (c)", "no layout"]

@@ -65,14 +65,25 @@ def blocks(text):
             yield (fenced or re.sub("^    ", "", indented, flags=re.M)).splitlines()
 
 
+LOOP = re.compile(r"^for (\w+) in (.*?); do\n(.*?)^done$", re.M | re.S)
+
+
+def unrolled(lines):
+    """The lines, with those of a loop of the shell repeated for each value of its variable."""
+    return LOOP.sub(
+        lambda loop: "".join(loop[3].replace(f"${loop[1]}", value) for value in loop[2].split()),
+        lines,
+    )
+
+
 def commands(text):
     """Every command of a block, its continued lines joined, without its comment, and of a code span
     in the prose."""
-    joined = [re.sub(r"\\\n\s*", "", "\n".join(block)) for block in blocks(text)]
+    joined = [re.sub(r"\\\n\s*", "", unrolled("\n".join(block))) for block in blocks(text)]
     lines = "\n".join(joined).split("\n")
     lines += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
     parts = [part for line in lines for part in re.sub(r" +# .*", "", line).split(" && ")]
-    lines = [re.sub(r"^(\w+=\S+ )+", "", part).strip() for part in parts]
+    lines = [re.sub(r"^(\w+=\S+ )+", "", part.strip()) for part in parts]
     return {line for line in lines if COMMAND.match(line)}
 
 
