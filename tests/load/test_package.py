@@ -33,16 +33,18 @@ def check_refused(done, reason):
 
 
 def test_pip_installs_it_and_touches_nothing_else(tmp_path):
-    """From a copy of what git tracks. torch and DeepSpeed are there already, and will do. The
-    commands are there."""
+    """From a copy of what git tracks, in which it leaves nothing. torch and DeepSpeed are there
+    already, and will do. The commands are there."""
     source = tmp_path / "source"
     place = tmp_path / "site"
     source.mkdir()
     for name in ("universal", "ds_to_universal.py", "pyproject.toml", "README.md", "LICENSE"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
+    before = {*source.rglob("*")}
     flags = ["-q", "--no-build-isolation", "--no-index", "--no-deps", "--target", place]
     assert python("-m", "pip", "install", *flags, source, folder=tmp_path).returncode == 0
+    assert {*source.rglob("*")} == before
     (distribution,) = metadata.distributions(path=[str(place)])
     for requirement in map(Requirement, distribution.requires):
         version = metadata.version(requirement.name)
