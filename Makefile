@@ -8,6 +8,7 @@
 # make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
 # make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; 20 minutes
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; 9 minutes
+# make trainers  the transformers from 4.55 on, saved and loaded by each on other ranks; 30 minutes
 # make deepspeed-suite  DeepSpeed's own checkpoint tests through install(); they are in DEEPSPEED, a clone: ./DeepSpeed
 # make engines   every kind of engine that DeepSpeed builds on a CPU: saved, loaded on the same ranks and others; 5 minutes
 # make mirror    what a save, and a copy in another machine's memory, cost a step; 4 minutes
@@ -55,7 +56,7 @@ $(PY) plot.py $(1) --output $@ --tolerance $(2) > $(basename $@).txt
 @cat $(basename $@).txt
 endef
 
-.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions deepspeed-suite engines proof mirror lesson \
+.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions trainers deepspeed-suite engines proof mirror lesson \
 	gpu assets test test-all lint clean
 .DELETE_ON_ERROR:
 
@@ -101,7 +102,7 @@ test-all: test
 	$(MAKE) clients versions
 
 clean:
-	rm -rf .venv-versions .venv-clients-cli logs out runs ckpt_* $(CKPT) docs/class.ipynb
+	rm -rf .venv-versions .venv-trainers .venv-clients-cli logs out runs ckpt_* $(CKPT) docs/class.ipynb
 
 assets: .venv/installed
 	$(MAKE) OUT=assets demo elastic exact 3d resume
@@ -261,6 +262,10 @@ gpu:
 # The DeepSpeeds that people have
 versions: .venv/installed
 	$(PY) -m measure.versions --output $(OUT)/versions.txt
+
+# The transformers that people have
+trainers: .venv/installed-dev
+	$(PY) -m measure.trainers --output $(OUT)/trainers.txt
 
 # SUITE: what pytest takes, to choose among them
 DEEPSPEED ?= DeepSpeed

@@ -101,7 +101,7 @@ with open(path, "w", newline="", buffering=1) as file:
     step = done
     while step < STEPS:
         epoch, skipped = divmod(step, steps.per_epoch)
-        loader.set_epoch(epoch)
+        steps.epoch = epoch
         rest = accelerator.skip_first_batches(loader, skipped * accumulation)  # (6)
         weights = chain.from_iterable(map(steps.weights, range(skipped, steps.per_epoch)))
         total = 0

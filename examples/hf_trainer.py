@@ -102,7 +102,6 @@ arguments = TrainingArguments(
     warmup_steps=5,
     weight_decay=0.1,
     max_grad_norm=1.0,
-    activation_checkpointing=args.gradient_checkpointing,
     bf16=args.dtype == "bf16",
     logging_steps=1,
     save_steps=10,
@@ -129,6 +128,8 @@ if args.mixtral:  # without expert parallelism: every rank has all experts
     shape |= dict(num_key_value_heads=4, num_local_experts=4)
     config = MixtralConfig(**shape, attention_dropout=0.1, use_cache=False)
 model = AutoModelForCausalLM.from_config(config)
+if args.gradient_checkpointing:
+    model.gradient_checkpointing_enable()
 if args.lora:
     from peft import LoraConfig, get_peft_model
 

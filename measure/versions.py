@@ -133,17 +133,31 @@ def play(version, folder, stage, jobs):
     return failed
 
 
-def install(version):
-    """The folder to put on PYTHONPATH: deepspeed alone. All else, torch too, is that of this
-    Python."""
-    folder = INSTALLED / version
-    unfinished = INSTALLED / f"{version}.unfinished"
+def install(folder, *packages):
+    """Into a folder to put on PYTHONPATH: these alone. All else, torch too, is that of this Python.
+    Returns the folder."""
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
     if not folder.exists():
         shutil.rmtree(unfinished, ignore_errors=True)
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", unfinished]
-        subprocess.run([*pip, f"deepspeed=={version}"], check=True, timeout=600)
+        subprocess.run([*pip, *packages], check=True, timeout=600)
         unfinished.rename(folder)
     return folder
+
+
+def elsewhere(function, arguments, *paths, limit):
+    """What that function of measure/ returns in a Python that has these first on its path."""
+    name = f"{function.__module__}.{function.__name__}"
+    code = f"import json, {function.__module__}; print(json.dumps({name}(*{arguments})))"
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT]))},
+        check=True,
+        timeout=limit,
+    )
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def run(version, folder, stage, jobs):
@@ -151,18 +165,9 @@ def run(version, folder, stage, jobs):
     folder.mkdir(parents=True, exist_ok=True)
     if version == NEW:
         return play(version, folder, stage, jobs)
-    arguments = (version, str(folder), stage, jobs)
-    code = f"import json; from measure.versions import play; print(json.dumps(play(*{arguments})))"
-    path = f"{install(version)}{os.pathsep}{ROOT}"
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-        check=True,
-        timeout=300 + 100 * len(jobs),
-    )
-    return json.loads(process.stdout.splitlines()[-1])
+    path = install(INSTALLED / version, f"deepspeed=={version}")
+    limit = 300 + 100 * len(jobs)
+    return elsewhere(play, (version, str(folder), stage, jobs), path, limit=limit)
 
 
 def commands(version, stage):
@@ -206,20 +211,32 @@ def is_wrong(row):
     return bool(off(row, OURS) and not off(row, ALONE)) or not off(row, ["not loaded"], FAR)
 
 
-def write(output, everything, notes):
-    """One line a version: the largest number of each column, and the letters of its errors."""
+def table(head, rows):
+    """The lines of a table: of each column the largest number, and the letters of its errors.
+
+    rows: {label: {column: [number or error]}}
+    """
     letters = {}
-    lines = ["  ".join(["DeepSpeed", *COLUMNS])]
-    for version, stages in everything.items():
-        lines.append(f"{version:<9}")
-        for column in COLUMNS:
-            values = [row[column] for row in stages.values()]
+    (columns, *_) = rows.values()
+    lines = ["  ".join([head, *columns])]
+    for label, row in rows.items():
+        lines.append(label.ljust(len(head)))
+        for column, values in row.items():
             numbers = [value for value in values if isinstance(value, float)]
             texts = [f"{torch.tensor(numbers).max():.1e}"] if numbers else []
             for error in dict.fromkeys(value for value in values if isinstance(value, str)):
                 texts.append(letters.setdefault(error, chr(ord("a") + len(letters))))
             lines[-1] += "  " + " ".join(texts).rjust(len(column))
-    lines += ["", *(f"{letter}: {error}" for error, letter in letters.items())]
+    return [*lines, "", *(f"{letter}: {error}" for error, letter in letters.items())]
+
+
+def write(output, everything, notes):
+    """One line a version."""
+    rows = {
+        version: {column: [row[column] for row in stages.values()] for column in COLUMNS}
+        for version, stages in everything.items()
+    }
+    lines = table("DeepSpeed", rows)
     lines += ["", "Measured again:", *notes] if notes else []
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("\n".join(lines) + "\n")

@@ -20,6 +20,7 @@ fill_steps() does it for a loop over accelerate's DataLoader, as in examples/acc
 """
 
 import itertools
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -41,6 +42,7 @@ class FilledSteps:
     def __init__(self, micro_batches: Iterable[list[int]], share: batches.Share):
         self.micro_batches = micro_batches
         self.share = share
+        self.epoch = None  # to set: accelerate before 1.15 has epoch 0 where it skips
 
     def __getattr__(self, name):  # accelerate and Trainer set the epoch of its sampler
         return getattr(self.micro_batches, name)
@@ -66,6 +68,9 @@ class FilledSteps:
         return self.per_epoch * self.share.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
+        sampler = getattr(self.micro_batches, "sampler", None)
+        if self.epoch is not None and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.epoch)
         micro_batches = iter(self.micro_batches)
         places = self.share.accumulation * self.share.ranks
         while step := list(itertools.islice(micro_batches, self.share.micro_batches)):
@@ -112,6 +117,12 @@ class AnyRanks:
     """
 
     def __new__(cls, *args: Any, **options: Any):  # Trainer's __init__() keeps its signature
+        version = sys.modules["transformers"].__version__
+        if tuple(map(int, version.split(".")[:2])) < (4, 55):
+            raise ValueError(
+                f"AnyRanks wants transformers 4.55 or newer: {version} divides a mean loss by the "
+                "accumulation steps, whatever AnyRanks sets"
+            )
         for name in ("get_train_dataloader", "get_batch_samples"):
             for base in cls.__mro__:
                 package = base.__module__.partition(".")[0]
@@ -137,8 +148,9 @@ class AnyRanks:
         wanted = {
             "per_device_train_batch_size": micro_batch,
             "gradient_accumulation_steps": share.accumulation,
-            "average_tokens_across_devices": True,
         }
+        if ranks > 1:  # on one, transformers before 4.57 sets it to False
+            wanted["average_tokens_across_devices"] = True
         for name, value in wanted.items():
             if getattr(self.args, name) != value:
                 raise ValueError(
@@ -172,33 +184,37 @@ class AnyRanks:
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: Any) -> tuple:
         """A step's micro-batches of this rank, and the number of tokens on all ranks."""
-        samples, number = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.step_weights:
             raise ValueError(f"{type(self).__name__}.training_step() does not call AnyRanks'")
+        filled_steps = self.filled_steps
         if self.epoch_iterator is None:
             self.begin_training()
+            trained = divmod(self.state.global_step, filled_steps.per_epoch)
+            filled_steps.epoch, self.epoch_step = trained
             # Trainer skips those of the epoch that the checkpoint's run has trained.
-            is_at_begin = self.args.ignore_data_skip
-            self.epoch_step = (
-                0 if is_at_begin else self.state.global_step % self.filled_steps.per_epoch
-            )
+            if self.args.ignore_data_skip:
+                self.epoch_step = 0
         elif epoch_iterator is not self.epoch_iterator():
+            filled_steps.epoch += 1
             self.epoch_step = 0
         self.epoch_iterator = weakref.ref(epoch_iterator)  # or else its workers would not end
-        self.step_weights = self.filled_steps.weights(self.epoch_step)
-        self.step_count = self.filled_steps.count(self.epoch_step)
+        samples, number = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not samples:  # before 5.3, transformers asks for as many as it has skipped, too
+            return samples, number
+        self.step_weights = filled_steps.weights(self.epoch_step)
+        self.step_count = filled_steps.count(self.epoch_step)
         self.epoch_step += 1
         if number is not None and self.step_count < len(samples) * self.args.world_size:
             pairs = zip(samples, self.step_weights, strict=True)
             counted = [sample if weight else emptied(sample) for sample, weight in pairs]
-            number = self._get_num_items_in_batch(counted, device)
+            _, number = super().get_batch_samples(iter(counted), num_batches, device)
         return samples, number
 
     def training_step(self, model: Any, inputs: dict, *args: Any, **options: Any) -> torch.Tensor:
         self.loss_weight = self.step_weights.pop(0)
         self.is_weighted = False
-        # By this Trainer divides a loss that no number of tokens has divided; then comes the mean
-        # over the ranks.
+        # What to divide a loss by that no number of tokens has divided, before the mean over the
+        # ranks.
         self.current_gradient_accumulation_steps = self.step_count / self.args.world_size
         loss = super().training_step(model, inputs, *args, **options)
         if not self.is_weighted:
@@ -223,17 +239,21 @@ class AnyRanks:
         if self.loss_weight is None:
             return result
         self.is_weighted = True
-        is_said = getattr(self, "loss_is_scaled_for_ga", None) is not None
-        divides = NUMBER in given or self.compute_loss_func or options.get(NUMBER) is None
-        if not divides and not is_said:
-            raise ValueError(
-                f"{type(self).__name__}.compute_loss() does not give {NUMBER} to the model: set "
-                "loss_is_scaled_for_ga in the class, to False if its loss is a mean, to True if it "
-                "is a sum divided by that number"
-            )
-        if self.loss_weight:
-            return result
-        return (result[0] * 0, *result[1:]) if isinstance(result, tuple) else result * 0
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if is_scaled is None:
+            is_scaled = NUMBER in given or self.compute_loss_func is not None
+            if not is_scaled and options.get(NUMBER) is not None:
+                raise ValueError(
+                    f"{type(self).__name__}.compute_loss() does not give {NUMBER} to the model: "
+                    "set loss_is_scaled_for_ga in the class, to False if its loss is a mean, to "
+                    "True if it is a sum divided by that number"
+                )
+        weight = bool(self.loss_weight) / (
+            1 if is_scaled else self.current_gradient_accumulation_steps
+        )
+        # By this Trainer divides the losses that its version takes for means.
+        self.current_gradient_accumulation_steps = 1
+        return (result[0] * weight, *result[1:]) if isinstance(result, tuple) else result * weight
 
 
 def on_any_ranks(trainer: type) -> type:

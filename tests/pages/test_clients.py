@@ -188,7 +188,7 @@ RESUME_ONLY = [
     ("hf_trainer.py", 5, PLAIN_TRAINER),
     ("accelerate_loop.py", 2, [("scheduler.scheduler.last_epoch = done * RANKS", "pass")]),
     ("accelerate_loop.py", 2, [("accelerator.step = 0", "pass")]),
-    ("accelerate_loop.py", 5, [("loader.set_epoch(epoch)", "pass")]),
+    ("accelerate_loop.py", 5, [("steps.epoch = epoch", "pass")]),
     ("accelerate_loop.py", 5, [(SKIPPED, "loader"), ("strict=True", "strict=False")]),
     ("accelerate_loop.py", 5, [("backward(weight * loss)", "backward(loss)")]),
     (

@@ -1,0 +1,154 @@
+"""examples/hf_trainer.py under the transformers that people have: `make trainers`.
+
+    python -m measure.trainers --output assets/trainers.txt
+
+Installs each below .venv-trainers/, beside the torch of this Python: with the accelerate of its
+time, and with this Python's. 4 ranks train for 20 steps, of which an epoch has 15, and save in the
+first epoch, at its end and in the second; other weights load each of them on 4, 3 or 5 ranks, by
+turns, and go on. A number is the largest difference of their losses, a letter is an error. Ends
+with an error where a number is no rounding, or a rate differs."""
+
+import argparse
+import functools
+import shutil
+import sys
+from pathlib import Path
+
+import accelerate
+import torch
+import transformers
+
+from measure import versions
+from measure.logs import compare
+from tests.support import ROOT
+from tests.support.ranks import last_error, launch
+
+INSTALLED = ROOT / ".venv-trainers"
+WORK = ROOT / "runs" / "trainers"
+OLD_HUB = "huggingface-hub==0.36.2 requests urllib3 certifi charset-normalizer idna"
+HUB = "huggingface-hub==1.33.0 httpx httpcore h11 anyio idna certifi typer-slim"
+# {transformers: the accelerate of its time, and what else this Python has not, or newer}
+RELEASES = {
+    "4.54.1": ("1.10.1", f"{OLD_HUB} tokenizers==0.21.4"),  # refused
+    "4.55.4": ("1.10.1", f"{OLD_HUB} tokenizers==0.21.4"),
+    "4.56.2": ("1.10.1", f"{OLD_HUB} tokenizers==0.22.2"),
+    "4.57.6": ("1.12.0", f"{OLD_HUB} tokenizers==0.22.2"),
+    "5.0.0": ("1.12.0", f"{HUB} tokenizers==0.22.2"),
+    "5.17.0": ("1.14.0", HUB),
+    "5.23.0": ("1.15.0", ""),
+    "5.24.0": ("1.15.0", ""),
+}
+SAVED = {"first epoch": 6, "its end": 15, "second epoch": 18}
+RANKS = (4, 3, 5)
+# {column: what is trained, ZeRO's stage}
+COLUMNS = {
+    "tokens, ZeRO-2": ("Tokens", 2),
+    "means, ZeRO-2": ("Means", 2),
+    "tokens, ZeRO-3": ("Tokens", 3),
+    "means, ZeRO-3": ("Means", 3),
+}
+ROUNDING = 1e-5
+REFUSED = "AnyRanks wants transformers"
+
+
+class Tokens(transformers.Trainer):
+    """A sum of losses, divided by the number of tokens."""
+
+
+class Means(transformers.Trainer):
+    """A mean for each micro-batch, whatever the number of its tokens."""
+
+    def __init__(self, model, *others, **named):
+        model.accepts_loss_kwargs = False
+        super().__init__(model, *others, **named)
+
+
+def change(kind, seed):
+    """In a rank: what the example trains."""
+    import transformers  # what a script gets, and before 5.0 not what the first import returns
+
+    set_seed, arguments = transformers.set_seed, transformers.TrainingArguments
+    named = {"save_steps": 3, "eval_strategy": "no", "load_best_model_at_end": False}
+    transformers.set_seed = lambda wanted: set_seed(wanted or seed)  # 0: that of the model alone
+    transformers.TrainingArguments = lambda **given: arguments(**given | named)
+    transformers.Trainer = globals()[kind]
+    transformers.trainer.round = lambda loss, digits: loss  # before 5.0, for its logs
+
+
+def play(release, beside, folder, kind, stage, turn):
+    """{checkpoint: difference or error}. turn: which of them goes on where."""
+    assert (transformers.__version__, accelerate.__version__) == (release, beside)
+    folder = Path(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+    def train(name, ranks, seed):
+        flags = ("--zero_stage", stage, "--output_dir", name, "--run_name", name)
+        patch = functools.partial(change, kind, seed)
+        done = launch(folder, ranks, "examples/hf_trainer.py", *flags, patch=patch, grace=5)
+        (folder / f"{name}.txt").write_text(done.out + done.errors)
+        return last_error(done.err) if done.code else None
+
+    failed = train("saved", 4, 1)
+    if failed:
+        assert not list(folder.glob("saved/checkpoint-*"))  # it was before the first step
+        return dict.fromkeys(SAVED, failed)
+    row = {}
+    for number, (name, step) in enumerate(SAVED.items(), turn):
+        checkpoint = f"checkpoint-{step}"
+        shutil.copytree(folder / "saved" / checkpoint, folder / name / checkpoint)
+        failed = train(name, RANKS[number % 3], 2)
+        row[name] = failed or difference(folder, name)
+    shutil.rmtree(folder / "saved")
+    return row
+
+
+def difference(folder, name):
+    """The largest of the losses; NaN, if there is one. Infinite if a rate or a step differs."""
+    losses, rates = (compare(folder, "saved", name, column) for column in ("loss", "lr"))
+    if max(rates.values()) > 1e-12 or max(losses) != 20:
+        return float("inf")
+    return float(f"{torch.tensor(list(losses.values())).max():.1e}")
+
+
+def run(release, beside, column, folder=WORK):
+    """play() under that transformers, beside that accelerate."""
+    of_its_time, others = RELEASES[release]
+    paths = []
+    if release != transformers.__version__:
+        packages = (f"transformers=={release}", *others.split())
+        paths.append(versions.install(INSTALLED / release, *packages))
+    if beside != accelerate.__version__:
+        name = f"accelerate-{beside}"
+        paths.append(versions.install(INSTALLED / name, name.replace("-", "==")))
+    kind, stage = COLUMNS[column]
+    arguments = (str(folder / f"{release}-{beside}-{kind}-{stage}"), kind, stage)
+    turn = [*COLUMNS].index(column)
+    return versions.elsewhere(play, (release, beside, *arguments, turn), *paths, limit=1800)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=Path("out/trainers.txt"))
+    parser.add_argument("releases", nargs="*", default=RELEASES)
+    args = parser.parse_args()
+    rows = {}
+    for release in args.releases:
+        for beside in dict.fromkeys((RELEASES[release][0], accelerate.__version__)):
+            row = rows[f"{release:<12}  {beside}"] = {column: [] for column in COLUMNS}
+            for column in COLUMNS:
+                measured = run(release, beside, column)
+                print(release, beside, column, measured, flush=True)
+                row[column] += measured.values()
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            lines = versions.table("transformers  accelerate", rows)
+            args.output.write_text("\n".join(lines) + "\n")
+    values = [value for row in rows.values() for column in row.values() for value in column]
+    wrong = [value for value in values if not (REFUSED in str(value) or value <= ROUNDING)]
+    sys.exit("\n".join(map(str, wrong)) or 0)
+
+
+if __name__ == "__main__":
+    main()
