@@ -51,11 +51,11 @@ def test_folder_above(source, monkeypatch):
     for folder in (tag, ".", ".."):
         converts(folder)
     shutil.copytree(tag, above / "a later one")
-    not_converted(above, "several", "a later one, global_step500")
+    not_converted(above, "`latest` names none", "begins with a later one")
     (above / "latest").write_text("global_step500\n")
     converts(above)
     (above / "latest").write_text("gone")
-    not_converted(above, "checkpoint-500/gone does not exist")
+    not_converted(above, "`latest` names gone, and a resume begins with a later one")
     nothing = "holds no *_optim_states.pt: it is no ZeRO checkpoint, nor a folder above"
     not_converted(above.parent, nothing)
     assert sorted(os.listdir(above)) == ["a later one", "global_step500", "latest"]
@@ -74,7 +74,7 @@ def test_command_line(source, tmp_path):
     assert done.code == 0 and done.out.startswith(f"{source} -> {output}: 3 parameters")
     assert content(output) == content(f"{source}_universal")
     shutil.copytree(source, tmp_path / "d")
-    failed(converter(tmp_path), 2, ": c, d\n")
+    failed(converter(tmp_path), 2, "`latest` names none, and a resume begins with c: name")
     done = converter(tmp_path / "no", tmp_path / "v")
     failed(done, 2, f"ds_to_universal: error: {tmp_path}/no does not exist\n")
     done = converter(source, "/proc/safety/u")

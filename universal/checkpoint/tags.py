@@ -33,14 +33,12 @@ class Choice(NamedTuple):
     """Which of the checkpoints in a folder is meant.
 
     to_try: in the order in which to try to resume from them. says: the lines about what is passed
-    over. name: of the tag that is meant, whole or not; "" if there is none. doubt: why it may be
-    another, for those who take one alone; "" if it is clear.
+    over. name: of the tag that a file names, whole or not, or of the only one; "" if there is none.
     """
 
     to_try: list[Tag]
     says: list[str]
     name: str
-    doubt: str
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -55,8 +53,13 @@ def find_tag(folder: str | Path) -> Path:
     if is_checkpoint(folder):
         return folder
     choice = choose_tag(folder)
-    if choice.doubt:
-        raise CheckpointError(choice.doubt)
+    first = choice.to_try[0].name if choice.to_try else choice.name
+    if first != choice.name:
+        named = f"names {choice.name}" if choice.name else "names none"
+        raise CheckpointError(
+            f"{folder}: `latest` {named}, and a resume begins with {first}: name the folder of the "
+            "one to take"
+        )
     return folder / choice.name
 
 
@@ -111,7 +114,7 @@ def step_of(path: Path) -> int:
 
 def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
     """Which checkpoint in a folder is meant: the one that `latest` names, unless there is a later
-    one; without `latest` the one of most steps, unless the run went back."""
+    one. Then the others, of most steps first, those last behind which the run went back."""
     names = [name for name in list_tags(folder) if not (converted_only and is_saved(folder / name))]
     saved = [name for name in names if is_saved(folder / name)]
     pointers = [*POINTERS]
@@ -122,40 +125,34 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
     name = named_by_latest(folder, pointers)
     tags, passed_over = read_tags(folder, names)
     says = [f"{tag} is passed over: {problem}" for tag, problem in passed_over.items()]
-    given_up = went_back(tags)
-    last = max(tags, key=lambda tag: tag.step, default=None)
+    given_up = {
+        tag
+        for tag in tags
+        for later in tags
+        if later.is_saved and later.step < tag.step and later.written > tag.written + BETWEEN_SAVES
+    }
+    if not name:  # copies have no usable times
+        given_up = set()
     tags.sort(key=lambda tag: (tag not in given_up, tag.step, tag.is_saved), reverse=True)
-    for named in [tag for tag in tags if tag.name == name]:
-        return named_or_later(named, tags, latest_file(folder, pointers), says)
-    if name and name not in passed_over:
+    named = [tag for tag in tags if tag.name == name]
+    later = []
+    if named:
+        # A job killed before it wrote `latest` leaves a newer tag. Others are from an earlier run,
+        # or `latest` was edited.
+        pointer = latest_file(folder, pointers)
+        since = pointer.stat().st_mtime
+        later = [tag for tag in tags if tag.step > named[0].step and tag.written > since]
+        says += [
+            f"`{pointer.name}` names {name}, and {tag.name} was written after it: the later one is "
+            "taken, if it is complete"
+            for tag in later[:1]
+        ]
+    elif name and name not in passed_over:
         lack = what_it_lacks(folder / name, converted_only)
         says.append(f"`{latest_file(folder, pointers).name}` names {name}, which {lack}")
-    if last in given_up:
-        says.append(
-            f"{given_up[last].name} was written after {last.name}, so that run went back; if they "
-            "were copied, and have the times of the copy, tell which tag to load"
-        )
-    doubt = ""
     candidates = [name] if name else saved or names
-    if len(candidates) > 1:
-        several = ", ".join(candidates)
-        doubt = f"{folder} holds several checkpoints, and no `latest` that names one: {several}"
-    return Choice(tags, says, candidates[0] if candidates else "", doubt)
-
-
-def named_or_later(named, tags, pointer, says):
-    """The Choice where a file, pointer, names one of the tags."""
-    # A job killed before it wrote `latest` leaves a newer tag. Others are from an earlier run, or
-    # `latest` was edited.
-    since = pointer.stat().st_mtime
-    later = [tag for tag in tags if tag.step > named.step and tag.written > since]
-    doubt = ""
-    if later:
-        both = f"`{pointer.name}` names {named.name}, and {later[0].name}"
-        line = f"{both} was written after it: the later one is taken, if it is complete"
-        doubt = f"{pointer.parent}: {both} was written after it: name the folder of the one to take"
-        says = [*says, line]
-    return Choice([*dict.fromkeys([*later, named, *tags])], says, named.name, doubt)
+    meant = candidates[0] if len(candidates) == 1 else ""
+    return Choice([*dict.fromkeys([*later, *named, *tags])], says, meant)
 
 
 def read_tags(folder, names):
@@ -170,16 +167,6 @@ def read_tags(folder, names):
         except (CheckpointError, OSError) as error:
             problems[name] = f"{type(error).__name__}: {error}"
     return tags, problems
-
-
-def went_back(tags):
-    """{tag: one of fewer steps that was saved later}: the run went back behind it."""
-    return {
-        tag: later
-        for tag in tags
-        for later in tags
-        if later.is_saved and later.step < tag.step and later.written > tag.written + BETWEEN_SAVES
-    }
 
 
 def what_it_lacks(tag, converted_only):
