@@ -41,10 +41,8 @@ from typing import Any, NamedTuple
 
 from universal.checkpoint.describe import describe
 from universal.checkpoint.module_states import client_state_of
-from universal.checkpoint.order import NeedsEngine, Told
 from universal.checkpoint.tags import find_tag
 from universal.checkpoint.types import Described
-from universal.checkpoint.without_zero import unnamed_states
 from universal.checkpoint.zero import is_computed_anew
 from universal.errors import CheckpointError
 from universal.files.joined import strided
@@ -101,36 +99,6 @@ class Section(NamedTuple):
         return self.numel * width(self.pair.first.dtype)
 
 
-def describe_both(folders: list) -> list[Described]:
-    """The Described of two folders.
-
-    Without ZeRO it may be that nothing tells which parameters are trained. Then the other one does;
-    or else all weights are the module's, and the optimizer's states have numbers in place of names.
-    """
-    described = []
-    for folder in folders:
-        try:
-            described.append(describe(folder, THREADS))
-        except NeedsEngine:
-            described.append(None)
-    known = [names_by_group(each.checkpoint) for each in described if each]
-    names = known[0] if known else []
-    return [
-        each or describe(folder, THREADS, given=lambda: Told([names]))
-        for each, folder in zip(described, folders, strict=True)
-    ]
-
-
-def names_by_group(checkpoint):
-    """As a stage of Told, without an engine."""
-    names = [{} for _ in checkpoint.optimizer.param_groups]
-    for name in (name for of_flat in checkpoint.flat_names for name in of_flat):
-        parameter = checkpoint.parameters.get(name)
-        if parameter and parameter.group_number is not None:
-            names[parameter.group_number][name] = name
-    return names
-
-
 def sources_of(described: Described) -> dict[str, tuple]:
     """{name: (shape, source)} of every state of every parameter, and of what else is a tensor."""
     checkpoint, raw = described
@@ -142,7 +110,7 @@ def sources_of(described: Described) -> dict[str, tuple]:
         for name, parameter in parameters
         if key in parameter.states
     }
-    tensors = checkpoint.module.tensors | ({} if parameters else unnamed_states(raw))
+    tensors = checkpoint.module.tensors
     for name, tensor in tensors.items():
         sources[name] = (tensor.size, strided(name, tensor))
     return sources
@@ -397,7 +365,7 @@ def diff(first: str, second: str, tolerance: float = 0.0, progress: bool = False
     """
     try:
         folders = [find_tag(folder) for folder in (first, second)]
-        described = describe_both(folders)
+        described = [describe(folder, THREADS) for folder in folders]
         pairs, words = match(*map(sources_of, described))
         gaps = compare_all(pairs, progress)
         words += differing(*map(rest_of, described))

@@ -21,6 +21,10 @@ class CheckpointError(Exception):
         super().__init__(" ".join(str(message).splitlines()))
 
 
+class Refused(CheckpointError):
+    """A checkpoint that is whole and is not taken: no other is tried in its place."""
+
+
 class RankFailed(RuntimeError):
     """A rank met an error of which the checkpoint is not the cause, such as a bug of ours.
 

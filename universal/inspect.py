@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from universal.checkpoint.describe import describe, paths_of
 from universal.checkpoint.facts import facts_of, settings_on
 from universal.checkpoint.names import plain_keys, with_plain_names
-from universal.checkpoint.order import NeedsEngine, Told, has_values_of
+from universal.checkpoint.rounded import has_values_of
 from universal.checkpoint.tags import choose_tag, is_checkpoint, list_tags
 from universal.checkpoint.types import Checkpoint, Described
 from universal.errors import CheckpointError
@@ -120,24 +120,14 @@ def look_at(folder: Path) -> Look:
     """What is in the folder of a checkpoint."""
     base = {"problem": None, "readable": True, "checked": False, "unread_damage": []}
     try:
-        described, untold = describe_any(folder)
+        described = describe(folder, WORKERS)
         check_all_saved(described.checkpoint)
         check_steps_by_sample(described)
-        facts = facts_of(described, told=not untold)
-        notes = {"notes": [*facts["notes"], *untold]}
-        return Look(folder, base | facts | notes, paths_of(described.checkpoint))
+        return Look(folder, base | facts_of(described), paths_of(described.checkpoint))
     except CheckpointError as error:
         return Look(folder, base | {"problem": str(error)}, [])
     except OSError as error:
         return Look(folder, base | {"problem": str(error), "readable": False}, [])
-
-
-def describe_any(folder):
-    """(Described, [why nothing tells which of its parameters are trained], or [])."""
-    try:
-        return describe(folder, WORKERS), []
-    except NeedsEngine as error:
-        return describe(folder, WORKERS, given=Told), [str(error)]
 
 
 def first_whole(order, looks, quick, progress):
@@ -193,7 +183,7 @@ def check_steps_by_sample(described: Described) -> None:
 
 def compares_weights(checkpoint):
     """Whether load_checkpoint() compares the weights in the model states with the masters."""
-    if not checkpoint.is_data_parallel or checkpoint.stage == 0:
+    if not checkpoint.is_data_parallel:
         return False
     scalars = [parameter.scalars for parameter in checkpoint.parameters.values()]
     counts_steps = any("step" in known for known in (*checkpoint.optimizer.param_groups, *scalars))
@@ -297,10 +287,9 @@ def nbytes_in(spans):
 
 def weights_not_read(folder):
     """{(path, offset)} of the trained weights in model states: a resume reads the masters."""
-    described, _ = describe_any(folder)
-    checkpoint = described.checkpoint
+    checkpoint = describe(folder, WORKERS).checkpoint
     places = set()
-    if checkpoint.stage == 0 or compares_weights(checkpoint):
+    if compares_weights(checkpoint):
         return places
     for path in paths_of(checkpoint):
         if path.name.endswith("model_states.pt"):

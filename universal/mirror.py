@@ -294,7 +294,7 @@ class Mirror:
         """Why it does not load, even if its files match their checksums: say, one is of another
         step."""
         try:
-            reader.describe_for_load(checkpoint, Engine(self.engine).told)
+            reader.describe_for_load(checkpoint)
         except (CheckpointError, OSError) as error:
             return str(error)
         return None

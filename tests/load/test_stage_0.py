@@ -1,8 +1,8 @@
-"""A checkpoint that was saved without ZeRO loads at stages 1, 2 and 3, and theirs without ZeRO, in
-every precision and on any number of ranks: every state to the bit. Our converter takes it, too."""
+"""What was saved without ZeRO resumes without ZeRO, and what was saved with it resumes with it; the
+line that refuses all else says how to go on."""
 
 import stage_0
 
 from tests.support.case import cases_of, test_case  # noqa: F401
 
-CASES = stage_0.all_pairs() | cases_of(stage_0)
+CASES = cases_of(stage_0)

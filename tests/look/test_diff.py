@@ -16,7 +16,7 @@ import universal.diff
 from tests.support.commands import command, failed, no_permission, run_python
 from tests.support.files import MODEL, each_state, edit, flip, load
 from tests.support.harms import halve
-from tests.support.lay_out import lay_out, lay_out_whole
+from tests.support.lay_out import lay_out
 from universal import convert
 from universal.diff import diff
 from universal.files.same import is_same
@@ -243,17 +243,6 @@ def test_unlike_ranks_and_stages(laid_out, tmp_path):
     lay_out(tmp_path / "x", shapes, 3, 3)
     view = diff(laid_out(1, shapes=shapes), tmp_path / "x")
     assert view["tensors"] == len(view["gaps"]) == 3
-
-
-def test_states_without_names(tmp_path):
-    """Saved without ZeRO, where shapes do not tell which parameter has which state."""
-
-    for name, last in (("x", 8), ("y", 7)):
-        moments = torch.arange(9.0).view(3, 3).T.contiguous()
-        moments[2, 2] = last
-        lay_out_whole(tmp_path / name, {"a": torch.ones(3, 3), "b": torch.ones(3, 3)}, moments)
-    (gap,) = diff(tmp_path / "x", tmp_path / "y")["gaps"]
-    assert (gap["name"], gap["absolute"], gap["elements"]) == ("parameter 0 exp_avg", 1.0, 1)
 
 
 def test_what_belongs_to_a_rank_is_not_said_to_be_equal(laid_out):

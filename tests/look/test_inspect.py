@@ -24,7 +24,7 @@ from tests.support.files import (
     records,
     with_bit_flipped,
 )
-from tests.support.lay_out import lay_out, lay_out_whole
+from tests.support.lay_out import lay_out
 from universal import CheckpointError, convert, inspect
 from universal.checkpoint import facts
 from universal.checkpoint.describe import describe
@@ -327,19 +327,6 @@ def test_there_is_none(tmp_path):
         failed(inspected(*words), 2, "universal.inspect: error: ", "holds no checkpoint")
     for words in ((tmp_path, "--ranks", 0), (tmp_path, "--ranks", "x"), ()):
         assert inspected(*words).code == 2
-
-
-def test_only_an_engine_can_name_the_parameters(tmp_path):
-    """Saved without ZeRO, with a frozen weight of the shape of a trained one: it loads, so it is
-    not said to be damaged; unless it is."""
-    weights = {"a": torch.ones(2, 2), "b": torch.ones(2, 2)}
-    path = lay_out_whole(tmp_path / "s1", weights, torch.ones(2, 2))
-    done = inspected(tmp_path)
-    assert done.code == 0 and "8 trained or frozen" in done.out, done.out
-    assert "load it without converting it" in " ".join(done.out.split())
-    assert facts_in(tmp_path)["optimizer"]["states"] == ["exp_avg"]
-    flip(path)
-    assert inspected(tmp_path).code == 1
 
 
 # --------------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ NAMES = [(f"weight_{key}", f"parametrizations.weight.original{i}") for i, key in
 
 def normed(norm, quick_ranks):
     save = saved_with_losses(net=lambda: Normed(norm))
-    return case(save, (0, 1), quick_stages=(0, 1), quick_ranks=quick_ranks)
+    return case(save, (1,), quick_ranks=quick_ranks)
 
 
 @normed(NORMS[0], (2, 3))

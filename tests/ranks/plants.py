@@ -152,9 +152,9 @@ def save(engine, step=train, tag="t"):
     return engine
 
 
-def zero(stage, saved=None):
-    """By reshard(); without ZeRO on either side, by DeepSpeed's own loader."""
-    save(make(stage if saved is None else saved))
+def zero(stage):
+    """By reshard(); without ZeRO by DeepSpeed's own loader."""
+    save(make(stage))
     return make(stage, seed=5)
 
 
@@ -199,7 +199,7 @@ def other_experts():
 
 
 ROUTES = {f"ZeRO-{stage}": functools.partial(zero, stage) for stage in (1, 2, 3)}
-ROUTES |= {"without ZeRO": functools.partial(zero, 0), "from ZeRO": functools.partial(zero, 0, 1)}
+ROUTES |= {"without ZeRO": functools.partial(zero, 0)}
 OTHERS = (own_ranks, universal_folder, passed_over, tensor_parallel, pipeline, other_experts)
 ROUTES |= {route.__name__.replace("_", " "): route for route in OTHERS}
 

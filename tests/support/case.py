@@ -160,11 +160,13 @@ def convert(tag="t", output="u", **options):
     dist.barrier()
 
 
-def refused(engine, *parts, tag="t", timeout=60, kind=universal.CheckpointError, **options):
+def refused(
+    engine, *parts, tag="t", folder=".", timeout=60, kind=universal.CheckpointError, **options
+):
     """load_checkpoint() refuses, in one line that has these parts and is the same on all ranks."""
     line = None
     try:
-        universal.load_checkpoint(engine, ".", tag, timeout=timeout, **options)
+        universal.load_checkpoint(engine, folder, tag, timeout=timeout, **options)
     except kind as error:
         line = str(error)
     lines = gathered(line)

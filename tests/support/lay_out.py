@@ -70,20 +70,6 @@ def model_states(groups, ranks, shared_params):
     }
 
 
-def lay_out_whole(folder, weights, moments):
-    """Write what is saved without ZeRO: weights, {name: tensor}, of which an optimizer has moments
-    of one, but not its name. Returns the path."""
-    folder.mkdir()
-    optimizer = {
-        "state": {0: {"exp_avg": moments}},
-        "param_groups": [{"lr": 0.1, "params": [0]}],
-    }
-    model = model_states(None, 1, {}) | {"module": weights, "optimizer": optimizer}
-    path = folder / "mp_rank_00_model_states.pt"
-    torch.save(model, path)
-    return path
-
-
 def adam(sizes, random):
     """The state of PyTorch's AdamW with flat tensors of these sizes, one for each group."""
     step = torch.tensor(100.0)

@@ -30,7 +30,6 @@ from universal.checkpoint.module_states import (
     trimmed,
 )
 from universal.checkpoint.names import with_plain_names
-from universal.checkpoint.order import Given
 from universal.checkpoint.pipeline import problem_of_untied, without_tied
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import (
@@ -43,7 +42,6 @@ from universal.checkpoint.types import (
     RawStates,
     kind_with_unsaved,
 )
-from universal.checkpoint.without_zero import MODEL_STATES_FILE, describe_whole, read_whole
 from universal.checkpoint.zero import (
     ModelParallelRank,
     check_slice,
@@ -56,13 +54,14 @@ from universal.checkpoint.zero import (
     read_shard,
     settings_of,
 )
-from universal.errors import CheckpointError, naming
+from universal.errors import CheckpointError, Refused, naming
 from universal.files.schema import expect
 from universal.files.sources import OpenFile, keep_open
 from universal.files.torch_file import load, number_in, tensor_of
 
 # Seconds; the largest gap between the times of successive files of one save, or of its copy.
 BETWEEN_SAVES = 10
+MODEL_STATES_FILE = "mp_rank_00_model_states.pt"
 
 BF16_SECTIONS = ("bf16", "bfloat16")  # of DeepSpeed's config; the second is the older name
 
@@ -70,23 +69,22 @@ BF16_SECTIONS = ("bf16", "bfloat16")  # of DeepSpeed's config; the second is the
 class Save(NamedTuple):
     """One of the checkpoints in a folder.
 
-    model: its model states. bf16: whether its config should say so; None where files do not tell.
-    doubted: whether its files may be of two steps. written: in seconds. outcome: what describe()
-    returns of it, or raises.
+    model: its model states. bf16: whether its config should say so. doubted: whether its files may
+    be of two steps. written: in seconds. outcome: what describe() returns of it.
     """
 
     model: dict
-    bf16: bool | None
+    bf16: bool
     doubted: bool
     written: float
-    outcome: Described | CheckpointError
+    outcome: Described
 
 
 def describe(
     folder: str | Path,
     workers: int = 4,
     opened: OpenFile | None = None,
-    given: Given | None = None,
+    tied: dict[int, str] | None = None,
 ) -> Described:
     """The Checkpoint in a folder, and what was pickled.
 
@@ -94,7 +92,7 @@ def describe(
     optimizer's scalars, and runs no code.
 
     Args:
-        given: as in describe_whole(), if it was saved without ZeRO.
+        tied: {number: key} of a pipeline's layers, if an engine tells.
 
     Raises: CheckpointError, if files are missing, damaged, or not of the same checkpoint.
     """
@@ -103,27 +101,36 @@ def describe(
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist")
     with ThreadPoolExecutor(workers) as pool:
-        saves, problems = saves_in(folder, given, pool, opened)
+        saves, problems = saves_in(folder, tied, pool, opened)
         if (folder / "zero").is_dir() and not saves and not problems:
             return describe_universal(folder, pool, opened)
     if not saves:
+        if is_without_zero(folder):
+            raise Refused(
+                f"{folder} was saved without ZeRO: resume it without ZeRO, which any number of "
+                f'data-parallel ranks can, or begin with its weights: "module" in '
+                f"{MODEL_STATES_FILE}"
+            )
         nothing = (
             f"{folder} holds no *_optim_states.pt: it is no ZeRO checkpoint, nor a folder above"
         )
         raise CheckpointError("; ".join(dict.fromkeys(problems)) or nothing)
-    outcome = newest(saves).outcome
-    if isinstance(outcome, CheckpointError):
-        raise outcome
-    return outcome
+    return newest(saves).outcome
 
 
-def saves_in(folder, given, pool, opened):
+def is_without_zero(folder: Path) -> bool:
+    """Whether it was saved at stage 0. Raises CheckpointError."""
+    path = folder / MODEL_STATES_FILE
+    return path.exists() and expect(load(path), dict, path).get("param_shapes", {}) is None
+
+
+def saves_in(folder, tied, pool, opened):
     """([Save], [why others are not whole])."""
     saves = []
     problems = []
     for shards in find_shards(folder).values():
         try:
-            described = describe_zero(folder, shards, given, pool, opened)
+            described = describe_zero(folder, shards, tied, pool, opened)
         except CheckpointError as error:
             problems.append(str(error))
             continue
@@ -132,19 +139,6 @@ def saves_in(folder, given, pool, opened):
         written = shards[0][0].stat().st_mtime
         bf16 = shards[0][0].name.startswith("bf16_")
         saves.append(Save(raw.models[0], bf16, doubted, written, described))
-    try:
-        whole = read_whole(folder)
-    except CheckpointError as error:
-        problems.append(str(error))
-        return saves, problems
-    if whole is not None:
-        try:
-            joined = describe_whole(folder, whole, given, opened)
-            outcome = join_all(folder, *joined, given, opened)
-        except CheckpointError as error:
-            outcome = error
-        written = (folder / MODEL_STATES_FILE).stat().st_mtime
-        saves.append(Save(whole, None, False, written, outcome))
     return saves, problems
 
 
@@ -166,7 +160,7 @@ def is_of_its_config(save):
     """Whether the shards are of the dtype that the model states' config names."""
     config = config_of(save.model)
     bf16 = any(config_of(save.model, section).get("enabled") for section in BF16_SECTIONS)
-    return save.bf16 in (None, bf16) or not config
+    return save.bf16 == bf16 or not config
 
 
 def find_shards(folder: Path) -> dict:
@@ -352,7 +346,7 @@ def other_steps(path, shards, model, parameters, stage):
 # 2. tensor and pipeline parallelism
 
 
-def describe_zero(folder, shards, given, pool, opened):
+def describe_zero(folder, shards, tied, pool, opened):
     """What describe() returns, of the checkpoint that has these shards."""
     lowest = min(shards)
     first = describe_ranks(folder, lowest, shards[lowest], pool, opened)
@@ -360,7 +354,7 @@ def describe_zero(folder, shards, given, pool, opened):
     check_complete(folder, shards, tensor, pipeline)
     others = range(1, tensor * pipeline)
     ranks = [first, *(describe_ranks(folder, i, shards[i], pool, opened) for i in others)]
-    return join_all(folder, by_stage(ranks, tensor), tensor, pipeline, given, opened)
+    return join_all(folder, by_stage(ranks, tensor), tensor, pipeline, tied, opened)
 
 
 def by_stage(ranks, tensor):
@@ -372,10 +366,10 @@ def by_stage(ranks, tensor):
     return [ranks[i] for i in sorted(range(len(ranks)), key=numbers.__getitem__)]
 
 
-def join_all(folder, ranks, tensor, pipeline, given, opened):
+def join_all(folder, ranks, tensor, pipeline, tied, opened):
     """What describe() returns, of all ModelParallelRanks."""
     first = ranks[0]
-    info = first.model.get(INFO_KEY) if first.shard.stage or len(ranks) > 1 else None
+    info = first.model.get(INFO_KEY)
     joiner = TensorParallel(info, tensor, folder)
     param_groups, ranks, problems = join_groups(folder, ranks, tensor)
     parameters, rank_dependent, untied = join_ranks(folder, ranks, joiner)
@@ -385,7 +379,7 @@ def join_all(folder, ranks, tensor, pipeline, given, opened):
     if modules[0] is None:
         nothing = None  # as DeepSpeed has it
         used.update(itertools.chain(*files_of_layers(folder, tensor).values()))
-        modules = untied_modules(folder, tensor, parameters, given, opened)
+        modules = untied_modules(folder, tensor, parameters, tied, opened)
     module, more_problems = join_modules(folder, modules, ranks[0].model, joiner)
     problems += untied + more_problems + joiner.problems + unused_patterns(joiner)
     models = [ranks[0].model | {"module": module or nothing}, *(rank.model for rank in ranks[1:])]
@@ -394,7 +388,7 @@ def join_all(folder, ranks, tensor, pipeline, given, opened):
         problems.append(Problem(True, f"{folder}: no file holds {UNSAVED[kind]}"))
     layout = Layout(
         optimizer_class=kind or first.shard.optimizer_class,
-        shards=first.model["dp_world_size"] if first.shard.stage else 1,
+        shards=first.model["dp_world_size"],
         dtype=first.dtype,
         tensor=tensor,
         pipeline=pipeline,
@@ -419,12 +413,11 @@ def join_all(folder, ranks, tensor, pipeline, given, opened):
     return Described(description, RawStates(models, first.shard.content))
 
 
-def untied_modules(folder, tensor, parameters, given, opened):
+def untied_modules(folder, tensor, parameters, tied, opened):
     """[{name: value}] of a pipeline's layers, by tensor-parallel rank, without these parameters."""
     modules = modules_of_layers(folder, tensor, parameters)
-    told = given and given()
     return [
-        trimmed(without_tied(module, rank, parameters, told, opened))
+        trimmed(without_tied(module, rank, parameters, tied, opened))
         for rank, module in enumerate(modules)
     ]
 
@@ -535,7 +528,7 @@ def join_ranks(folder, ranks, joiner):
                 rank_dependent[of_ranks[0].flat_number, key] = why
             if name not in joined:
                 joined[name] = joiner.join(name, of_ranks)
-            elif rank.shard.stage and not joiner.is_tied(name):
+            elif not joiner.is_tied(name):
                 untied[name] = problem_of_untied(folder, name)
     return joined, rank_dependent, [*untied.values()]
 

@@ -27,8 +27,6 @@ The keys of a tag; one that cannot be described has the first four, which inspec
     frozen: the same, of parameters that no optimizer holds
     buffers: the same
     added: the same, of what modules add to their state
-    untold: the same, of trained or frozen parameters where nothing tells which: without ZeRO,
-        the optimizer does not name its own
     bytes: of its files
     files: how many
     client_state: its keys
@@ -60,22 +58,17 @@ from universal.checkpoint.describe import BF16_SECTIONS, left_over, paths_of
 from universal.checkpoint.module_states import client_state_of, config_of, degrees_of
 from universal.checkpoint.next_steps import read_rows
 from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Described
-from universal.checkpoint.without_zero import unnamed_states
 from universal.checkpoint.zero import saved_stage
 from universal.files.schema import is_natural
 from universal.files.sources import nbytes_of
-from universal.files.torch_file import extent_of
 
 PLAIN = (bool, int, float, str)
 LONGEST = 16  # list or dict of which all is shown
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def facts_of(described: Described, told: bool = True) -> dict[str, Any]:
-    """What a checkpoint is, but for the first four keys of a tag.
-
-    told: whether it says which parameters are trained.
-    """
+def facts_of(described: Described) -> dict[str, Any]:
+    """What a checkpoint is, but for the first four keys of a tag."""
     checkpoint, raw = described
     model = raw.models[0]
     layout = layout_of(described)
@@ -97,7 +90,7 @@ def facts_of(described: Described, told: bool = True) -> dict[str, Any]:
         "batch": batch and batch._asdict() | {"micro_batches": batch.micro_batches},
         "optimizer": optimizer,
         "scheduler": scheduler_facts(model),
-        **elements_of(checkpoint, raw.models, told),
+        **elements_of(checkpoint, raw.models),
         "bytes": sum(path.stat().st_size for path in paths),
         "files": len(paths),
         "client_state": sorted(map(str, client_state_of(model))),
@@ -255,10 +248,6 @@ def optimizer_facts(described):
     ]
     sources = [source for parameter in parameters for source in parameter.states.values()]
     names = [key for parameter in parameters for key in parameter.states]
-    if not parameters:
-        unnamed = {k: v for k, v in unnamed_states(raw).items() if not k.endswith(" step")}
-        sources = [extent_of(tensor) for tensor in unnamed.values()]
-        names = [name.split()[-1] for name in unnamed]
     return {
         "type": config_of(raw.models[0], "optimizer").get("type"),
         "class": checkpoint.layout.optimizer_class if checkpoint.layout else None,
@@ -293,8 +282,8 @@ def json_of(value):
     return type(value).__name__
 
 
-def elements_of(checkpoint: Checkpoint, models: list[dict], told: bool) -> dict[str, Any]:
-    """{"trained", "frozen", "buffers", "added", "untold": counts}, by what holds the tensors.
+def elements_of(checkpoint: Checkpoint, models: list[dict]) -> dict[str, Any]:
+    """{"trained", "frozen", "buffers", "added": counts}, by what holds the tensors.
 
     DeepSpeed saves no list of what is frozen at ZeRO-1 and without ZeRO: there it is all that is
     neither trained nor a buffer. What modules add to their state is told from it by its name alone.
@@ -303,11 +292,11 @@ def elements_of(checkpoint: Checkpoint, models: list[dict], told: bool) -> dict[
     shapes = {name: tensor.size for name, tensor in module.tensors.items()} | module.frozen
     buffers = {name for model in models for name in model["buffer_names"]} - module.frozen.keys()
     listed = models[0].get("frozen_param_shapes") is not None
-    kinds = {"trained": [], "frozen": [], "buffers": [], "added": [], "untold": []}
+    kinds = {"trained": [], "frozen": [], "buffers": [], "added": []}
     for name, shape in shapes.items():
         frozen = name in module.frozen or not listed and not name.endswith("_extra_state")
         kind = "buffers" if name in buffers else "frozen" if frozen else "added"
-        kinds[kind if told or kind != "frozen" else "untold"].append(shape)
+        kinds[kind].append(shape)
     kinds["trained"] += [parameter.shape for parameter in checkpoint.parameters.values()]
     return {kind: totals_of(of_kind) for kind, of_kind in kinds.items()}
 
@@ -359,12 +348,11 @@ def goes_on(described: Described, layout: dict, batch: Batch | None, nbytes: int
     sequence = layout["sequence"]
     ranks = saved_ranks(described.raw.models[0]) // sequence
     together = layout["tensor"] * layout["pipeline"]
-    cut = stage_of(described) != 0
     numbers = [ranks] if own_ranks_only(checkpoint) else range(1, 2 * ranks + 1)
     shares = []
     for n in numbers:
         steps, efficiency = accumulation(batch, n)
-        pieces = together * (sequence * n if cut else 1)
+        pieces = together * sequence * n
         share = Division(n, n * together * sequence, steps, efficiency, -(-nbytes // pieces))
         shares.append(share._asdict())
     return shares

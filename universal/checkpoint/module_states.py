@@ -27,7 +27,8 @@ from universal.files.torch_file import (
 )
 
 DEGREE = (NoneType, is_natural)
-WITHOUT_ZERO = {
+MODEL_STATES = {
+    "param_shapes": [{str: is_shape}],
     "module": (NoneType, {str: object}),
     "buffer_names": [str],
     "frozen_param_shapes?": (NoneType, {str: is_shape}),
@@ -41,7 +42,6 @@ WITHOUT_ZERO = {
     "checkpoint_parallel_dimensions?": (NoneType, {"pp_degree?": DEGREE, "tp_degree?": DEGREE}),
     "universal_checkpoint_info?": (NoneType, dict),
 }
-MODEL_STATES = WITHOUT_ZERO | {"param_shapes": [{str: is_shape}]}
 OF_DEEPSPEED = {  # the keys that engine.save_checkpoint() writes itself
     "module",
     "buffer_names",
@@ -78,13 +78,7 @@ SAME_ON_ALL_RANKS = (
 
 def read_model_states(path: Path) -> dict:
     """The content of the file. Raises CheckpointError, if it is not what DeepSpeed saves."""
-    model = expect(load(path), {"param_shapes": object}, path)
-    if model["param_shapes"] is None:
-        raise CheckpointError(
-            f"{path} is of BF16_Optimizer without ZeRO, which saves no shapes of parameters, and "
-            "loads no such checkpoint itself: train at stage 1"
-        )
-    return expect(model, MODEL_STATES, path)
+    return expect(load(path), MODEL_STATES, path)
 
 
 def read_fragments(path: Path, first_path: Path, first: dict) -> dict[str, Tensor]:

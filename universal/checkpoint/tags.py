@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from universal.checkpoint.describe import BETWEEN_SAVES, describe, find_shards
-from universal.checkpoint.order import Told
-from universal.checkpoint.without_zero import MODEL_STATES_FILE
+from universal.checkpoint.describe import BETWEEN_SAVES, MODEL_STATES_FILE, describe, find_shards
 from universal.errors import CheckpointError
 from universal.files.schema import expect, is_natural
 from universal.files.torch_file import load
@@ -100,7 +98,7 @@ def rank_0_model_states(folder: Path) -> Path:
     present = [path for path in (plain, of_stage_3) if path.exists()]
     both = len(present) == 2 and is_saved(folder)
     if both or len(find_shards(folder)) > 1:
-        return describe(folder, given=Told).checkpoint.files.model_states  # no engine is needed
+        return describe(folder).checkpoint.files.model_states
     if present:
         return present[0]
     # Which of them is missing?

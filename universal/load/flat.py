@@ -77,11 +77,6 @@ def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def is_per_element(value: Any, flat: FlatTensor) -> bool:
-    """Whether a state of a flat tensor has a number for each of its elements."""
-    return torch.is_tensor(value) and value.dim() > 0 and value.numel() == flat.tensor.numel()
-
-
 def is_same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether flat tensors of one dtype are the same, also where they hold NaN."""
     dtype = {2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.uint8)

@@ -54,12 +54,6 @@ def shared_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     ]
 
 
-def is_model_first(module: torch.nn.Module) -> bool:
-    """Whether the topology's axis of tensor parallelism is before that of stages."""
-    axes = module.topology().get_axis_names()
-    return "pipe" in axes and "model" in axes[: axes.index("pipe")]
-
-
 def is_folded(module: torch.nn.Module) -> bool:
     """Whether it is a DualPipeVModule: a rank has a stage of either end."""
     return hasattr(module, "phase_bounds")

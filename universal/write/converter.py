@@ -152,9 +152,7 @@ def files_of(checkpoint: Checkpoint, raw: RawStates, bare: bool = False) -> dict
     """The files below the output folder, by path. bare: tensors without a dict around them."""
     files = {}
     pickled_step = functools.cache(pickled)  # most parameters share one step
-    by_ranks = checkpoint.stage or not checkpoint.is_data_parallel
-    info = raw.models[0].get(INFO_KEY) if by_ranks else None
-    cuts = TensorParallel(info, checkpoint.layout.tensor, checkpoint.folder)
+    cuts = TensorParallel(raw.models[0].get(INFO_KEY), checkpoint.layout.tensor, checkpoint.folder)
     with naming(checkpoint.folder / "*_optim_states.pt"):
         for name, parameter in checkpoint.parameters.items():
             folder = f"zero/{file_name(name)}"

@@ -158,7 +158,6 @@ def elements_text(facts):
         "frozen": "frozen",
         "buffers": "in buffers",
         "added": "added by modules",
-        "untold": "trained or frozen",
     }
     texts = []
     for key, what in parts.items():

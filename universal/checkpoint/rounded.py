@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: MIT
+"""Whether weights are what their masters are, in their precision."""
+
+import math
+import struct
+
+from universal.files.sources import ByteReader, OpenFile, Source, width
+from universal.files.torch_file import Tensor, extent_of
+
+ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
+FIRST = 64  # elements of a weight that are compared with its masters
+SAMPLES = 4  # of a weight: its first elements may be the padding of an embedding
+
+
+def has_values_of(weight: Tensor, masters: Source, opened: OpenFile) -> bool:
+    """Whether a weight is what its masters are in its precision, as far as elements in several
+    places of what each rank has of them. Where dtypes do not tell, it is."""
+    if math.prod(weight.size) != masters.numel:
+        return False
+    if masters.dtype != "float32" or weight.dtype not in ROUNDED:
+        return True
+    reader = ByteReader(opened)
+    start = 0
+    for part in masters.ranges(0, masters.numel):
+        numel = part.nbytes // width(masters.dtype)
+        end = start + numel
+        for place in range(start, end, max(FIRST, numel // SAMPLES)):
+            count = min(FIRST, end - place)
+            floats = reader.read(masters, place, count)
+            if reader.read(extent_of(weight), place, count) != rounded(floats, weight.dtype):
+                return False
+        start = end
+    return True
+
+
+def rounded(floats: bytes, dtype: str) -> bytes:
+    """The bytes of float32 numbers in one of the precisions ROUNDED."""
+    if dtype == "float32":
+        return floats
+    numel = len(floats) // 4
+    if dtype == "float16":
+        numbers = struct.unpack(f"<{numel}f", floats)
+        limited = [x if abs(x) < 65520 else math.copysign(math.inf, x) for x in numbers]
+        return struct.pack(f"<{numel}e", *limited)
+    halves = []  # bfloat16: half of a float, rounded to even
+    for word in struct.unpack(f"<{numel}I", floats):
+        is_odd = word >> 16 & 1
+        halves.append((word + 0x7FFF + is_odd) >> 16)
+    return struct.pack(f"<{numel}H", *halves)
