@@ -108,6 +108,76 @@ def new_parameters(stage):
     train(engine, 3)
 
 
+class WithHead(Net):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.head = nn.Linear(8, 7, bias=False)
+        if tied:
+            self.head.weight = self.a.weight
+
+    def forward(self, x):
+        return super().forward(x) + self.head(x).pow(2).mean()
+
+
+@case(saved(net=lambda: WithHead(tied=True)), quick_stages=(1, 3))
+def tied_at_the_save(stage):
+    """And its own now: it begins with the weights that both had."""
+    convert()
+    engine = make(stage, WithHead, seed=5)
+    names = "trained here, and not in the checkpoint (1): head.weight"
+    refused(engine, f"{names}; load_module_strict=False continues without")
+    for tag in ("t", "u"):
+        for told in (
+            {"load_module_strict": False},
+            {"load_optimizer_states": False},
+            {"load_module_only": True},
+        ):
+            engine = resumed(stage, tag, net=WithHead, told=told)
+            now = snapshot(engine, states="load_module_strict" in told)
+            truth = read_truth()
+            assert torch.equal(now["head.weight"], truth["a.weight"])
+            assert torch.equal(now["head.weight fp32"], truth["a.weight fp32"])
+            if "load_module_strict" in told:
+                assert printed(f"{names}: without their states")
+                assert not now["head.weight exp_avg"].any()
+                assert torch.equal(now["a.weight exp_avg"], truth["a.weight exp_avg"])
+    engine = resumed(stage, net=WithHead, told={"load_module_only": True})
+    train(engine, 3)
+
+
+@case(saved(net=WithHead), quick_stages=(1, 3))
+def tied_now(stage):
+    """And its own at the save: one of the two is gone."""
+    engine = make(stage, lambda: WithHead(tied=True), seed=5)
+    for told in ({}, {"load_module_only": True}):
+        refused(engine, "trained in the checkpoint, and not here (1): head.weight", **told)
+    load(engine, load_module_strict=False)
+    now, truth = snapshot(engine), read_truth()
+    for key in ("a.weight", "a.weight fp32", "a.weight exp_avg"):
+        assert torch.equal(now[key], truth[key])
+
+
+class Frozen(Net):
+    def __init__(self):
+        super().__init__()
+        self.a.requires_grad_(False)
+        self.frozen.requires_grad_(True)
+
+
+@case(quick_stages=(1, 3))
+def weights_of_other_trained_ones(stage):
+    """What is frozen, there or here, does not matter for weights alone."""
+    for told in ({"load_optimizer_states": False}, {"load_module_only": True}):
+        now, truth = snapshot(resumed(stage, net=Frozen, told=told), False), read_truth()
+        for name in ("frozen.weight", "frozen.bias"):
+            assert torch.equal(now[f"{name} fp32"], truth[name])
+        for name in ("a.weight", "b.weight"):
+            assert torch.equal(now[name], truth[f"{name} fp32"])
+    engine = make(stage, WithHead, seed=5)
+    line = "trained here, and not in the checkpoint (1): head.weight;"
+    refused(engine, line, load_module_only=True)
+
+
 class OtherFrozen(Net):
     def __init__(self):
         super().__init__()

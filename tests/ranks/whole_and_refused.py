@@ -308,6 +308,15 @@ def another_default_device(stage):
     check_restored(engine)
 
 
+@case(saved_with_losses(), stages=(1, 2), quick_ranks=(2, 3))
+def put_away(stage):
+    """By engine.offload_states(), as where another program needs the GPU between two steps."""
+    engine = make(stage, seed=5)
+    engine.offload_states(pin_memory=False)
+    load(engine)
+    check_losses(engine)
+
+
 @case(stages=(1, 3), quick_stages=(1,))
 def a_new_scheduler(stage):
     engine = make(stage, scheduler=falling)
