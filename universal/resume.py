@@ -33,7 +33,6 @@ from universal.load.loader import (
     load_other_experts,
 )
 from universal.load.reader import Damaged
-from universal.load.versions import say_doubts
 from universal.proof import after_load, watch
 
 OLDEST_DEEPSPEED = "0.16.4"
@@ -53,7 +52,6 @@ def install(proof: bool = True, background: bool = False) -> None:
 
     Raises: CheckpointError, if another copy of this package is installed.
     """
-    say_doubts()
     watch(proof)
     if background:
         save_in_background()

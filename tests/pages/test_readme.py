@@ -268,8 +268,9 @@ def test_front_door():
 
 
 def test_versions():
-    """The README's range is what was measured."""
+    """The README's range is what was measured, and its end is pinned."""
     measured = re.findall(r"^(0\.\S+) ", (ROOT / "assets" / "versions.txt").read_text(), re.M)
+    assert f"\ndeepspeed=={measured[-1]}\n" in (ROOT / "requirements.txt").read_text()
     for page in ("README.md", "CHANGELOG.md"):
         assert f"{measured[0]} to {measured[-1]}" in " ".join(PAGES[page].split()), page
 
