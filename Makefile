@@ -14,7 +14,7 @@
 # make mirror    what a save, and a copy in another machine's memory, cost a step; 4 minutes
 # make proof    what the comparison of the next steps costs a step; a minute
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 2 minutes
-# make gpu       on NVIDIA cards: precisions, optimizers, layouts, costs; ends with a table to report; an hour
+# make gpu       on NVIDIA cards, one or several: precisions, layouts, costs; a table to report; 5 minutes
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
 # make test      the quick tests, in an environment of their own making; 7 minutes
 # make test-all  these and the long ones: every change of ranks and stage, random lives, clients, versions; 45 minutes
@@ -257,7 +257,7 @@ clients-cli: .venv/installed-clients
 
 # What a GPU does. Without a network: whatever Python has torch and DeepSpeed
 gpu:
-	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m measure.gpu
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m measure.gpu --output $(OUT)/gpu.txt
 
 # The DeepSpeeds that people have
 versions: .venv/installed

@@ -1,62 +1,67 @@
-"""What this repository does on GPUs: `make gpu`, an hour on a rented machine, without a network.
+"""What this repository does on GPUs: `make gpu`, five minutes, without a network.
 
-    python -m measure.gpu
-    python -m measure.gpu --lines 2 5       these lines alone
-    python -m measure.gpu --device cpu      on 2 CPU ranks in the GPUs' place, as far as that goes
+    python -m measure.gpu --output out/gpu.txt
+    python -m measure.gpu --minutes 20            more of the lines
+    python -m measure.gpu --lines exact loads     these alone
+    python -m measure.gpu --device cpu            on CPU ranks in the GPUs' place
 
-Each line of the list below says how many minutes it may take. A number is the largest difference of
-the losses after a resume; nan: the run failed, and its log is in runs/gpu/. It ends with a table to
-paste into an issue, and with an error where a number is off. What no GPU has run says "not
-tried"."""
+On one card 4 ranks share it, by gloo, as NCCL takes one rank of each card; on several each rank has
+one, by NCCL. Lines go side by side as far as the CPU's cores do, those that take times alone, the
+most telling ones first; what is left at the deadline is "not tried". A number is the largest
+difference of the losses of 8 steps after a save to those of a resume; nan: the run failed, and its
+log is in runs/gpu/. Ends with an error where a row is off."""
 
 import argparse
 import functools
+import inspect
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import universal
 from measure.logs import rows_of
 from measure.machines import QUIET, TORCHRUN, WARM
 from tests.support import ROOT
-from tests.support.ranks import run_script
+from tests.support.ranks import last_error, launch, run_script
 
 TRAIN = (
     "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 "
     "--steps 20 --checkpoint_interval 12 --dropout 0"
 )
 SAVED = "global_step12"
-CPUS = ("cpu", 4)
 FP32 = "--dtype fp32 --zero_stage 3"
+ONE_RANK = "--dtype fp32 --zero_stage 1"
 HALF = ("--dtype fp16 --zero_stage 1", "--dtype bf16 --zero_stage 3 --offload")
 EXACT = "--zero_stage 3 --dropout 0.1 --exact"
-# On one kind of device, and between two.
-ROUNDING = {FP32: (1e-5, 1e-3)} | dict.fromkeys(HALF, (1e-3, 2e-2))
-OTHER_RANKS = 2e-2  # in bf16
-ADAM = {"lr": 5e-3, "betas": [0.9, 0.95]}
+TENSOR = "--dtype fp32 --zero_stage 1 --tensor_parallel 2"
+ROUNDING = 1e-5  # fp32, on one kind of device
+DEVICES = 1e-3  # between two kinds; and fp16, bf16 on one
+OPTIMIZERS = 2e-2  # in bf16, with steps that are not ours
+LEAST = 20  # seconds that a run may take
+ADAM = {"type": "AdamW", "params": {"lr": 5e-3, "betas": [0.9, 0.95]}}
+TORCH_FUSED = ADAM["params"] | {"torch_adam": True, "fused": True}
+PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 # --config NAME: over what train.py gives DeepSpeed.
 CONFIGS = {
-    "torch": {"optimizer": {"type": "AdamW", "params": ADAM | {"torch_adam": True}}},
-    "fused": {"optimizer": {"type": "AdamW", "params": ADAM}},
-    "fused_0": {
-        "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": {"stage": 0},
-    },
-    "torch_fused": {
-        "optimizer": {"type": "AdamW", "params": ADAM | {"torch_adam": True, "fused": True}}
-    },
+    "torch_fused": {"optimizer": ADAM | {"params": TORCH_FUSED}},
+    "fused": {"optimizer": ADAM},
     "cpu_adam": {
-        "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        "optimizer": ADAM,
+        "zero_optimization": PINNED,
         "zero_force_ds_cpu_optimizer": True,
     },
     "lion": {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}},
@@ -65,30 +70,56 @@ CONFIGS = {
     "qwz": {"zero_optimization": {"zero_quantized_weights": True}},
     "qgz": {"zero_optimization": {"zero_quantized_gradients": True}},
 }
-OPTIMIZERS = [f"--zero_stage {stage} --dtype bf16 --config fused" for stage in (1, 2, 3)]
-OPTIMIZERS += [f"--zero_stage 1 --dtype {dtype} --config fused_0" for dtype in ("bf16", "fp16")]
-OPTIMIZERS += ["--zero_stage 2 --dtype fp16 --config fused"]
-OPTIMIZERS += [f"--zero_stage {stage} --dtype bf16 --config torch_fused" for stage in (1, 3)]
-OPTIMIZERS += [f"--zero_stage {stage} --dtype bf16 --config cpu_adam" for stage in (2, 3)]
-OPTIMIZERS += [f"--zero_stage 1 --dtype bf16 --config {name}" for name in ("lion", "lamb")]
-OPTIMIZERS += [f"--zero_stage 3 --dtype bf16 --config {name}" for name in ("hpz", "qwz", "qgz")]
-LARGE = "--n_layer 48 --n_head 25 --n_embd 1600 --seq_len 256"  # 1.5 billion parameters
-SMALL = "--n_layer 2 --n_head 5 --n_embd 160"
-RESULTS = []  # [Result]
+# (--config, the op that DeepSpeed builds for it, [stages and dtypes])
+BUILT = [
+    ("torch_fused", "", ["1 --dtype bf16", "3 --dtype bf16"]),
+    ("fused", "FusedAdamBuilder", ["1 --dtype bf16", "2 --dtype fp16", "3 --dtype bf16"]),
+    ("cpu_adam", "CPUAdamBuilder", ["2 --dtype bf16", "3 --dtype bf16"]),
+    ("lion", "FusedLionBuilder", ["1 --dtype bf16"]),
+    ("lamb", "FusedLambBuilder", ["1 --dtype bf16"]),
+    ("hpz", "", ["3 --dtype bf16"]),
+    ("qwz", "QuantizerBuilder", ["3 --dtype bf16"]),
+    ("qgz", "QuantizerBuilder", ["3 --dtype bf16"]),
+]
+UNSEEN = ("--elastic, with kernels of NCCL that wait", "two machines", "make test beside a card")
+end = math.inf  # time.monotonic() at which nothing goes on
+
+
+class Late(Exception):
+    """The deadline has come, or is too near."""
+
+
+class Place(NamedTuple):
+    """Where a run trains. device: "cuda" or "cpu"."""
+
+    device: str
+    ranks: int
+
+
+class Row(NamedTuple):
+    """What is tried. work(): returns what came of it, and whether that is off."""
+
+    what: str
+    work: Callable[[], tuple[str, bool]]
+
+
+class Line(NamedTuple):
+    """Rows in the order in which they are tried: later ones go on from what earlier ones saved.
+
+    is_alone: nothing else may run meanwhile, as it takes times."""
+
+    rows: list[Row]
+    is_alone: bool = False
 
 
 class Result(NamedTuple):
-    """A row of the table. text: a number, or what came of it."""
-
     line: str
     what: str
     text: str
-    off: bool
+    is_off: bool
 
-
-def note(line, what, text, off=False):
-    RESULTS.append(Result(line, what, text, off))
-    print(f"{line:<44} {what:<40} {text}{' is off' if off else ''}", flush=True)
+    def __str__(self):
+        return f"{self.line:<16}{self.what:<58}{self.text}{'  OFF' * self.is_off}"
 
 
 # -----------------------------------------------------------------------------
@@ -96,30 +127,54 @@ def note(line, what, text, off=False):
 
 
 def be_a_rank():
-    """Run the script that is named to this process, which torchrun has started."""
+    """Run the script that is named to this process, which a launcher has started."""
+    del sys.argv[0]
+    prepare()
+    run_script(sys.argv[0])
+
+
+def prepare():
+    """What a rank does before its script."""
     from deepspeed.accelerator import get_accelerator
 
     device = get_accelerator()
     device.is_fp16_supported = lambda: True  # on CPUs, where it is slow, too
     if int(os.environ["WORLD_SIZE"]) > torch.cuda.device_count() > 0:
-        # All share the card, by gloo, as NCCL refuses.
-        os.environ["LOCAL_RANK"] = "0"
         device._communication_backend_name = "gloo"
-    del sys.argv[0]
-    change_train()
-    run_script(sys.argv[0])
+        share_card()
+    change_config()
 
 
-def change_train():
-    """As --config says; and a load prints what it has cost."""
+def share_card():
+    """Let all ranks have the one card: by gloo, as NCCL refuses. Of a gloo group that knows its
+    card, torch makes no device mesh."""
+    os.environ["LOCAL_RANK"] = "0"
+    for name in ("init_process_group", "new_group"):
+        shared = by_gloo(getattr(dist, name))
+        for module in (dist, dist.distributed_c10d):
+            setattr(module, name, shared)
+
+
+def by_gloo(make):
+    @functools.wraps(make)
+    def made(*arguments, **options):
+        given = inspect.signature(make).bind(*arguments, **options).arguments
+        given.pop("device_id", None)
+        return make(**given | {"backend": "gloo"})
+
+    return made
+
+
+def change_config():
+    """Change what train.py gives DeepSpeed, as --config says."""
+    if "--config" not in sys.argv:
+        return
     import train
 
-    config, resume = train.ds_config, train.resume
-    changes = {}
-    if "--config" in sys.argv:
-        place = sys.argv.index("--config")
-        changes = CONFIGS[sys.argv[place + 1]]
-        del sys.argv[place : place + 2]
+    config = train.ds_config
+    place = sys.argv.index("--config")
+    changes = CONFIGS[sys.argv[place + 1]]
+    del sys.argv[place : place + 2]
 
     def changed(args, ranks):
         merged = config(args, ranks)
@@ -127,224 +182,347 @@ def change_train():
             merged[key] = merged.get(key, {}) | value if isinstance(value, dict) else value
         return merged
 
-    def timed(*arguments):
-        began = time.perf_counter()
-        state = resume(*arguments)
-        seconds = time.perf_counter() - began
-        cards = torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else 0
-        peak = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]
-        train.say(f"load: {seconds:.1f} s, {cards:.0f} MB of a GPU, {int(peak) / 1e3:.0f} MB")
-        return state
-
-    train.ds_config, train.resume = changed, timed
+    train.ds_config = changed
 
 
 # -----------------------------------------------------------------------------
 # runs
 
 
+def seconds_left():
+    left = end - time.monotonic()
+    if left < LEAST:
+        raise Late
+    return min(left, 600)
+
+
+def command(name, words, **variables):
+    """What a command prints, and its exit code. Raises Late if there is no time for it."""
+    words = ["timeout", "-k", "9", f"{seconds_left():.0f}", *map(str, words)]
+    with open(f"{name}.log", "w") as log:
+        environment = os.environ | variables
+        code = subprocess.run(words, env=environment, stdout=log, stderr=log).returncode
+    return end_of(Path(f"{name}.log").read_text(), code)
+
+
+def end_of(text, code):
+    if code and time.monotonic() > end:
+        raise Late
+    return text, code
+
+
+def start(name, place, script, *words):
+    """What a script prints on the ranks of a place, and its exit code."""
+    words = " ".join(map(str, words)).split()
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # where no CUDA is, forks do
+        limit = seconds_left()
+        done = launch(Path.cwd(), place.ranks, script, *words, patch=prepare, limit=limit)
+        Path(f"{name}.log").write_text(done.out + done.errors)
+        return end_of(done.out, done.code)
+    variables = QUIET | {"DS_ACCELERATOR": place.device}
+    launcher = TORCHRUN
+    if place.device == "cpu":
+        launcher = WARM
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    ranks = f"--standalone --nproc-per-node {place.ranks} -m measure.gpu".split()
+    return command(name, [*launcher, *ranks, script, *words], **variables)
+
+
 @functools.cache
-def train(device, ranks, flags):
+def train(place, flags):
     """(name of the run and, unless `flags` name another, of its folder; its losses after the
     checkpoint)"""
-    name = re.sub(r"\W+", "_", f"{flags}_{device}_{ranks}")
+    name = re.sub(r"\W+", "_", f"{flags}_{place.device}_{place.ranks}")
     script = "examples.train_elastic" if "--exact" in flags else "train.py"
     script = "examples.train_tp_sp" if "--tensor_parallel" in flags else script
-    launcher = WARM if device == "cpu" else TORCHRUN
-    environment = os.environ | QUIET | {"DS_ACCELERATOR": device}
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    words = f"--standalone --nproc-per-node {ranks} -m measure.gpu {script} {TRAIN}"
-    words += f" --run_name {name} --checkpoint_dir {name} {flags}"
-    command = ["timeout", "600", *launcher, *words.split()]
-    with open(f"{name}.log", "w") as log:
-        failed = subprocess.run(command, env=environment, stdout=log, stderr=log).returncode
+    names = f"--run_name {name} --checkpoint_dir {name}"
+    _, failed = start(name, place, script, TRAIN, names, flags)
     losses = [float(row["loss"]) for row in rows_of(Path("logs", f"{name}.csv"))[-8:]]
     return name, torch.tensor([torch.nan] if failed else losses, dtype=torch.float64)
 
 
-def check(what, flags, source, place, most, kind="", least=0.0, more=""):
-    """Note how far a run on a place, a device and ranks, is from the one that has saved on
-    `source`. kind: "_universal", converted; "_forgotten", converted, without the optimizer's first
-    moments. more: flags of the second one."""
-    base, losses = train(*source, flags)
+def check(flags, source, place, most, kind="", more=""):
+    """How far a run on a place is from the one that has saved on `source`. kind: "_universal",
+    converted; "_forgotten", converted, without the optimizer's first moments, which must be seen.
+    more: flags of the second one."""
+    base, losses = train(source, flags)
     words = f"{flags} --resume --checkpoint_dir {base} --checkpoint_tag {SAVED}{kind} {more}"
     if kind and losses.isfinite().all():
         universal.convert(f"{base}/{SAVED}", f"{base}/{SAVED}{kind}")
         words += " --universal_checkpoint"
+    least = 0.0
     if kind == "_forgotten":
+        least = 1e-3
         for path in Path(base).glob(f"{SAVED}{kind}/zero/*/exp_avg.pt"):
             moment = torch.load(path)
             moment["param"].zero_()
             torch.save(moment, path)
-    name, resumed = train(*place, words)
+    _, resumed = train(place, words)
     gap = (resumed - losses).abs().max().item()  # of tensors: NaN is the largest
-    note(flags, what, f"{gap:.1e}", off=not least <= gap <= most)
-    return name
+    return f"{gap:.1e}", not least <= gap <= most
+
+
+@functools.cache
+def build(op):
+    """Why DeepSpeed cannot build an op, in one line; None if it can. A build is never ended: it
+    would leave a lock behind."""
+    code = f"import torch; from deepspeed.ops.op_builder import {op}; {op}().load(verbose=False)"
+    environment = os.environ | {"DS_ACCELERATOR": "cuda"}
+    with open(f"{op}.log", "w") as log:
+        builder = subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, stdout=log, stderr=log
+        )
+    try:
+        failed = builder.wait(seconds_left())
+    except subprocess.TimeoutExpired:
+        raise Late from None
+    return last_error(Path(f"{op}.log").read_text()) if failed else None
 
 
 # -----------------------------------------------------------------------------
-# the lines
+# the lines: {name: Line} of a device, of which there are so many cards and ranks
 
 
-def machine(device, ranks):
-    for command in ("nvidia-smi -L", "getent hosts $(hostname)", "ulimit -n", "df -h /dev/shm"):
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-        note("the machine", command, " ".join((done.stdout or done.stderr).split()[-40:]))
+def row_of(flags, source, place, most, *kind, **more):
+    words = " on the CPU" if place.device != source.device and place.device == "cpu" else ""
+    origin = " of the CPU" if place.device != source.device and source.device == "cpu" else ""
+    what = f"{flags.replace('--', '')}: {source.ranks}{origin} to {place.ranks}{words}"
+    if kind:
+        what += f", {kind[0].strip('_')}"
+    work = functools.partial(check, flags, source, place, most, *kind, **more)
+    return Row(what, work)
 
 
-def rounding(device, ranks):
-    place = (device, ranks)
-    for flags in (FP32, *HALF) if device == "cuda" else (FP32,):
-        same_device, two_devices = ROUNDING[flags]
-        check("Test 1", flags, place, place, same_device)
-        check("Test 3", flags, place, place, same_device, "_universal")
-        check("to 4 CPU ranks", flags, place, CPUS, two_devices)
-        check("from 4 CPU ranks", flags, CPUS, place, two_devices)
-    check("first moments forgotten", FP32, place, place, torch.inf, "_forgotten", least=1e-3)
+def not_tried(what, why):
+    return Row(what, lambda: (f"not tried: {why}", False))
 
 
-def words(device, ranks):
+def rounding(at, ranks):
+    """In fp32 at ZeRO-3: resumes on other ranks, by a conversion, between a card and a CPU."""
+    place, cpus = at(ranks), Place("cpu", 4)
+    rows = [row_of(FP32, place, at(count), ROUNDING) for count in (ranks, ranks - 1, 1)]
+    rows += [row_of(FP32, place, place, ROUNDING, "_universal")]
+    if place.device != "cpu":
+        rows.append(row_of(FP32, place, cpus, DEVICES))
+        rows += [row_of(FP32, cpus, at(count), DEVICES) for count in (ranks, 1)]
+    return Line([*rows, row_of(FP32, place, place, math.inf, "_forgotten")])
+
+
+def exact(at, ranks):
+    """Every bit, also on 7 ranks, by which CUDA does not divide exactly."""
+    counts = (ranks, 7, ranks - 1, 2, 1)
+    return Line([row_of(EXACT, at(ranks), at(count), 0.0) for count in counts])
+
+
+def one_rank(at, ranks):
+    return Line([row_of(ONE_RANK, at(1), at(count), ROUNDING) for count in (1, ranks)])
+
+
+def half(at, ranks):
+    counts = (ranks, ranks - 1, 1)
+    return Line([row_of(f, at(ranks), at(count), DEVICES) for f in HALF for count in counts])
+
+
+def tensor_parallel(at, ranks):
+    even = ranks // 2 * 2
+    row = row_of(TENSOR, at(even), at(even // 2), DEVICES, more="--tensor_parallel 1")
+    return Line([row])
+
+
+def trainer(at, ranks):
+    """examples/hf_trainer.py: the second run goes on from the first one's step 10."""
+    if not find_spec("transformers"):
+        return Line([not_tried("hf_trainer.py", "no transformers")])
+    flags = "--dtype bf16 --gradient_checkpointing" if at(1).device == "cuda" else ""
+
+    def resumed(count):
+        shutil.rmtree("ckpt_trainer/checkpoint-20", ignore_errors=True)
+        text, code = start(f"trainer_{count}", at(count), "examples/hf_trainer.py", flags)
+        proof = re.search(r"^universal: .*(the loss (?:differs|was).*)", text, re.M)
+        return proof[1] if proof else f"exit code {code}", bool(code or "WARNING" in text)
+
+    few = min(ranks, 4)
+    return Line(
+        [
+            Row(f"hf_trainer.py {flags}, {few} ranks", functools.partial(resumed, few)),
+            Row(f"and on {few - 1}", functools.partial(resumed, few - 1)),
+        ]
+    )
+
+
+def words(at, ranks):
     """README's, by the deepspeed launcher; those for a CPU, though there are GPUs."""
-    cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     few = "--steps 2 --train_batch_size 64 --train_micro_batch_size_per_gpu 8".split()
-    launcher = str(Path(sys.executable).with_name("deepspeed"))
-    commands = {"the CPU's": ([launcher, "--num_gpus", "4", ROOT / "train.py", *few], cpu)}
+    launcher = Path(sys.executable).with_name("deepspeed")
+    cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    cards = torch.cuda.device_count()
+
+    def launched(name, count, variables):
+        script = [launcher, "--num_gpus", count, ROOT / "train.py", *few]
+        _, code = command(f"words_{name}", script, **variables)
+        return f"exit code {code}", code != 0
+
+    variables = {"cpu": (4, cpu), "cuda": (cards, {"DS_ACCELERATOR": "cuda"})}
+    return Line(
+        [
+            Row(
+                f"deepspeed --num_gpus {count} train.py ({device})",
+                functools.partial(launched, device, count, values),
+            )
+            for device, (count, values) in variables.items()
+            if count
+        ]
+    )
+
+
+def costs(what, stage, ranks_of):
+    """A line of what measure/card.py prints."""
+
+    def line(at, ranks):
+        count = ranks_of(max(1, torch.cuda.device_count()))
+
+        def measured():
+            name = f"{what}_{stage}"
+            with tempfile.TemporaryDirectory(dir=memory()) as folder:
+                text, code = start(name, at(count), "measure/card.py", what, stage, folder)
+            result = re.search(r"^RESULT (.*)$", text, re.M)
+            return result[1] if result else f"exit code {code}", code != 0
+
+        return Line([Row(f"ZeRO-{stage}, ranks: {count}", measured)], is_alone=True)
+
+    return line
+
+
+def memory():
+    """A folder of memory, if it has room for what measure/card.py saves."""
+    shared = "/dev/shm"
+    return shared if Path(shared).is_dir() and shutil.disk_usage(shared).free > 50e9 else "."
+
+
+def optimizers(config, op, flags):
+    """A line of an optimizer, if DeepSpeed can build it."""
+
+    def line(at, ranks):
+        rows = []
+        fewer = ranks // 2 if config == "hpz" else ranks - 1  # it takes ranks in pairs
+        for stage in flags:
+            words = f"--config {config} --zero_stage {stage}"
+            for count in (ranks, fewer):
+                row = row_of(words, at(ranks), at(count), OPTIMIZERS)
+                rows.append(Row(row.what, functools.partial(if_built, op, at, row.work)))
+        return Line(rows)
+
+    return line
+
+
+def if_built(op, at, work):
+    if op and at(1).device == "cpu":
+        return "not tried: no GPU", False
+    error = op and build(op)
+    return (f"not tried: DeepSpeed builds no {op}: {error}", False) if error else work()
+
+
+def unseen(at, ranks):
+    rows = [not_tried(what, "by hand") for what in UNSEEN]
+    if torch.cuda.device_count() < 2:
+        rows.append(not_tried("NCCL between cards", "it takes two"))
+    return Line(rows)
+
+
+LINES = {
+    "fp32": rounding,
+    "exact": exact,
+    "one rank": one_rank,
+    "loads": costs("loads", 1, lambda cards: cards),
+    "fp16, bf16": half,
+    "tensor parallel": tensor_parallel,
+    "Trainer": trainer,
+    "save": costs("background", 1, lambda cards: cards),
+    "loads, ZeRO-3": costs("loads", 3, lambda cards: cards),
+    "README": words,
+    "mirror": costs("mirror", 1, lambda cards: max(2, cards)),
+    "proof": costs("proof", 1, lambda cards: cards),
+    **{config: optimizers(config, op, flags) for config, op, flags in BUILT},
+    "by hand": unseen,
+}
+
+
+# -----------------------------------------------------------------------------
+# all lines, side by side
+
+
+def play(name, line):
+    results = []
+    for row in line.rows:
+        try:
+            text, is_off = row.work()
+        except Late:
+            text, is_off = "not tried: no time left", False
+        except Exception as error:
+            text, is_off = f"{type(error).__name__}: {error}".splitlines()[0], True
+        results.append(Result(name, row.what, text, is_off))
+        print(results[-1], flush=True)
+    return results
+
+
+def play_all(lines, cores, ranks):
+    """The results of {name: Line}, in this order. Each takes as many cores as there are ranks."""
+    running = {}  # {future: cores}
+    futures = []
+    with ThreadPoolExecutor(len(lines)) as threads:
+        for name, line in lines.items():
+            needed = cores if line.is_alone else min(ranks, cores)
+            while sum(running.values()) + needed > cores:
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    del running[future]
+            futures.append(threads.submit(play, name, line))
+            running[futures[-1]] = needed
+    return [result for future in futures for result in future.result()]
+
+
+def title(device, cards, ranks):
+    card = "CPU ranks in the GPUs' place"
     if device == "cuda":
-        command = [launcher, "--num_gpus", str(ranks), ROOT / "train.py", *few]
-        commands["README's"] = (command, {"DS_ACCELERATOR": "cuda"})
-        commands["make test"] = (["make", "-C", ROOT, "test"], {})
-    for what, (command, variables) in commands.items():
-        command = ["timeout", "900", *command]
-        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
-        Path(f"{what}.log").write_text(done.stdout + done.stderr)
-        note("README", what, f"exit code {done.returncode}", off=done.returncode != 0)
-    if device == "cpu":
-        note("README", "README's words, make test", "not tried: no GPU")
-
-
-def optimizers(device, ranks):
-    cases = OPTIMIZERS if device == "cuda" else ["--zero_stage 2 --dtype bf16 --config torch"]
-    for flags in cases:
-        fewer = (device, ranks - 1 or 2)
-        check(f"{ranks} to {fewer[1]} ranks", flags, (device, ranks), fewer, OTHER_RANKS)
-        check("and the same ranks", flags, (device, ranks), (device, ranks), OTHER_RANKS)
-    if device == "cpu":
-        note("optimizers", f"{len(OPTIMIZERS)} others", "not tried: no GPU")
-
-
-def exact(device, ranks):
-    for others in sorted({ranks, ranks // 2 or 2, *range(1, ranks, 2)}, reverse=True):
-        what = f"every bit, {ranks} to {others} ranks"
-        check(what, EXACT, (device, ranks), (device, others), 0.0)
-
-
-def trainer(device, ranks):
-    """The second run goes on from the first one's checkpoint of step 10."""
-    if not find_spec("transformers") or ranks < 2:
-        note("hf_trainer.py", "", "not tried: no transformers, or one GPU")
-        return
-    variables = {"DS_ACCELERATOR": device}
-    flags = ["--dtype", "bf16", "--gradient_checkpointing"]
-    if device == "cpu":
-        variables["CUDA_VISIBLE_DEVICES"] = ""
-        flags = []
-    most = min(ranks, 4)  # they divide its 12 micro-batches
-    for count in (most, most // 2):
-        command = f"--standalone --nproc-per-node {count} {ROOT}/examples/hf_trainer.py"
-        command = ["timeout", "600", *TORCHRUN, *command.split(), *flags]
-        environment = os.environ | QUIET | variables
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        Path(f"trainer_{count}.log").write_text(done.stdout + done.stderr)
-        proof = re.search(r"^universal: .*(the loss (?:differs|was).*)", done.stdout, re.M)
-        text = proof[1] if proof else f"exit code {done.returncode}"
-        note("hf_trainer.py", f"{count} ranks {' '.join(flags)}", text, done.returncode != 0)
-        for later in Path("ckpt_trainer").glob("checkpoint-2*"):
-            shutil.rmtree(later)
-
-
-def large(device, ranks):
-    """Seconds and peak memory of a load, and of DeepSpeed's own."""
-    size = LARGE if device == "cuda" else SMALL
-    dtype = "bf16" if device == "cuda" else "fp32"
-    for stage in ("1", "3", "3 --offload"):
-        flags = f"{size} --dtype {dtype} --zero_stage {stage}"
-        for count, more in ((ranks - 1 or 2, ""), (ranks, ""), (ranks, "--stock")):
-            what = f"{ranks} to {count} ranks {more}"
-            name = check(what, flags, (device, ranks), (device, count), OTHER_RANKS, more=more)
-            cost = re.search(r"^load: (.*)", Path(f"{name}.log").read_text(), re.M)
-            note(flags, what, cost[1] if cost else "no load")
-
-
-def tensor_parallel(device, ranks):
-    if ranks < 2:
-        note("tensor parallelism", "", "not tried: one GPU")
-        return
-    flags = "--dtype fp32 --zero_stage 1 --tensor_parallel 2"
-    fewer = (device, ranks // 2)
-    check("2 to 1", flags, (device, ranks), fewer, 1e-3, more="--tensor_parallel 1")
-
-
-def by_hand(device, ranks):
-    for what in (
-        "7B, LoRA: seconds of a load beside --stock",
-        "tf32, gradient checkpointing, adamw_torch_fused in hf_trainer.py",
-        "proof on and off: seconds of a step",
-        "train_elastic --elastic --mirror 1: kill -9, SIGSTOP, SIGTERM, two containers",
-        "fused=True, engine.compile() in train_tp_sp",
-        "a load in half a step with overlap_comm; after an eval forward at ZeRO-3",
-    ):
-        note("by hand", what, "not tried")
-
-
-# (the line, minutes on 8 GPUs)
-LINES = [
-    (machine, 1),
-    (rounding, 12),
-    (words, 9),
-    (optimizers, 8),
-    (exact, 5),
-    (trainer, 3),
-    (large, 8),
-    (tensor_parallel, 2),
-    (by_hand, 12),
-]
+        card = f"{cards} x {torch.cuda.get_device_name()}"
+        how = "share it by gloo" if cards < ranks else "by NCCL"
+        card += f", {ranks} ranks {how}"
+    versions = f"torch {torch.__version__}, DeepSpeed {version('deepspeed')}"
+    return f"{card}; {len(os.sched_getaffinity(0))} CPU cores; {versions}"
 
 
 def main():
+    global end
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    numbers = range(1, len(LINES) + 1)
-    names = ", ".join(
-        f"{n} {line.__name__} {m}'" for n, (line, m) in zip(numbers, LINES, strict=True)
-    )
-    parser.add_argument("--lines", type=int, nargs="+", choices=numbers, help=names)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--lines", nargs="+", choices=LINES, default=[*LINES], metavar="LINE")
+    parser.add_argument("--output", type=Path, default=Path("out/gpu.txt"))
     args = parser.parse_args()
-    device = args.device
-    cards = 2 if device == "cpu" else torch.cuda.device_count()
-    if not cards:
+    cores = len(os.sched_getaffinity(0))
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        cores = 1  # the ranks of all launches have one port
+    cards = torch.cuda.device_count()
+    if args.device == "cuda" and not cards:
         sys.exit("measure/gpu.py: there is no GPU; --device cpu does the same on CPU ranks")
+    end = time.monotonic() + 60 * args.minutes
+    ranks = cards if cards > 1 else 4
+    output = args.output.resolve()
     work = Path("runs/gpu")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     os.chdir(work)
-    card = "CPU" if device == "cpu" else torch.cuda.get_device_name()
-    versions = f"torch {torch.__version__}, DeepSpeed {version('deepspeed')}"
-    title = f"{cards} x {card}, {versions}"
-    print(title, flush=True)
-    for number in args.lines or numbers:
-        line, minutes = LINES[number - 1]
-        began = time.time()
-        line(device, max(n for n in (1, 2, 4, 8) if n <= cards))
-        taken = (time.time() - began) / 60
-        note(line.__name__, "minutes", f"{taken:.1f}, {minutes} expected on 8 GPUs")
-    print(f"\n{title}\n\n| run | what | result |\n|---|---|---|")
-    for result in RESULTS:
-        print(f"| {result.line} | {result.what} | {result.text}{' **off**' * result.off} |")
-    if off := sum(result.off for result in RESULTS):
-        sys.exit(f"measure/gpu.py: {off} numbers are off")
+    head = title(args.device, cards, ranks)
+    print(head, flush=True)
+    at = functools.partial(Place, args.device)
+    results = play_all({name: LINES[name](at, ranks) for name in args.lines}, cores, ranks)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text("\n".join([head, "", *map(str, results), ""]))
+    print(f"\n{output.read_text()}")
+    if off := sum(result.is_off for result in results):
+        sys.exit(f"measure/gpu.py: {off} rows are off")
 
 
 if __name__ == "__main__":

@@ -1,34 +1,126 @@
-"""measure/gpu.py with CPU ranks in the GPUs' place."""
+"""measure/gpu.py: how its lines go side by side until the deadline; and CPU ranks in the GPUs'
+place."""
 
+import math
 import re
+import sys
+import time
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from measure import gpu
 from tests.support import ROOT
-from tests.support.commands import run_python
+from tests.support.commands import run_python, slow
+from tests.support.ranks import run
 
 
-def gpu(folder, *arguments):
-    """The rows of the table: {(run, what): result}."""
-    words = ("-m", "measure.gpu", "--device", "cpu", *arguments)
-    done = run_python(*words, folder=folder, timeout=3000, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = re.findall(r"^\| (.*?) \| (.*?) \| (.*) \|$", done.stdout, re.M)
-    return {(run, what): result for run, what, result in rows}
+def test_side_by_side():
+    """On 8 cores two lines of 4 ranks at a time, and one by itself."""
+    running, seen = set(), []
+
+    def work(name):
+        running.add(name)
+        time.sleep(0.3)
+        seen.append({*running})
+        running.remove(name)
+        return "done", False
+
+    names = ("first", "second", "alone", "last")
+    lines = {
+        name: gpu.Line([gpu.Row("it", lambda name=name: work(name))], is_alone=name == "alone")
+        for name in names
+    }
+    results = gpu.play_all(lines, 8, 4)
+    assert [result.line for result in results] == [*names]
+    assert {"first", "second"} in seen and {"alone"} in seen and {"last"} in seen
 
 
-def test_the_machine(tmp_path):
-    """What nobody has run says so."""
-    rows = gpu(tmp_path, "--lines", "1", "9")
-    assert rows["the machine", "ulimit -n"].isdigit()
-    by_hand = {result for (run, _), result in rows.items() if run == "by hand"}
-    assert by_hand == {"not tried"}
+def table(folder, monkeypatch, lines, *words):
+    """What main() writes of such lines, and its exit code."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(gpu, "end", math.inf)
+    made = {name: lambda at, ranks, line=line: line for name, line in lines.items()}
+    monkeypatch.setattr(gpu, "LINES", made)
+    output = folder / "gpu.txt"
+    words = ["gpu.py", "--device", "cpu", "--output", output, "--lines", *lines, *words]
+    monkeypatch.setattr(sys, "argv", [*map(str, words)])
+    code = None
+    try:
+        gpu.main()
+    except SystemExit as stop:
+        code = stop.code
+    return output.read_text(), code
+
+
+def test_a_failing_row(tmp_path, monkeypatch):
+    """It is off, and the others are tried all the same."""
+
+    def fails():
+        raise ValueError("no such thing\nof all")
+
+    good = gpu.Row("good", lambda: ("0.0e+00", False))
+    lines = {"a": gpu.Line([gpu.Row("bad", fails), good]), "b": gpu.Line([good])}
+    text, code = table(tmp_path, monkeypatch, lines)
+    assert code == "measure/gpu.py: 1 rows are off"
+    assert re.findall(r"^([ab]) +(\w+) +(.*)$", text, re.M) == [
+        ("a", "bad", "ValueError: no such thing  OFF"),
+        ("a", "good", "0.0e+00"),
+        ("b", "good", "0.0e+00"),
+    ]
+
+
+def test_deadline(tmp_path, monkeypatch):
+    """What it cuts off, and what comes after, was not tried."""
+    monkeypatch.setattr(gpu, "LEAST", 1)
+    rows = [gpu.Row("sleep", lambda: gpu.command("sleep", ["sleep", 60])) for _ in range(2)]
+    lines = {name: gpu.Line(rows) for name in "ab"}
+    began = time.monotonic()
+    text, code = table(tmp_path, monkeypatch, lines, "--minutes", 0.05)
+    assert code is None and text.count("  not tried: no time left\n") == 4
+    assert time.monotonic() - began < 20
+
+
+def rank_of_a_shared_card():
+    gpu.share_card()
+    dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
+    backends = {dist.get_backend(), dist.get_backend(dist.new_group([0, 1], backend="nccl"))}
+    mesh = init_device_mesh("cpu", (2, 1))
+    total = torch.ones(1)
+    dist.all_reduce(total, group=mesh.get_group(0))
+    assert backends == {"gloo"} and total == 2
+    dist.destroy_process_group()
+
+
+def test_ranks_that_share_a_card(tmp_path):
+    run(tmp_path, 2, rank_of_a_shared_card)
 
 
 @pytest.mark.slow
-def test_on_cpu_ranks(tmp_path):
-    rows = gpu(tmp_path)
-    exact = [result for (_, what), result in rows.items() if re.match("Test [13]|every bit", what)]
-    assert len(exact) >= 4 and {*exact} == {"0.0e+00"}
-    assert rows["README", "the CPU's"] == "exit code 0"
-    assert not any("nan" in result or "off" in result for result in rows.values())
+def test_an_op_that_cannot_be_built(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
+    at = lambda ranks: gpu.Place("cuda", ranks)  # noqa: E731
+    text, is_off = gpu.if_built("FusedAdamBuilder", at, lambda: ("trained", False))
+    assert text.startswith("not tried: DeepSpeed builds no FusedAdamBuilder: ") and not is_off
+    assert gpu.if_built("", at, lambda: ("trained", False)) == ("trained", False)
+
+
+@pytest.mark.parametrize("lines", [("one rank", "by hand"), slow(())])
+def test_on_cpu_ranks(tmp_path, lines):
+    words = ["--device", "cpu", "--minutes", "30", "--output", "gpu.txt"]
+    words += ["--lines", *lines] if lines else []
+    done = run_python(
+        "-m", "measure.gpu", *words, folder=tmp_path, timeout=1900, PYTHONPATH=str(ROOT)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^(\S.*?)  +(.*?)  +(.*)$", (tmp_path / "gpu.txt").read_text(), re.M)
+    results = {(line, what): result for line, what, result in rows}
+    assert results["one rank", "dtype fp32 zero_stage 1: 1 to 1"] == "0.0e+00"
+    assert not any("OFF" in result or "no time" in result for result in results.values())
+    assert results["by hand", "two machines"] == "not tried: by hand"
+    exact = [result for (line, _), result in results.items() if line == "exact"]
+    assert exact == [] if lines else exact == 5 * ["0.0e+00"]

@@ -364,6 +364,14 @@ def test_what_the_readme_says_of_its_pictures():
     assert largest in caption and largest in PAGES["docs/exact.md"]
 
 
+def test_what_is_said_of_gpus():
+    """Every number is in the table of what was seen on one."""
+    seen = {*re.findall(r"[\d.,]*\d", (ROOT / "assets" / "gpu.txt").read_text())}
+    said = re.search(r"^## On GPUs\n(.*?)^## ", PAGES["docs/troubleshooting.md"], re.M | re.S)[1]
+    numbers = {*re.findall(r"[\d.,]*\d", said)}
+    assert len(numbers) >= 20 and numbers <= seen, numbers - seen
+
+
 # -----------------------------------------------------------------------------
 # the README's script
 
