@@ -46,10 +46,10 @@ def gaps_of_keys(view):
     keys = []
     others = []
     for gap in view["gaps"]:
-        if not gap["name"].endswith(QUERY_KEY_VALUE):
-            others.append(gap["absolute"])
+        if not gap.name.endswith(QUERY_KEY_VALUE):
+            others.append(gap.absolute)
             continue
-        pair = [masters(folder, gap["name"].removesuffix(" fp32")) for folder in view["folders"]]
+        pair = [masters(folder, gap.name.removesuffix(" fp32")) for folder in view["folders"]]
         gaps = [abs(a - b) for a, b in zip(*pair, strict=True)]
         third = len(gaps) // 3
         keys += gaps[third : 2 * third]

@@ -188,7 +188,7 @@ def test_errors_of_the_system_are_not_damage(laid_out, tmp_path, error, words, c
         raise error
 
     done = converter(laid_out(1), tmp_path / "u", before=lambda: setattr(os, call, fails))
-    failed(done, 1, words.format(tmp_path))
+    failed(done, 2, words.format(tmp_path))
     assert "damaged" not in done.err
 
 

@@ -54,7 +54,7 @@ def test_pip_installs_it_and_touches_nothing_else(tmp_path):
     check_where(done, place)
     assert (place / "universal" / "py.typed").exists()
     assert (place / "universal" / "start" / "sitecustomize.py").exists()
-    for command in ("ds_to_universal", "ds_to_safetensors", "ds_inspect", "ds_diff"):
+    for command in ("ds_to_universal", "ds_inspect", "ds_diff"):
         done = python(place / "bin" / command, "--help", folder=tmp_path, path=place)
         assert done.returncode == 0 and "global_step100" in done.stdout
 

@@ -2,9 +2,7 @@
 what it converts into; what was changed is what is named, and by how much."""
 
 import argparse
-import json
 import math
-import re
 import shutil
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 import universal.diff
-from tests.support.commands import command, failed, no_permission, run_python
+from tests.support.commands import command, failed, no_permission
 from tests.support.files import MODEL, each_state, edit, flip, load
 from tests.support.harms import halve
 from tests.support.lay_out import lay_out
@@ -58,24 +56,12 @@ def test_the_same(pair):
     assert (done.code, done.err) == (0, "") and "11 of 11 tensors equal bit by bit" in done.out
 
 
-def test_documented(pair):
-    """The docstring has a line for every key of the JSON, and for no other."""
-    source, output = pair
-    change(output / "zero" / "a" / "exp_avg.pt", lambda tensor: tensor.add_(1))
-    done = compared(source, output, "--json")
-    view = json.loads(done.out)
-    assert done.code == 1 and view["gaps"][0]["name"] == "a exp_avg"
-    keys = re.findall(r"^    (\w+): ", universal.diff.__doc__, re.M)
-    assert keys == [*view, *view["gaps"][0]]
-
-
 @pytest.mark.parametrize("chunk", [4, 1 << 20])
 def test_numbers(pair, monkeypatch, chunk):
     """The largest gap of a tensor, in whichever piece it is, how many elements differ, and what the
     tolerance permits."""
     source, output = pair
-    for name in ("PER_JOB", "PER_READ", "PER_GAP"):
-        monkeypatch.setattr(universal.diff, name, chunk)
+    monkeypatch.setattr(universal.diff, "PIECE", chunk)
     before = load(output / "zero" / "c" / "fp32.pt")
     number = torch.zeros(5, 3)
     number[1, 1], number[4, 2] = 0.5, -0.25
@@ -83,15 +69,14 @@ def test_numbers(pair, monkeypatch, chunk):
     change(output / "zero" / "c" / "fp32.pt", lambda tensor: tensor[3:].fill_(math.nan))
     view = diff(source, output)
     of_c, of_a = view["gaps"]
-    assert (of_c["name"], of_c["absolute"], of_c["elements"]) == ("c fp32", math.inf, 1)
-    assert (of_a["name"], of_a["elements"], of_a["of"]) == ("a exp_avg", 2, 15)
-    assert of_a["absolute"] == pytest.approx(0.5, rel=1e-6)
+    assert (of_c.name, of_c.absolute, of_c.elements) == ("c fp32", math.inf, 1)
+    assert (of_a.name, of_a.elements, of_a.of) == ("a exp_avg", 2, 15)
+    assert of_a.absolute == pytest.approx(0.5, rel=1e-6)
     saved = load(output / "zero" / "a" / "exp_avg.pt")["param"][1, 1]
     last = load(output / "zero" / "a" / "exp_avg.pt")["param"][4, 2].double()
     shares = [0.5 / saved.item(), 0.25 / max(abs(last), abs(last + 0.25)).item()]
-    assert of_a["relative"] == pytest.approx(max(shares), rel=1e-6)
+    assert of_a.relative == pytest.approx(max(shares), rel=1e-6)
     assert view["equal"] == view["tensors"] - 2 and not view["others"]
-    assert json.loads(compared(source, output, "--json").out)["gaps"][0]["absolute"] is None
     torch.save(before, output / "zero" / "c" / "fp32.pt")
     assert compared(source, output, "--tolerance", 0.6).code == 0
     done = compared(source, output, "--tolerance", 0.4)
@@ -99,12 +84,15 @@ def test_numbers(pair, monkeypatch, chunk):
 
 
 def test_bits(pair, tmp_path):
-    """-0 is not +0; a gap of the last bit of a float32 is a gap; NaN of the same bits is NaN."""
+    """Equal is what has the same bits: -0 is not 0, whatever it is less 0; NaN is NaN. A tolerance
+    permits numbers to be so far apart, and no NaN beside a number."""
     _, output = pair
     other = shutil.copytree(output, tmp_path / "v")
+    nan = torch.tensor(math.nan).view(torch.int32)
     for number, changed, gap in (
         (0.0, -0.0, 0.0),
         (1.0, 1.0 + 2**-23, 2**-23),
+        (math.nan, (nan + 1).view(torch.float32).item(), 0.0),
         (math.nan, 1.0, math.inf),
         (math.inf, -math.inf, math.inf),
     ):
@@ -113,9 +101,9 @@ def test_bits(pair, tmp_path):
         assert diff(output, other)["same"]
         change(other / "zero" / "b" / "exp_avg.pt", lambda b, value=changed: b[2:4].fill_(value))
         view = diff(output, other)
-        (found,) = view["gaps"]
-        assert (found["elements"], found["absolute"]) == (2, gap)
-        assert view["same"] == (gap == 0) and view["equal"] == view["tensors"] - 1
+        assert not view["same"] and view["equal"] == view["tensors"] - 1
+        assert [(found.elements, found.absolute) for found in view["gaps"]] == [(2, gap)]
+        assert diff(output, other, 1e-6)["same"] == (gap < 1e-6)
 
 
 CHANGES = {
@@ -123,19 +111,19 @@ CHANGES = {
         last_batch_iteration=7
     ),
     "counter global_samples: 100, 7": lambda model: model.update(global_samples=7),
-    "client state scores: ": lambda model: model["scores"][0].add_(1),
-    "client state new is in the second alone": lambda model: model.update(new=None),
-    "in the first alone, 1 tensor: nan": lambda model: (
+    "client state scores: a list, a list": lambda model: model["scores"][0].add_(1),
+    "client state new: in the second alone": lambda model: model.update(new=None),
+    "tensor nan: in the first alone": lambda model: (
         model["module"].pop("nan"),
         model["buffer_names"].remove("nan"),
     ),
-    "float32 in the first, float64 in the second: view": lambda model: model["module"].update(
+    "tensor view: ['float32', 4, 3], ['float64', 4, 3]": lambda model: model["module"].update(
         view=model["module"]["view"].double()
     ),
-    "view is (4, 3) in the first, (3, 4) in the second": lambda model: model["module"].update(
-        view=model["module"]["view"].T
+    "tensor view: ['float32', 4, 3], ['float32', 3, 4]": lambda model: model["module"].update(
+        view=torch.arange(12.0).view(3, 4).T.reshape(3, 4)
     ),
-    "module's word is in the second alone": lambda model: model["module"].update(word="x"),
+    "module's word: in the second alone": lambda model: model["module"].update(word="x"),
 }
 
 
@@ -194,29 +182,33 @@ def test_the_rest(pair, words):
     (output / f"zero_pp_rank_0_{MODEL}").unlink()
     edit(output, MODEL, CHANGES[words])
     view = diff(source, output)
-    (line,) = view["others"]
-    assert line.startswith(words) and not view["gaps"] and not view["same"]
+    assert (view["others"], view["gaps"], view["same"]) == ([words], [], False)
     assert compared(source, output, "--tolerance", 10).code == 1
 
 
 def test_hyperparameters_and_step_counts(pair):
-    source, output = pair
-    edit(output / "zero", "optimizer_state.pt", lambda s: s["param_groups"][1].update(lr=1.0))
-    torch.save(torch.tensor(99.0), output / "zero" / "b" / "step.pt")
-    first, second = diff(source, output)["others"]
-    assert first == "group 1 lr: 0.0001, 1" and second == "step of b: 100, 99"
-
-
-def test_numbers_that_short_forms_do_not_tell_apart(pair):
+    """Also numbers that differ far behind the point; of many of a kind, one line."""
     source, output = pair
     rate = 1e-4 + 1e-16
     edit(output / "zero", "optimizer_state.pt", lambda s: s["param_groups"][1].update(lr=rate))
-    (line,) = diff(source, output)["others"]
-    assert line == f"group 1 lr: 0.0001, {rate!r}"
+    for name in "ab":
+        torch.save(torch.tensor(99.0), output / "zero" / name / "step.pt")
+    lines = diff(source, output)["others"]
+    assert lines == [f"group 1 lr: 0.0001, {rate!r}", "step of a and 1 more: 100.0, 99.0"]
+
+
+def test_parameter_groups(laid_out, tmp_path):
+    """A parameter that is in another group, with another decay."""
+    a, b, c = (OrderedDict({name: torch.Size((4,))}) for name in "abc")
+    for stage in (1, 3):
+        lay_out(tmp_path / f"x{stage}", [a | b, c], 2, stage)
+        lay_out(tmp_path / f"y{stage}", [a, b | c], 2, stage)
+        view = diff(tmp_path / f"x{stage}", tmp_path / f"y{stage}")
+        assert "group of b: 0, 1" in view["others"] and not view["same"]
 
 
 def test_another_model(pair, laid_out, tmp_path):
-    """Parameters that one lacks, or that have another shape. One screen of 100 columns."""
+    """Parameters that one lacks, or that have another shape: one screen."""
     source, output = pair
     other = source.rename(tmp_path / "before")
     shapes = [OrderedDict(a=torch.Size((3, 3)), d=torch.Size((7,)))]
@@ -224,17 +216,16 @@ def test_another_model(pair, laid_out, tmp_path):
     third = laid_out(1, shapes=shapes)
     text = "\n".join(diff(other, third)["others"])
     for words in (
-        "in the first alone, 8 tensors: b exp_avg",
-        "in the second alone, 63 tensors: d exp_avg",
-        "a fp32 is (5, 3) in the first, (3, 3) in the second",
+        "tensor b fp32 and 7 more: in the first alone",
+        "tensor d fp32 and 62 more: in the second alone",
+        "tensor a fp32 and 2 more: ['float32', 5, 3], ['float32', 3, 3]",
     ):
         assert words in text, text
     convert(third, tmp_path / "w")
     for path in (tmp_path / "w").glob("zero/*/exp_avg.pt"):
         change(path, lambda tensor: tensor.add_(1))
     for done in (compared(other, third), compared(third, tmp_path / "w")):
-        lines = done.out.splitlines()
-        assert done.code == 1 and len(lines) <= 40 and max(map(len, lines)) <= 100, done.out
+        assert done.code == 1 and len(done.out.splitlines()) <= 40, done.out
 
 
 def test_unlike_ranks_and_stages(laid_out, tmp_path):
@@ -277,32 +268,5 @@ def test_without_permission(pair, tmp_path):
 
 
 def test_wrong_words(pair):
-    for words in ((*pair, "--tolerance", -1), (*pair, "--tolerance", "nan"), pair[:1]):
+    for words in ((*pair, "--tolerance", "x"), pair[:1]):
         assert compared(*words).code == 2
-
-
-MEASURE = """
-import re, sys
-from pathlib import Path
-from universal.diff import diff
-view = diff(*sys.argv[1:])
-(peak,) = re.findall(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
-print(view["same"], "torch" in sys.modules, peak)
-"""
-
-
-def test_memory_and_torch(tmp_path):
-    """Of 150 MB and equal: below 100 MB, without torch, which is imported where numbers differ."""
-    shapes = [OrderedDict(a=torch.Size((2500, 5000))), OrderedDict(b=torch.Size((7,)))]
-    lay_out(tmp_path / "x", shapes, 2, 1)
-    lay_out(tmp_path / "y", shapes, 3, 3)
-
-    def peak(first, second):
-        done = run_python("-c", MEASURE, tmp_path / first, tmp_path / second)
-        assert done.returncode == 0, done.stderr
-        same, has_torch, kilobytes = done.stdout.split()
-        return same, has_torch, int(kilobytes)
-
-    same, has_torch, kilobytes = peak("x", "x")
-    assert (same, has_torch) == ("True", "False") and kilobytes < 100_000
-    assert peak("x", "y")[:2] == ("False", "True")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import universal.checkpoint.describe
+import universal.diff
 import universal.files.sources
-import universal.safetensors
 from tests.load import test_load_refuses
 from tests.support import ROOT
 from tests.support.commands import command, failed
@@ -24,7 +24,7 @@ FILES = [*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), *ROOT.glob("universal
 ROOMS = ("files", "checkpoint", "write", "load")  # from the lowest to the highest
 PACKAGES = {"universal", *(f"universal.{room}" for room in ROOMS)}
 # Beside load/.
-WITH_TORCH = ("resume", "mirror", "proof", "trainer", "exact", "elastic", "background")
+WITH_TORCH = ("resume", "mirror", "proof", "trainer", "exact", "elastic", "background", "diff")
 
 
 def name_of(path):
@@ -146,7 +146,7 @@ def test_one_tensor_is_read(recipe, laid_out):
 
 def test_a_command_is_added(recipe, laid_out):
     source = laid_out(3)
-    names = vars(universal.safetensors) | {"__name__": "count", "math": math, "sys": sys}
+    names = vars(universal.diff) | {"__name__": "count", "math": math, "sys": sys}
     main = recipe(1, {}, names)["main"]
     assert command(main, source.parent).out == "26\n"
     for path in source.glob("*_optim_*"):

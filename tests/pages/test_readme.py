@@ -21,7 +21,6 @@ import universal.elastic
 import universal.exact
 import universal.inspect
 import universal.mirror
-import universal.safetensors
 import universal.trainer
 from measure.logs import compare
 from tests.support import ROOT
@@ -45,7 +44,6 @@ COMMAND = re.compile(
     r"|python -m universal(\.\w+)? \w|make [\w -]+$|pip install -r"
 )
 OF_PACKAGE = {  # python -m universal.COMMAND
-    "universal.safetensors": universal.safetensors.main,
     "universal.inspect": universal.inspect.main,
     "universal.diff": universal.diff.main,
 }
@@ -181,7 +179,6 @@ WRONG = [
     "torchrun examples/hf_trainer.py --no_such_flag",
     "pip install -r no_such_file.txt",
     "python -m universal deepspeed train.py --no_such_flag",
-    "python -m universal.safetensors no_output",
     "python -m universal.inspect folder --no_such_flag",
     "python -m universal.diff only_one",
     "python -m measure.warm --no_such_flag train.py",

@@ -134,7 +134,7 @@ def at_event(number, which, act=kill):
 
 
 def makes_a_file(event, arguments):
-    """An audit event: a conversion, or an export, begins another file."""
+    """An audit event: a conversion begins another file."""
     return event == "open" and ".unfinished/" in str(arguments[0]) and arguments[2] & os.O_CREAT
 
 

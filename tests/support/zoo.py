@@ -49,8 +49,6 @@ STATES = {
     "Muon": ["momentum_buffer", "exp_avg", "exp_avg_sq"],
     "CPUAdam": ["exp_avg", "exp_avg_sq"],
 }
-# safetensors has no place for the other.
-DTYPES = {name: dtype for name, dtype in RARE_DTYPES.items() if name != "double_complex"}
 ADAM = {"betas": (0.9, 0.7)}
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, ADAM),
@@ -113,7 +111,7 @@ class Zoo(nn.Module):
         not_contiguous = torch.randn(5, 12)[:, :8]
         self.frozen.weight = nn.Parameter(not_contiguous, requires_grad=False)
         self.norm = self.same_norm = nn.BatchNorm1d(7, affine=False)
-        self.additions = ExtraState(DTYPES)
+        self.additions = ExtraState(RARE_DTYPES)
         # What is normalised belongs to no batch, hence to no rank.
         self.rows = nn.Parameter(torch.randn(9, 7))
         self.single = nn.Parameter(torch.randn(1))

@@ -4,6 +4,7 @@
 import contextlib
 import os
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -55,7 +56,7 @@ def bar(total: int, progress: bool, delay: float = 0) -> Iterator[Callable[[int]
 def in_one_line(program: str) -> Iterator[None]:
     """Prints an error, and every warning, as one line on standard error.
 
-    After an error the process ends: 2 for a CheckpointError, 1 for the system's, 130 for Ctrl-C.
+    After an error the process ends, with 2, after Ctrl-C with 130.
     """
 
     def say(kind, text):
@@ -69,11 +70,8 @@ def in_one_line(program: str) -> Iterator[None]:
     try:
         yield
         return
-    except CheckpointError as error:
+    except (CheckpointError, OSError, MemoryError) as error:
         code = 2
-        say("error", error)
-    except (OSError, MemoryError) as error:
-        code = 1
         say("error", error if str(error) else "out of memory")
     except KeyboardInterrupt:
         code = 130
@@ -100,3 +98,32 @@ def report(done: dict[str, Any]) -> None:
         f"{done['bytes']:,} bytes in {done['seconds']:.2f} s, "
         f"{done['bytes'] / done['seconds'] / 1e9:.2f} GB/s"
     )
+
+
+UNITS = ("", " k", " M", " G", " T", " P")
+WIDTH = 100
+
+
+def wrapped(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, subsequent_indent=" " * 15, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def short(number: Any) -> str:
+    """A number in at most four digits, and k, M, G, T or P. Other values as they are."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return str(number)
+    power = 0
+    while power < 5 and abs(float(f"{number / 1000**power:.4g}")) >= (1000 if power else 10000):
+        power += 1
+    return f"{number / 1000**power:.4g}{UNITS[power]}"
+
+
+def size(nbytes: int) -> str:
+    text = short(nbytes)
+    return f"{text}B" if " " in text else f"{text} B"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
