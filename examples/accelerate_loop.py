@@ -100,12 +100,10 @@ with open(path, "w", newline="", buffering=1) as file:
     log.writerow(["step", "loss", "lr"])
     step = done
     while step < STEPS:
-        epoch, skipped = divmod(step, steps.per_epoch)
-        steps.epoch = epoch
-        rest = accelerator.skip_first_batches(loader, skipped * accumulation)  # (6)
-        weights = chain.from_iterable(map(steps.weights, range(skipped, steps.per_epoch)))
+        steps.epoch, steps.begin = divmod(step, steps.per_epoch)  # (6) the order, and from where
+        weights = chain.from_iterable(map(steps.weights, range(steps.begin, steps.per_epoch)))
         total = 0
-        for tokens, weight in zip(rest, weights, strict=True):
+        for tokens, weight in zip(loader, weights, strict=True):
             lr = scheduler.get_last_lr()[0]
             with accelerator.accumulate(model):
                 logits = model(tokens[:, :-1]).float()

@@ -46,6 +46,7 @@ COLUMNS = {
     "means, ZeRO-2": ("Means", 2),
     "tokens, ZeRO-3": ("Tokens", 3),
     "means, ZeRO-3": ("Means", 3),
+    "a stream": ("Streams", 3),
 }
 ROUNDING = 1e-5
 REFUSED = "AnyRanks wants transformers"
@@ -61,6 +62,30 @@ class Means(transformers.Trainer):
     def __init__(self, model, *others, **named):
         model.accepts_loss_kwargs = False
         super().__init__(model, *others, **named)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Samples in an order of each epoch."""
+
+    epoch = 0
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.epoch)
+        order = torch.randperm(len(self.samples), generator=generator)
+        return (self.samples[number] for number in order)
+
+
+class Streams(transformers.Trainer):
+    """The same samples, without numbers."""
+
+    def __init__(self, *others, train_dataset, **named):
+        super().__init__(*others, train_dataset=Stream(train_dataset), **named)
 
 
 def change(kind, seed):
@@ -124,7 +149,9 @@ def run(release, beside, column, folder=WORK):
     kind, stage = COLUMNS[column]
     arguments = (str(folder / f"{release}-{beside}-{kind}-{stage}"), kind, stage)
     turn = [*COLUMNS].index(column)
-    return versions.elsewhere(play, (release, beside, *arguments, turn), *paths, limit=1800)
+    return versions.elsewhere(
+        "measure.trainers.play", (release, beside, *arguments, turn), *paths, limit=1800
+    )
 
 
 def main():

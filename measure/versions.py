@@ -146,9 +146,9 @@ def install(folder, *packages):
 
 
 def elsewhere(function, arguments, *paths, limit):
-    """What that function of measure/ returns in a Python that has these first on its path."""
-    name = f"{function.__module__}.{function.__name__}"
-    code = f"import json, {function.__module__}; print(json.dumps({name}(*{arguments})))"
+    """What "measure.module.function" returns in a Python that has these first on its path."""
+    module = function.rpartition(".")[0]
+    code = f"import json, {module}; print(json.dumps({function}(*{arguments})))"
     process = subprocess.run(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
@@ -167,7 +167,9 @@ def run(version, folder, stage, jobs):
         return play(version, folder, stage, jobs)
     path = install(INSTALLED / version, f"deepspeed=={version}")
     limit = 300 + 100 * len(jobs)
-    return elsewhere(play, (version, str(folder), stage, jobs), path, limit=limit)
+    return elsewhere(
+        "measure.versions.play", (version, str(folder), stage, jobs), path, limit=limit
+    )
 
 
 def commands(version, stage):

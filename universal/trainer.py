@@ -16,33 +16,59 @@ the ranks do not divide a step's micro-batches, the first ones follow once more,
 weight 0, so that every rank has as many; so, too, in an epoch's last step, which has those that are
 left.
 
+A stream, an IterableDataset, is read by each rank from its begin, in the process that trains; its
+workers collate.
+
 fill_steps() does it for a loop over accelerate's DataLoader, as in examples/accelerate_loop.py.
 """
 
+import hashlib
+import inspect
 import itertools
+import math
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import data
+from torch.utils._pytree import tree_leaves
 
 from universal import batches
-from universal.load.collective import say
+from universal.load.collective import process_group, say
 
 NUMBER = "num_items_in_batch"
+
+
+class Samples(data.Dataset):
+    """A stream has no numbers of samples: here each sample is its own."""
+
+    def __getitem__(self, sample: Any) -> Any:
+        return sample
+
+    def __len__(self):  # for the sampler that Trainer makes, and FilledSteps replaces
+        return 1
 
 
 class FilledSteps:
     """A batch sampler: this rank's micro-batches of an epoch, as many in each step.
 
-    micro_batches: those of all ranks, without repeats.
+    micro_batches: those of all ranks, without repeats; of a stream, samples in place of numbers.
+    length: how many; infinite of a stream. To be set before an epoch begins: its number, and the
+    first step to deal.
     """
 
-    def __init__(self, micro_batches: Iterable[list[int]], share: batches.Share):
+    epoch = None
+    begin = 0
+    skipped = 0  # so many empty micro-batches come before, for Trainer to skip
+    first_step = None
+
+    def __init__(self, micro_batches: Iterable[list], share: batches.Share, length: float):
         self.micro_batches = micro_batches
         self.share = share
-        self.epoch = None  # to set: accelerate before 1.15 has epoch 0 where it skips
+        self.length = length
+        self.number = length  # the epoch's micro-batches: a stream's when all have been read
 
     def __getattr__(self, name):  # accelerate and Trainer set the epoch of its sampler
         return getattr(self.micro_batches, name)
@@ -50,12 +76,12 @@ class FilledSteps:
     @property
     def per_epoch(self) -> int:
         """Steps of an epoch."""
-        return -(-len(self.micro_batches) // self.share.micro_batches)
+        return -(-self.length // self.share.micro_batches)
 
     def count(self, step: int) -> int:
-        """Micro-batches of a step, on all ranks. step: of the epoch, from 0."""
+        """Micro-batches of a step, on all ranks. step: of the epoch, from 0; of a stream, read."""
         before = step * self.share.micro_batches
-        return min(self.share.micro_batches, len(self.micro_batches) - before)
+        return min(self.share.micro_batches, self.number - before)
 
     def weights(self, step: int) -> list[float]:
         """Of the losses of this rank's micro-batches of a step, if DeepSpeed takes their mean."""
@@ -67,47 +93,67 @@ class FilledSteps:
     def __len__(self):
         return self.per_epoch * self.share.accumulation
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list]:
         sampler = getattr(self.micro_batches, "sampler", None)
+        # accelerate before 1.15 sets that of epoch 0 where it skips.
         if self.epoch is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(self.epoch)
-        micro_batches = iter(self.micro_batches)
+        yield from itertools.repeat([], self.skipped)
+        size = self.share.micro_batches
         places = self.share.accumulation * self.share.ranks
-        while step := list(itertools.islice(micro_batches, self.share.micro_batches)):
+        micro_batches = itertools.islice(self.micro_batches, self.begin * size, None)
+        self.number = self.length
+        for before in itertools.count(self.begin * size, size):
+            step = list(itertools.islice(micro_batches, size))
+            self.first_step = self.first_step or step
+            if len(step) < size:
+                self.number = before + len(step)
+            if not step:
+                return
             filled = itertools.cycle(step)
             yield from itertools.islice(filled, self.share.rank, places, self.share.ranks)
 
 
-def fill_steps(loader: torch.utils.data.DataLoader, share: batches.Share) -> FilledSteps:
+def fill_steps(
+    loader: data.DataLoader, share: batches.Share, stream: data.IterableDataset | None = None
+) -> FilledSteps:
     """Let accelerate's DataLoader deal the same samples in each step, on any number of ranks.
 
-    loader: prepared. Raises ValueError if what it deals depends on the number of ranks.
+    loader: prepared; of Samples(), to deal those of a stream. Raises ValueError if what it deals
+    depends on the number of ranks.
     """
     sampler = loader.batch_sampler  # of this rank, around that of all; on a single rank that alone
     whole = getattr(sampler, "batch_sampler", sampler)
     deals = getattr(sampler, "num_processes", 1) == share.ranks
-    is_iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    is_iterable = isinstance(loader.dataset, data.IterableDataset)
     if is_iterable or not deals or getattr(sampler, "split_batches", False):
         raise ValueError(
             "only micro-batches that accelerate deals, each as a whole, are the same on any number "
-            "of ranks: no IterableDataset, dispatch_batches, split_batches or batch_rebalance"
+            "of ranks: no dispatch_batches, split_batches or batch_rebalance, and a stream only by "
+            "AnyRanks"
         )
     if type(getattr(whole, "sampler", None)).__name__ == "LengthGroupedSampler":
         raise ValueError(
             "group_by_length orders the samples by the number of accumulation steps, which another "
             "number of ranks changes: leave it out, or group them beforehand"
         )
-    filled_steps = FilledSteps(whole, share)
+    if stream is None:
+        filled_steps = FilledSteps(whole, share, len(whole))
+    else:
+        streamed = data.BatchSampler(stream, share.micro_batch, whole.drop_last)
+        filled_steps = FilledSteps(streamed, share, math.inf)
     # torch allows no other one after __init__(), as a loader that has begun would not see it.
     object.__setattr__(loader.base_dataloader, "batch_sampler", filled_steps)
     return filled_steps
 
 
-def emptied(inputs):
-    """A micro-batch of no samples."""
-    return {
-        name: value[:0] if getattr(value, "ndim", 0) else value for name, value in inputs.items()
-    }
+class Repeat(dict):
+    """A micro-batch that is computed again: Trainer counts none of its samples."""
+
+    def __init__(self, inputs: dict):
+        self.inputs = inputs
+        for name, value in inputs.items():
+            self[name] = value[:0] if getattr(value, "ndim", 0) else value
 
 
 class AnyRanks:
@@ -148,9 +194,15 @@ class AnyRanks:
         wanted = {
             "per_device_train_batch_size": micro_batch,
             "gradient_accumulation_steps": share.accumulation,
+            "ignore_data_skip": False,
         }
         if ranks > 1:  # on one, transformers before 4.57 sets it to False
             wanted["average_tokens_across_devices"] = True
+        smoother = (
+            self.label_smoother
+        )  # before 5.15, it takes a mean, which Trainer takes for a sum
+        if smoother and NUMBER not in inspect.signature(smoother.__call__).parameters:
+            wanted["label_smoothing_factor"] = 0
         for name, value in wanted.items():
             if getattr(self.args, name) != value:
                 raise ValueError(
@@ -159,9 +211,14 @@ class AnyRanks:
                 )
         return share
 
-    def get_train_dataloader(self) -> torch.utils.data.DataLoader:
+    def get_train_dataloader(self) -> data.DataLoader:
+        dataset = self.train_dataset
+        stream = dataset if isinstance(dataset, data.IterableDataset) else None
+        if stream is not None:
+            self.train_dataset = Samples()
         loader = super().get_train_dataloader()
-        self.filled_steps = fill_steps(loader, self.batch_share())
+        self.train_dataset = dataset
+        self.filled_steps = fill_steps(loader, self.batch_share(), stream)
         self.epoch_iterator = None
         self.step_weights = []
         return loader
@@ -172,58 +229,101 @@ class AnyRanks:
     def begin_training(self):
         """The engine has been made, and may have loaded a checkpoint."""
         share = batches.share(self.model_wrapped)
-        samples = len(self.train_dataset)
+        filled_steps = self.filled_steps
+        trained = self.state.global_step
         saved = self.state.stateful_callbacks  # what trainer_state.json has room for
-        if self.state.global_step and AnyRanks.__name__ not in saved and samples % share.batch:
-            say(
-                f"WARNING: the checkpoint was saved without AnyRanks, and {samples} samples are no "
-                f"multiple of the batch, {share.batch}: the last step of each epoch, which was "
-                "filled up then, has other samples than it would have had"
+        position = saved.get(AnyRanks.__name__, None if trained else (0, 0))
+        if filled_steps.length < math.inf:
+            filled_steps.epoch, self.epoch_step = divmod(trained, filled_steps.per_epoch)
+            samples = len(self.train_dataset)
+            if position is None and samples % share.batch:
+                say(
+                    f"WARNING: the checkpoint was saved without AnyRanks, and {samples} samples "
+                    f"are no multiple of the batch, {share.batch}: the last step of each epoch, "
+                    "which was filled up then, has other samples than it would have had"
+                )
+        elif not position:
+            raise ValueError(
+                "the checkpoint does not say how far its run has read the stream: write "
+                f'"{AnyRanks.__name__}": [epoch, steps of this epoch that were trained], both from '
+                "0, among the stateful_callbacks of its trainer_state.json"
             )
-        saved[AnyRanks.__name__] = {}
+        else:
+            filled_steps.epoch, self.epoch_step = position
+            filled_steps.begin = self.epoch_step
+            filled_steps.skipped = trained % self.state.max_steps * share.accumulation
+        self.say_new_rate()
+
+    def say_new_rate(self):
+        """Tell of a schedule that Trainer has made for another number of steps."""
+        schedule = self.lr_scheduler
+        step = self.state.global_step
+        if not step or not hasattr(schedule, "lr_lambdas"):
+            return
+        count, (rate, *_) = schedule.last_epoch, schedule.get_last_lr()
+        rates = [schedule.base_lrs[0] * schedule.lr_lambdas[0](n) for n in (count, count + 1)]
+        if not math.isclose(rate, rates[0], rel_tol=1e-9):
+            say(
+                f"NOTE: the schedule of the learning rate is another one: step {step + 1} has "
+                f"{rate:.1e}, as it was saved, and step {step + 2} has {rates[1]:.1e}"
+            )
+
+    def compare_ranks(self):
+        """Raises ValueError if the ranks would deal different samples; their floats may differ."""
+        if not self.filled_steps.first_step:
+            raise ValueError("the stream ends before the place where the checkpoint's run was")
+        leaves = tree_leaves(self.filled_steps.first_step)
+        values = [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in leaves]
+        exact = [value for value in tree_leaves(values) if isinstance(value, int | str | bytes)]
+        with process_group(1800) as group:
+            digests = group.all_gather(hashlib.sha256(repr(exact).encode()).digest())
+        if len({*digests}) > 1:
+            raise ValueError(
+                "the ranks would begin with different samples: AnyRanks deals them out, so "
+                "a sampler or a stream must give all of them to each rank"
+            )
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: Any) -> tuple:
         """A step's micro-batches of this rank, and the number of tokens on all ranks."""
         if self.step_weights:
             raise ValueError(f"{type(self).__name__}.training_step() does not call AnyRanks'")
         filled_steps = self.filled_steps
-        if self.epoch_iterator is None:
+        is_first = self.epoch_iterator is None
+        if is_first:
             self.begin_training()
-            trained = divmod(self.state.global_step, filled_steps.per_epoch)
-            filled_steps.epoch, self.epoch_step = trained
-            # Trainer skips those of the epoch that the checkpoint's run has trained.
-            if self.args.ignore_data_skip:
-                self.epoch_step = 0
         elif epoch_iterator is not self.epoch_iterator():
             filled_steps.epoch += 1
-            self.epoch_step = 0
+            filled_steps.begin = filled_steps.skipped = self.epoch_step = 0
         self.epoch_iterator = weakref.ref(epoch_iterator)  # or else its workers would not end
         samples, number = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if is_first:
+            self.compare_ranks()
         if not samples:  # before 5.3, transformers asks for as many as it has skipped, too
             return samples, number
         self.step_weights = filled_steps.weights(self.epoch_step)
         self.step_count = filled_steps.count(self.epoch_step)
         self.epoch_step += 1
-        if number is not None and self.step_count < len(samples) * self.args.world_size:
+        is_last = filled_steps.number <= self.epoch_step * filled_steps.share.micro_batches
+        position = (filled_steps.epoch + 1, 0) if is_last else (filled_steps.epoch, self.epoch_step)
+        self.state.stateful_callbacks[AnyRanks.__name__] = position
+        if self.step_count < len(samples) * self.args.world_size:
             pairs = zip(samples, self.step_weights, strict=True)
-            counted = [sample if weight else emptied(sample) for sample, weight in pairs]
-            _, number = super().get_batch_samples(iter(counted), num_batches, device)
+            samples = [sample if weight else Repeat(sample) for sample, weight in pairs]
+            _, number = super().get_batch_samples(iter(samples), num_batches, device)
         return samples, number
 
     def training_step(self, model: Any, inputs: dict, *args: Any, **options: Any) -> torch.Tensor:
         self.loss_weight = self.step_weights.pop(0)
         self.is_weighted = False
-        # What to divide a loss by that no number of tokens has divided, before the mean over the
-        # ranks.
-        self.current_gradient_accumulation_steps = self.step_count / self.args.world_size
+        # By this Trainer divides the losses that its version takes for means.
+        self.current_gradient_accumulation_steps = 1
+        inputs = getattr(inputs, "inputs", inputs)
         loss = super().training_step(model, inputs, *args, **options)
         if not self.is_weighted:
             raise ValueError(
                 f"{type(self).__name__}.compute_loss() does not call AnyRanks': give it to a class "
                 "that comes behind AnyRanks among the base classes"
             )
-        if not self.loss_weight:  # what Trainer counts next is not of the batch
-            inputs.update(emptied(inputs))
         self.loss_weight = None
         return loss
 
@@ -248,11 +348,9 @@ class AnyRanks:
                     "set loss_is_scaled_for_ga in the class, to False if its loss is a mean, to "
                     "True if it is a sum divided by that number"
                 )
-        weight = bool(self.loss_weight) / (
-            1 if is_scaled else self.current_gradient_accumulation_steps
-        )
-        # By this Trainer divides the losses that its version takes for means.
-        self.current_gradient_accumulation_steps = 1
+        # DeepSpeed takes the mean of all ranks, and adds the micro-batches of each.
+        divisor = 1 if is_scaled else self.step_count / self.args.world_size
+        weight = bool(self.loss_weight) / divisor
         return (result[0] * weight, *result[1:]) if isinstance(result, tuple) else result * weight
 
 

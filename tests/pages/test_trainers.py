@@ -1,0 +1,215 @@
+"""AnyRanks in a Trainer of a tiny model: what it deals of a stream, what it refuses, what it says
+of another schedule; and three of the releases of transformers that `make trainers` measures."""
+
+import functools
+import json
+import shutil
+import sys
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from transformers import Trainer, TrainingArguments
+
+import universal
+from measure import trainers
+from tests.support.commands import slow
+from tests.support.ranks import launch, run
+from universal import batches
+from universal.trainer import AnyRanks
+
+SAMPLES = 44  # five steps of 8, and one of 4
+STEPS = 14
+ROUNDING = 1e-6
+
+
+class Numbers(Dataset):
+    """Sample n is the sentence n, n + 1, ..., of which n % 5 + 3 words count."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, n):
+        words = torch.arange(n, n + 8) % 16
+        return {"words": words, "labels": words.where(torch.arange(8) < n % 5 + 3, -100)}
+
+
+class Stream(IterableDataset):
+    """The same in an order of each epoch. part: the samples that are in it."""
+
+    epoch = 0
+
+    def __init__(self, part=slice(None)):
+        self.part = part
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch))
+        return map(Numbers().__getitem__, order[self.part].tolist())
+
+
+def split():
+    return Stream(slice(torch.distributed.get_rank(), None, 2))
+
+
+class Model(nn.Module):
+    main_input_name = "words"
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
+
+    def forward(self, words, labels, num_items_in_batch=None):
+        logits = self.body(words)[:, :-1].mT
+        how = "mean" if num_items_in_batch is None else "sum"
+        loss = nn.functional.cross_entropy(logits, labels[:, 1:], reduction=how)
+        return {"loss": loss / (num_items_in_batch or 1)}
+
+
+class SplitOrder(Trainer):
+    def _get_train_sampler(self, *_):
+        return DistributedSampler(self.train_dataset)
+
+
+def train(data=Stream, resume=None, base=Trainer, **named):
+    """In a rank, for 14 steps; each is saved."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed()
+    universal.install()
+    torch.manual_seed(2 if resume else 1)
+    config = {**batches.config(8, 2), "zero_optimization": {"stage": 2}}
+    options = {
+        "deepspeed": config,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": config["gradient_accumulation_steps"],
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "save_steps": 1,
+        "include_num_input_tokens_seen": True,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    arguments = TrainingArguments("saved", **options | named)
+    kind = type("OnAnyRanks", (AnyRanks, base), {})
+    kind(Model(), arguments, train_dataset=data()).train(resume_from_checkpoint=resume)
+
+
+def state_of(folder, step=STEPS):
+    return folder / "saved" / f"checkpoint-{step}" / "trainer_state.json"
+
+
+def losses(folder):
+    """{step: (loss, rate)}, and the number of tokens, of the run in the folder."""
+    state = json.loads(state_of(folder).read_text())
+    rows = [row for row in state["log_history"] if "loss" in row]
+    return {r["step"]: (r["loss"], r["learning_rate"]) for r in rows}, state[
+        "num_input_tokens_seen"
+    ]
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory):
+    """A folder in which 2 ranks have saved."""
+    folder = tmp_path_factory.mktemp("streamed")
+    run(folder, 2, train)
+    return folder
+
+
+def go_on(source, folder, ranks, step, **named):
+    """A run from the checkpoint of that step."""
+    checkpoint = state_of(folder, step).parent
+    if not checkpoint.exists():
+        shutil.copytree(state_of(source, step).parent, checkpoint)
+    resume = str(checkpoint.relative_to(folder))
+    return launch(folder, ranks, functools.partial(train, resume=resume, **named))
+
+
+def check_equal(source, folder):
+    (before, tokens), (after, tokens_after) = losses(source), losses(folder)
+    assert tokens == tokens_after
+    assert [*before] == [*after] == [*range(1, STEPS + 1)]
+    for step, (loss, rate) in after.items():
+        assert abs(loss - before[step][0]) <= ROUNDING and rate == before[step][1]
+
+
+@pytest.mark.parametrize("step, ranks, workers", [(3, 3, 0), (6, 1, 2), (8, 3, 2)])
+def test_a_stream(streamed, tmp_path, step, ranks, workers):
+    """From the first epoch, its end and the second one, the samples are the same."""
+    result = go_on(streamed, tmp_path, ranks, step, dataloader_num_workers=workers)
+    assert result.code == 0, result.errors
+    check_equal(streamed, tmp_path)
+
+
+def test_a_stream_without_a_place(streamed, tmp_path):
+    """As of a checkpoint of Trainer alone. It goes on when the user has written it."""
+    shutil.copytree(state_of(streamed, 8).parent, state_of(tmp_path, 8).parent)
+    path = state_of(tmp_path, 8)
+    state = json.loads(path.read_text())
+    assert state["stateful_callbacks"].pop("AnyRanks") == [1, 2]
+    path.write_text(json.dumps(state))
+    result = go_on(streamed, tmp_path, 3, 8)
+    assert result.code == 1 and "does not say how far its run has read the stream" in result.errors
+    state["stateful_callbacks"]["AnyRanks"] = [1, 2]
+    path.write_text(json.dumps(state))
+    assert go_on(streamed, tmp_path, 3, 8).code == 0
+    check_equal(streamed, tmp_path)
+
+
+def test_a_shorter_stream(streamed, tmp_path):
+    result = go_on(streamed, tmp_path, 3, 3, data=functools.partial(Stream, slice(20)))
+    assert result.code == 1 and "the stream ends before the place" in result.errors
+
+
+@pytest.mark.parametrize("data, base", [(split, Trainer), (Numbers, SplitOrder)])
+def test_split_by_rank(tmp_path, data, base):
+    result = launch(tmp_path, 2, functools.partial(train, data, base=base))
+    assert result.code == 1 and "the ranks would begin with different samples" in result.errors
+    assert not list(tmp_path.glob("saved/*"))
+
+
+@pytest.mark.parametrize(
+    "named, wanted",
+    [
+        ({"accelerator_config": {"dispatch_batches": True}}, "no dispatch_batches"),
+        ({"ignore_data_skip": True}, "wants ignore_data_skip=False"),
+    ],
+)
+def test_refused(tmp_path, named, wanted):
+    result = launch(tmp_path, 2, functools.partial(train, **named))
+    assert result.code == 1 and wanted in result.errors
+
+
+def test_another_schedule(streamed, tmp_path):
+    """Trainer's scheduler takes a step's rate from the one before."""
+    result = go_on(streamed, tmp_path, 2, 14, max_steps=28)
+    assert result.code == 0, result.errors
+    line = (
+        "universal: NOTE: the schedule of the learning rate is another one: step 15 has 0.0e+00, "
+        "as it was saved, and step 16 has 4.4e-03"
+    )
+    assert line in result.out.splitlines()
+    rates = json.loads(state_of(tmp_path, 28).read_text())["log_history"]
+    assert [f"{r['learning_rate']:.1e}" for r in rates[14:16]] == ["0.0e+00", "4.4e-03"]
+    assert "NOTE: the schedule" not in go_on(streamed, tmp_path, 2, 12).out
+
+
+def test_an_older_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="4.54.1"))
+    with pytest.raises(ValueError, match=r"AnyRanks wants transformers 4\.55 or newer: 4\.54\.1"):
+        AnyRanks()
+
+
+@pytest.mark.parametrize("release", [slow("4.55.4"), slow("4.57.6"), slow("5.24.0")])
+def test_releases(tmp_path, release):
+    beside, _ = trainers.RELEASES[release]
+    for column in ("means, ZeRO-2", "tokens, ZeRO-3"):
+        row = trainers.run(release, beside, column, tmp_path)
+        assert max(row.values()) <= trainers.ROUNDING, row
