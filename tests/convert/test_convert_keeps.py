@@ -7,7 +7,6 @@ import functools
 import os
 import pathlib
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -23,63 +22,17 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from tests.support import ROOT
 from tests.support.commands import converter
-from tests.support.conversions import assert_equal_to_deepspeed, convert_with_deepspeed
-from tests.support.files import MODEL, SHAPES, content, edit, load, random_weights, states
+from tests.support.conversions import assert_equal_to_deepspeed
+from tests.support.files import MODEL, content, edit, load, random_weights, states
 from tests.support.lay_out import lay_out
 from tests.support.toy import same
 from universal import convert
-from universal.diff import diff
 
 
 def converted(source):
     """What the model states hold after the conversion."""
     convert(source, source.parent / "u", check=True)
     return load(source.parent / "u" / MODEL)
-
-
-def renamed(value):
-    """Names with torch.compile() around the model, and around a layer `block`."""
-    if isinstance(value, str):
-        return f"_orig_mod.{value}".replace("block", "block._orig_mod")
-    if isinstance(value, dict):
-        return OrderedDict((renamed(key), value[key]) for key in value)
-    return [renamed(item) for item in value]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_compiled_module(laid_out, tmp_path, stage):
-    """Converted, exported and compared as if it had not been compiled."""
-
-    def add(model):
-        model["module"] |= {"norm.mean": torch.ones(3), "head": model["module"]["block.c"]}
-        model["buffer_names"] = ["norm.mean"]
-        model["shared_params"] = {"head": "block.c"}
-
-    def compile_model(model):
-        for key in ("module", "buffer_names", "param_shapes"):
-            model[key] = renamed(model[key])
-        model["shared_params"] = {renamed("head"): renamed("block.c")}
-        model["ema"] = {"_orig_mod.a": 1}
-
-    def compile_shard(shard):
-        mappings = shard["optimizer_state_dict"].get("param_slice_mappings", [])
-        mappings[:] = renamed(mappings)
-
-    shapes = [SHAPES[0], OrderedDict({"block.c": SHAPES[1]["c"]})]
-    plain = laid_out(stage, add, shapes=shapes)
-    source = shutil.copytree(plain, tmp_path / "compiled")
-    edit(source, "*_model_*", compile_model)
-    edit(source, "*_optim_*", compile_shard)
-    convert_with_deepspeed(source, tmp_path / "by_deepspeed")
-    for folder in (source, tmp_path / "by_deepspeed"):
-        view = diff(plain, folder)
-        assert (view["gaps"], [word for word in view["others"] if "ema" not in word]) == ([], [])
-    convert(plain, tmp_path / "u")
-    convert(source, tmp_path / "v")
-    assert load(tmp_path / "v" / MODEL)["ema"] == {"_orig_mod.a": 1}
-    edit(tmp_path / "u", MODEL, lambda model: None)
-    edit(tmp_path / "v", MODEL, lambda model: model.pop("ema"))
-    assert content(tmp_path / "u") == content(tmp_path / "v")
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from universal.checkpoint.names import plain_name
-
 RARE_DTYPES = {
     "complex": torch.complex64,
     "double_complex": torch.complex128,
@@ -194,7 +192,7 @@ def train(engine, step, micro_batches=None, forward=forward):
 
 def snapshot(engine, states=True):
     """Everything that the engine holds, whole: {"a.weight": tensor, "a.weight fp32": ..., "groups":
-    ...}, whether compiled or not. states: whether those of the optimizer, too; or a function that
+    ...}. states: whether those of the optimizer, too; or a function that
     names a parameter's."""
     optimizer = torch_optimizer(engine)
     scalars = [
@@ -204,7 +202,7 @@ def snapshot(engine, states=True):
     counters.append(engine.micro_steps % engine.gradient_accumulation_steps())
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     scaler = scaler or getattr(engine.optimizer, "loss_scale_config", None)  # without ZeRO
-    truth = {
+    return {
         **module_state(engine.module),
         **parameters_and_states(engine, states),
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
@@ -213,7 +211,6 @@ def snapshot(engine, states=True):
         "scheduler": engine.lr_scheduler and engine.lr_scheduler.state_dict(),
         "counters": counters,
     }
-    return {plain_name(name): value for name, value in truth.items()}
 
 
 def torch_optimizer(engine):

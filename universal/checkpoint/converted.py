@@ -11,7 +11,6 @@ from pathlib import Path
 
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.module_states import module_state, read_model_states
-from universal.checkpoint.names import plain_keys, with_plain_names
 from universal.checkpoint.types import (
     Checkpoint,
     Described,
@@ -70,8 +69,7 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
         return read_parameter(states, flat, group_of.get(flat), step, opened)
 
     read_all = pool.map(read, flats, flats.values())
-    parameters = plain_keys(dict(zip(flats, read_all, strict=True)))
-    models = map(with_plain_names, models)
+    parameters = dict(zip(flats, read_all, strict=True))
     models = [model | {"module": untrained_entries(model, parameters)} for model in models]
     description = Checkpoint(
         folder=folder,

@@ -29,7 +29,6 @@ from universal.checkpoint.module_states import (
     read_model_states,
     trimmed,
 )
-from universal.checkpoint.names import with_plain_names
 from universal.checkpoint.pipeline import problem_of_untied, without_tied
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import (
@@ -210,7 +209,7 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
     ranks = max(shard.ranks)
     check_present(folder, paths, ranks)
     model_paths = model_states_of(folder, mp_rank, shard)
-    model = with_plain_names(read_model_states(model_paths[0]))
+    model = read_model_states(model_paths[0])
     if (folder / "offloaded_tensors").exists() and may_be_on_nvme(model):
         raise CheckpointError(f"{folder} has NVMe-offloaded states, which are not converted")
     experts = read_experts(folder, model)
@@ -580,5 +579,5 @@ def saved_modules(checkpoint: Checkpoint) -> list[dict]:
         path.with_name(path.name.replace("_rank_00_", f"_rank_{i:02d}_")) for i in range(degree)
     ]
     models = [expect(load(path), {"module": (NoneType, dict)}, path) for path in paths]
-    modules = [with_plain_names(model)["module"] for model in models]
+    modules = [model["module"] for model in models]
     return modules_of_layers(checkpoint.folder, degree, ()) if None in modules else modules

@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from universal.checkpoint.names import plain_keys
 from universal.errors import CheckpointError
 from universal.files.schema import expect
 from universal.files.torch_file import load, tensor_of
@@ -91,7 +90,7 @@ def read_experts(folder: Path, model: dict) -> Experts:
     for layer, count in enumerate(counts):
         for number in range(count):
             path = folder / f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
-            content = plain_keys(expect(load(path), {str: object}, path))
+            content = expect(load(path), {str: object}, path)
             for name, value in content.items():
                 expert = expert_name(name)
                 if expert is None or expert.number != number:

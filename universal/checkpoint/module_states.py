@@ -11,7 +11,6 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from universal.checkpoint.names import plain_keys, with_plain_names
 from universal.checkpoint.types import ModuleState
 from universal.checkpoint.zero import Cut, Slices
 from universal.errors import CheckpointError
@@ -86,7 +85,7 @@ def read_fragments(path: Path, first_path: Path, first: dict) -> dict[str, Tenso
 
     Raises: CheckpointError, if parts are missing, or these model states are of another save.
     """
-    model = first if path == first_path else with_plain_names(expect(load(path), dict, path))
+    model = first if path == first_path else expect(load(path), dict, path)
     for key in SAME_ON_ALL_RANKS:
         if model.get(key) != first.get(key):
             raise CheckpointError(f"{path} has other {key} than {first_path.name}")
@@ -256,7 +255,7 @@ def modules_of_layers(folder: Path, degree: int, parameters: Iterable[str]) -> l
         module = {}
         for path in paths:
             layer = int(path.name.removeprefix("layer_").partition("-")[0])
-            entries = plain_keys(expect(load(path), {str: object}, path))
+            entries = expect(load(path), {str: object}, path)
             module |= {f"{layer}.{key}": value for key, value in entries.items()}
         modules.append({name: module[name] for name in module if name not in parameters})
     return modules

@@ -12,7 +12,6 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from universal.checkpoint.experts import Team
-from universal.checkpoint.names import plain_keys
 from universal.checkpoint.types import OptimizerState, Parameter, Problem
 from universal.errors import CheckpointError
 from universal.files.same import holds_elements, is_same
@@ -320,7 +319,7 @@ def check_slice(shard: SavedShard, rank: int, flat_cut: FlatCut, trust_mapping: 
         if start < end:
             mapping[name] = {"start": start - begin, "numel": end - start}
     mappings = shard.content["param_slice_mappings"]
-    saved = {name: address.state for name, address in plain_keys(mappings[number]).items()}
+    saved = {name: address.state for name, address in mappings[number].items()}
     for name in (*mapping, *saved):
         if trust_mapping and saved.get(name) != mapping.get(name):
             raise CheckpointError(f"{name} is not where param_slice_mappings says")

@@ -5,14 +5,13 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
-from universal.checkpoint.names import names_of_now, plain_name
 from universal.errors import CheckpointError
 from universal.load.flat import Partition
 
@@ -131,40 +130,6 @@ def loading_at_once(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractCon
     """
     zero = engine._config.zero_config.model_copy(update={"pipeline_loading_checkpoint": False})
     return overridden(engine._config, zero_config=zero)
-
-
-def names_in(module: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """{plain name of a tensor of a module: its name there, with what torch.compile() puts in}."""
-    prefixes = {"": ""}
-    for name, _ in module.named_modules():
-        prefix = f"{name}." if name else ""
-        prefixes[plain_name(prefix)] = prefix  # a compiled module comes before the one in it
-    parts = {name: name.rpartition(".") for name in names}
-    return {
-        name: prefixes.get(path + dot, path + dot) + last
-        for name, (path, dot, last) in parts.items()
-    }
-
-
-def taking_plain_names(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractContextManager:
-    """In this block, DeepSpeed finds a module's state, whichever side torch.compile() is on, and
-    whichever of torch's two weight normalizations."""
-    load_module = engine.load_module_state_dict
-    present = [plain_name(name) for name, _ in engine.module.named_parameters()]
-
-    def load(checkpoint, *args, **options):
-        for key in ("module", "frozen_param_fragments"):
-            entries = checkpoint.get(key) or {}
-            plain = {name: plain_name(name) for name in entries}
-            now = names_of_now(plain.values(), present)
-            plain = {name: now.get(plain[name], plain[name]) for name in entries}
-            names = names_in(engine.module, plain.values())
-            renamed = {names[plain[name]]: value for name, value in entries.items()}
-            if renamed.keys() != entries.keys():
-                checkpoint = checkpoint | {key: renamed}
-        return load_module(checkpoint, *args, **options)
-
-    return overridden(engine, load_module_state_dict=load)
 
 
 @contextlib.contextmanager

@@ -10,15 +10,13 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import groups
 
 from universal.checkpoint.experts import expert_name
-from universal.checkpoint.names import plain_name
 from universal.errors import CheckpointError
 from universal.files.schema import expect, is_natural
 from universal.files.torch_file import load
 
 
 def global_name(module: Any, name: str) -> str:
-    """The plain name on one rank with all experts; the same for what is in no expert."""
-    name = plain_name(name)
+    """The name on one rank with all experts; the same for what is in no expert."""
     expert = expert_name(name)
     if not expert:
         return name
@@ -48,9 +46,9 @@ def check_autoep(model: Any, folder: Path) -> None:
     name = "mp_rank_00_model_states.pt"
     files = [path for path in (folder / name, folder / f"zero_pp_rank_0_{name}") if path.is_file()]
     layers = [expect(load(path), AUTOEP, path).get("ds_autoep_layers") or [] for path in files]
-    modules = {plain_name(f"{name}."): module for name, module in model.named_modules()}
+    modules = dict(model.named_modules())
     for layer in itertools.chain(*layers):
-        module = modules.get(plain_name(f"{layer['module_path']}."))
+        module = modules.get(layer["module_path"])
         size = getattr(module, "ep_size", None)
         saved_size = layer.get("ep_size", size)
         if size and size != saved_size:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from universal.checkpoint.names import plain_name
 from universal.errors import CheckpointError
 from universal.files.same import is_same
 
@@ -17,7 +16,7 @@ def layers_of(module: torch.nn.Module) -> dict[str, str]:
     """{number: name of its module} of this rank's layers that are saved."""
     names = {}
     for name, layer in module.named_modules():
-        names[layer] = plain_name(f"{name}.").removesuffix(".")
+        names[layer] = name
     phases = [(module._local_start, module.forward_funcs)]
     if is_folded(module):
         starts = [start for start, _ in module.phase_bounds]
