@@ -1,5 +1,7 @@
 """Weights without the optimizer's states; engines without an optimizer, or without ZeRO."""
 
+from pathlib import Path
+
 import deepspeed
 import torch
 
@@ -13,7 +15,7 @@ from tests.support.case import (
     resumed,
     train_and_save,
 )
-from tests.support.toy import BF16, make, read_truth, save_truth, snapshot, train
+from tests.support.toy import BF16, Net, is_rank_0, make, read_truth, save_truth, snapshot, train
 
 
 def save_and_go_on(stage):
@@ -35,6 +37,31 @@ def weights_alone(stage):
         assert engine.global_steps == steps
         states = engine.optimizer.optimizer.state.values()
         assert not any(state.get("exp_avg", torch.zeros(1)).any() for state in states)
+
+
+def save_without_shards(stage):
+    train_and_save(stage)
+    if is_rank_0():
+        for path in Path("t").glob("*_optim_states.pt"):
+            path.unlink()
+
+
+@case(save_without_shards)
+def without_shards(stage):
+    """Which a copy has left out: what the line says brings the weights."""
+    for told in ({}, {"load_module_only": True}):
+        if stage == 3:
+            refused(make(stage), "no *_optim_states.pt: copy them, as at ZeRO-3 they", **told)
+            continue
+        line = 'begin with its weights: "module" in mp_rank_00_model_states.pt'
+        refused(make(stage), line, **told)
+
+        def begun():
+            net = Net()
+            net.load_state_dict(read_truth("t/mp_rank_00_model_states.pt")["module"])
+            return net
+
+        check_weights_restored(make(stage, begun, seed=5))
 
 
 def save_restarted(stage):

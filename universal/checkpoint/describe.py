@@ -110,9 +110,12 @@ def describe(
                 f'data-parallel ranks can, or begin with its weights: "module" in '
                 f"{MODEL_STATES_FILE}"
             )
-        nothing = (
-            f"{folder} holds no *_optim_states.pt: it is no ZeRO checkpoint, nor a folder above"
-        )
+        nothing = "it is no ZeRO checkpoint, nor a folder above"
+        if (folder / MODEL_STATES_FILE).exists():
+            nothing = f'copy them, or begin with its weights: "module" in {MODEL_STATES_FILE}'
+        elif any(folder.glob("zero_pp_rank_*_model_states.pt")):
+            nothing = "copy them, as at ZeRO-3 they hold the weights"
+        nothing = f"{folder} holds no *_optim_states.pt: {nothing}"
         raise CheckpointError("; ".join(dict.fromkeys(problems)) or nothing)
     return newest(saves).outcome
 
