@@ -12,7 +12,6 @@ damaged or incomplete, or there is none. If the package is installed, the comman
 import argparse
 import contextlib
 import json
-import math
 import os
 import sys
 from collections import ChainMap
@@ -91,22 +90,11 @@ def look_at(folder):
     facts = {"problem": None, "checked": False, "unread_damage": []}
     try:
         described = describe(folder, WORKERS)
-        check_all_saved(described.checkpoint)
         return facts | facts_of(described), described.checkpoint
     except Refused as error:
         return facts | {"refused": str(error)}, None
     except CheckpointError as error:
         return facts | {"problem": str(error)}, None
-
-
-def check_all_saved(checkpoint):
-    """Check that each state is as large as its parameter. Raises: CheckpointError."""
-    for name, parameter in checkpoint.parameters.items():
-        for key, source in parameter.states.items():
-            if source.numel < math.prod(parameter.shape):
-                raise CheckpointError(
-                    f"{checkpoint.folder}: not all of the state {key} of {name} was saved"
-                )
 
 
 def damage_of(checkpoint):

@@ -60,6 +60,20 @@ def saved(request, tmp_path):
     return folder, ".".join((*dicts[1:], layer)), ranks
 
 
+def test_a_rank_without_a_state(saved):
+    """As of an earlier save with another optimizer."""
+
+    def change(shard):
+        for state in shard["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            del state["exp_avg"]
+
+    edit(saved[0], "*_mp_rank_01_optim_states.pt", change)
+    with pytest.raises(
+        universal.CheckpointError, match="ranks have other states of .* than rank 0"
+    ):
+        universal.convert(saved[0])
+
+
 def test_equal_to_deepspeed(saved, tmp_path):
     """DeepSpeed's converter fails itself where `module` is nested: after the states are written,
     before the rest."""

@@ -51,7 +51,7 @@ def goes_on(work, name, script, *layout):
     train_3d of this file."""
     resumed = f"{name}_to_{'x'.join(map(str, layout))}"
     out = script(work, *layout, resumed, "--checkpoint_dir", name, *RESUME)
-    assert "without conversion" in out
+    assert ", loaded on " in out
     assert not (work / name / "global_step2_universal").exists()
     return difference(work, name, resumed)
 

@@ -8,6 +8,7 @@ that holds the checkpoints "t" and "later" of 2 ranks, and what must come of it.
 
 import functools
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -217,6 +218,11 @@ BITS = [
         "bit_of_a_converted_exp_avg_sq",
         of_conversion("exp_avg_sq"),
         refused("a.weight/exp_avg_sq.pt is damaged"),
+    ),
+    Damage(
+        "converted_exp_avg_missing",
+        of_conversion("exp_avg", os.unlink),
+        refused("not all of the state exp_avg of a.weight was saved"),
     ),
     Damage(
         "half_of_a_converted_exp_avg",

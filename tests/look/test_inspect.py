@@ -99,6 +99,7 @@ def test_types(laid_out, stage):
     checkpoint = describe(source).checkpoint
     assert checkpoint.stage == stage and checkpoint.cuts_each_parameter == (stage == 3)
     assert checkpoint.layout.dtype == "bf16" and checkpoint.layout.shards == checkpoint.ranks == 2
+    assert [checkpoint.layout.in_words(n, " ranks") for n in (1, 2)] == ["1 rank", "2 ranks"]
     layouts = [checkpoint.layout]
     for path in source.glob("bf16_*"):
         torch.save(load(path), path.with_name(path.name.removeprefix("bf16_")))

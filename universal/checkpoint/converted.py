@@ -5,6 +5,7 @@ The latter leaves weights in `module`, and at ZeRO-3 also rank 0's part of froze
 shard in optimizer_state.pt, and tensors without their shape.
 """
 
+import math
 import os
 from concurrent.futures import Executor
 from pathlib import Path
@@ -70,6 +71,7 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
 
     read_all = pool.map(read, flats, flats.values())
     parameters = dict(zip(flats, read_all, strict=True))
+    check_states(folder, parameters)
     models = [model | {"module": untrained_entries(model, parameters)} for model in models]
     description = Checkpoint(
         folder=folder,
@@ -129,6 +131,18 @@ def read_parameter(folder, flat_number, group_number, scalars, opened):
         states={key: extent_of(tensor) for key, tensor in tensors.items()},
         scalars=scalars,
     )
+
+
+def check_states(folder, parameters):
+    """Check that each parameter has all of what others of its flat tensor have."""
+    keys = {}
+    for parameter in parameters.values():
+        keys.setdefault(parameter.flat_number, set()).update(parameter.states)
+    for name, parameter in parameters.items():
+        for key in keys[parameter.flat_number]:
+            source = parameter.states.get(key)
+            if source is None or source.numel < math.prod(parameter.shape):
+                raise CheckpointError(f"{folder}: not all of the state {key} of {name} was saved")
 
 
 def untrained_entries(model, parameters):

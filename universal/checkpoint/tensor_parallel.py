@@ -150,6 +150,8 @@ class TensorParallel:
         """One Parameter from those of the tensor-parallel ranks. Raises CheckpointError."""
         if self.degree == 1 and not self.info:
             return parts[0]
+        if any(part.states.keys() != parts[0].states.keys() for part in parts):
+            raise self.error(f"tensor-parallel ranks have other states of {name} than rank 0")
         whole = self.whole(name, [part.shape for part in parts])
         numel = math.prod(whole.shape)
         states = {}

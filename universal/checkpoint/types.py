@@ -77,7 +77,8 @@ class Layout(NamedTuple):
         degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "data": data}
         product = " x ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
         shared = f" ({product})" if self.tensor * self.pipeline > 1 else ""
-        return f"{math.prod(degrees.values())}{unit}{shared}"
+        number = math.prod(degrees.values())
+        return f"{number}{unit.removesuffix('s') if number == 1 else unit}{shared}"
 
 
 class ModuleState(NamedTuple):
