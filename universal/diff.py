@@ -13,6 +13,7 @@ If the package is installed, the command is ds_diff.
 import argparse
 import math
 import os
+import reprlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -23,17 +24,17 @@ from universal.checkpoint.describe import describe
 from universal.checkpoint.module_states import client_state_of
 from universal.checkpoint.tags import find_tag
 from universal.checkpoint.types import Described
+from universal.checkpoint.zero import is_computed_anew
 from universal.files.joined import strided
 from universal.files.same import is_same
 from universal.files.sources import ByteReader, OpenFile, Source, keep_open, nbytes_of
 from universal.files.torch_file import number_in
-from universal.write.console import counted, in_one_line, print_screen, short, size, wrapped
+from universal.write.console import in_one_line, print_screen, short, size, wrapped
 
 THREADS = 4
 PIECE = 1 << 20  # elements that are compared in one go
 WORST = 10
-MOST_OTHERS = 20
-LONGEST_TEXT = 60
+MOST = 3  # of a kind that are told in a line
 COUNTERS = ("global_steps", "skipped_steps", "global_samples", "data_sampler", "random_ltd")
 
 
@@ -47,8 +48,10 @@ def diff(first: str, second: str, tolerance: float = 0.0) -> dict[str, Any]:
     """
     described = [describe(find_tag(folder), THREADS) for folder in (first, second)]
     pairs, kinds = match(*map(tensors_of, described))
-    rests = [kind | rest_of(side) for kind, side in zip(kinds, described, strict=True)]
-    words = [*differing(*rests)]
+    words = differing("tensor", *kinds)
+    rest, other = map(rest_of, described)
+    for kind in rest | other:
+        words += differing(kind, rest.get(kind, {}), other.get(kind, {}))
     words += dict.fromkeys(text for side in described for text in not_comparable(side.checkpoint))
     opened = keep_open()
     with ThreadPoolExecutor(THREADS) as pool:
@@ -96,28 +99,26 @@ def tensors_of(described: Described) -> dict[str, tuple[tuple, Source]]:
 
 
 def match(first, second):
-    """([(name, source, source)] of what can be compared, and for each side {("tensor", name): its
-    dtype and shape})."""
-    pairs = [
-        (name, source, second[name][1])
-        for name, (_, source) in first.items()
-        if name in second and second[name][1].numel == source.numel
-    ]
+    """([(name, source, source)] of what can be compared, {name: dtype and shape} of each side)."""
+    pairs = []
     kinds = [
-        {("tensor", name): [source.dtype, *shape] for name, (shape, source) in tensors.items()}
+        {name: [source.dtype, *shape] for name, (shape, source) in tensors.items()}
         for tensors in (first, second)
     ]
-    for name, *sources in pairs:
-        if 1 in (len(first[name][0]), len(second[name][0])):  # DeepSpeed's converter drops shapes
-            for kind, source in zip(kinds, sources, strict=True):
-                kind["tensor", name] = [source.dtype]
+    for name in first.keys() & second.keys():
+        shape, source = first[name]
+        other_shape, other = second[name]
+        if source.numel == other.numel:
+            pairs.append((name, source, other))
+            if 1 in (len(shape), len(other_shape)):  # DeepSpeed's converter may flatten it
+                kinds[1][name] = [other.dtype, *shape]
     return pairs, kinds
 
 
 def gap_of(name: str, first: Source, second: Source, opened: OpenFile) -> Gap:
     """Compares two tensors. Raises: CheckpointError, if a byte is not what was saved."""
     readers = ByteReader(opened), ByteReader(opened)
-    rows = [(0.0, 0.0, 0)]
+    gap = Gap(name, 0.0, 0.0, 0, first.numel)
     for start in range(0, first.numel, PIECE):
         numel = min(PIECE, first.numel - start)
         a = readers[0].read(first, start, numel)
@@ -125,80 +126,73 @@ def gap_of(name: str, first: Source, second: Source, opened: OpenFile) -> Gap:
         if a != b or first.dtype != second.dtype:
             a = torch.frombuffer(a, dtype=getattr(torch, first.dtype))
             b = torch.frombuffer(b, dtype=getattr(torch, second.dtype))
-            rows.append(compare(a, b))
+            absolute, relative, elements = compare(a, b)
+            gap = gap._replace(
+                absolute=max(gap.absolute, absolute),
+                relative=max(gap.relative, relative),
+                elements=gap.elements + elements,
+            )
     for reader in readers:
         reader.check()
-    absolute, relative, elements = zip(*rows, strict=True)
-    return Gap(name, max(absolute), max(relative), sum(elements), first.numel)
+    return gap
 
 
 def compare(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, int]:
     """(the largest absolute difference, the largest relative one, how many numbers differ)."""
-    if a.dtype == b.dtype:
-        differ = (a.view(torch.uint8) != b.view(torch.uint8)).view(len(a), -1).any(1)
-    else:
-        differ = a != b
     wide = torch.complex128 if a.is_complex() else torch.float64
-    a, b = a[differ].to(wide), b[differ].to(wide)
-    absolute = (a - b).abs()
-    absolute[a.isnan() & b.isnan()] = 0
+    x = a.to(wide)
+    y = b.to(wide)
+    differ = x != y
+    if a.dtype == b.dtype:
+        bits = a.view(torch.uint8) != b.view(torch.uint8)
+        differ = bits.view(len(a), -1).any(1)
+    absolute = (x - y).abs()
+    absolute[~differ | x.isnan() & y.isnan()] = 0
     absolute = absolute.nan_to_num(math.inf, math.inf)
-    relative = (absolute / torch.maximum(a.abs(), b.abs())).nan_to_num(0, math.inf)
-    return max(absolute.tolist(), default=0.0), max(relative.tolist(), default=0.0), len(a)
+    larger = torch.maximum(x.abs(), y.abs())
+    relative = (absolute / larger).nan_to_num(0, math.inf)
+    return absolute.max().item(), relative.max().item(), differ.sum().item()
 
 
 # --------------------------------------------------------------------------------------------------
 # 2. all else
 
 
-def rest_of(described: Described) -> dict[tuple[str, str], Any]:
-    """Lists {(kind, name): value} of all that is no tensor of a parameter or of the module."""
+def rest_of(described: Described) -> dict[str, dict[str, Any]]:
+    """Lists {kind: {name: value}} of all that is no tensor of a parameter or of the module."""
     checkpoint, raw = described
     optimizer = checkpoint.optimizer
     model = raw.models[0]
-    module = model["module"] or {}
-    scheduler = model.get("lr_scheduler")
     scaler = getattr(raw.optimizer.get("loss_scaler"), "state", None) or {}
-    parts = {
-        "counter": {key: model.get(key) for key in COUNTERS},
-        "loss scale": {"": scaler.get("cur_scale")},
-        "scheduler": scheduler if isinstance(scheduler, dict) else {"": scheduler},
+    objects = model["module"] or {}
+    rest = {
+        "counter": {key: model.get(key) for key in COUNTERS} | {"scale": scaler.get("cur_scale")},
         "client state": client_state_of(model),
         "optimizer's": optimizer.extra_states | optimizer.extra_keys,
-        "module's": {name: module.get(name) for name in checkpoint.module.objects},
+        "module's": {name: objects.get(name) for name in checkpoint.module.objects},
         "group of": {name: p.group_number for name, p in checkpoint.parameters.items()},
     }
+    scheduler = model.get("lr_scheduler")
+    rest["scheduler"] = scheduler if isinstance(scheduler, dict) else {"state": scheduler}
     for i, group in enumerate(optimizer.param_groups):
-        parts[f"group {i}"] = {key: group[key] for key in group if key != "params"}
+        rest[f"group {i}"] = group | {"params": None}
     for name, parameter in checkpoint.parameters.items():
         for key, value in parameter.scalars.items():
-            parts.setdefault(f"{key} of", {})[name] = number_in(value)
-    return {(kind, name): part[name] for kind, part in parts.items() for name in part}
+            if not is_computed_anew(key, optimizer.param_groups):
+                rest.setdefault(f"{key} of", {})[name] = number_in(value)
+    return rest
 
 
-def differing(first, second):
-    """Yields in words what is not the same; of many of a kind, one line."""
-    names = {}
-    for key in first | second:
-        where = ""
-        if key not in second:
-            where = "in the first alone"
-        elif key not in first:
-            where = "in the second alone"
-        elif is_same(first[key], second[key]):
-            continue
-        names.setdefault((key[0], where), []).append(key[1])
-    for (kind, where), (name, *others) in names.items():
-        more = f" and {len(others)} more" if others else ""
-        values = where or f"{in_words(first[kind, name])}, {in_words(second[kind, name])}"
-        yield f"{kind} {name}{more}: {values}"
-
-
-def in_words(value):
-    text = str(value)
-    if "Tensor(" in text:
-        return f"a {type(value).__name__}"
-    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}..."
+def differing(kind: str, first: dict, second: dict) -> list[str]:
+    """Returns a line about what of a kind is not the same, or none."""
+    texts = []
+    for name in first | second:
+        a, b = first.get(name, "nothing"), second.get(name, "nothing")
+        if not is_same(a, b):
+            texts.append(f"{name}: {reprlib.repr(a)}, {reprlib.repr(b)}")
+    if len(texts) > MOST:
+        texts[MOST:] = [f"and {len(texts) - MOST} more"]
+    return [f"{kind} {'; '.join(texts)}"] if texts else []
 
 
 def not_comparable(checkpoint):
@@ -217,10 +211,11 @@ def not_comparable(checkpoint):
 def screen_lines(view: dict[str, Any]) -> list[str]:
     """Returns the lines of the screen. view: what diff() returns."""
     gaps = view["gaps"]
-    tensors = counted(view["tensors"], "tensor")
+    first, second = view["folders"]
     lines = [
-        f"{view['folders'][0]} and {view['folders'][1]}:",
-        f"{view['equal']} of {tensors} equal bit by bit, {size(view['bytes'])} compared",
+        f"{first} and {second}:",
+        f"{view['equal']} of {view['tensors']} tensors equal bit by bit, "
+        f"{size(view['bytes'])} compared",
     ]
     if gaps:
         lines.append(f"{'absolute':>10}{'relative':>10}{'elements':>20}")
@@ -230,10 +225,8 @@ def screen_lines(view: dict[str, Any]) -> list[str]:
         lines.append(f"{numbers}  {gap.name}")
     if len(gaps) > WORST:
         lines.append(f"and {len(gaps) - WORST} more tensors")
-    for text in view["others"][:MOST_OTHERS]:
+    for text in view["others"]:
         lines += wrapped(text)
-    if len(view["others"]) > MOST_OTHERS:
-        lines.append(f"and {len(view['others']) - MOST_OTHERS} more lines")
     numbers = "both have the same bits"
     if gaps:
         limit = f", and may by {view['tolerance']:g}" if view["tolerance"] else ""

@@ -68,7 +68,7 @@ def test_what_differs(saved):
     assert not diff(saved / "zero1", saved / "zero3")["same"]
     view = diff(saved / "zero2", saved / "zero2_bf16", 1e-2)
     (line,) = view["others"]
-    assert line == "tensor frozen.bias and 1 more: ['float32'], ['bfloat16']"
+    assert line.startswith("tensor frozen.") and "'float32'" in line and "'bfloat16'" in line
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2_bf16", "bf16_optimizer", "zero3"])
@@ -79,8 +79,7 @@ def test_conversions(saved, tmp_path, name):
     convert_with_deepspeed(source, tmp_path / "theirs")
     assert diff(source, tmp_path / "ours")["same"]
     lost = diff(source, tmp_path / "theirs")["others"]
-    frozen = "tensor frozen.weight and 1 more: in the first alone"
-    assert lost == ([frozen] if name == "zero3" else [])
+    assert [line.count("'nothing'") for line in lost] == ([2] if name == "zero3" else [])
     of_theirs, of_source = facts_in(tmp_path / "theirs"), facts_in(saved / name)
     differing = {key for key in of_source if of_theirs[key] != of_source[key]}
     assert differing <= {"kind", "next_steps"}

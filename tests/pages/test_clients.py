@@ -18,6 +18,9 @@ import torch
 from measure.logs import compare
 from tests.support import ROOT
 from tests.support.ranks import launch, run
+from universal.checkpoint.describe import describe
+from universal.checkpoint.tags import find_tag
+from universal.files.sources import ByteReader
 
 clients = pytest.mark.clients
 CLIENTS = {
@@ -340,6 +343,31 @@ def test_trainer_stops(work, trained, change, words):
     name = trained("hf_trainer.py", *FLAGS)
     result = go_on(work, name, 5, without(work, "hf_trainer.py", change), *FLAGS)
     assert result.code == 1 and words in result.errors
+
+
+def test_the_adapter_of_a_lora_run(work, trained, monkeypatch):
+    """The page's block in Python: of ZeRO-3, where Trainer itself writes an empty file."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    folder = work / trained(LORA[0], "--zero_stage", LORA[3], "--dtype", LORA[2], *LORA[4:])
+    page = (ROOT / "docs" / "clients.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    (code,) = (block for block in blocks if "zero_to_fp32" in block)
+    monkeypatch.chdir(folder)
+    code = code.replace("ckpt_trainer/checkpoint-20", "checkpoint-10")
+    exec(code, {"base": LlamaForCausalLM(config), "lora": lora, "get_peft_model": get_peft_model})
+    model = PeftModel.from_pretrained(LlamaForCausalLM(config), "adapter")
+    parameters = describe(find_tag("checkpoint-10")).checkpoint.parameters
+    weights = model.state_dict()
+    assert len(parameters) == 8
+    for name, parameter in parameters.items():
+        source = parameter.states["fp32"]
+        masters = torch.frombuffer(ByteReader().read(source, 0, source.numel), dtype=torch.float32)
+        assert torch.equal(weights[name].flatten(), masters) and masters.any()
 
 
 @clients
