@@ -26,9 +26,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from universal.errors import CheckpointError
 from universal.files import torch_file
 from universal.files.sources import ByteReader
 from universal.files.torch_writer import pickled, write_pt
+from universal.write.console import in_one_line
 
 ROW = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
 
@@ -44,9 +46,8 @@ def complete(info, args, names):
     addition."""
     heads = args["num_attention_heads"]
     if args.get("num_key_value_heads", heads) != heads:
-        sys.exit(
-            "megatron_info.py: grouped-query attention: how Q, K and V of this checkpoint are cut "
-            "is not known"
+        raise CheckpointError(
+            "grouped-query attention: how Q, K and V of this checkpoint are cut is not known"
         )
     degree = args["tensor_model_parallel_size"]
     hidden = args["kv_channels"] * heads
@@ -77,11 +78,11 @@ def complete(info, args, names):
 def main(folder):
     files = sorted(Path(folder).glob("*mp_rank_*_model_states.pt"))
     if not files:
-        sys.exit(f"megatron_info.py: {folder} holds no *mp_rank_*_model_states.pt")
+        raise CheckpointError(f"{folder} holds no *mp_rank_*_model_states.pt")
     states = {path: torch_file.load(path) for path in files}
     first = next(path for path in files if "mp_rank_00" in path.name)
     if "universal_checkpoint_info" not in states[first]:
-        sys.exit(f"megatron_info.py: {first} has no universal_checkpoint_info")
+        raise CheckpointError(f"{first} has no universal_checkpoint_info")
     # Each pipeline stage lists only its own parameters.
     names = dict.fromkeys(
         name for state in states.values() for group in state["param_shapes"] for name in group
@@ -96,6 +97,7 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    main(sys.argv[1])
+    with in_one_line("megatron_info.py"):
+        if len(sys.argv) != 2:
+            raise CheckpointError("name the folder of a checkpoint, as global_step1000")
+        main(sys.argv[1])

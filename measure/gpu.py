@@ -506,7 +506,7 @@ def main():
         cores = 1  # the ranks of all launches have one port
     cards = torch.cuda.device_count()
     if args.device == "cuda" and not cards:
-        sys.exit("measure/gpu.py: there is no GPU; --device cpu does the same on CPU ranks")
+        parser.error("there is no GPU; --device cpu does the same on CPU ranks")
     end = time.monotonic() + 60 * args.minutes
     ranks = cards if cards > 1 else 4
     output = args.output.resolve()

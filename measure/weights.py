@@ -24,6 +24,7 @@ from pathlib import Path
 from universal.checkpoint.describe import describe
 from universal.diff import diff, screen_lines
 from universal.files.sources import ByteReader
+from universal.write.console import in_one_line
 
 ROUNDING = 1e-6
 QUERY_KEY_VALUE = "attn.qkv.bias fp32"
@@ -69,7 +70,15 @@ def main():
     )
     for name in ("first", "same_ranks", "fewer_ranks"):
         parser.add_argument(name, help="folder of checkpoints")
-    first, same_ranks, fewer_ranks = vars(parser.parse_args()).values()
+    args = parser.parse_args()
+    with in_one_line("measure.weights"):
+        same = compare_all(args.first, args.same_ranks, args.fewer_ranks)
+    print("PASS" if same else "FAIL")
+    sys.exit(0 if same else 1)
+
+
+def compare_all(first, same_ranks, fewer_ranks):
+    """Whether all is as it should be. Raises: CheckpointError."""
     step_100 = Path(first, "global_step100")
     same = compare(step_100, f"{step_100}_universal")["same"]
     step_200 = Path(first, "global_step200")
@@ -80,8 +89,7 @@ def main():
     same &= not view["others"] and of_others <= ROUNDING and of_keys <= bound
     print(f"biases of the keys, whose gradient is rounding alone: {of_keys:.1e} <= {bound:.2g}")
     print(f"all else: {of_others:.1e} <= {ROUNDING:g}")
-    print("PASS" if same else "FAIL")
-    sys.exit(0 if same else 1)
+    return same
 
 
 if __name__ == "__main__":

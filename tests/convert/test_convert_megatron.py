@@ -15,7 +15,7 @@ import torch
 
 import universal
 from tests.support import ROOT
-from tests.support.commands import command
+from tests.support.commands import command, failed
 from tests.support.conversions import convert_with_deepspeed
 from tests.support.files import MODEL, content, edit, load
 
@@ -156,10 +156,10 @@ def test_refusals(saved, tmp_path):
     os.truncate(folder / MODEL, 1000)
     before = content(tmp_path)
     for arguments, words in (
-        ((), "megatron_info.py"),
+        ((), "name the folder"),
         ((tmp_path,), "holds no"),
         ((folder,), f"{MODEL} is damaged"),
     ):
         done = run_example(*arguments)
-        assert done.code == 1 and words in done.err, done.err
+        failed(done, 2, "megatron_info.py: error: ", words)
     assert content(tmp_path) == before
