@@ -145,7 +145,7 @@ def install(folder, *packages):
     return folder
 
 
-def elsewhere(function, arguments, *paths, limit):
+def elsewhere(function, arguments, *paths, limit, **environment):
     """What "measure.module.function" returns in a Python that has these first on its path."""
     module = function.rpartition(".")[0]
     code = f"import json, {module}; print(json.dumps({function}(*{arguments})))"
@@ -153,7 +153,7 @@ def elsewhere(function, arguments, *paths, limit):
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT]))},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT]))} | environment,
         check=True,
         timeout=limit,
     )

@@ -124,18 +124,16 @@ def fill_steps(
     """
     sampler = loader.batch_sampler  # of this rank, around that of all; on a single rank that alone
     whole = getattr(sampler, "batch_sampler", sampler)
-    deals = getattr(sampler, "num_processes", 1) == share.ranks
-    is_iterable = isinstance(loader.dataset, data.IterableDataset)
-    if is_iterable or not deals or getattr(sampler, "split_batches", False):
+    order = getattr(whole, "sampler", None)
+    if (
+        isinstance(loader.dataset, data.IterableDataset)
+        or getattr(sampler, "num_processes", 1) != share.ranks
+        or getattr(sampler, "split_batches", False)
+        or type(order).__name__ == "LengthGroupedSampler"
+    ):
         raise ValueError(
-            "only micro-batches that accelerate deals, each as a whole, are the same on any number "
-            "of ranks: no dispatch_batches, split_batches or batch_rebalance, and a stream only by "
-            "AnyRanks"
-        )
-    if type(getattr(whole, "sampler", None)).__name__ == "LengthGroupedSampler":
-        raise ValueError(
-            "group_by_length orders the samples by the number of accumulation steps, which another "
-            "number of ranks changes: leave it out, or group them beforehand"
+            "what the ranks get would depend on their number: leave out dispatch_batches, "
+            "split_batches, batch_rebalance, group_by_length; a stream, too, but in AnyRanks"
         )
     if stream is None:
         filled_steps = FilledSteps(whole, share, len(whole))

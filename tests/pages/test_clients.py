@@ -277,11 +277,11 @@ def test_a_loss_that_is_a_mean(work, trained, change):
         (("batch_size=MICRO,\n    per_device_eval", "batch_size=3,\n    per_device_eval"), "=2"),
         (
             (ARGUMENT, f'{ARGUMENT}    train_sampling_strategy="group_by_length",\n'),
-            "group_by_length orders the samples",
+            "group_by_length; a stream",
         ),
         (
             (ARGUMENT, f'{ARGUMENT}    accelerator_config={{"dispatch_batches": True}},\n'),
-            "no dispatch_batches",
+            "leave out dispatch_batches",
         ),
         (
             (ARGUMENT, f"{ARGUMENT}    average_tokens_across_devices=False,\n"),
