@@ -50,7 +50,7 @@ def test_optimizers_of_torch(saved):
         engine.optimizer = engine.torch_optimizer = optimizer_of(kind)[0]
         engine.group_numbers = dict
         with contextlib.suppress(universal.CheckpointError):
-            reshard.compare_optimizer(engine, checkpoint, model, content)
+            reshard.compare_optimizer(engine, checkpoint, model, content, True)
             takers.add(kind.__name__)
     adams = {"Adam", "AdamW"}
     assert takers == (adams if saved.__name__ in adams else {saved.__name__})

@@ -79,7 +79,6 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
         ranks=None,
         layout=None,
         parameters=parameters,
-        flat_names=[list(names) for names in models[0]["param_shapes"]],
         module=module_state(models[0]),
         optimizer=OptimizerState(param_groups, {}, {}, {}),
         files=Files(paths[0], []),

@@ -247,9 +247,8 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
             )
             problems.append(Problem(True, text))
     files = [*model_paths, *experts.files, *shards]
-    flat_names = [list(names) for names in model["param_shapes"]]
     return ModelParallelRank(
-        model, dtype, shard, parameters, flat_names, settings, rank_dependent, problems, files
+        model, dtype, shard, parameters, settings, rank_dependent, problems, files
     )
 
 
@@ -373,7 +372,6 @@ def join_all(folder, ranks, tensor, pipeline, tied, opened):
     first = ranks[0]
     info = first.model.get(INFO_KEY)
     joiner = TensorParallel(info, tensor, folder)
-    param_groups, ranks, problems = join_groups(folder, ranks, tensor)
     parameters, rank_dependent, untied = join_ranks(folder, ranks, joiner)
     used = {path for rank in ranks for path in rank.files}
     modules = [rank.model["module"] for rank in ranks]
@@ -383,7 +381,8 @@ def join_all(folder, ranks, tensor, pipeline, tied, opened):
         used.update(itertools.chain(*files_of_layers(folder, tensor).values()))
         modules = untied_modules(folder, tensor, parameters, tied, opened)
     module, more_problems = join_modules(folder, modules, ranks[0].model, joiner)
-    problems += untied + more_problems + joiner.problems + unused_patterns(joiner)
+    problems = other_groups(folder, ranks, tensor) + untied + more_problems
+    problems += joiner.problems + unused_patterns(joiner)
     models = [ranks[0].model | {"module": module or nothing}, *(rank.model for rank in ranks[1:])]
     kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
     if kind:
@@ -401,11 +400,8 @@ def join_all(folder, ranks, tensor, pipeline, tied, opened):
         ranks=first.model["dp_world_size"],
         layout=layout,
         parameters=parameters,
-        flat_names=first.flat_names,
         module=module_state(models[0]),
-        optimizer=optimizer_state(
-            first.shard.optimizer | {"param_groups": param_groups}, rank_dependent
-        ),
+        optimizer=optimizer_state(first.shard.optimizer, rank_dependent),
         files=Files(
             model_states=first.files[0],
             left_over=names_beside(folder, used),
@@ -434,66 +430,21 @@ def check_complete(folder, shards, tensor, pipeline):
         )
 
 
-def join_groups(folder, ranks, degree):
-    """(the parameter groups of all pipeline stages, ModelParallelRanks that have their numbers, [a
-    Problem, if they had others]). degree: of tensor parallelism.
+def other_groups(folder, ranks, degree):
+    """[a Problem] if a pipeline stage has other parameter groups. degree: of tensor parallelism.
 
     DeepSpeed drops a group of which a stage has nothing, and numbers the next ones anew.
     """
-    settings = [settings_by_group(rank) for rank in ranks[::degree]]
-    groups = ranks[0].shard.optimizer["param_groups"]
-    counts = {len(of_stage) for of_stage in settings}
-    if len(counts) == 1 and not any(map(differences, zip(*settings, strict=True))):
-        return groups, ranks, []
-    merged = []
-    homes = []  # (rank, its number of a group)
-    renumbered = []
-    for i, rank in enumerate(ranks):
-        numbers = []
-        for number, of_group in enumerate(settings[i // degree]):
-            same = [j for j, known in enumerate(merged) if not differences([known, of_group])]
-            numbers += same or [len(merged)]
-            if not same:
-                merged.append(of_group)
-                homes.append((rank, number))
-        if len({*numbers}) < len(numbers):
-            raise CheckpointError(
-                f"{folder}: a pipeline stage lacks a parameter group that others have: which one, "
-                "is not known, for two have the same settings"
-            )
-        renumbered.append(rank.renumbered(numbers))
-    model = ranks[0].model | {"lr_scheduler": join_schedulers(len(groups), homes)}
-    renumbered[0] = renumbered[0]._replace(model=model)
-    groups = [rank.shard.optimizer["param_groups"][number] for rank, number in homes]
+    first, *others = [rank.shard.optimizer["param_groups"] for rank in ranks[::degree]]
+    different = differences([rank.settings for rank in ranks[::degree]])
+    same = all(len(groups) == len(first) for groups in others)
+    if same and all(number is None for number, _ in different):
+        return []
     text = (
-        f"{folder}: a pipeline stage lacks a parameter group that others have: DeepSpeed's "
-        "universal loader goes by number"
+        f"{folder}: a pipeline stage lacks a parameter group that others have, or has another: "
+        "give each stage a parameter of every group"
     )
-    numbered = [group | {"params": [i]} for i, group in enumerate(groups)]
-    return numbered, renumbered, [Problem(True, text, of_conversion=True)]
-
-
-def settings_by_group(rank):
-    """[{name: value}] of its parameter groups."""
-    count = len(rank.shard.optimizer["param_groups"])
-    return [
-        {key: value for (group, key), value in rank.settings.items() if group == number}
-        for number in range(count)
-    ]
-
-
-def join_schedulers(count, homes):
-    """Rank 0's scheduler, with a value of each group where it has a list of one for each of its
-    own, which are `count`. homes: of each group, (a ModelParallelRank, its number there)."""
-    schedulers = [rank.model.get("lr_scheduler") for rank, _ in homes]
-    if not all(isinstance(scheduler, dict) for scheduler in schedulers):
-        return schedulers[0]
-    joined = dict(schedulers[0])
-    for key, value in joined.items():
-        if isinstance(value, list) and len(value) == count:
-            numbers = [number for _, number in homes]
-            joined[key] = [of[key][i] for of, i in zip(schedulers, numbers, strict=True)]
-    return joined
+    return [Problem(True, text, of_ranks=True)]
 
 
 def join_ranks(folder, ranks, joiner):

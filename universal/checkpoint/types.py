@@ -140,7 +140,7 @@ class Checkpoint(NamedTuple):
 
     stage: of ZeRO, 1 to 3; 0 without it. ranks: how many data-parallel ones wrote it. These and
     layout are None for a universal checkpoint, which is not cut. parameters: by name.
-    flat_names: their names, in the order of the flat tensors. problems: what a conversion loses.
+    problems: what a conversion loses.
     packed: what reader.describe() adds for the ranks that load it.
     """
 
@@ -149,7 +149,6 @@ class Checkpoint(NamedTuple):
     ranks: int | None
     layout: Layout | None
     parameters: dict[str, Parameter]
-    flat_names: list[list[str]]
     module: ModuleState
     optimizer: OptimizerState
     files: Files

@@ -85,29 +85,17 @@ class ModelParallelRank(NamedTuple):
     """A model-parallel rank, joined from its data-parallel ranks.
 
     model: rank 0's model states, with an untrained module. dtype: of Layout. shard: rank 0's.
-    flat_names: of Checkpoint. settings: as of settings_of(). files: rank 0's model states first.
+    settings: as of settings_of(). files: rank 0's model states first.
     """
 
     model: dict
     dtype: str
     shard: SavedShard
     parameters: dict
-    flat_names: list[list[str]]
     settings: dict
     rank_dependent: dict
     problems: list[Problem]
     files: list[Path]
-
-    def renumbered(self, numbers: list[int]) -> "ModelParallelRank":
-        """With these numbers in place of those of its parameter groups."""
-        new = dict(enumerate(numbers))
-        parameters = {
-            name: parameter._replace(
-                group_number=new.get(parameter.group_number, parameter.group_number)
-            )
-            for name, parameter in self.parameters.items()
-        }
-        return self._replace(parameters=parameters)
 
 
 def read_shard(path: Path) -> SavedShard:

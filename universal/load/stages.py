@@ -2,7 +2,7 @@
 """Which layers of a pipeline a rank has, and which of them are tied."""
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -17,25 +17,8 @@ def layers_of(module: torch.nn.Module) -> dict[str, str]:
     names = {}
     for name, layer in module.named_modules():
         names[layer] = name
-    phases = [(module._local_start, module.forward_funcs)]
-    if is_folded(module):
-        starts = [start for start, _ in module.phase_bounds]
-        phases = zip(starts, module.phase_funcs, strict=True)
-    layers = {}
-    for start, of_phase in phases:
-        for number, layer in enumerate(of_phase, start):
-            if layer in names:
-                layers[str(number)] = names[layer]
-    return layers
-
-
-def layers_elsewhere(module: torch.nn.Module) -> dict[str, str]:
-    """{number: name of its module} of all layers that share the key of a tied layer here of which
-    this rank saves nothing: DeepSpeed writes no file for a layer with a forward_fn."""
-    unsaved = {f"tied_modules.{key}" for key in module.tied_modules}
-    unsaved.difference_update(layers_of(module).values())
-    tied = {str(n): f"tied_modules.{key}" for n, key in tied_layers(module).items()}
-    return {number: name for number, name in tied.items() if name in unsaved}
+    layers = enumerate(module.forward_funcs, module._local_start)
+    return {str(number): names[layer] for number, layer in layers if layer in names}
 
 
 def tied_layers(module: torch.nn.Module) -> dict[int, str]:
@@ -51,26 +34,6 @@ def shared_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
         for key, paths in getattr(module, "tied_weight_attrs", {}).items()
         for path in paths
     ]
-
-
-def is_folded(module: torch.nn.Module) -> bool:
-    """Whether it is a DualPipeVModule: a rank has a stage of either end."""
-    return hasattr(module, "phase_bounds")
-
-
-def unsaved_names(
-    module: torch.nn.Module, local_name: LocalName, model: dict, saved: Iterable[str]
-) -> set[str]:
-    """The names, in this rank's tied layers, of what its stage did not save and another layer of
-    the same key did. This stage may have had other values, unless all stages keep them the same.
-
-    model: rank 0's model states. saved: the names of entries of a checkpoint's module.
-    """
-    degrees = model.get("checkpoint_parallel_dimensions") or {}
-    if not hasattr(module, "tied_modules") or degrees.get("pp_degree") == 1:
-        return set()
-    layers = layers_elsewhere(module)
-    return {local_name(name) for name in saved if name.partition(".")[0] in layers}
 
 
 def check_tied(module: torch.nn.Module, local_name: LocalName, saved: dict, strict: bool) -> None:
