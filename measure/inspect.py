@@ -6,9 +6,10 @@ A ZeRO-1 checkpoint of 4 ranks, of a GPT of 86 million parameters or --times as 
 twice, with the same bytes. All four commands run as whole processes, in turn, several rounds; the
 shortest counts, for whatever else the machine does adds to all others. "memory": the system has the
 files there; "disk": it has nothing of them. The last column is the peak of the process's own memory
-(VmHWM) as it ends; where numbers differ, less that of a process that imports torch alone."""
+(VmHWM) as it ends; of diff, less that of a process that imports torch alone."""
 
 import argparse
+import functools
 import os
 import re
 import shutil
@@ -60,6 +61,16 @@ def megabytes(printed):
     return int(printed.split()[-1]) / 1000
 
 
+@functools.cache
+def memory_of_torch():
+    return megabytes(timed([sys.executable, "-c", OF_TORCH])[1])
+
+
+def memory_of(words, printed):
+    """Megabytes of what a command has printed, without those of importing torch."""
+    return megabytes(printed) - memory_of_torch() * ("universal.diff" in words)
+
+
 def of_package(module, *words):
     return [sys.executable, "-c", PEAK, f"universal.{module}", *words]
 
@@ -80,7 +91,7 @@ def measure(what, ours, limit, rounds, cold):
     for _ in range(rounds):
         took, printed = timed(ours, cold)
         seconds["ours"].append(took)
-        peak = max(peak, megabytes(printed))
+        peak = max(peak, memory_of(ours, printed))
         seconds["limit"].append(timed(limit, cold)[0])
     a, b = map(min, seconds.values())
     name = f"{what}, {'disk' if cold else 'memory'}"
@@ -94,7 +105,8 @@ def measure_many_ranks(folder, stage):
     for module, *folders in (("inspect", folder), ("diff", folder, folder)):
         took, printed = timed(of_package(module, *folders))
         name = f"{module}, 512 ranks, ZeRO-{stage}"
-        print(COLUMNS.format(name, f"{took:.2f} s", "", "", f"{megabytes(printed):.0f} MB"))
+        peak = memory_of(of_package(module), printed)
+        print(COLUMNS.format(name, f"{took:.2f} s", "", "", f"{peak:.0f} MB"))
 
 
 def main():
@@ -127,11 +139,10 @@ def main():
 def measure_differing(first, second):
     """A line: other ranks, another stage, and every number is another."""
     took, printed = timed(of_package("diff", first, second))
-    of_torch = megabytes(timed([sys.executable, "-c", OF_TORCH])[1])
     equal, total = re.search(r"(\d+) of (\d+) tensors equal", printed).groups()
     assert equal == "0" < total
-    peak = f"{megabytes(printed) - of_torch:.0f} MB"
-    print(COLUMNS.format("diff, all differ", f"{took:.2f} s", "", "", peak))
+    peak = memory_of(of_package("diff"), printed)
+    print(COLUMNS.format("diff, all differ", f"{took:.2f} s", "", "", f"{peak:.0f} MB"))
 
 
 if __name__ == "__main__":
