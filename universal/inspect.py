@@ -33,7 +33,7 @@ from universal.files.torch_file import load, records_of, tensor_of
 from universal.write.console import counted, in_one_line, print_screen, short, wrapped
 
 WORKERS = 4
-MOST_TAGS = 8
+MOST = 8  # tags, groups on the screen
 
 # --------------------------------------------------------------------------------------------------
 # 1. what is in a folder
@@ -62,8 +62,8 @@ def look(folder: str, tag: str | None = None, quick: bool = False) -> dict[str, 
     takes = None
     for name in order:
         facts, checkpoint = looks[name]
-        if checkpoint and not quick:
-            facts |= damage_of(checkpoint)
+        if not facts["problem"] and not quick:
+            facts |= damage_of(places[name], checkpoint)
         if not facts["problem"]:
             takes = name
             break
@@ -97,9 +97,10 @@ def look_at(folder):
         return facts | {"problem": str(error)}, None
 
 
-def damage_of(checkpoint):
-    """What its checksums tell: three of the facts."""
+def damage_of(folder, checkpoint):
+    """What its checksums tell: three of the facts. checkpoint: None, if saved without ZeRO."""
     opened = keep_open()
+    paths = paths_of(checkpoint) if checkpoint else folder.glob("*_states.pt")
 
     def damages_in(path):
         try:
@@ -112,11 +113,11 @@ def damage_of(checkpoint):
             return {(path, None): str(error)}
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        damages = dict(ChainMap(*pool.map(damages_in, paths_of(checkpoint))))
-    unread = weights_not_read(checkpoint) if damages else set()
+        damages = dict(ChainMap(*pool.map(damages_in, paths)))
+    unread = weights_not_read(checkpoint) if damages and checkpoint else set()
+    needed = [text for place, text in damages.items() if place not in unread]
     return {
-        "problem": "; ".join(text for place, text in damages.items() if place not in unread)
-        or None,
+        "problem": "; ".join(needed) or None,
         "checked": True,
         "unread_damage": [text for place, text in damages.items() if place in unread],
     }
@@ -201,31 +202,29 @@ def lines_of(view: dict[str, Any], ranks: int | None = None) -> Iterator[str]:
             yield from wrapped(f"  {text}")
     tags = view["tags"]
     names = sorted(tags, key=lambda name: (name != takes, not tags[name]["problem"]))
-    for name in names[:MOST_TAGS]:
+    for name in names[:MOST]:
         mark = "*" if name == takes else " "
         yield from wrapped(f"{mark} {name}: {state_in_words(tags[name])}")
-    if len(names) > MOST_TAGS:
-        yield f"  and {len(names) - MOST_TAGS} more"
+    if len(names) > MOST:
+        yield f"  and {len(names) - MOST} more"
     if takes and "step" in tags[takes]:
         yield ""
         for label, text in rows_of(tags[takes]):
             yield from wrapped(f"{label:>13}  {text}")
-        if ranks:
+        if ranks is not None:
             yield ""
             yield from settings_on(tags[takes], ranks)
 
 
 def state_in_words(facts):
+    kind = f"step {facts['step']}, {facts['kind']}, " if "step" in facts else ""
+    if facts["problem"]:
+        return f"{kind}DAMAGED: {facts['problem']}"
     if "refused" in facts:
         return facts["refused"]
-    if "step" not in facts:
-        return f"NOT COMPLETE: {facts['problem']}"
-    kind = f"step {facts['step']}, {facts['kind']}"
-    if facts["problem"]:
-        return f"{kind}, DAMAGED: {facts['problem']}"
     if facts["unread_damage"]:
-        return f"{kind}, complete, but for what no resume reads: {facts['unread_damage'][0]}"
-    return f"{kind}, complete{', all checksums match' if facts['checked'] else ''}"
+        return f"{kind}complete, but for what no resume reads: {facts['unread_damage'][0]}"
+    return f"{kind}complete{', all checksums match' if facts['checked'] else ''}"
 
 
 def rows_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -235,9 +234,11 @@ def rows_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "batch", text.format(**facts["batch"]) if facts["batch"] else "its config does not tell"
     kind = facts["optimizer"] or "of a type that is not saved"
     yield "optimizer", f"{kind}: {', '.join(facts['states'])}"
-    for i, group in enumerate(facts["groups"]):
+    for i, group in enumerate(facts["groups"][:MOST]):
         rates = [f"{what} {short(rate)}" for what, rate in group.items() if rate is not None]
         yield f"group {i}", ", ".join(rates)
+    if more := facts["groups"][MOST:]:
+        yield "", f"and {len(more)} more"
     yield "scheduler", facts["scheduler"]
     elements, tensors = short(facts["elements"]), counted(facts["tensors"], "tensor")
     yield "parameters", f"{elements} trained ({tensors})"
@@ -252,6 +253,8 @@ def rows_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def settings_on(facts: dict[str, Any], ranks: int) -> Iterator[str]:
     """Yields what to paste so that so many data-parallel ranks keep the batch."""
+    if ranks < 1:
+        raise CheckpointError(f"--ranks {ranks} is none")
     if facts["own_ranks_only"]:
         raise CheckpointError(f"it resumes on its own ranks only: {facts['own_ranks_only']}")
     if not facts["batch"]:
@@ -283,7 +286,9 @@ def main():
     args = parser.parse_args()
     with in_one_line("universal.inspect"):
         view = look(args.folder, args.tag, args.quick)
-        lines = [json.dumps(view, indent=1)] if args.json else lines_of(view, args.ranks)
+        lines = (
+            [json.dumps(view, indent=1, default=str)] if args.json else lines_of(view, args.ranks)
+        )
         print_screen("\n".join(lines))
     tags = view["tags"].values()
     sys.exit(2 if any(facts["problem"] or facts["unread_damage"] for facts in tags) else 0)

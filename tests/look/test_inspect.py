@@ -279,6 +279,9 @@ def test_saved_without_zero(laid_out):
     done = inspected(source.parent)
     assert done.code == 0 and "a resume takes c\n" in done.out
     assert "* c: " in done.out and "was saved without ZeRO: resume it without ZeRO" in done.out
+    flip(source / MODEL)
+    done = inspected(source.parent)
+    assert done.code == 2 and "a resume takes none\n" in done.out and "DAMAGED" in done.out
 
 
 # --------------------------------------------------------------------------------------------------
@@ -343,6 +346,7 @@ def test_no_batch(laid_out):
     source = laid_out(1)
     assert "its config does not tell" in inspected(source).out
     failed(inspected(source, "--ranks", 3), 2, "its config names no batch")
+    failed(inspected(source, "--ranks", 0), 2, "--ranks 0 is none")
     config = {"train_batch_size": 23, "train_micro_batch_size_per_gpu": 2}
     edit(source, "*_model_*", lambda model: model.update(ds_config=config))
     failed(inspected(source, "--ranks", 3), 2, "does not divide into micro-batches of 2")
