@@ -197,7 +197,7 @@ def differing(kind: str, first: dict, second: dict) -> list[str]:
 
 def not_comparable(checkpoint):
     """Yields in words what belongs to a rank, and has no partner on others."""
-    for key in sorted({str(key) for _, key in checkpoint.optimizer.rank_dependent}):
+    for key in sorted(map(str, checkpoint.optimizer.rank_dependent)):
         yield f"{checkpoint.folder}: {key} of the optimizer belongs to a rank: it is not compared"
     for problem in checkpoint.problems:
         if problem.of_ranks:

@@ -25,6 +25,7 @@ from universal.checkpoint.describe import describe, left_over, paths_of
 from universal.checkpoint.facts import batch_of, doubt_of
 from universal.checkpoint.module_states import client_state_of, config_of
 from universal.checkpoint.next_steps import read_rows
+from universal.checkpoint.same_step import check_same_step, compares_weights
 from universal.checkpoint.tags import choose_tag, is_checkpoint, list_tags
 from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Described
 from universal.errors import CheckpointError, Refused
@@ -90,6 +91,7 @@ def look_at(folder):
     facts = {"problem": None, "checked": False, "unread_damage": []}
     try:
         described = describe(folder, WORKERS)
+        check_same_step(described.checkpoint)
         return facts | facts_of(described), described.checkpoint
     except Refused as error:
         return facts | {"refused": str(error)}, None
@@ -125,11 +127,9 @@ def damage_of(folder, checkpoint):
 
 def weights_not_read(checkpoint):
     """{(path, offset)} of the trained weights in model states: a load reads the masters, and
-    compares these with them only where nothing counts steps."""
-    groups = checkpoint.optimizer.param_groups
-    counts = [*groups, *(parameter.scalars for parameter in checkpoint.parameters.values())]
+    may compare these with them."""
     places = set()
-    if not any("step" in known for known in counts):
+    if compares_weights(checkpoint):
         return places
     for path in checkpoint.folder.glob("*model_states.pt"):
         with contextlib.suppress(CheckpointError):
@@ -183,7 +183,7 @@ def own_ranks_only(checkpoint: Checkpoint) -> str | None:
     if checkpoint.layout and checkpoint.layout.unsaved:
         return f"no file holds {checkpoint.layout.unsaved}"
     reasons = [problem.text for problem in checkpoint.problems if problem.of_ranks]
-    for (_, key), why in checkpoint.optimizer.rank_dependent.items():
+    for key, why in checkpoint.optimizer.rank_dependent.items():
         reasons.append(f"{key} of the optimizer {why}")
     return next(iter(reasons), None)
 

@@ -131,8 +131,8 @@ CHANGES = {
 PADDINGS = "param_alignment_paddings"
 # What is said of it at ZeRO-1, and at ZeRO-3, where flat tensors are of sub-groups.
 SLICES = [
-    ("fp32", "shorter", ": group 0 has 22 elements", ": sub-group 0 is not cut for 2"),
-    ("fp32", "longer", ": group 0 has a slice of another", ": sub-group 0 is not cut for 2"),
+    ("fp32", "shorter", ": group 0 has a slice of another", ": sub-group 0 has a slice of another"),
+    ("fp32", "longer", ": group 0 has a slice of another", ": sub-group 0 has a slice of another"),
     ("fp32", "with_gaps", "has gaps between", "has gaps between"),
     ("fp32", "of_another_dtype", "fp32 of group 0 is not", "fp32 of sub-group 0 is not"),
     ("exp_avg", "shorter", "exp_avg of the optimizer", "exp_avg of the optimizer"),

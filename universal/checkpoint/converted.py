@@ -67,11 +67,11 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
 
     def read(name, flat):
         states = path.parent / file_name(name)
-        return read_parameter(states, flat, group_of.get(flat), step, opened)
+        return read_parameter(states, group_of.get(flat), step, opened)
 
     read_all = pool.map(read, flats, flats.values())
     parameters = dict(zip(flats, read_all, strict=True))
-    check_states(folder, parameters)
+    check_states(folder, parameters, flats)
     models = [model | {"module": untrained_entries(model, parameters)} for model in models]
     description = Checkpoint(
         folder=folder,
@@ -112,7 +112,7 @@ def read_step(path, optimizer, opened):
     return {"step": read_scalar(state["step"], opened)} if "step" in state else {}
 
 
-def read_parameter(folder, flat_number, group_number, scalars, opened):
+def read_parameter(folder, group_number, scalars, opened):
     """The Parameter whose states are the files in a folder."""
     tensors = {}
     masters = folder / "fp32.pt"
@@ -125,20 +125,19 @@ def read_parameter(folder, flat_number, group_number, scalars, opened):
             tensors[path.stem] = tensor_of(content["param"] if type(content) is dict else content)
     return Parameter(
         shape=tuple(tensors["fp32"].size),
-        flat_number=flat_number,
         group_number=group_number,
         states={key: extent_of(tensor) for key, tensor in tensors.items()},
         scalars=scalars,
     )
 
 
-def check_states(folder, parameters):
+def check_states(folder, parameters, flats):
     """Check that each parameter has all of what others of its flat tensor have."""
     keys = {}
-    for parameter in parameters.values():
-        keys.setdefault(parameter.flat_number, set()).update(parameter.states)
     for name, parameter in parameters.items():
-        for key in keys[parameter.flat_number]:
+        keys.setdefault(flats[name], set()).update(parameter.states)
+    for name, parameter in parameters.items():
+        for key in keys[flats[name]]:
             source = parameter.states.get(key)
             if source is None or source.numel < math.prod(parameter.shape):
                 raise CheckpointError(f"{folder}: not all of the state {key} of {name} was saved")

@@ -10,7 +10,6 @@ import itertools
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import NoneType
 from typing import NamedTuple
 
 from universal.checkpoint.converted import describe_universal
@@ -42,16 +41,17 @@ from universal.checkpoint.types import (
     kind_with_unsaved,
 )
 from universal.checkpoint.zero import (
+    NOT_CUT,
     ModelParallelRank,
-    check_slice,
     cut_flat,
     differences,
-    join_shards,
+    join_slices,
     optimizer_state,
     problem_of_loss,
-    read_flat,
+    rank_dependent,
     read_shard,
-    settings_of,
+    read_slice,
+    shared_rest,
 )
 from universal.errors import CheckpointError, Refused, naming
 from universal.files.schema import expect
@@ -228,13 +228,9 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
     if shard.stage == 3:
         read = functools.partial(read_fragments, first_path=model_paths[0], first=model)
         fragments = list(pool.map(read, model_paths))
-    parameters, settings, rank_dependent = describe_shards(
-        shard, shards, model, experts, pool, opened
-    )
-    problems = other_steps(model_paths[0], shards, model, parameters, shard.stage)
-    state = optimizer_state(shard.optimizer, rank_dependent)
-    problems += problem_of_loss(shards[0], parameters, state)
+    parameters, rests, lost = describe_shards(shard, shards, model, experts, pool, opened)
     dtype = dtype_of_weights(model, shards[0].name.startswith("bf16_"))
+    problems = []
     if model["module"] is not None:
         model = model | {"module": model["module"] | experts.state}
         with naming(model_paths[0]):
@@ -247,9 +243,7 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
             )
             problems.append(Problem(True, text))
     files = [*model_paths, *experts.files, *shards]
-    return ModelParallelRank(
-        model, dtype, shard, parameters, settings, rank_dependent, problems, files
-    )
+    return ModelParallelRank(model, dtype, shard, parameters, rests, lost, problems, files)
 
 
 def may_be_on_nvme(model):
@@ -276,8 +270,7 @@ def model_states_of(folder, mp_rank, shard):
 
 
 def describe_shards(first, paths, model, experts, pool, opened):
-    """({name: Parameter}, settings_of() rank 0, {(flat tensor, name): why a state depends on the
-    rank}).
+    """({name: Parameter}, {path: shared_rest() its rank}, {name of a state that is not cut: why}).
 
     first: rank 0's shard. paths: of the shards of all ranks.
     """
@@ -295,22 +288,31 @@ def describe_shards(first, paths, model, experts, pool, opened):
         ]
 
     def read(rank):
-        """The FlatStates of a rank, and its settings."""
+        """{name of a flat tensor: what a rank holds of it}, and its rest."""
         shard = first if rank == 0 else read_shard(paths[rank])
         check_group_count(shard, shapes)
-        states = []
         with naming(paths[rank]):
-            for flat_cut in flat_cuts:
-                if rank in flat_cut.team.ranks:
-                    numel = check_slice(shard, rank, flat_cut, trust_mapping)
-                    states.append(read_flat(shard, flat_cut.number, numel, opened))
-            return states, settings_of(shard, opened)
+            held = {
+                flat_cut.name: read_slice(shard, rank, flat_cut, trust_mapping, opened)
+                for flat_cut in flat_cuts
+                if rank in flat_cut.team.ranks
+            }
+            scalars = {name: of_flat.scalars for name, of_flat in held.items()}
+            return held, shared_rest(shard, scalars, opened)
 
-    states, settings = zip(*pool.map(read, range(len(paths))), strict=True)
+    held, rests = zip(*pool.map(read, range(len(paths))), strict=True)
+    param_groups = first.optimizer["param_groups"]
+    group_of = {flat: i for i, group in enumerate(param_groups) for flat in group["params"]}
+    parameters = {}
+    lost = {}
     with naming(paths[0]):
-        param_groups = first.optimizer["param_groups"]
-        parameters, rank_dependent = join_shards(paths, states, flat_cuts, shapes, param_groups)
-        return parameters, settings[0], rank_dependent | differences(settings)
+        for flat_cut in flat_cuts:
+            number = flat_cut.number
+            of_flat = {path: of[flat_cut.name] for path, of in zip(paths, held, strict=True)}
+            joined, others = join_slices(flat_cut, of_flat, shapes[number], group_of.get(number))
+            parameters |= joined
+            lost |= dict.fromkeys(others, NOT_CUT)
+    return parameters, dict(zip(paths, rests, strict=True)), lost
 
 
 def check_group_count(shard, shapes):
@@ -320,21 +322,22 @@ def check_group_count(shard, shapes):
         )
 
 
-def other_steps(path, shards, model, parameters, stage):
+def other_steps(ranks, parameters):
     """[a Problem] if the optimizer is of another step than the module.
 
     For example after a start from weights alone. At ZeRO-3 only the files' times tell that from a
     save that was killed between model states and shards.
     """
-    if kind_with_unsaved(config_of(model, "zero_optimization")):
-        return []  # its optimizers step at other times
+    model, path, stage = ranks[0].model, ranks[0].files[0], ranks[0].shard.stage
+    if not stage or kind_with_unsaved(config_of(model, "zero_optimization")):
+        return []  # the latter's optimizers step at other times
     step = model["global_steps"] - model["skipped_steps"]
     steps = {number_in(parameter.scalars.get("step")) for parameter in parameters.values()}
     steps -= {None, step}
     if not steps:
         return []
     text = f"{path} is of step {step}, the optimizer of step {sorted(steps)}"
-    written = max(shard.stat().st_mtime for shard in shards)
+    written = max(shard.stat().st_mtime for rank in ranks for shard in rank.rests)
     if stage == 3 and path.stat().st_mtime > written + BETWEEN_SAVES:
         raise CheckpointError(
             f"{text} and older: a save was killed before its shards "
@@ -372,7 +375,11 @@ def join_all(folder, ranks, tensor, pipeline, tied, opened):
     first = ranks[0]
     info = first.model.get(INFO_KEY)
     joiner = TensorParallel(info, tensor, folder)
-    parameters, rank_dependent, untied = join_ranks(folder, ranks, joiner)
+    parameters, dependent, untied = join_ranks(folder, ranks, joiner)
+    param_groups = first.shard.optimizer["param_groups"]
+    optimizer = optimizer_state(first.shard.optimizer, param_groups, dependent)
+    problems = other_steps(ranks, parameters)
+    problems += problem_of_loss(first.shard.path, parameters, optimizer)
     used = {path for rank in ranks for path in rank.files}
     modules = [rank.model["module"] for rank in ranks]
     nothing = {}
@@ -381,7 +388,7 @@ def join_all(folder, ranks, tensor, pipeline, tied, opened):
         used.update(itertools.chain(*files_of_layers(folder, tensor).values()))
         modules = untied_modules(folder, tensor, parameters, tied, opened)
     module, more_problems = join_modules(folder, modules, ranks[0].model, joiner)
-    problems = other_groups(folder, ranks, tensor) + untied + more_problems
+    problems += other_groups(folder, ranks, tensor) + untied + more_problems
     problems += joiner.problems + unused_patterns(joiner)
     models = [ranks[0].model | {"module": module or nothing}, *(rank.model for rank in ranks[1:])]
     kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
@@ -401,11 +408,8 @@ def join_all(folder, ranks, tensor, pipeline, tied, opened):
         layout=layout,
         parameters=parameters,
         module=module_state(models[0]),
-        optimizer=optimizer_state(first.shard.optimizer, rank_dependent),
-        files=Files(
-            model_states=first.files[0],
-            left_over=names_beside(folder, used),
-        ),
+        optimizer=optimizer,
+        files=Files(first.files[0], names_beside(folder, used)),
         problems=[*(problem for rank in ranks for problem in rank.problems), *problems],
     )
     return Described(description, RawStates(models, first.shard.content))
@@ -436,9 +440,9 @@ def other_groups(folder, ranks, degree):
     DeepSpeed drops a group of which a stage has nothing, and numbers the next ones anew.
     """
     first, *others = [rank.shard.optimizer["param_groups"] for rank in ranks[::degree]]
-    different = differences([rank.settings for rank in ranks[::degree]])
+    different = differences([next(iter(rank.rests.values())) for rank in ranks[::degree]])
     same = all(len(groups) == len(first) for groups in others)
-    if same and all(number is None for number, _ in different):
+    if same and not any(isinstance(place, int) for place, _ in different):
         return []
     text = (
         f"{folder}: a pipeline stage lacks a parameter group that others have, or has another: "
@@ -448,8 +452,8 @@ def other_groups(folder, ranks, degree):
 
 
 def join_ranks(folder, ranks, joiner):
-    """({name: Parameter}, {(flat tensor or group, name): why a state depends on the rank}, [a
-    Problem for each parameter that pipeline stages do not share]).
+    """({name: Parameter}, {name of a state: why it depends on the rank}, [a Problem for each
+    parameter that pipeline stages do not share]).
 
     ranks: the ModelParallelRanks of all pipeline stages.
     """
@@ -461,29 +465,22 @@ def join_ranks(folder, ranks, joiner):
                     f"{folder}: its model-parallel ranks are of different saves: {key} differs"
                 )
     joined = {}
-    rank_dependent = {}
+    dependent = {}
     untied = {}
     for stage in range(0, len(ranks), joiner.degree):
         of_stage = ranks[stage : stage + joiner.degree]
         parts = [rank.parameters for rank in of_stage]
-        for rank in of_stage:
-            rank_dependent |= rank.rank_dependent
-        rank_dependent |= differences([rank.settings for rank in of_stage])
         if any(part.keys() != parts[0].keys() for part in parts):
             raise CheckpointError(
                 f"{folder}: tensor-parallel ranks of stage {stage} hold different parameters"
             )
+        dependent |= rank_dependent(of_stage)
         for name in parts[0]:
-            of_ranks = [part[name] for part in parts]
-            for key, why in differences([part.scalars for part in of_ranks]).items():
-                if key == "step":
-                    raise CheckpointError(f"{folder}: the optimizer's step of {name} {why}")
-                rank_dependent[of_ranks[0].flat_number, key] = why
             if name not in joined:
-                joined[name] = joiner.join(name, of_ranks)
+                joined[name] = joiner.join(name, [part[name] for part in parts])
             elif not joiner.is_tied(name):
                 untied[name] = problem_of_untied(folder, name)
-    return joined, rank_dependent, [*untied.values()]
+    return joined, dependent, [*untied.values()]
 
 
 def unused_patterns(joiner):
@@ -523,15 +520,3 @@ def frozen_parameters(modules, model, different, joiner):
         for name in sorted(names)
         if all(name in module and tensor_of(module[name]) for module in modules)
     ]
-
-
-def saved_modules(checkpoint: Checkpoint) -> list[dict]:
-    """[{name: value}]: the modules that tensor-parallel ranks have saved, with their weights."""
-    path = checkpoint.files.model_states
-    degree = checkpoint.layout.tensor if checkpoint.layout else 1
-    paths = [
-        path.with_name(path.name.replace("_rank_00_", f"_rank_{i:02d}_")) for i in range(degree)
-    ]
-    models = [expect(load(path), {"module": (NoneType, dict)}, path) for path in paths]
-    modules = [model["module"] for model in models]
-    return modules_of_layers(checkpoint.folder, degree, ()) if None in modules else modules

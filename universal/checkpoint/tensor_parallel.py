@@ -169,8 +169,7 @@ class TensorParallel:
         states = [{"frozen": strided(name, part)} for part in parts]
         shapes = [tuple(part.size) for part in parts]
         parameters = [
-            Parameter(shape, 0, None, state, {})
-            for shape, state in zip(shapes, states, strict=True)
+            Parameter(shape, None, state, {}) for shape, state in zip(shapes, states, strict=True)
         ]
         joined = self.join(name, parameters)
         return contiguous(parts[0].dtype, joined.states["frozen"], joined.shape)

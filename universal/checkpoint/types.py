@@ -27,17 +27,13 @@ def kind_with_unsaved(zero_config: dict) -> str | None:
 class Parameter(NamedTuple):
     """A trained parameter.
 
-    flat_number: of the flat tensor that holds it, and of its dict in param_shapes. ZeRO-1 and 2
-        make a flat tensor of each parameter group; ZeRO-3 cuts a group into sub-groups, and makes
-        one of each.
-    group_number: of its parameter group in the optimizer.
-    states: where the elements of each are, by name, fp32 first.
+    group_number: of its parameter group in the optimizer. states: where the elements of each are,
+    by name, fp32 first.
     scalars: {name: value, or Tensor with its bytes}, the rest of its optimizer state, which is the
         same for a whole flat tensor.
     """
 
     shape: tuple
-    flat_number: int
     group_number: int | None
     states: dict[str, Source]
     scalars: dict
@@ -98,8 +94,8 @@ class OptimizerState(NamedTuple):
     """What the optimizer's state holds besides the states of parameters.
 
     param_groups: hyperparameters. extra_states, extra_keys: what PyTorch's optimizer keeps besides
-    the states of its parameters, and besides its groups. rank_dependent: {(flat tensor or group,
-    name): why}, states that differ by rank, or are not cut like the weights.
+    the states of its parameters, and besides its groups. rank_dependent: {name: why}, states that
+    differ by rank, or are not cut like the weights.
     """
 
     param_groups: list[dict]

@@ -47,6 +47,7 @@ def are_states(value):
     )
 
 
+NOT_CUT = "is not cut like the weights"
 OPTIMIZER = {"state": are_states, "param_groups": [{"params": [is_natural]}]}
 STAGE_3 = {
     "partition_count": is_count,
@@ -76,24 +77,25 @@ class SavedShard(NamedTuple):
     optimizer_class: str
     content: dict
     optimizer: dict
-    masters: list[Tensor]
-    slice_sizes: list[int]
-    ranks: list[int]
+    masters: list[Tensor] = []
+    slice_sizes: list[int] = []
+    ranks: list[int] = []
 
 
 class ModelParallelRank(NamedTuple):
     """A model-parallel rank, joined from its data-parallel ranks.
 
     model: rank 0's model states, with an untrained module. dtype: of Layout. shard: rank 0's.
-    settings: as of settings_of(). files: rank 0's model states first.
+    rests: {file of a rank: its shared_rest()}. lost: {name of a state that has no place: why}.
+    files: rank 0's model states first.
     """
 
     model: dict
     dtype: str
     shard: SavedShard
     parameters: dict
-    settings: dict
-    rank_dependent: dict
+    rests: dict[Path, dict]
+    lost: dict[str, str]
     problems: list[Problem]
     files: list[Path]
 
@@ -155,12 +157,10 @@ def extra_keys(optimizer):
     return {key: value for key, value in optimizer.items() if key not in ("state", "param_groups")}
 
 
-def optimizer_state(optimizer: dict, rank_dependent: dict) -> OptimizerState:
+def optimizer_state(optimizer: dict, groups: list[dict], dependent: dict) -> OptimizerState:
     """What the state dict of PyTorch's optimizer holds besides the states of parameters."""
-    extra = extra_states(optimizer), extra_keys(optimizer)
-    groups = optimizer["param_groups"]
-    kept = {of: why for of, why in rank_dependent.items() if not is_computed_anew(of[1], groups)}
-    return OptimizerState(groups, *extra, kept)
+    kept = {key: why for key, why in dependent.items() if not is_computed_anew(key, groups)}
+    return OptimizerState(groups, extra_states(optimizer), extra_keys(optimizer), kept)
 
 
 def is_computed_anew(key: str, param_groups: list[dict]) -> bool:
@@ -168,20 +168,42 @@ def is_computed_anew(key: str, param_groups: list[dict]) -> bool:
     return key == "RMS" and all("relative_step" in group for group in param_groups)
 
 
-def settings_of(shard: SavedShard, opened: OpenFile) -> dict:
-    """{(group or None, name): value}, normally the same on all ranks.
+def shared_rest(shard: SavedShard, scalars: dict[str, dict], opened: OpenFile) -> dict:
+    """{(place, name): value} of what the optimizer keeps for no single element, normally the same
+    on all ranks.
 
-    Hyperparameters, and what is besides the states and the groups.
+    place: the number of a parameter group, for its hyperparameters; the name of a tensor, for its
+    scalars; None, for what is besides.
     """
-    settings = {
+    rest = {
         (i, key): value
         for i, group in enumerate(shard.optimizer["param_groups"])
         for key, value in group.items()
         if key != "params"
     }
     extra = extra_states(shard.optimizer) | extra_keys(shard.optimizer)
-    settings |= {(None, key): value for key, value in extra.items()}
-    return {key: read_scalar(value, opened) for key, value in settings.items()}
+    rest |= {(None, key): value for key, value in extra.items()}
+    rest = {key: read_scalar(value, opened) for key, value in rest.items()}
+    return rest | {(name, key): of[key] for name, of in scalars.items() for key in of}
+
+
+def rank_dependent(ranks: list[ModelParallelRank]) -> dict[str, str]:
+    """{name of a state: why it depends on the rank}, of the ranks of a pipeline stage.
+
+    Raises: CheckpointError, if some have taken other steps.
+    """
+    lost = {}
+    rests = {path: rest for rank in ranks for path, rest in rank.rests.items()}
+    first, *_ = paths = [*rests]
+    for (place, key), rank in differences([*rests.values()]).items():
+        if key == "step" and isinstance(place, str):
+            path = paths[rank]
+            here, there = (number_in(rests[of].get((place, key))) for of in (path, first))
+            raise CheckpointError(f"{path} is at optimizer step {here}, {first.name} at {there}")
+        lost[key] = f"differs between ranks 0 and {rank}"
+    for rank in ranks:
+        lost |= rank.lost
+    return lost
 
 
 # --------------------------------------------------------------------------------------------------
@@ -238,202 +260,163 @@ class FlatCut(NamedTuple):
     """Where the parameters of a flat tensor lie in its slices.
 
     number: of the flat tensor, which `name` gives with its kind: group 3, or at ZeRO-3 sub-group 3.
-    team: the ranks that have its slices. cuts: by the names in the shards. numel: of all
-    parameters.
+    team: the ranks that have its slices. cuts: by the names in the shards. share: elements of a
+    slice. numel: of all slices, without the padding behind them.
     """
 
     number: int
     name: str
     team: Team
     cuts: dict
+    share: int
     numel: int
 
 
 def cut_flat(shard: SavedShard, number: int, shapes: dict, team: Team) -> FlatCut:
     """How a flat tensor is cut.
 
-    The shard says so, too (check_slice), but with round_robin_gradients it is wrong.
+    The shard says so, too (check_mapping), but with round_robin_gradients it is wrong.
 
     Raises: CheckpointError, if this is not what the shard is like.
     """
-    flat_name = f"{'sub-group' if shard.stage == 3 else 'group'} {number}"
+    name = f"{'sub-group' if shard.stage == 3 else 'group'} {number}"
     ranks = len(team.ranks)
+    size = shard.slice_sizes[number]
     if shard.ranks[number] != ranks:
-        raise CheckpointError(
-            f"{flat_name} is cut for {shard.ranks[number]} ranks and not for {ranks}"
-        )
+        raise CheckpointError(f"{name} is cut for {shard.ranks[number]} ranks and not for {ranks}")
     paddings = [0] * len(shapes)
     if of_groups := shard.content.get("param_alignment_paddings"):
         paddings = dict(enumerate(of_groups)).get(number) or paddings
     if len(paddings) != len(shapes):
-        raise CheckpointError(f"{flat_name} has another number of param_alignment_paddings")
+        raise CheckpointError(f"{name} has another number of param_alignment_paddings")
     cuts = {}
     end = 0
-    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+    for (parameter, shape), padding in zip(shapes.items(), paddings, strict=True):
         numel = math.prod(shape)
         if shard.stage == 3:
             share = -(-numel // ranks)
-            cuts[name] = Cut(0, share, end, numel)
+            cuts[parameter] = Cut(0, share, end, numel)
             end += share
         else:
-            cuts[name] = Cut(end, shard.slice_sizes[number], 0, numel)
+            cuts[parameter] = Cut(end, size, 0, numel)
             end += numel + padding
-    return FlatCut(number, flat_name, team, cuts, end)
-
-
-def check_slice(shard: SavedShard, rank: int, flat_cut: FlatCut, trust_mapping: bool) -> int:
-    """Check that this rank's slice of a flat tensor is cut like that.
-
-    Returns: how many elements it must hold. Raises: CheckpointError.
-    """
-    number = flat_cut.number
-    size = shard.slice_sizes[number]
-    ranks = shard.ranks[number]
     if shard.stage == 3:
-        if size != flat_cut.numel:
-            raise CheckpointError(f"{flat_cut.name} is not cut for {ranks} ranks")
-        return size
-    if flat_cut.numel > ranks * size:
-        raise CheckpointError(
-            f"{flat_cut.name} has {flat_cut.numel} elements, its slices have fewer"
-        )
-    begin = flat_cut.team.ranks.index(rank) * size
+        return FlatCut(number, name, team, cuts, end, end * ranks)
+    if end > ranks * size:
+        raise CheckpointError(f"{name} has {end} elements, its slices have fewer")
+    return FlatCut(number, name, team, cuts, size, end)
+
+
+def check_mapping(shard: SavedShard, flat_cut: FlatCut, begin: int) -> None:
+    """Check that a shard of ZeRO-1 or 2, whose slice has the elements from `begin` on, says so."""
     mapping = {}
     for name, cut in flat_cut.cuts.items():
-        if cut.share != size:
-            raise CheckpointError(f"{flat_cut.name} has a slice of another size")
         start = max(cut.origin, begin)
-        end = min(cut.origin + cut.numel, begin + size)
+        end = min(cut.origin + cut.numel, begin + cut.share)
         if start < end:
             mapping[name] = {"start": start - begin, "numel": end - start}
-    mappings = shard.content["param_slice_mappings"]
-    saved = {name: address.state for name, address in mappings[number].items()}
+    mappings = shard.content["param_slice_mappings"][flat_cut.number]
+    saved = {name: address.state for name, address in mappings.items()}
     for name in (*mapping, *saved):
-        if trust_mapping and saved.get(name) != mapping.get(name):
+        if saved.get(name) != mapping.get(name):
             raise CheckpointError(f"{name} is not where param_slice_mappings says")
-    return max(0, min(flat_cut.numel - begin, size))
 
 
 # --------------------------------------------------------------------------------------------------
 # 3. the shards of all ranks
 
 
-class FlatStates(NamedTuple):
-    """What one shard holds of a flat tensor.
+class Held(NamedTuple):
+    """What an optimizer holds of one of its tensors.
 
-    states: {name: Tensor}, fp32 first. scalars: {name: value, or Tensor with its bytes}. unsliced:
-    states that are not cut like the weights. numel: the elements that the others must hold.
+    states: {name: Tensor} of a value for each element, fp32 first. scalars: {name: value, or Tensor
+    with its bytes}. others: {name: what is neither}, such as states that are not cut like the
+    weights.
     """
 
     states: dict
     scalars: dict
-    unsliced: dict
-    numel: int
-
-    @property
-    def step(self) -> Any:
-        return number_in(self.scalars.get("step"))
+    others: dict
 
 
-def read_flat(shard: SavedShard, number: int, numel: int, opened: OpenFile) -> FlatStates:
-    """The states of a flat tensor. One with a value for each element is as long as the fp32 slice,
-    or longer by the padding. Raises CheckpointError."""
-    masters = shard.masters[number]
-    size = masters.size[0]
-    states = {"fp32": masters}
-    scalars = {}
-    unsliced = {}
-    for key, value in shard.optimizer["state"].get(number, {}).items():
+def held_of(masters: Tensor, state: dict, longest: int, opened: OpenFile) -> Held:
+    """The state of a tensor whose fp32 elements are `masters`. With padding it has up to `longest`
+    elements."""
+    held = Held({"fp32": masters}, {}, {})
+    numels = range(masters.numel, longest + 1)
+    for key, value in state.items():
         tensor = tensor_of(value)
-        if tensor is None and size > 1 and holds_elements(value, {size, shard.slice_sizes[number]}):
-            unsliced[key] = value
-        elif tensor is None or is_scalar(tensor, key, size):
-            scalars[key] = read_scalar(value, opened)
-        elif (
-            key not in ("fp32", "step")
-            and len(tensor.size) == 1
-            and size <= tensor.size[0] <= shard.slice_sizes[number]
+        if tensor is None and masters.numel > 1 and holds_elements(value, {masters.numel, longest}):
+            held.others[key] = value
+        elif tensor is None:
+            held.scalars[key] = value
+        elif key not in ("fp32", "step") and (
+            tensor.size == masters.size
+            or len(tensor.size) == len(masters.size) == 1
+            and tensor.numel in numels
         ):
-            states[key] = tensor
+            held.states[key] = tensor
+        elif tensor.numel == 1:
+            held.scalars[key] = read_scalar(value, opened)
         else:
-            unsliced[key] = tensor
-    flat_states = FlatStates(states, scalars, unsliced, numel)
-    expect({"step": flat_states.step}, {"step": (NoneType, int, float)}, shard.path)
-    return flat_states
+            held.others[key] = tensor
+    return held
 
 
-def is_scalar(tensor, key, size):
-    """Whether a tensor is of one element for another reason than that its slice is so short."""
-    return tensor.numel == 1 and (not tensor.size or key == "step" or size > 1)
+def read_slice(
+    shard: SavedShard, rank: int, flat_cut: FlatCut, trust_mapping: bool, opened: OpenFile
+) -> Held:
+    """What a rank holds of its slice of a flat tensor, without padding. Raises CheckpointError."""
+    number = flat_cut.number
+    share = shard.slice_sizes[number]
+    if share != flat_cut.share:
+        raise CheckpointError(f"{flat_cut.name} has a slice of another size")
+    begin = flat_cut.team.ranks.index(rank) * share
+    if trust_mapping and shard.stage < 3:
+        check_mapping(shard, flat_cut, begin)
+    held = held_of(shard.masters[number], shard.optimizer["state"].get(number, {}), share, opened)
+    step = number_in(held.scalars.get("step"))
+    expect({"step": step}, {"step": (NoneType, int, float)}, shard.path)
+    return held
 
 
-def join_shards(
-    shards: list[Path],
-    states: list[list[FlatStates]],
-    flat_cuts: list[FlatCut],
-    param_shapes: list[dict],
-    param_groups: list[dict],
-) -> tuple[dict, dict]:
-    """({name: Parameter}, {(flat tensor, name): why a state depends on the rank}).
+def join_slices(
+    flat_cut: FlatCut, held: dict[Path, Held], shapes: dict, group_number: int | None
+) -> tuple[dict, set]:
+    """({name: Parameter}, {the name of a state that is not cut like the weights}).
 
-    shards, states: of every rank. Raises: CheckpointError, if the shards are not of one save.
+    held: of all ranks, by their shards. Raises: CheckpointError, if these are not of one save.
     """
+    others = set().union(*(of_rank.others for of_rank in held.values()))
+    (first_path, first), *_ = held.items()
+    for path, of_rank in held.items():
+        if of_rank.states.keys() - others != first.states.keys() - others:
+            raise CheckpointError(f"{path} has other optimizer states than {first_path.name}")
+        for key in of_rank.states.keys() - others:
+            if of_rank.states[key].dtype != first.states[key].dtype:
+                raise CheckpointError(
+                    f"{path}: {key} of {flat_cut.name} is not what it is in {first_path.name}"
+                )
+    of_team = [[*held.values()][rank] for rank in flat_cut.team.ranks]
+    share = flat_cut.share
+    numels = [max(0, min(flat_cut.numel - i * share, share)) for i in range(len(of_team))]
+    momentum = whole_momentum(of_team, flat_cut.cuts) if "momentum_buffer" in others else {}
+    if momentum:
+        others.remove("momentum_buffer")
+    extents = {
+        key: tuple(map(extent_of, (of_rank.states[key] for of_rank in of_team), numels))
+        for key in first.states
+        if key == "fp32" or key not in others
+    }
     parameters = {}
-    rank_dependent = {}
-    group_of = {flat: i for i, group in enumerate(param_groups) for flat in group["params"]}
-    for number, flat_name, team, cuts, _ in flat_cuts:
-        of_all = [flats[number] for flats in states]
-        of_ranks = [of_all[rank] for rank in team.ranks]
-        unsliced = set().union(*(flat.unsliced for flat in of_all))
-        check_same_states(shards, of_all, unsliced)
-        sliced = {
-            key: slices_of([shards[rank] for rank in team.ranks], key, flat_name, of_ranks)
-            for key in of_ranks[0].states
-            if key == "fp32" or key not in unsliced
-        }
-        momentum = whole_momentum(of_ranks, cuts) if "momentum_buffer" in unsliced else {}
+    for name, cut in flat_cut.cuts.items():
+        states = {key: Slices(extents[key], cut) for key in extents}
         if momentum:
-            unsliced.remove("momentum_buffer")
-        for key, why in differences([flat.scalars for flat in of_all]).items():
-            rank_dependent[number, key] = why
-        for key in sorted(unsliced, key=str):
-            rank_dependent[number, key] = "is not cut like the weights"
-        for name, cut in cuts.items():
-            states_of_name = {key: slices._replace(cut=cut) for key, slices in sliced.items()}
-            if momentum:
-                states_of_name["momentum_buffer"] = momentum[name]
-            parameters[team.global_name(name)] = Parameter(
-                shape=tuple(param_shapes[number][name]),
-                flat_number=number,
-                group_number=group_of.get(number),
-                states=states_of_name,
-                scalars=of_ranks[0].scalars,
-            )
-    return parameters, rank_dependent
-
-
-def check_same_states(shards, of_ranks, unsliced):
-    """Raises CheckpointError if shards have states of other names, or of other steps."""
-    first = of_ranks[0]
-    for path, flat in zip(shards, of_ranks, strict=True):
-        if flat.states.keys() - unsliced != first.states.keys() - unsliced:
-            raise CheckpointError(f"{path} has other optimizer states than {shards[0].name}")
-        if flat.step != first.step:
-            raise CheckpointError(
-                f"{path} is at optimizer step {flat.step}, {shards[0].name} at {first.step}"
-            )
-
-
-def slices_of(shards, key, flat_name, of_ranks):
-    """The Slices of a state of a flat tensor as a whole."""
-    extents = []
-    for path, flat in zip(shards, of_ranks, strict=True):
-        extents.append(extent_of(flat.states[key], flat.numel))
-        if extents[-1].dtype != extents[0].dtype:
-            raise CheckpointError(
-                f"{path}: {key} of {flat_name} is not what it is in {shards[0].name}"
-            )
-    return Slices(tuple(extents), Cut(0, 0, 0, 0))
+            states["momentum_buffer"] = momentum[name]
+        parameters[flat_cut.team.global_name(name)] = Parameter(
+            tuple(shapes[name]), group_number, states, of_team[0].scalars
+        )
+    return parameters, others
 
 
 def whole_momentum(of_ranks, cuts):
@@ -443,12 +426,12 @@ def whole_momentum(of_ranks, cuts):
     the ranks' tensors do not have that length.
     """
     momentum = {}
-    for rank, flat in enumerate(of_ranks):
+    for rank, held in enumerate(of_ranks):
         numels = {}
         for name, cut in cuts.items():
             if rank * cut.share - cut.numel < cut.origin < (rank + 1) * cut.share:
                 numels[name] = cut.numel
-        tensor = (flat.states | flat.unsliced).get("momentum_buffer")
+        tensor = (held.states | held.others).get("momentum_buffer")
         if tensor is None:
             continue
         if tensor.size != (sum(numels.values()),):
@@ -461,20 +444,20 @@ def whole_momentum(of_ranks, cuts):
 
 
 def differences(values: list[dict]) -> dict:
-    """{key: which ranks} for each key whose value is not the same on all ranks."""
+    """{key: the first rank} of each key whose value is not on all ranks what it is on rank 0."""
     differing = {}
     for rank, of_rank in enumerate(values):
         for key in {**values[0], **of_rank}:
             in_both = key in values[0] and key in of_rank
             if not in_both or not is_same(values[0][key], of_rank[key]):
-                differing[key] = f"differs between ranks 0 and {rank}"
+                differing.setdefault(key, rank)
     return differing
 
 
 def lost_states(parameters: dict, optimizer: OptimizerState) -> list[str]:
     """The names of the optimizer's states that are not per element."""
     names = {*optimizer.extra_states, *optimizer.extra_keys}
-    names |= {name for _, name in optimizer.rank_dependent}
+    names |= optimizer.rank_dependent.keys()
     for parameter in parameters.values():
         scalars = parameter.scalars
         names |= {key for key in scalars if scalars[key] is not None and key != "step"}

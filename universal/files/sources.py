@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -224,17 +225,29 @@ class ByteReader:
         for batch in batches(wanted):
             jobs.append(([place.buffer for place in batch], functools.partial(read_batch, batch)))
 
-        def work(job):
+        def work(job, reader):
             buffers, read = job
-            reader = ByteReader(self.opened)
             read(reader)
-            return sum(map(len, buffers)), reader.spans
+            return sum(map(len, buffers))
 
-        with ThreadPoolExecutor(READERS) as pool:
-            for nbytes, spans in pool.map(work, jobs):
-                show(nbytes)
+        for nbytes in self.in_threads(jobs, work, READERS):
+            show(nbytes)
+
+    def in_threads(
+        self, jobs: Iterable[Any], work: Callable[[Any, "ByteReader"], Any], threads: int
+    ) -> Iterator[Any]:
+        """Yields what work(job, reader) returns for each job. Each has a reader of its own, and
+        what it has read is remembered here."""
+
+        def do(job):
+            reader = ByteReader(self.opened)
+            return work(job, reader), reader.spans
+
+        with ThreadPoolExecutor(threads) as pool:
+            for result, spans in pool.map(do, jobs):
                 for record, more in spans.items():
-                    self.spans.setdefault(record, []).extend(more)
+                    self.spans.setdefault(record, array("Q")).extend(more)
+                yield result
 
     def read(self, source: Source, start: int, numel: int) -> bytearray:
         """Elements of a source, from `start` on."""

@@ -10,8 +10,6 @@ import os
 import shutil
 import time
 import warnings
-from array import array
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from universal.checkpoint.converted import file_name
@@ -103,21 +101,18 @@ def jobs_of(files):
 def write_files(folder, files, opened, workers, progress):
     """Write the files. Returns {record: what was read of it}, for check_all()."""
 
-    def write_job(job):
-        reader = ByteReader(opened)
+    def write_job(job, reader):
         for name in job:
             write_pt(folder / name, files[name], reader)
-        return reader.spans
+        return sum(size_of(files[name]) for name in job)
 
     jobs = jobs_of(files)
-    sizes = [sum(size_of(files[name]) for name in job) for job in jobs]
-    spans = {}
-    with ThreadPoolExecutor(workers) as pool, bar(sum(sizes), progress) as show_more:
-        for spans_of_job, nbytes in zip(pool.map(write_job, jobs), sizes, strict=True):
+    reader = ByteReader(opened)
+    total = sum(map(size_of, files.values()))
+    with bar(total, progress) as show_more:
+        for nbytes in reader.in_threads(jobs, write_job, workers):
             show_more(nbytes)
-            for record, more in spans_of_job.items():
-                spans.setdefault(record, array("Q")).extend(more)
-    return spans
+    return reader.spans
 
 
 def finish(folder, source, output, to_verify):

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: MIT
+"""Whether model states, which hold the weights at ZeRO-1 and 2, are of the same step as the shards,
+which hold the masters."""
+
+from types import NoneType
+
+from universal.checkpoint.module_states import modules_of_layers
+from universal.checkpoint.rounded import has_values_of
+from universal.checkpoint.types import Checkpoint
+from universal.errors import CheckpointError
+from universal.files.joined import Joined
+from universal.files.schema import expect
+from universal.files.sources import keep_open
+from universal.files.torch_file import load, tensor_of
+
+
+def compares_weights(checkpoint: Checkpoint) -> bool:
+    """Whether check_same_step() reads: nothing counts steps, as with SGD, or there are doubts."""
+    scalars = [parameter.scalars for parameter in checkpoint.parameters.values()]
+    counts_steps = any("step" in known for known in (*checkpoint.optimizer.param_groups, *scalars))
+    doubts = not all(problem.loses_state for problem in checkpoint.problems)
+    return checkpoint.stage != 0 and (doubts or not counts_steps)
+
+
+def check_same_step(checkpoint: Checkpoint) -> None:
+    """Compare some elements of what each rank has of each parameter. Raises CheckpointError."""
+    if not compares_weights(checkpoint):
+        return
+    opened = keep_open()
+    for rank, module in enumerate(saved_modules(checkpoint)):
+        for name, parameter in checkpoint.parameters.items():
+            weight = tensor_of(module.get(name))
+            masters = parameter.states["fp32"]
+            if isinstance(masters, Joined):
+                masters = masters.parts[rank]
+            if weight is None or weight.numel != masters.numel:  # at ZeRO-3 it is empty
+                continue
+            if not has_values_of(weight, masters, opened):
+                text = f"{checkpoint.folder}: model states and shards are of different steps"
+                if left_over := checkpoint.files.left_over:
+                    text += f"; older ones may be in the way: {', '.join(left_over)}"
+                raise CheckpointError(text)
+
+
+def saved_modules(checkpoint: Checkpoint) -> list[dict]:
+    """[{name: value}]: the modules that tensor-parallel ranks have saved, with their weights."""
+    path = checkpoint.files.model_states
+    degree = checkpoint.layout.tensor if checkpoint.layout else 1
+    paths = [
+        path.with_name(path.name.replace("_rank_00_", f"_rank_{i:02d}_")) for i in range(degree)
+    ]
+    models = [expect(load(path), {"module": (NoneType, dict)}, path) for path in paths]
+    modules = [model["module"] for model in models]
+    return modules_of_layers(checkpoint.folder, degree, ()) if None in modules else modules
