@@ -207,16 +207,15 @@ def test_verify(tmp_path, saved, kind):
     """check finds one wrong bit of any tensor in any kind of file that the disk did not keep as it
     was written."""
     output = tmp_path / "out" / "u"
-    unfinished = output.with_name(".u.unfinished")
 
     def read_back(event, arguments):
         if event != "open" or makes_a_file(event, arguments):
             return False
         path = str(arguments[0])
-        return ".u.unfinished/" in path and path.endswith(f"/{kind}")
+        return ".unfinished/" in path and path.endswith(f"/{kind}")
 
     def spoil():
-        for path in unfinished.rglob(kind):
+        for path in output.parent.rglob(kind):
             flip(path)
 
     done = converter(saved.early, output, "--verify", before=lambda: at_event(1, read_back, spoil))

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Which checkpoint in a folder is meant: the tags in it, and in which order to try them."""
 
+import contextlib
 import os
+import re
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +15,9 @@ from universal.files.schema import expect, is_natural
 from universal.files.torch_file import load
 
 POINTERS = ("latest", "latest_universal")  # files that name a tag
+# The names of what is written into beside its place, or was there: publish.py.
+HIDDEN = re.compile(r"\.(.+)\.\d{19}\.(saving|unfinished|replaced|removed)")
+BACKGROUND = "universal"  # the name of the threads in which saves go on
 
 
 class Tag(NamedTuple):
@@ -47,6 +53,7 @@ def is_checkpoint(folder: Path) -> bool:
 def find_tag(folder: str | Path) -> Path:
     """The folder with a checkpoint's files: this one, or that of the tag in it that is meant.
     Raises CheckpointError, if that is in doubt: what writes or compares must not guess."""
+    wait()
     folder = Path(folder)
     if is_checkpoint(folder):
         return folder
@@ -59,6 +66,23 @@ def find_tag(folder: str | Path) -> Path:
             "one to take"
         )
     return folder / choice.name
+
+
+def wait() -> None:
+    """Wait for what is done in the background."""
+    for thread in threading.enumerate():
+        if thread.name == BACKGROUND:
+            thread.join()
+
+
+def restore(folder: Path) -> None:
+    """Give their names back to the checkpoints of a folder that were being replaced when a process
+    died: each is whole."""
+    for path in sorted(folder.glob(".*.replaced"), reverse=True):
+        match = HIDDEN.fullmatch(path.name)
+        with contextlib.suppress(OSError):  # another process does it, or nobody may
+            if match and not path.with_name(match[1]).exists():
+                path.rename(path.with_name(match[1]))
 
 
 def is_saved(folder: Path) -> bool:
@@ -85,9 +109,9 @@ def list_tags(folder: Path) -> list[str]:
     tags = set()
     name = named_by_latest(folder)
     for place in {folder, (folder / name).parent if name else folder}:
+        restore(place)
         for path in place.glob("[!.]*/*mp_rank_00_model_states.pt"):
-            if not path.parent.name.endswith((".unfinished", ".replaced")):
-                tags.add(os.path.relpath(path.parent, folder))
+            tags.add(os.path.relpath(path.parent, folder))
     return sorted(tags)
 
 

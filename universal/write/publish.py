@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Publishing: no folder gets its final name before it is on the disk."""
+"""Publishing: no folder gets its final name before it is on the disk.
+
+Until then it is beside its place, hidden, under a name that no other has: .NAME.NUMBER.unfinished,
+.saving if a training writes it. What it replaces is .NAME.NUMBER.replaced for a moment: whoever
+looks for checkpoints there gives it its name back, if nobody has that (tags.restore())."""
 
 import contextlib
 import ctypes
@@ -12,13 +16,22 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from universal.checkpoint.tags import HIDDEN, restore
 from universal.checkpoint.types import NEXT_STEPS
 from universal.errors import CheckpointError
 
+DAY = 86400  # seconds, in which whoever writes a folder has written to it
+# What a save, or a conversion, puts into the folder of a checkpoint.
+WRITTEN = re.compile(
+    r"((bf16|fp16)_)?((zero_pp|expp)_rank_\d+_)?mp_rank_\d+(_\d+)?_(model|optim)_states\.pt"
+    rf"|layer_\d+[-_]\w+([-_]\w+)*_states\.pt|zero|{NEXT_STEPS}|\.latest"
+)
+POINTER = ".latest"  # in the folder until it is published
 
-def beside(output: Path, what: str) -> Path:
-    """A hidden path next to the output."""
-    return output.with_name(f".{output.name}.{what}")
+
+def hidden(output: Path, kind: str) -> Path:
+    """A path beside the output that nobody else takes."""
+    return output.with_name(f".{output.name}.{time.time_ns()}.{kind}")
 
 
 def check_output(source: Path, output: Path) -> None:
@@ -26,7 +39,7 @@ def check_output(source: Path, output: Path) -> None:
     contain the source. Raises CheckpointError."""
     entry = re.compile(
         r"zero|(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|layer_.*_model_states\.pt"
-        rf"|{NEXT_STEPS}"
+        rf"|{NEXT_STEPS}|{re.escape(POINTER)}"
     )
     pointer = output.parent / "latest_universal"
     if source == output or output in source.parents:
@@ -49,81 +62,83 @@ def check_output(source: Path, output: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder, made):
-    """Keep other conversions out of the folder. made: this conversion has just made it, so nobody
-    else holds it."""
+def locked(folder: Path) -> Iterator[None]:
+    """In this block others know that somebody writes into the folder; it is made, if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"another conversion to the same folder is running: it writes to {folder}"
-            ) from None
-        except OSError as error:  # a file system without locks: the folder itself is the lock
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                raise
-            if not made:
-                raise CheckpointError(
-                    f"{folder} belongs to another conversion that runs, or was killed; "
-                    f"if so: rm -r '{folder}'"
-                ) from None
-        if not os.path.samestat(os.fstat(lock), os.stat(folder)):
-            raise CheckpointError(f"another conversion has just replaced {folder}")
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
     finally:
         os.close(lock)
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process of this machine writes into it."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno == errno.EWOULDBLOCK
+    finally:
+        os.close(lock)
+    return False
+
+
+def sweep(output: Path) -> None:
+    """Remove what processes that died have left beside the output: of its own name, and of any, if
+    it is a day old. A script's own files in a checkpoint that was replaced go to the new one."""
+    restore(output.parent)
+    for path in output.parent.glob(".*"):
+        match = HIDDEN.fullmatch(path.name)
+        with contextlib.suppress(OSError):  # another user's, say, or just removed
+            is_old = match and time.time() - path.stat().st_mtime > DAY
+            if is_old or match and match[1] == output.name and not is_locked(path):
+                remove(path, path.with_name(match[1]))
+
+
+def remove(path: Path, output: Path) -> None:
+    """Remove a hidden folder that was meant to be, or that was, the output. Raises OSError."""
+    for own in path.iterdir() if path.suffix == ".replaced" else []:
+        if not WRITTEN.fullmatch(own.name) and not (output / own.name).exists():
+            own.rename(output / own.name)
+    shutil.rmtree(path, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def unfinished(output: Path) -> Iterator[Path]:
-    """An empty folder next to the output, to write into; removed in the end unless it was
-    published. First removes what a killed conversion left. Raises CheckpointError, if another
-    conversion is at it."""
-    folder = beside(output, "unfinished")
-    old = beside(output, "replaced")
-    with contextlib.ExitStack() as stack:
-        if output.exists():  # whoever has just given it this name still holds its lock
-            stack.enter_context(locked(output, True))
-        made = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=not made)
-        stack.enter_context(locked(folder, made))
-        made_folder = os.stat(folder)
-        if old.exists() and not output.exists():
-            old.rename(output)
-        shutil.rmtree(old, ignore_errors=True)
-        if old.exists():  # if another user's, it stays, and must not be in the way
-            old.rename(beside(output, f"replaced.{time.time_ns()}"))
-        for left in folder.iterdir():
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink()
-        try:
+    """A hidden folder beside the output, to write into. What is left, of it and of others that
+    have died, is removed."""
+    sweep(output)
+    folder = hidden(output, "unfinished")
+    try:
+        with locked(folder):
             yield folder
-        finally:
-            if folder.exists() and os.path.samestat(made_folder, os.stat(folder)):
-                shutil.rmtree(folder, ignore_errors=True)
-                beside(output, "pointer").unlink(missing_ok=True)
+    finally:
+        sweep(output)
 
 
-def publish(folder: Path, output: Path, latest: Path | None = None) -> None:
+def publish(folder: Path, output: Path, latest: Path | None = None, tag: str | None = None) -> None:
     """Write everything to the disk, give the finished folder its final name, and let the file
-    `latest`, if any, point to it. If this is interrupted, the output is either the old or the new
-    one, and whole. For a moment the old one is next to its place; the next conversion then moves it
-    back."""
-    old = beside(output, "replaced")
-    pointer = beside(output, "pointer")
+    `latest`, if any, say the tag, by default the output's name. If this is interrupted, the output
+    is either the old or the new one, and whole; for a moment the old one is next to its place."""
     if latest:
-        pointer.write_bytes(os.fsencode(os.path.relpath(output, latest.parent)))
+        (folder / POINTER).write_bytes(os.fsencode(tag or output.name))
     sync(folder)
-    if output.exists():
-        output.rename(old)
-    folder.rename(output)
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            output.rename(hidden(output, "replaced"))
+        try:
+            folder.rename(output)
+            break
+        except OSError as error:  # somebody else was faster
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
     if latest:
-        pointer.rename(latest)
+        with contextlib.suppress(FileNotFoundError):  # again
+            (output / POINTER).rename(latest)
     sync(output.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:
