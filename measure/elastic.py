@@ -34,7 +34,7 @@ TRAIN = (
 
 def finish(job, alone, rounding=False):
     """Compare the log of a job with that of one rank; nothing may be left over."""
-    left = [*FOLDER.glob("*unfinished"), *MEMORY.glob("*/*")]
+    left = [*FOLDER.glob(".*"), *MEMORY.glob("*/*")]
     assert not left, f"left over: {left}"
     worst = differences(job, alone)
     print(
@@ -75,7 +75,7 @@ EVENTS = [
     (55, "node 2 is back", Job.start, "node 2"),
     (75, "node 2 is preempted", Job.preempt, "node 2"),
     (82, "node 2 is back", Job.start, "node 2"),
-    (105, "node 2 dies in a save", kill_while, FOLDER, "*.*.unfinished/*"),
+    (105, "node 2 dies in a save", kill_while, FOLDER, ".*.saving/*"),
     (105, "node 2 is back", Job.start, "node 2"),
     (130, "a rank is killed", Job.kill_a_rank, "node 2"),
     (133, "node 3 joins", Job.start, "node 3"),

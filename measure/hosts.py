@@ -176,21 +176,21 @@ def read_only(job):
     failed, _ = job.wait_for("Read-only file system", since)
     job.resumed("folder is read-only", failed, ranks=3)
     sh(f"mount -o remount,rw {DISK}")
-    job.wait_for("^saved ", time.time())
+    job.wait_for("global_step.* is saved", time.time())
 
 
 def late(job):
     """As where a folder hangs with the cable: the rank that was cut off in a save writes on while
     the others, who have no mirror and repeat the steps, save the same step."""
-    rank, saves = job.catch("node 2", job.folder, "*.*.unfinished")
+    rank, saves = job.catch("node 2", job.folder, ".*.saving")
     since = time.time()
     (reached,) = {int(re.search(r"global_step(\d+)", path.name)[1]) for path in saves}
     job.happen("cable 2 out in a save", HostsJob.pull, "node 2", ranks=2, lost=True)
-    other, _ = job.catch("node 1", job.folder, "*.*.unfinished", saves)
+    other, _ = job.catch("node 1", job.folder, ".*.saving", saves)
     rank.resume()
     time.sleep(5)
     other.resume()
-    _, saved = job.wait_for(r"^saved .*global_step(\d+)", since)
+    _, saved = job.wait_for(r"global_step(\d+) is saved", since)
     assert int(saved[1]) == reached, f"step {saved[1]} was saved, not {reached} again"
     job.happen("it is back", HostsJob.plug, "node 2", ranks=3)
 
@@ -198,7 +198,7 @@ def late(job):
 def with_mirror(job):
     short(job)
     cut(job, "cable 2 out", "node 2")
-    cut(job, "cable 2 out in a save", "node 2", job.folder, "*.*.unfinished")
+    cut(job, "cable 2 out in a save", "node 2", job.folder, ".*.saving")
     memory = Path(f"/proc/{job.hosts['node 2']}/root/dev/shm")
     cut(job, "cable 2 out in a copy", "node 2", memory, "*/step*/*.part")
     full(job)

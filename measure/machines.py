@@ -256,7 +256,7 @@ class Job:
 
     def __exit__(self, error, *_):
         if error:
-            lines = [line for _, line in self.lines if not line.startswith(("step", "saved"))]
+            lines = [line for _, line in self.lines if not line.startswith("step")]
             print("".join(lines)[-20000:])
         self.close()
 

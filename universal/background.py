@@ -3,41 +3,59 @@
 
     universal.install(background=True)
 
-engine.save_checkpoint() then copies this rank's tensors and returns. A thread writes the files into
-a hidden folder; when those of all ranks are on the disk, it gets the checkpoint's name, and then
-`latest` names it. So a job that dies in between goes on from the checkpoint before. The next save
-and a load wait for the thread, and so does the end of the process.
+engine.save_checkpoint() then copies this rank's tensors and returns; a thread does the rest.
+elastic.save() goes the same way, and waits for the rest if the engine does not save so.
+
+A save goes through five states, and all ranks meet before each but the last:
+
+    begun      the tag's folder is there, new and empty or as it was; a hidden one beside it takes
+               the files
+    copied     this rank's tensors are in memory, and the training goes on
+    written    the files of all ranks are in the hidden folder, and on the disk
+    published  the hidden folder has the tag's name; the older one is put aside, then removed, but
+               for what a script has put there
+    named      by `latest`
+
+What comes in between:
+
+    a kill     of any rank: a load finds the newest checkpoint that was published, and puts back one
+               that was aside. The next save of the tag removes what is left, any save after a day.
+    an error   on one rank ends the save on all. As it begins it is raised, as by DeepSpeed; later
+               it is a line, and the training goes on. The hidden folder is removed.
+    a signal   is handled before a save has begun, or once all is copied: no rank leaves the others
+               alone. A save that a handler begins is the next one; who waits in an older one, where
+               the handler has led out of it on another rank, gives it up with an error.
+    a process  that saves under the same tag: the last one published counts, and the other one's
+               line says that it is gone. Nobody removes what another one still writes, or a file
+               that no save writes.
+    an exit    waits for the thread. A save that begins in atexit is done at once.
 """
 
 import contextlib
 import functools
 import os
 import shutil
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed
 import psutil
+import torch
+import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from universal.errors import one_line
+from universal.checkpoint.tags import BACKGROUND, wait
+from universal.errors import RankFailed, one_line
 from universal.load.collective import SideGroup, all_or_none, say
-from universal.load.snapshot import (
-    Image,
-    copies_done,
-    files_of_save,
-    nbytes_of_new,
-    new_memory,
-)
+from universal.load.snapshot import Image, copies_done, files_of_save, new_memory
 from universal.write.console import print_line
-from universal.write.publish import publish
+from universal.write.publish import hidden, lock, publish, sweep, sync
 
-SAVING = "saving"  # the last part of a hidden folder's name
 CGROUP = Path("/sys/fs/cgroup")
-UNDER_WAY = []
 
 
 def install() -> None:
@@ -47,7 +65,10 @@ def install() -> None:
 
         @functools.wraps(method)
         def save_checkpoint(engine, *args, **options):
-            return begin_save(method, engine, *args, **options)
+            if not saves(engine):
+                return method(engine, *args, **options)
+            save(engine, *args, **options)
+            return True
 
         save_checkpoint.is_in_background = True
         deepspeed.DeepSpeedEngine.save_checkpoint = save_checkpoint
@@ -60,26 +81,68 @@ def saves(engine: deepspeed.DeepSpeedEngine) -> bool:
 
 
 def begin(work: Callable[[], None]) -> threading.Thread:
-    """Do it in a thread. The process does not end before it is done."""
+    """Do it in a thread, for which wait() and the end of the process wait."""
 
     def run():
         time.sleep(0.001)  # the training goes on at once, not when this lets go of the interpreter
-        work()
+        try:
+            work()
+        finally:
+            thread.done.set()
 
-    UNDER_WAY[:] = [thread for thread in UNDER_WAY if thread.is_alive()]
-    UNDER_WAY.append(threading.Thread(target=run, name="universal"))
-    UNDER_WAY[-1].start()
-    return UNDER_WAY[-1]
+    thread = threading.Thread(target=run, name=BACKGROUND)
+    thread.done = threading.Event()
+    with contextlib.suppress(RuntimeError):  # the system has no more threads
+        if threading.main_thread().is_alive():  # or the interpreter ends, and would end this one
+            thread.start()
+            return thread
+    run()
+    return thread
 
 
-def wait() -> None:
-    """Wait for what is done in the background."""
-    while UNDER_WAY:
-        UNDER_WAY.pop().join()
+@contextlib.contextmanager
+def signals_later() -> Iterator[None]:
+    """In this block, signals wait: the handlers that scripts have set are called after it."""
+    received = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, _: received.append(number))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
 
 
-def begin_save(
-    method: Callable,
+class Place(NamedTuple):
+    """Where a save goes. name: as the script says it. claimed: the hidden folder's name as soon as
+    this rank, and not one of another machine that shares it, publishes it."""
+
+    name: Path
+    output: Path
+    hidden: Path
+    claimed: Path
+    latest: Path | None
+    tag: str
+
+
+class Need(NamedTuple):
+    """What a rank tells the others before it copies. attempt: how many saves it has begun."""
+
+    attempt: int
+    save: str
+    error: Exception | None
+    machine: str
+    memory: int  # bytes that it needs beside what it has
+    free: int  # bytes
+
+
+def save(
     engine: deepspeed.DeepSpeedEngine,
     save_dir: str | os.PathLike,
     tag: str | None = None,
@@ -87,43 +150,45 @@ def begin_save(
     save_latest: bool = True,
     *args: Any,
     published: Callable[[], None] | None = None,
+    at_once: bool = False,
     **options: Any,
-) -> bool:
-    """engine.save_checkpoint(), method, without waiting for the disk.
+) -> None:
+    """engine.save_checkpoint(), without waiting for the disk.
 
-    published: is called in a thread, once in each folder, when the checkpoint has its name.
-    Raises: on all ranks, what keeps DeepSpeed on one of them from a save.
+    published: is called once in each folder, when the checkpoint has its name. at_once: waits, and
+    raises on all ranks what went wrong on one. Raises: on all ranks, what keeps DeepSpeed on one of
+    them from a save.
     """
-    if not saves(engine):
-        return method(engine, save_dir, tag, client_state or {}, save_latest, *args, **options)
+    method = deepspeed.DeepSpeedEngine.save_checkpoint
+    method = method.__wrapped__ if hasattr(method, "is_in_background") else method
     if not hasattr(engine, "universal_saver"):
         engine.universal_saver = Saver()
     saver = engine.universal_saver
-    wait()  # new_folder() would remove what another engine saves beside
-    output = Path(save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag))
-    saving = saver.new_folder(output)
-    hidden = os.path.relpath(saving, save_dir)
-    save = functools.partial(method, engine, save_dir, hidden, client_state or {}, False)
-    not_copied = saver.copy(engine, functools.partial(save, *args, **options), output.name)
-    latest = Path(save_dir, "latest") if save_latest else None
+    attempt = saver.attempt = saver.attempt + 1
+    wait()
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    top = os.path.abspath(save_dir)
+    output = Path(os.path.realpath(Path(top, tag)))
+    folder = output.with_name(f".{output.name}.{attempt}.saving")
+    latest = Path(top, "latest") if save_latest else None
+    place = Place(Path(save_dir, tag), output, folder, hidden(output, "saving"), latest, tag)
     if not save_latest:
-        say_if_beside_latest(save_dir, os.path.relpath(output, save_dir))
-    finish = functools.partial(saver.finish, saving, output, latest, published)
-    if not_copied:
-        write = engine.checkpoint_engine.save
-        finish(lambda: [write(state, str(path)) for path, state in not_copied])
-    else:
-        begin(functools.partial(finish, saver.write))
-    return True
-
-
-class Need(NamedTuple):
-    """What a rank tells the others before it copies."""
-
-    tag: str
-    machine: str
-    memory: int  # bytes that it needs beside what it has
-    free: int  # bytes
+        say_if_beside_latest(top, tag)
+    folder = os.path.relpath(folder, top)
+    collect = functools.partial(method, engine, top, folder, client_state or {}, False, *args)
+    with signals_later(), torch.inference_mode(False):
+        collect = functools.partial(collect, **options)
+        try:
+            write, is_copied = saver.begin(engine, collect, place, attempt, at_once)
+        except Exception:
+            saver.end(place)
+            raise
+        finish = functools.partial(saver.finish, place, write, published)
+        finish = finish if at_once else functools.partial(saver.in_a_line, place, finish)
+        if is_copied:
+            begin(finish)
+        else:
+            finish()
 
 
 def say_if_beside_latest(save_dir: str | os.PathLike, tag: str) -> None:
@@ -142,63 +207,74 @@ def say_beside_latest(tag):
 
 
 class Saver:
-    """Saves of an engine. memory: {a file's name: where its copy goes}"""
+    """Saves of an engine. attempt: the number of the last one, on all ranks. memory: {a file's
+    name: where its copy goes}"""
 
     def __init__(self):
-        self.group = SideGroup()
+        self.group = SideGroup(dist.distributed_c10d.default_pg_timeout.total_seconds())
         self.attempt, *_ = self.group.all_gather(time.time_ns())
         self.memory = {}
-        self.images = []
-        self.failure = None
+        self.lock = None
         # The first rank of its machine; machines may share the folder or have a disk each.
         self.leads = os.environ.get("LOCAL_RANK", "0") == "0"
 
-    def new_folder(self, output: Path) -> Path:
-        """A hidden folder beside the checkpoint's, of a name that no other save has. What jobs that
-        died have left beside it is removed."""
-        self.attempt += 1
-        saving = output.with_name(f".{output.name}.{self.attempt}.{SAVING}")
-        if self.leads:
-            for path in output.parent.glob(f".*.{SAVING}"):
-                if path != saving:
-                    shutil.rmtree(path, ignore_errors=True)
-        return saving
+    def begin(
+        self,
+        engine: deepspeed.DeepSpeedEngine,
+        collect: Callable[[], Any],
+        place: Place,
+        attempt: int,
+        at_once: bool,
+    ) -> tuple[Callable[[], list[str]], bool]:
+        """Copy the tensors of all files that collect() would write, unless a machine has no memory
+        for it. Ranks meet once.
 
-    def copy(
-        self, engine: deepspeed.DeepSpeedEngine, save: Callable[[], Any], tag: str
-    ) -> list[tuple[Path, Any]]:
-        """Copy the tensors of all files that save() would write. Ranks meet once.
-
-        Returns: [], or if a machine has no memory for it, those files and their state dicts.
+        Returns: what writes the files, and returns their names; whether they are copied.
         """
         needs = []
+        images = []
 
         def meet(error):
             machine = Path("/proc/sys/kernel/random/boot_id").read_text()
-            new = [image.room for image in self.images if not self.fits(image)]
-            memory = sum(map(nbytes_of_new, new))
-            need = Need(tag, machine, memory, free_memory())
-            errors, needs[:] = zip(*self.group.all_gather((error, need)), strict=True)
-            return errors
+            memory = sum(image.room for image in images if not self.fits(image))
+            saved = f"{place.tag} at step {engine.global_steps}"
+            need = Need(attempt, saved, error, machine, memory, free_memory())
+            needs[:] = self.group.all_gather(need)
+            while len({need.attempt for need in needs}) > 1:
+                if attempt < max(need.attempt for need in needs):
+                    return [
+                        RankFailed(f"{place.name} is not saved: another rank is at a later save")
+                    ]
+                needs[:] = self.group.all_gather(need)
+            return [need.error for need in needs]
 
         with all_or_none(meet):
-            files = files_of_save(engine, save)
-            self.images = [Image(path, content) for path, content in files]
-        if len({need.tag for need in needs}) > 1:
-            engine._checkpoint_tag_validation(tag)  # raises, or warns, as the config says
-        if not self.has_room(needs):
-            self.images = []
-            return files
-        self.failure = None
+            if self.leads:
+                sweep(place.output, place.hidden)
+                place.output.mkdir(parents=True, exist_ok=True)
+            place.hidden.mkdir(parents=True, exist_ok=True)
+            self.lock = lock(place.hidden)
+            files = files_of_save(engine, collect)
+            images = [Image(path, content) for path, content in files]
+        saved = sorted({need.save for need in needs})
+        if saved[1:]:
+            engine._checkpoint_tag_validation(place.tag)  # raises, if the config says so
+            raise RankFailed(f"the ranks do not save the same: {', '.join(saved)}")
+        if at_once or not self.has_room(needs):
+            return functools.partial(write_files, engine, files, place), False
+        return functools.partial(write_images, images, self.copy(images)), True
+
+    def copy(self, images: list[Image]) -> Exception | None:
+        """Returns what went wrong. write_images() tells all ranks: here they meet no more."""
         try:
-            for image in self.images:
+            for image in images:
                 if not self.fits(image):
                     self.memory[image.path.name] = new_memory(image.room)
                 image.copy(self.memory[image.path.name])
             copies_done()
-        except Exception as error:  # write() tells all ranks: here they meet no more
-            self.failure = error
-        return []
+        except Exception as error:
+            return error
+        return None
 
     def fits(self, image: Image) -> bool:
         memory = self.memory.get(image.path.name)
@@ -219,55 +295,84 @@ class Saver:
                 say(f"saves in the background keep a copy of {total:.1f} MB in memory")
         return True
 
-    def write(self) -> None:
-        """Write the copies to the disk."""
-        if self.failure:
-            raise self.failure
-        for image in self.images:
-            image.write()
-
     def finish(
-        self,
-        saving: Path,
-        output: Path,
-        latest: Path | None,
-        published: Callable[[], None] | None,
-        write: Callable[[], Any],
+        self, place: Place, write: Callable[[], list[str]], published: Callable[[], None] | None
     ) -> None:
-        """Write all ranks' files, and then give their folder its name. A failure is a line."""
+        """Write this rank's files, and when all ranks have, give the folder its name. Raises on all
+        ranks what went wrong on one."""
         try:
             with all_or_none(self.group.all_gather):
-                write()
+                names = write()
+                states = states_of(place.hidden, names)
             with all_or_none(self.group.all_gather):
-                if self.publish(saving, output, latest) and published:
+                is_published = self.leads and publish_first(place)
+            with all_or_none(self.group.all_gather):
+                if states_of(place.output, names) != states:
+                    raise FileNotFoundError("another process has replaced or removed it")
+                if is_published and published:
                     published()
             if self.group.rank == 0:
-                print_line(f"universal: {output} is saved")
+                print_line(f"universal: {place.name} is saved")
+        finally:
+            self.end(place)
+
+    def end(self, place: Place) -> None:
+        """Remove what is left of a save, published or not."""
+        if self.lock:
+            self.lock = os.close(self.lock)
+        for path in (place.hidden, place.claimed):
+            shutil.rmtree(path, ignore_errors=True)
+        if self.leads:
+            sweep(place.output)
+            with contextlib.suppress(OSError):  # it has a checkpoint, or a script's own files
+                place.output.rmdir()
+
+    def in_a_line(self, place: Place, finish: Callable[[], None]) -> None:
+        """Finish; a failure is a line."""
+        try:
+            finish()
         except Exception as error:
-            if self.leads:
-                shutil.rmtree(saving, ignore_errors=True)
             if self.group.rank == 0:
                 print_line(
-                    f"universal: WARNING: {output} is not saved, and the training goes on: "
+                    f"universal: WARNING: {place.name} is not saved, and the training goes on: "
                     f"{one_line(error)}"
                 )
 
-    def publish(self, saving: Path, output: Path, latest: Path | None) -> bool:
-        """Give the folder its name, unless a rank of another machine does. Returns whether it
-        did."""
-        if not self.leads:
-            return False
-        claimed = saving.with_name(f".{output.name}.{self.group.rank}.{SAVING}")
-        with contextlib.suppress(FileNotFoundError):  # another machine that shares it was first
-            saving.rename(claimed)
-        if not claimed.exists():
-            return False
-        if output.exists():  # a script's own files stay beside those of the save
-            for path in output.iterdir():
-                if path.suffix != ".pt" and not (claimed / path.name).exists():
-                    path.rename(claimed / path.name)
-        publish(claimed, output, latest)
-        return True
+
+def write_images(images: list[Image], failure: Exception | None) -> list[str]:
+    """Write the copies, if they are whole. Returns the files' names."""
+    if failure:
+        raise failure
+    for image in images:
+        image.write()
+    return [image.path.name for image in images]
+
+
+def write_files(
+    engine: deepspeed.DeepSpeedEngine, files: list[tuple[Path, Any]], place: Place
+) -> list[str]:
+    """Write state dicts, as the engine does. Returns the files' names."""
+    for path, state in files:
+        engine.checkpoint_engine.save(state, str(path))
+    engine.checkpoint_engine.commit(place.tag)
+    sync(place.hidden)
+    return [path.name for path, _ in files]
+
+
+def states_of(folder: Path, names: list[str]) -> list[tuple[int, int]]:
+    """What tells files from others of their names."""
+    stats = [(folder / name).stat() for name in names]
+    return [(stat.st_mtime_ns, stat.st_size) for stat in stats]
+
+
+def publish_first(place: Place) -> bool:
+    """Give the folder its name, unless a rank of another machine does. Returns whether it did."""
+    try:
+        place.hidden.rename(place.claimed)
+    except FileNotFoundError:
+        return False
+    publish(place.claimed, place.output, place.latest, place.tag)
+    return True
 
 
 def free_memory() -> int:

@@ -22,10 +22,10 @@ import contextlib
 import datetime
 import functools
 import os
+import re
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -35,8 +35,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from universal import background
-from universal.write.console import print_line
-from universal.write.publish import publish
+from universal.write.publish import hidden
 
 if TYPE_CHECKING:
     import deepspeed
@@ -107,45 +106,10 @@ def save(
     keep: how many of the newest checkpoints to keep; the others are removed, with what was
     converted from them, except those that `latest` and `latest_universal` name.
     """
-    background.wait()
-    folder, rank = Path(folder), dist.get_rank()
-    checkpoint = folder / f"global_step{engine.global_steps}"
-    leads = os.environ.get("LOCAL_RANK", "0") == "0"  # the first rank of its machine
-    attempt = [time.time_ns()]
-    dist.broadcast_object_list(attempt)
-    if leads:
-        remove_unfinished(checkpoint)  # of a job that was killed as it saved
-    dist.barrier()
-    if background.saves(engine):
-        clean = functools.partial(remove_old, folder, keep) if keep else None
-        engine.save_checkpoint(folder, checkpoint.name, client_state, published=clean)
-        return
-    # A cut-off rank that still writes for an earlier attempt must not write into this one.
-    unfinished = Path(f"{checkpoint}.{attempt[0]}.unfinished")
-    engine.save_checkpoint(
-        folder, tag=unfinished.name, client_state=client_state, save_latest=False
-    )
-    if leads:
-        os.sync()  # if the machine goes down, a folder of that name must not have empty files
-    dist.barrier()
-    if leads:
-        renamed = Path(f"{checkpoint}.{attempt[0]}-{rank}.unfinished")
-        with contextlib.suppress(FileNotFoundError):  # another machine that shares it was first
-            unfinished.rename(renamed)
-        if renamed.exists():
-            publish(renamed, checkpoint, folder / "latest")
-            if keep:
-                remove_old(folder, keep)
-    dist.barrier()
-    if rank == 0:
-        print_line(f"saved {checkpoint}")
-
-
-def remove_unfinished(checkpoint: Path) -> None:
-    """Remove what other attempts to save this checkpoint have left."""
-    for pattern in (f"{checkpoint.name}.*", f".{checkpoint.name}.*"):
-        for path in checkpoint.parent.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+    folder = Path(folder)
+    clean = functools.partial(remove_old, folder, keep) if keep else None
+    at_once = not background.saves(engine)
+    background.save(engine, folder, None, client_state, published=clean, at_once=at_once)
 
 
 def remove_old(folder: Path, keep: int) -> None:
@@ -154,14 +118,12 @@ def remove_old(folder: Path, keep: int) -> None:
     kept = {path.read_text().strip() for path in pointers if path.is_file()}
     written = {
         path.parent.name: path.stat().st_mtime
-        for path in folder.glob("global_step*[0-9]/*_states.pt")
+        for path in folder.glob("global_step*/*_states.pt")
+        if re.fullmatch(r"global_step\d+", path.parent.name)
     }
     kept.update(sorted(written, key=written.get)[-keep:])
-    # A left-over before the checkpoint that is renamed to its name.
-    for path in sorted(folder.glob("global_step*"), reverse=True):
-        tag = path.name.split(".")[0]
-        if tag in kept or tag.removesuffix("_universal") in kept:
-            continue
-        if not path.suffix:  # a half-removed checkpoint must not have the name of a whole one
-            path = path.rename(f"{path}.unfinished")
-        shutil.rmtree(path, ignore_errors=True)
+    for tag in written.keys() - kept:
+        for path in (folder / f"{tag}_universal", folder / tag):
+            if path.name not in kept and path.is_dir() and not path.is_symlink():
+                # A half-removed checkpoint must not have the name of a whole one.
+                shutil.rmtree(path.rename(hidden(path, "removed")), ignore_errors=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from universal.checkpoint.describe import BETWEEN_SAVES, MODEL_STATES_FILE, describe, find_shards
+from universal.checkpoint.types import NEXT_STEPS
 from universal.errors import CheckpointError
 from universal.files.schema import expect, is_natural
 from universal.files.torch_file import load
@@ -17,6 +18,12 @@ from universal.files.torch_file import load
 POINTERS = ("latest", "latest_universal")  # files that name a tag
 # The names of what is written into beside its place, or was there: publish.py.
 HIDDEN = re.compile(r"\.(.+)\.\d{19}\.(saving|unfinished|replaced|removed)")
+POINTER = ".latest"  # in a folder that is written, until it is in its place
+# What a save, or a conversion, puts into the folder of a checkpoint.
+WRITTEN = re.compile(
+    r"((bf16|fp16)_)?((zero_pp|expp)_rank_\d+_)?mp_rank_\d+(_\d+)?_(model|optim)_states\.pt"
+    rf"|layer_\d+[-_]\w+([-_]\w+)*_states\.pt|zero|{NEXT_STEPS}|\{POINTER}"
+)
 BACKGROUND = "universal"  # the name of the threads in which saves go on
 
 
@@ -69,20 +76,30 @@ def find_tag(folder: str | Path) -> Path:
 
 
 def wait() -> None:
-    """Wait for what is done in the background."""
-    for thread in threading.enumerate():
-        if thread.name == BACKGROUND:
-            thread.join()
+    """Wait for what is done in the background.
+
+    By its event: if a signal interrupts join(), Python before 3.13 forgets the thread.
+    """
+    while events := [
+        thread.done
+        for thread in threading.enumerate()
+        if thread.name == BACKGROUND and not thread.done.is_set()
+    ]:
+        events[0].wait()
 
 
 def restore(folder: Path) -> None:
     """Give their names back to the checkpoints of a folder that were being replaced when a process
-    died: each is whole."""
+    died: each is whole. From those that were replaced, a script's own files go to the new one."""
     for path in sorted(folder.glob(".*.replaced"), reverse=True):
         match = HIDDEN.fullmatch(path.name)
+        output = match and path.with_name(match[1])
         with contextlib.suppress(OSError):  # another process does it, or nobody may
-            if match and not path.with_name(match[1]).exists():
-                path.rename(path.with_name(match[1]))
+            if match and not output.exists():
+                path.rename(output)
+            for own in path.iterdir() if match else ():
+                if not WRITTEN.fullmatch(own.name) and not (output / own.name).exists():
+                    own.rename(output / own.name)
 
 
 def is_saved(folder: Path) -> bool:

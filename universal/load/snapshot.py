@@ -13,6 +13,7 @@ import fcntl
 import io
 import os
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -161,17 +162,16 @@ def files_of_save(
 
 
 def new_memory(nbytes: int) -> torch.Tensor:
-    """Memory to copy into, uint8, from the beginning of a page. Where there is a GPU, it reaches it
-    without a detour."""
-    pinned = torch.cuda.is_available()
-    memory = torch.empty(nbytes_of_new(nbytes), dtype=torch.uint8, pin_memory=pinned)
-    return memory[-memory.data_ptr() % PAGE :]
-
-
-def nbytes_of_new(nbytes: int) -> int:
-    """The bytes that new_memory() takes: those that torch pins are a power of two."""
-    nbytes += PAGE
-    return 1 << (nbytes - 1).bit_length() if torch.cuda.is_available() else nbytes
+    """Memory to copy into, uint8, from the beginning of a page. A GPU reaches it without a detour:
+    what torch pins itself is a power of two."""
+    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % PAGE :][:nbytes]
+    if torch.cuda.is_available():
+        cuda = torch.cuda.cudart()
+        if not int(cuda.cudaHostRegister(memory.data_ptr(), nbytes, 0)):  # or it takes longer
+            unpin = weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr())
+            unpin.atexit = False
+    return memory
 
 
 def copies_done() -> None:

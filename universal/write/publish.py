@@ -16,17 +16,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from universal.checkpoint.tags import HIDDEN, restore
+from universal.checkpoint.tags import HIDDEN, POINTER, restore
 from universal.checkpoint.types import NEXT_STEPS
 from universal.errors import CheckpointError
 
 DAY = 86400  # seconds, in which whoever writes a folder has written to it
-# What a save, or a conversion, puts into the folder of a checkpoint.
-WRITTEN = re.compile(
-    r"((bf16|fp16)_)?((zero_pp|expp)_rank_\d+_)?mp_rank_\d+(_\d+)?_(model|optim)_states\.pt"
-    rf"|layer_\d+[-_]\w+([-_]\w+)*_states\.pt|zero|{NEXT_STEPS}|\.latest"
-)
-POINTER = ".latest"  # in the folder until it is published
 
 
 def hidden(output: Path, kind: str) -> Path:
@@ -61,49 +55,36 @@ def check_output(source: Path, output: Path) -> None:
             )
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """In this block others know that somebody writes into the folder; it is made, if need be."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(lock)
+def lock(folder: Path) -> int:
+    """Let others know that somebody writes into it, until what this returns is closed."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return descriptor
 
 
 def is_locked(folder: Path) -> bool:
     """Whether a process of this machine writes into it."""
-    lock = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno == errno.EWOULDBLOCK
     finally:
-        os.close(lock)
+        os.close(descriptor)
     return False
 
 
-def sweep(output: Path) -> None:
-    """Remove what processes that died have left beside the output: of its own name, and of any, if
-    it is a day old. A script's own files in a checkpoint that was replaced go to the new one."""
+def sweep(output: Path, kept: Path | None = None) -> None:
+    """Remove what processes that died have left beside the output, but for `kept`: of its own name,
+    and of any, if it is a day old."""
     restore(output.parent)
     for path in output.parent.glob(".*"):
-        match = HIDDEN.fullmatch(path.name)
+        match = path != kept and HIDDEN.fullmatch(path.name)
         with contextlib.suppress(OSError):  # another user's, say, or just removed
             is_old = match and time.time() - path.stat().st_mtime > DAY
             if is_old or match and match[1] == output.name and not is_locked(path):
-                remove(path, path.with_name(match[1]))
-
-
-def remove(path: Path, output: Path) -> None:
-    """Remove a hidden folder that was meant to be, or that was, the output. Raises OSError."""
-    for own in path.iterdir() if path.suffix == ".replaced" else []:
-        if not WRITTEN.fullmatch(own.name) and not (output / own.name).exists():
-            own.rename(output / own.name)
-    shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(path)
 
 
 @contextlib.contextmanager
@@ -112,10 +93,12 @@ def unfinished(output: Path) -> Iterator[Path]:
     have died, is removed."""
     sweep(output)
     folder = hidden(output, "unfinished")
+    folder.mkdir(parents=True)
+    descriptor = lock(folder)
     try:
-        with locked(folder):
-            yield folder
+        yield folder
     finally:
+        os.close(descriptor)
         sweep(output)
 
 
