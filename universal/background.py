@@ -67,7 +67,7 @@ def install() -> None:
         def save_checkpoint(engine, *args, **options):
             if not saves(engine):
                 return method(engine, *args, **options)
-            save(engine, *args, **options)
+            begin_save(engine, *args, **options)
             return True
 
         save_checkpoint.is_in_background = True
@@ -142,7 +142,7 @@ class Need(NamedTuple):
     free: int  # bytes
 
 
-def save(
+def begin_save(
     engine: deepspeed.DeepSpeedEngine,
     save_dir: str | os.PathLike,
     tag: str | None = None,

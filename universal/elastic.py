@@ -109,7 +109,7 @@ def save(
     folder = Path(folder)
     clean = functools.partial(remove_old, folder, keep) if keep else None
     at_once = not background.saves(engine)
-    background.save(engine, folder, None, client_state, published=clean, at_once=at_once)
+    background.begin_save(engine, folder, None, client_state, published=clean, at_once=at_once)
 
 
 def remove_old(folder: Path, keep: int) -> None:

@@ -2,14 +2,12 @@
 step is lost, done twice, or different in one bit."""
 
 import ast
-import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +19,7 @@ from tests.support.files import folders_in
 from tests.support.helpers import at_step
 from tests.support.ranks import launch, run
 from universal import elastic
+from universal.write import publish
 
 INEXACT = (
     "--n_embd 32 --seq_len 16 --train_batch_size 24 --train_micro_batch_size_per_gpu 6 "
@@ -53,10 +52,9 @@ def shards(folder):
     return len(list(folder.glob("*optim_states.pt")))
 
 
-SAVE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine"
-
-
-@pytest.mark.parametrize("stage, moment", [(1, "commit"), slow(3, "save"), slow(2, "commit")])
+@pytest.mark.parametrize(
+    "stage, moment", [(1, "states_of"), slow(3, "write_files"), slow(2, "states_of")]
+)
 def test_one_job(work, uninterrupted, stage, moment):
     """The same command on other ranks goes on each time, whatever has happened, and a job that is
     done is done."""
@@ -75,9 +73,8 @@ def test_one_job(work, uninterrupted, stage, moment):
     output = goes_on(0, 7, 143, at_step(2, 2, told_to_stop), stage=3)
     assert "x 7 ranks - 3 of no weight" in output and steps(work, name) == [1, 2]
     # Rank 1 dies in the save of step 8, before or after it has written its shard.
-    goes_on(2, 4, -signal.SIGKILL, at_step(8, 1, kill, f"{SAVE}.{moment}"))
-    assert list(folder.glob("global_step8.*unfinished"))
-    assert not (folder / "global_step8").exists()
+    goes_on(2, 4, -signal.SIGKILL, at_step(8, 1, kill, f"universal.background.{moment}"))
+    assert not shards(folder / "global_step8")
     # Told to stop in the last step, the job is done: 0, or the agents would start it again and
     # again.
     goes_on(4, 2, 0, at_step(12, 1, told_to_stop))
@@ -116,37 +113,32 @@ def test_another_run_is_refused(work, uninterrupted):
 
 def test_keep(tmp_path):
     """The newest two, what was converted from them, and what `latest` names; nothing half removed
-    has a final name."""
+    has a final name, and nothing that was not saved, or converted, is removed."""
     tags = (
-        "global_step20 global_step40 global_step40_universal global_step60 global_step80 mine"
+        "global_step20 global_step40 global_step40_universal global_step60 global_step80 mine "
+        "global_step20_best global_step20.bak"
     ).split()
     for age, tag in enumerate(tags):
         file = tmp_path / tag / "mp_rank_00_model_states.pt"
         file.parent.mkdir()
         file.touch()
         os.utime(file, (age, age))
-    # Of saves that were killed.
-    for tag in ("global_step99", "global_step40", "global_step20.3"):
-        (tmp_path / f"{tag}.unfinished" / "zero").mkdir(parents=True)
-    (tmp_path / "latest").write_text("global_step80")
-    content = {path.name for path in tmp_path.iterdir()}
-    remove = shutil.rmtree
-
-    def remove_or_die(path, **options):
-        if "20.unf" in str(path):
-            kill()
-        remove(path, **options)
+    (tmp_path / "global_steps_of_my_run").touch()
+    content = {path.name for path in tmp_path.iterdir()} | {"latest"}
 
     def killed_in_the_middle():
-        shutil.rmtree = remove_or_die
+        shutil.rmtree = lambda *_, **options: kill()
         elastic.remove_old(tmp_path, 3)
 
+    (tmp_path / "latest").write_text("global_step80")
     assert forked(killed_in_the_middle)().code == -signal.SIGKILL
     # Half of it is there, under another name.
-    assert not (tmp_path / "global_step20").exists()
+    (half,) = tmp_path.glob(".*")
+    assert half.name.startswith(".global_step20.") and half.suffix == ".removed"
+    publish.sweep(tmp_path / "global_step100")  # as the next save does
     for keep, latest, gone in (
-        (3, "global_step80", "global_step20 global_step20.3.unfinished global_step99.unfinished"),
-        (2, "global_step80", "global_step40 global_step40_universal global_step40.unfinished"),
+        (3, "global_step80", "global_step20"),
+        (2, "global_step80", "global_step40 global_step40_universal"),
         (1, "global_step60", ""),
     ):
         (tmp_path / "latest").write_text(latest)
@@ -206,30 +198,6 @@ def test_agents(tmp_path, monkeypatch, launcher, where, events, last, batch):
         holder.wait()
     machines.train_alone(flags, "alone", last)
     assert set(machines.differences(job, "alone").values()) == {0.0}
-
-
-def test_a_late_writer(tmp_path, monkeypatch):
-    """A rank that was cut off in a save, and writes on while the others save the step again, does
-    not reach them."""
-    one_rank = SimpleNamespace(
-        get_rank=lambda: 0, barrier=lambda: None, broadcast_object_list=lambda objects: None
-    )
-    monkeypatch.setattr(elastic, "dist", one_rank)
-    begun = []
-
-    def save_checkpoint(folder, tag, **options):
-        begun.append(folder / tag)
-        begun[-1].mkdir(parents=True)
-        if len(begun) == 1:
-            raise ConnectionError("cut off")
-        with contextlib.suppress(FileNotFoundError):
-            (begun[0] / "late.pt").touch()
-
-    engine = SimpleNamespace(global_steps=20, save_checkpoint=save_checkpoint)
-    with pytest.raises(ConnectionError):
-        elastic.save(engine, tmp_path, {})
-    elastic.save(engine, tmp_path, {})
-    assert [*(tmp_path / "global_step20").iterdir()] == []
 
 
 def exits(how):

@@ -76,14 +76,16 @@ def is_locked(folder: Path) -> bool:
 
 
 def sweep(output: Path, kept: Path | None = None) -> None:
-    """Remove what processes that died have left beside the output, but for `kept`: of its own name,
-    and of any, if it is a day old."""
+    """Remove what processes that died have left beside the output, but for `kept`: of its own name;
+    of any, if it is a day old, or was half removed."""
     restore(output.parent)
     for path in output.parent.glob(".*"):
         match = path != kept and HIDDEN.fullmatch(path.name)
         with contextlib.suppress(OSError):  # another user's, say, or just removed
-            is_old = match and time.time() - path.stat().st_mtime > DAY
-            if is_old or match and match[1] == output.name and not is_locked(path):
+            if not match or is_locked(path):
+                continue
+            is_old = time.time() - path.stat().st_mtime > DAY
+            if is_old or match[1] == output.name or match[2] == "removed":
                 shutil.rmtree(path)
 
 
