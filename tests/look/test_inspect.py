@@ -197,6 +197,27 @@ def test_a_weight_that_a_resume_does_not_read(laid_out):
     assert f"{source / MODEL} is damaged: data/" in " ".join(done.out.split())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_of_different_steps(laid_out, dtype):
+    """Where nothing counts steps, the weights are compared with the masters, in whatever order they
+    are stored."""
+    masters = []
+
+    def change(shard):
+        each_state(lambda state: state.pop("step"))(shard)
+        masters.extend(shard["optimizer_state_dict"]["single_partition_of_fp32_groups"])
+
+    source = laid_out(1, shard=change, shapes=[OrderedDict(a=torch.Size((4, 3, 2, 2)))])
+    weight = torch.cat(masters)[:48].view(4, 3, 2, 2).to(dtype)
+    for kind in (torch.contiguous_format, torch.channels_last):
+        module = {"a": weight.contiguous(memory_format=kind)}
+        edit(source, MODEL, lambda model, module=module: model.update(module=module))
+        assert facts_in(source)["problem"] is None
+    module["a"][0, 0, 0, 0] += 1
+    edit(source, MODEL, lambda model: model.update(module=module))
+    assert "are of different steps" in facts_in(source)["problem"]
+
+
 @pytest.mark.parametrize("harmed", ["folder", "file"])
 def test_without_permission(laid_out, tmp_path, harmed):
     """A line with the path: a resume ends with it, too, and takes no other checkpoint."""

@@ -4,8 +4,9 @@
 import math
 import struct
 
+from universal.files.joined import strided
 from universal.files.sources import ByteReader, OpenFile, Source, width
-from universal.files.torch_file import Tensor, extent_of
+from universal.files.torch_file import Tensor
 
 ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
 FIRST = 64  # elements of a weight that are compared with its masters
@@ -20,6 +21,7 @@ def has_values_of(weight: Tensor, masters: Source, opened: OpenFile) -> bool:
     if masters.dtype != "float32" or weight.dtype not in ROUNDED:
         return True
     reader = ByteReader(opened)
+    in_order = strided("a weight", weight)  # in channels_last it is stored in another
     start = 0
     for part in masters.ranges(0, masters.numel):
         numel = part.nbytes // width(masters.dtype)
@@ -27,7 +29,7 @@ def has_values_of(weight: Tensor, masters: Source, opened: OpenFile) -> bool:
         for place in range(start, end, max(FIRST, numel // SAMPLES)):
             count = min(FIRST, end - place)
             floats = reader.read(masters, place, count)
-            if reader.read(extent_of(weight), place, count) != rounded(floats, weight.dtype):
+            if reader.read(in_order, place, count) != rounded(floats, weight.dtype):
                 return False
         start = end
     return True
