@@ -12,7 +12,7 @@ import universal.diff
 import universal.inspect
 from tests.support import ROOT
 from tests.support.commands import command
-from tests.support.files import flip
+from tests.support.files import MODEL, edit, flip
 from universal import convert, elastic
 
 LOG = "step,loss,val_loss,lr\n1,{0},,0.1\n"
@@ -25,6 +25,7 @@ CASES = {
     "diff, different": (universal.diff.main, "c other", 1),
     "diff, damage": (universal.diff.main, "c damaged", 2),
     "diff, none": (universal.diff.main, "c absent", 2),
+    "diff, without ZeRO": (universal.diff.main, "c plain", 2),
     "converter": (ds_to_universal.main, "--input_folder c --output_folder new", 0),
     "converter, damage": (ds_to_universal.main, "--input_folder damaged --output_folder new", 2),
     "converter, a file in the way": (
@@ -48,6 +49,10 @@ def work(laid_out, tmp_path, monkeypatch):
     flip(min((tmp_path / "damaged").glob("*_optim_*")))
     for name, loss in (("a", 1.0), ("same", 1.0), ("b", 2.0)):
         (tmp_path / name).write_text(LOG.format(loss))
+    shutil.copytree(source, tmp_path / "plain")
+    for shard in (tmp_path / "plain").glob("*_optim_*"):
+        shard.unlink()
+    edit(tmp_path / "plain", MODEL, lambda model: model.update(param_shapes=None))
     monkeypatch.chdir(tmp_path)
 
 
