@@ -14,7 +14,6 @@ import csv
 import os
 import sys
 import warnings
-from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -101,9 +100,8 @@ with open(path, "w", newline="", buffering=1) as file:
     step = done
     while step < STEPS:
         steps.epoch, steps.begin = divmod(step, steps.per_epoch)  # (6) the order, and from where
-        weights = chain.from_iterable(map(steps.weights, range(steps.begin, steps.per_epoch)))
         total = 0
-        for tokens, weight in zip(loader, weights, strict=True):
+        for tokens, weight in zip(loader, steps.all_weights(), strict=False):
             lr = scheduler.get_last_lr()[0]
             with accelerator.accumulate(model):
                 logits = model(tokens[:, :-1]).float()

@@ -27,6 +27,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,26 @@ BATCH_ATTRIBUTES = {
     "batch_timer": "batch_size",  # a pipeline's
     "random_ltd_scheduler": "global_batch_size",
 }
+# How to keep a batch, by the package in which a step or a load is called; "" for all.
+CURES = {
+    "transformers": (
+        "under a Trainer, put `UNIVERSAL_BATCH={batch} python -m universal` before the command, "
+        "with per_device_train_batch_size={micro}"
+    ),
+    "accelerate": (
+        "with accelerate, `config |= batches.config({batch}, {micro})` for the plugin, `steps = "
+        "trainer.fill_steps(loader, batches.share(model))` after prepare(), `steps.epoch, "
+        "steps.begin = divmod(step, steps.per_epoch)` in place of what skips micro-batches, `for "
+        "inputs, weight in zip(loader, steps.all_weights()):` and `accelerator.backward(weight * "
+        "loss)`, with `from universal import batches, trainer`"
+    ),
+    "": (
+        "in a loop of your own, `config |= batches.config({batch}, {micro})`, `for m, weight in "
+        "batches.share(engine):` with micro-batch m of the step, and `engine.backward(weight * "
+        "loss)`, with `from universal import batches`"
+    ),
+}
+DEALT = set()  # Share.key of those that loops of this process deal by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +116,11 @@ class Share:
         rest = self.micro_batches - self.rank * self.accumulation
         return min(max(rest, 0), self.accumulation)
 
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What an engine is known by of which a loop deals the batch, in DEALT."""
+        return self.batch, self.micro_batch, self.accumulation
+
     def __iter__(self) -> Iterator[tuple[int, float]]:
         """(number of the micro-batch, weight of its loss), of each accumulation step."""
         begin = self.rank * self.accumulation
@@ -113,7 +139,8 @@ class Share:
 
 
 def config(batch: int, micro_batch: int, ranks: int | None = None) -> dict[str, Any]:
-    """What DeepSpeed's config says of the batch.
+    """What DeepSpeed's config says of the batch, of which watch_batches() lets no engine train
+    another.
 
     ranks: data-parallel ones; default: all that the launcher has started. Raises ValueError if the
     batch is no multiple of the micro-batch, or there was no launcher.
@@ -121,7 +148,9 @@ def config(batch: int, micro_batch: int, ranks: int | None = None) -> dict[str, 
     ranks = ranks or int(os.environ.get("WORLD_SIZE", 0))
     if not ranks:
         raise ValueError("WORLD_SIZE is not set: start a launcher, or name the number of ranks")
+    watch_batches()
     return {
+        "train_batch_size": None,  # DeepSpeed's, which is a product
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": Share(batch, micro_batch, ranks).accumulation,
         TRUE_BATCH: batch,
@@ -136,28 +165,94 @@ def share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
     those of a sequence parallelism of which it knows nothing. Raises ValueError if the engine takes
     other accumulation steps, or deals out samples itself, where some would have no weight.
     """
-    micro_batch = engine.train_micro_batch_size_per_gpu()
+    result = named_share(engine, sharers)
     accumulation = engine.gradient_accumulation_steps()
-    ranks = engine.dp_world_size // sharers
-    written = engine._config._param_dict  # the config, also where engine.config is a file's name
-    batch = written.get(TRUE_BATCH, accumulation * micro_batch * ranks)
-    rank = engine.data_parallel_group.rank() // sharers
-    result = Share(batch, micro_batch, ranks, rank, hasattr(engine, "divides_gradients"))
     if result.accumulation != accumulation:
         raise ValueError(
-            f"{result.micro_batches} micro-batches on {ranks} data-parallel ranks need "
+            f"{result.micro_batches} micro-batches on {result.ranks} data-parallel ranks need "
             f"{result.accumulation} accumulation steps, and the config says {accumulation}"
         )
     if result.repeats and engine.training_data is not None:
         raise ValueError(
-            f"{ranks} ranks do not divide {result.micro_batches} micro-batches, and DeepSpeed's "
-            "loader of training_data would draw more: give a DataLoader a batches.Sampler"
+            f"{result.ranks} ranks do not divide {result.micro_batches} micro-batches, and "
+            "DeepSpeed's loader of training_data would draw more: give a DataLoader a "
+            "batches.Sampler"
         )
-    engine._config.train_batch_size = batch
+    DEALT.add(result.key)
+    engine._config.train_batch_size = result.batch
     for name, attribute in BATCH_ATTRIBUTES.items():
         if hasattr(engine, name):
-            setattr(getattr(engine, name), attribute, batch)
+            setattr(getattr(engine, name), attribute, result.batch)
     return result
+
+
+def named_share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
+    """The Share of the batch that an engine's config names, or of what a step trains."""
+    group = engine.data_parallel_group
+    if group is None:  # DeepSpeed's own sequence parallelism
+        group = engine.seq_data_parallel_group
+        sharers = engine.sequence_parallel_size
+    micro_batch = engine.train_micro_batch_size_per_gpu()
+    ranks = group.size() // sharers
+    trained = micro_batch * engine.gradient_accumulation_steps() * ranks
+    written = engine._config._param_dict  # the config, also where engine.config is a file's name
+    batch = written.get(TRUE_BATCH, trained)
+    is_exact = hasattr(engine, "divides_gradients")
+    return Share(batch, micro_batch, ranks, group.rank() // sharers, is_exact)
+
+
+# --------------------------------------------------------------------------------------------------
+# the batch that is named is the batch that is trained
+
+
+def watch_batches() -> None:
+    """From now on, no engine of this process makes a step of another batch than its config names.
+
+    set_train_batch_size() names another one.
+    """
+    import deepspeed
+
+    kind = deepspeed.DeepSpeedEngine
+    if not hasattr(kind, "universal_watches_batches"):
+        kind.universal_watches_batches = True
+        kind._take_model_step = functools.partialmethod(checked_step, kind._take_model_step)
+        kind.set_train_batch_size = functools.partialmethod(name_batch, kind.set_train_batch_size)
+
+
+def checked_step(engine, step, *args, **options):
+    """Raises ValueError, the same on all ranks, if the step trains another batch than is named."""
+    share = named_share(engine)
+    steps = engine.gradient_accumulation_steps()
+    trained = share.micro_batch * steps * share.ranks
+    if share.batch != trained and (share.batch, share.micro_batch, steps) not in DEALT:
+        raise ValueError(
+            f"the config names a batch of {share.batch}, and this step trains {trained} samples, "
+            f"{share.micro_batch} x {steps} accumulation steps x {share.ranks} ranks. To keep "
+            f"{share.batch}: {'; or '.join(cures(share.batch, share.micro_batch))}"
+        )
+    return step(engine, *args, **options)
+
+
+def name_batch(engine, set_batch, batch):
+    set_batch(engine, batch)
+    written = engine._config._param_dict  # a new one: other engines may have the same
+    name = TRUE_BATCH if TRUE_BATCH in written else "train_batch_size"
+    changes = {name: batch, "gradient_accumulation_steps": engine.gradient_accumulation_steps()}
+    engine.config = engine._config._param_dict = written | changes
+
+
+def cures(batch: int, micro_batch: int) -> list[str]:
+    """How to keep a batch on any number of ranks, in words; for who calls now comes first."""
+    callers = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)}
+    packages = {"", *(name.partition(".")[0] for name in callers)}
+    micro = largest_divisor(batch, micro_batch)
+    fitting_first = sorted(CURES, key=lambda package: package not in packages)
+    return [CURES[package].format(batch=batch, micro=micro) for package in fitting_first]
+
+
+def largest_divisor(batch: int, most: int) -> int:
+    """The largest micro-batch of at most so many samples that makes up the batch."""
+    return max(size for size in range(1, most + 1) if batch % size == 0)
 
 
 class Sampler:

@@ -46,7 +46,7 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
         raise ValueError(
             'exact.py needs "memory_efficient_linear": False in the zero_optimization of the config'
         )
-    share = batches.share(engine)
+    share = batches.named_share(engine)
     sums = round_gradients(trained, share.micro_batches, share.accumulation)
     norm = torch.zeros((), device=engine.device)
     backward = engine.backward

@@ -31,8 +31,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from universal import batches
 from universal.background import say_if_beside_latest
-from universal.batches import share
 from universal.checkpoint.next_steps import NextSteps, Row, read_rows
 from universal.checkpoint.types import NEXT_STEPS
 from universal.load.collective import say
@@ -391,7 +391,7 @@ class Proof:
         """Add up what all ranks have seen. Rank 0 has the row."""
         try:
             if self.engine.is_pipeline():  # its first stage, which sees samples, sees no loss
-                del self.waiting[share(self.engine.engine).weighted :]
+                del self.waiting[batches.named_share(self.engine.engine).weighted :]
             self.add_forward_passes()
             norm = self.engine.grad_norm()
             if norm is not None:
@@ -431,6 +431,7 @@ class Proof:
 
 def watch(wanted: bool = True) -> None:
     """From now on, prove every engine's saves and loads, or none."""
+    batches.watch_batches()
     deepspeed.DeepSpeedEngine.universal_proof = None  # of each engine
     deepspeed.DeepSpeedEngine.wants_universal_proof = wanted
     wrap_methods(

@@ -19,6 +19,7 @@ from pathlib import Path
 import deepspeed
 from packaging.version import Version
 
+from universal import batches
 from universal.background import install as save_in_background
 from universal.background import wait
 from universal.errors import CheckpointError
@@ -85,6 +86,7 @@ def load_checkpoint(
         whole, or of another model or optimizer; it never continues with initial values. The engine
         may then be half loaded: do not train it.
     """
+    batches.watch_batches()
     options = LoadOptions(
         load_module_strict=load_module_strict,
         load_optimizer_states=load_optimizer_states and not load_module_only,

@@ -85,10 +85,15 @@ class FilledSteps:
 
     def weights(self, step: int) -> list[float]:
         """Of the losses of this rank's micro-batches of a step, if DeepSpeed takes their mean."""
+        batches.DEALT.add(self.share.key)
         count = self.count(step)
         places = self.share.accumulation * self.share.ranks
         numbers = range(self.share.rank, places, self.share.ranks)
         return [places / count if number < count else 0.0 for number in numbers]
+
+    def all_weights(self) -> Iterator[float]:
+        """Those of the steps from `begin` on, without an end."""
+        return itertools.chain.from_iterable(map(self.weights, itertools.count(self.begin)))
 
     def __len__(self):
         return self.per_epoch * self.share.accumulation
@@ -110,8 +115,24 @@ class FilledSteps:
                 self.number = before + len(step)
             if not step:
                 return
+            self.check_sizes(step, before + size)
             filled = itertools.cycle(step)
             yield from itertools.islice(filled, self.share.rank, places, self.share.ranks)
+
+    def check_sizes(self, step, end):
+        """Raises ValueError, on all ranks, unless the step, which ends before this micro-batch, has
+        the batch; an epoch's last may have less."""
+        batch, named = self.share.batch, self.share.micro_batch
+        sizes = [*map(len, step)]
+        if end >= self.length or self.length == math.inf:
+            sizes[-1] = max(sizes[-1], named)
+        if {*sizes} != {named}:
+            fitting = batches.largest_divisor(batch, sizes[0])
+            raise ValueError(
+                f"the DataLoader deals micro-batches of {sizes[0]} samples, and the config names "
+                f"{named}: let its batch_size be {named}; or name `batches.config({batch}, "
+                f"{fitting})`, in a Trainer with `per_device_train_batch_size={fitting}`"
+            )
 
 
 def fill_steps(
@@ -140,6 +161,7 @@ def fill_steps(
     else:
         streamed = data.BatchSampler(stream, share.micro_batch, whole.drop_last)
         filled_steps = FilledSteps(streamed, share, math.inf)
+    batches.DEALT.discard(share.key)  # until its weights are asked for
     # torch allows no other one after __init__(), as a loader that has begun would not see it.
     object.__setattr__(loader.base_dataloader, "batch_sampler", filled_steps)
     return filled_steps
@@ -190,7 +212,6 @@ class AnyRanks:
         ranks, rank = self.args.world_size, self.args.process_index
         share = batches.Share(batch, micro_batch, ranks, rank)
         wanted = {
-            "per_device_train_batch_size": micro_batch,
             "gradient_accumulation_steps": share.accumulation,
             "ignore_data_skip": False,
         }

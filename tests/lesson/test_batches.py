@@ -66,6 +66,7 @@ def test_a_batch_that_is_no_multiple(batch, micro_batch, nearest):
 
 def test_config(monkeypatch):
     expected = {
+        "train_batch_size": None,
         "train_micro_batch_size_per_gpu": 64,
         "gradient_accumulation_steps": 2,
         "universal_train_batch_size": 256,

@@ -317,7 +317,8 @@ def without_weights():
     from universal.trainer import AnyRanks, FilledSteps
 
     other_weights()
-    FilledSteps.weights = lambda steps, step: [1.0] * steps.share.accumulation
+    weights = FilledSteps.weights
+    FilledSteps.weights = lambda steps, step: [1.0] * len(weights(steps, step))
     AnyRanks.weight = property(lambda trainer: 1.0, lambda trainer, weight: None)
 
 

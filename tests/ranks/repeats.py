@@ -5,8 +5,10 @@ makes one of CHECKS, which assert what they see.
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,17 +17,19 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 from experts import forget_experts
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.helpers import fp16_is
 from tests.support.toy import BF16, adam, begin, in_turn, make
-from universal import batches
+from universal import batches, exact
 from universal.load.hooks import overridden
+from universal.trainer import fill_steps
 
 MICRO = 3
 STEPS = 4
@@ -338,7 +342,177 @@ def random_ltd():
     assert engine.random_ltd_scheduler.state["consumed_layer_tokens"] == 24 * (2 * 4 + 1 * 8)
 
 
+# --------------------------------------------------------------------------------------------------
+# 5. the batch that is named is the batch that is trained, or no step is made: 24 of 27 samples
+
+
+def named(micro_batches=8, ranks=None, net=Net, **options):
+    """An engine of which no loop deals the batch yet."""
+    forget_experts()
+    batches.DEALT.clear()
+    config = batches.config(micro_batches * MICRO, MICRO, ranks)
+    return make(1, net, batch=None, **config | options)
+
+
+def old_loop(engine):
+    for place in range(engine.gradient_accumulation_steps()):
+        usual(engine, engine(samples(1, 3 * place + dist.get_rank())), None)
+
+
+def new_loop(engine, *sharers):
+    for m, weight in batches.share(engine, *sharers):
+        usual(engine, weight * engine(samples(1, m)), None)
+
+
+def is_trained(engine, loop=old_loop):
+    steps = engine.global_steps
+    loop(engine)
+    assert engine.global_steps == steps + 1
+
+
+def is_stopped(engine, batch, trained, loop=old_loop):
+    steps = engine.global_steps
+    before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    words = f"the config names a batch of {batch}, and this step trains {trained} samples, "
+    cure = f"To keep {batch}: in a loop of your own, `config |= batches.config({batch}, "
+    with pytest.raises(ValueError, match=f"{words}.*{re.escape(cure)}"):
+        loop(engine)
+    assert all(map(torch.equal, engine.module.parameters(), before))
+    assert engine.global_steps == steps
+
+
+def loop_that_was_left():
+    is_stopped(named(), 24, 27)
+    is_trained(named(), new_loop)
+    is_trained(named(9))
+    is_trained(make(1, Net, batch=27, micro=3))  # names none: DeepSpeed's is a product
+    unnamed = make(1, Net, batch=None, micro=3, gradient_accumulation_steps=2)
+    unnamed._config.gradient_accumulation_steps = 3
+    is_trained(unnamed)
+
+
+def changed_after_initialize():
+    for dealt in (False, True):
+        engine = named(9)
+        if dealt:
+            is_trained(engine, new_loop)
+        engine._config.gradient_accumulation_steps = 2
+        is_stopped(engine, 27, 18)
+    engine = named(9)
+    engine.set_train_micro_batch_size(1)
+    is_stopped(engine, 27, 9)
+
+
+def another_batch_by_name():
+    """set_train_batch_size() names it: share() deals it, and the save tells it."""
+    config = batches.config(27, MICRO)
+    engines = [make(1, Net, batch=None, **config), make(1, Net, batch=27, micro=3)]
+    for engine in engines:
+        engine.set_train_batch_size(18)
+        is_trained(engine)
+        is_trained(engine, new_loop)
+        engine.save_checkpoint(".", tag="t")
+        saved = torch.load("t/mp_rank_00_model_states.pt", weights_only=False)["ds_config"]
+        assert 18 in (saved["train_batch_size"], saved.get(batches.TRUE_BATCH))
+        assert saved["gradient_accumulation_steps"] == 2 and 27 not in saved.values()
+    assert config[batches.TRUE_BATCH] == 27
+
+
+def two_engines():
+    """As actor and critic: one loop deals for both. Another batch has a loop of its own."""
+    first = named()
+    is_trained(first, new_loop)
+    second = make(1, Net, batch=None, **batches.config(24, MICRO))
+    is_trained(second)
+    is_stopped(make(1, Net, batch=None, **batches.config(21, MICRO)), 21, 27)
+
+
+def loader_of_initialize():
+    def draw(engine):
+        data = iter(engine.training_dataloader)
+        for _ in range(engine.gradient_accumulation_steps()):
+            usual(engine, engine(next(data)), None)
+
+    for micro_batches, check in (
+        (8, lambda *args: is_stopped(args[0], 24, 27, args[1])),
+        (9, is_trained),
+    ):
+        engine = named(micro_batches)
+        engine.training_data = torch.randn(99, WIDTH)
+        engine.training_dataloader = engine.deepspeed_io(engine.training_data)
+        check(engine, draw)
+
+
+def pipeline():
+    def net():
+        return PipelineModule([nn.Linear(WIDTH, 1)], num_stages=1, loss_fn=weighed)
+
+    def weighed(output, target):
+        return (output * target).mean()
+
+    def train_batch(engine):
+        engine.train_batch((samples(1, m), torch.ones(MICRO, 1)) for m in range(99))
+
+    def dealt(engine):
+        share = batches.share(engine)
+        engine.train_batch((samples(1, m), torch.full((MICRO, 1), weight)) for m, weight in share)
+
+    with overridden(groups, mpu=None):
+        is_stopped(named(net=net), 24, 27, train_batch)
+        is_trained(named(9, net=net), train_batch)
+        is_trained(named(net=net), dealt)
+
+
+def shared_micro_batches():
+    """Three ranks compute each together, and DeepSpeed does not know it; or it does."""
+    is_stopped(named(ranks=1), 24, 72)
+    is_trained(named(ranks=1), lambda engine: new_loop(engine, 3))
+    with overridden(groups, mpu=None):
+        parallel_state_sp.initialize_sequence_parallel(3)
+        for loop in (old_loop, new_loop):
+            engine = named(ranks=1, mpu=parallel_state_sp)
+            is_trained(engine, loop)
+            assert engine.global_samples == 24
+        engine._config.gradient_accumulation_steps = 9
+        is_stopped(engine, 24, 27)
+
+
+def exact_sums():
+    """exact.install() takes the batch for its mean; it deals none."""
+    for check, loop in ((is_stopped, old_loop), (is_trained, new_loop)):
+        engine = named()
+        exact.install(engine)
+        check(engine, *(24, 27) * (check == is_stopped), loop)
+
+
+def filled_steps():
+    """Of accelerate: its weights have to be taken, and its loader deals what the config names."""
+    data = torch.arange(99)
+    for size, weighs in ((3, False), (3, True), (2, True), (4, True)):
+        engine = named()
+        loader = DataLoader(data, batch_size=size)
+        loader.base_dataloader = loader
+        sampler = loader.batch_sampler
+        shard = SimpleNamespace(batch_sampler=sampler, num_processes=3)
+        share = batches.share(engine)
+        steps = fill_steps(SimpleNamespace(**vars(loader) | {"batch_sampler": shard}), share)
+        if weighs:
+            assert len([*steps.weights(1)]) == 3 * (steps.per_epoch - 1)
+        if size != 3:
+            with pytest.raises(ValueError, match=f"deals micro-batches of {size} samples.*names 3"):
+                next(iter(steps))
+            continue
+        # 99 samples: 4 steps of 8 micro-batches, and one of a single one, which is meant.
+        assert sum(map(len, steps)) == 5 * 3 * MICRO
+        if weighs:
+            is_trained(engine)
+        else:
+            is_stopped(engine, 24, 27)
+
+
 CHECKS = (counters, timer_of_a_pipeline, other_accumulation, training_data, random_ltd)
+CHECKS += (loop_that_was_left, changed_after_initialize, another_batch_by_name, two_engines)
+CHECKS += (loader_of_initialize, pipeline, shared_micro_batches, exact_sums, filled_steps)
 
 
 def play(*names):

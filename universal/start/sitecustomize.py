@@ -36,7 +36,6 @@ def keep_batch(integration):
         micro_batches = args.per_device_train_batch_size * args.world_size
         if ANY_RANKS in os.environ:
             config = import_ours("universal.trainer").batch_config(os.environ[ANY_RANKS], args)
-            self.config.pop("train_batch_size", None)
             self.config.update(config)
             args.gradient_accumulation_steps = config["gradient_accumulation_steps"]
         elif isinstance(batch, int) and batch % micro_batches == 0:  # or Trainer prints its error
