@@ -323,7 +323,7 @@ def training_data():
     """DeepSpeed's own loader draws 27 samples a step, with its curriculum and without it."""
     engine = engine_of(Kind(config=data_efficiency(data_sampling=SAMPLING)))
     engine.training_data = TensorDataset(torch.randn(99, WIDTH))
-    loader = engine.deepspeed_io(engine.training_data)
+    loader = engine.deepspeed_io(engine.training_data, num_local_io_workers=0)
     assert loader.data_sampler.global_batch_size == 27
     with pytest.raises(ValueError, match="give a DataLoader a batches.Sampler"):
         batches.share(engine)
@@ -439,7 +439,7 @@ def loader_of_initialize():
     ):
         engine = named(micro_batches)
         engine.training_data = torch.randn(99, WIDTH)
-        engine.training_dataloader = engine.deepspeed_io(engine.training_data)
+        engine.training_dataloader = engine.deepspeed_io(engine.training_data, num_local_io_workers=0)
         check(engine, draw)
 
 
