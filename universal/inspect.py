@@ -265,11 +265,7 @@ def settings_on(facts: dict[str, Any], ranks: int) -> Iterator[str]:
     except ValueError as error:
         raise CheckpointError(error) from error
     yield from wrapped(f"on {counted(ranks, 'data-parallel rank')}: {share}")
-    yield "  Trainer, LLaMA-Factory, ms-swift:"
-    yield f"    UNIVERSAL_BATCH={batch} python -m universal deepspeed --num_gpus {ranks} ..."
-    yield "  your own loop, with both of:"
-    yield f"    config |= batches.config({batch}, {micro})"
-    yield "    for m, weight in batches.share(engine):"
+    yield from (f"  {cure}" for cure in batches.cures(batch, micro))
 
 
 def main():

@@ -433,14 +433,15 @@ def loader_of_initialize():
         for _ in range(engine.gradient_accumulation_steps()):
             usual(engine, engine(next(data)), None)
 
-    for micro_batches, check in (
-        (8, lambda *args: is_stopped(args[0], 24, 27, args[1])),
-        (9, is_trained),
-    ):
+    def with_loader(micro_batches):
         engine = named(micro_batches)
         engine.training_data = torch.randn(99, WIDTH)
-        engine.training_dataloader = engine.deepspeed_io(engine.training_data, num_local_io_workers=0)
-        check(engine, draw)
+        loader = engine.deepspeed_io(engine.training_data, num_local_io_workers=0)
+        engine.training_dataloader = loader
+        return engine
+
+    is_stopped(with_loader(8), 24, 27, draw)
+    is_trained(with_loader(9), draw)
 
 
 def pipeline():
