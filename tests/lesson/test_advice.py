@@ -1,0 +1,193 @@
+"""What is printed about another batch keeps the batch: each text's words are taken as they are,
+pasted into the script that has printed them, and run on 3 ranks, whose samples, rates and losses
+are those of the run on 4 ranks that was not interrupted."""
+
+import importlib
+import json
+import os
+import re
+import runpy
+import sys
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.ranks import launch
+from universal.inspect import lines_of, look
+
+START = """
+import json, os, sys
+import deepspeed, torch
+import torch.distributed as dist
+from tests.support.toy import begin
+import universal
+universal.install()
+begin()
+RANKS, RANK = dist.get_world_size(), dist.get_rank()
+SEEN = []
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 3)
+    def forward(self, x):
+        if self.training: SEEN.extend(x.flatten().tolist())
+        return {"loss": (self.layer(x / 100) - 1).pow(2).sum(1).mean()}
+rows = []
+def log(step, loss, rate):
+    seen = [None] * RANKS
+    dist.all_gather_object(seen, SEEN)
+    rows.append((step, loss, rate, sorted({*sum(seen, [])})))
+    SEEN.clear()
+    if RANK == 0:
+        with open("rows.json", "w") as file:
+            json.dump(rows, file)
+torch.manual_seed(0)
+net = Net()
+DATA = [{"x": torch.tensor([float(i)])} for i in range(96)]
+PER_RANK = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+"""
+OWN = """
+config = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}}}
+config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
+config["zero_optimization"] = {"stage": 2}
+config |= PER_RANK
+engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+done = 3 if engine.load_checkpoint("ck", "step_3" if os.path.exists("ck") else None)[0] else 0
+for step in range(done + 1, 7):
+    total = 0
+    rate = engine.get_lr()[0]
+    for m, weight in ((i * RANKS + RANK, 1) for i in range(engine.gradient_accumulation_steps())):
+        begin = 16 * (step - 1) + 2 * m
+        loss = engine(torch.stack([sample["x"] for sample in DATA[begin : begin + 2]]))["loss"]
+        engine.backward(loss)
+        engine.step()
+        total += weight * loss.detach() / engine.gradient_accumulation_steps()
+    dist.all_reduce(total)
+    log(step, total.item() / RANKS, rate)
+    if step == 3 and not done:
+        engine.save_checkpoint("ck", "step_3")
+"""
+ACCELERATE = """
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, PartialState
+from accelerate.utils import DataLoaderConfiguration
+PartialState(cpu=True).distributed_type = DistributedType.DEEPSPEED
+config = {"zero_optimization": {"stage": 2}}
+config |= PER_RANK
+in_order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)
+plugin = DeepSpeedPlugin(hf_ds_config=config)
+accelerator = Accelerator(deepspeed_plugin=plugin, dataloader_config=in_order)
+loader = torch.utils.data.DataLoader(DATA, batch_size=2, shuffle=True)
+optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+steps = None
+step = 0
+if os.path.exists("ck"):
+    accelerator.load_state("ck")
+    step = 3
+    accelerator.step = 0
+accumulation = accelerator.gradient_accumulation_steps
+loader = accelerator.skip_first_batches(loader, step * accumulation)
+total = 0
+for inputs, weight in ((inputs, 1) for inputs in loader):
+    with accelerator.accumulate(model):
+        loss = model(**inputs)["loss"]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    total += weight * loss.detach() / accumulation
+    if accelerator.sync_gradients:
+        step += 1
+        log(step, accelerator.reduce(total, "mean").item(), optimizer.param_groups[0]["lr"])
+        total = 0
+        if step == 3 and not os.path.exists("ck"):
+            accelerator.save_state("ck")
+"""
+TRAINER = """
+from transformers import Trainer, TrainerCallback, TrainingArguments
+class Log(TrainerCallback):
+    def on_log(self, args, state, control, logs, **_):
+        if "loss" in logs:
+            log(state.global_step, logs["loss"], logs["learning_rate"])
+config = {"zero_optimization": {"stage": 2}}
+config |= PER_RANK
+args = TrainingArguments(
+    output_dir="ck", deepspeed=config, per_device_train_batch_size=2,
+    gradient_accumulation_steps=config["gradient_accumulation_steps"], max_steps=6, save_steps=3,
+    learning_rate=0.01, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=1,
+)
+trainer = Trainer(model=net, args=args, train_dataset=DATA, callbacks=[Log()])
+resumed = "ck/checkpoint-3" if os.path.exists("ck/checkpoint-3") else None
+trainer.train(resume_from_checkpoint=resumed)
+"""
+# Each with the folder of its checkpoint.
+SCRIPTS = {
+    "own": (OWN, "ck"),
+    "accelerate": (ACCELERATE, "ck/pytorch_model"),
+    "Trainer": (TRAINER, "ck/checkpoint-3/global_step3"),
+}
+HALF = ["from universal import batches", "config |= batches.config(16, 2)"]
+
+
+def pasted(script, pieces):
+    """The script with these pieces of code, each in place of the line that begins alike."""
+    for piece in pieces:
+        beginning = re.match(r"[\w.]+", piece)[0]
+        if beginning == "from":
+            script = f"{piece}\n{script}"
+            continue
+        beginning = beginning.replace("steps.epoch", "loader = accelerator.skip")
+        line = re.search(rf"^ *({re.escape(beginning)}\b.*)", script, re.M)
+        script = script[: line.start(1)] + piece + script[line.end(1) :]
+    return script
+
+
+def behind(command):
+    """A patch: the script was started behind `UNIVERSAL_BATCH=16 python -m universal`."""
+
+    def start():
+        name, value = command.split()[0].split("=")
+        os.environ[name] = value
+        site = runpy.run_path(str(ROOT / "universal/start/sitecustomize.py"))
+        for module, function in site["AfterImport"].functions.items():
+            function(importlib.import_module(module))
+        transformers = sys.modules["transformers"]
+        transformers.Trainer = transformers.trainer.Trainer
+
+    return start
+
+
+@pytest.mark.parametrize("reader", SCRIPTS)
+def test_pasted(tmp_path, reader):
+    from transformers import Trainer  # noqa: F401
+
+    script, folder = SCRIPTS[reader]
+
+    def play(ranks, *pieces, patch=None):
+        (tmp_path / "script.py").write_text(pasted(START + script, pieces))
+        return launch(tmp_path, ranks, tmp_path / "script.py", patch=patch)
+
+    def rows():
+        return dict(enumerate(json.loads((tmp_path / "rows.json").read_text())[-3:], 4))
+
+    trained = play(4)
+    assert not trained.code, trained.errors
+    whole = rows()
+    # By the load's line, the error of who follows half of it, and inspect.
+    warned = play(3)
+    (cure,) = re.findall("the global batch was 16, and is 12 now: to keep 16, (.*)", warned.out)
+    assert [row[-1] for row in rows().values()] != [row[-1] for row in whole.values()]
+    stopped = play(3, *HALF)
+    assert (
+        f"this step trains 18 samples, 2 x 3 accumulation steps x 3 ranks. To keep 16: {cure}"
+        in (stopped.err)
+    )
+    assert stopped.codes == {0: 1, 1: 1, 2: 1}
+    assert f"  {cure}" in [*lines_of(look(tmp_path / folder), 3)]
+    code = re.findall("`(.*?)`", cure)
+    kept = play(3, patch=behind(*code)) if reader == "Trainer" else play(3, *code)
+    assert not kept.code, kept.errors
+    for (step, loss, rate, samples), (_, loss_before, *before) in zip(
+        rows().values(), whole.values(), strict=True
+    ):
+        assert [rate, samples] == before and len(samples) == 16, step
+        assert loss == pytest.approx(loss_before, rel=1e-6), step
