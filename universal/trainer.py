@@ -23,7 +23,6 @@ fill_steps() does it for a loop over accelerate's DataLoader, as in examples/acc
 """
 
 import hashlib
-import inspect
 import itertools
 import math
 import sys
@@ -217,11 +216,6 @@ class AnyRanks:
         }
         if ranks > 1:  # on one, transformers before 4.57 sets it to False
             wanted["average_tokens_across_devices"] = True
-        smoother = (
-            self.label_smoother
-        )  # before 5.15, it takes a mean, which Trainer takes for a sum
-        if smoother and NUMBER not in inspect.signature(smoother.__call__).parameters:
-            wanted["label_smoothing_factor"] = 0
         for name, value in wanted.items():
             if getattr(self.args, name) != value:
                 raise ValueError(

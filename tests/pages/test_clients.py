@@ -175,6 +175,17 @@ def test_the_page_says_what_was_measured():
         assert difference in page
 
 
+def test_the_page_says_which_transformers():
+    page = " ".join((ROOT / "docs" / "clients.md").read_text().split())
+    rows = re.findall(
+        r"^(\S+) .* (\d\.\de-\d\d)", (ROOT / "assets" / "trainers.txt").read_text(), re.M
+    )
+    releases, largest = zip(*rows, strict=True)
+    assert (
+        f"transformers {releases[0]} to {releases[-1]}: at most {max(largest, key=float)}" in page
+    )
+
+
 # -----------------------------------------------------------------------------
 # every cure is needed
 
