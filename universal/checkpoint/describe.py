@@ -15,6 +15,7 @@ from typing import NamedTuple
 from universal.checkpoint.converted import describe_universal
 from universal.checkpoint.experts import read_experts, teams_of
 from universal.checkpoint.module_states import (
+    client_state_of,
     common_entries,
     config_of,
     degrees_of,
@@ -24,8 +25,8 @@ from universal.checkpoint.module_states import (
     module_state,
     modules_of_layers,
     names_beside,
-    read_fragments,
     read_model_states,
+    read_own_states,
     trimmed,
 )
 from universal.checkpoint.pipeline import problem_of_untied, without_tied
@@ -54,6 +55,7 @@ from universal.checkpoint.zero import (
     shared_rest,
 )
 from universal.errors import CheckpointError, Refused, naming
+from universal.files.same import is_same
 from universal.files.schema import expect
 from universal.files.sources import OpenFile, keep_open
 from universal.files.torch_file import load, number_in, tensor_of
@@ -224,10 +226,11 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
         raise CheckpointError(
             f"{model_paths[0]} is of {model['dp_world_size']} ranks, {shards[0].name} of {ranks}"
         )
+    client_states = [client_state_of(model)]
     fragments = None  # at ZeRO-1 and 2 frozen parameters are whole
     if shard.stage == 3:
-        read = functools.partial(read_fragments, first_path=model_paths[0], first=model)
-        fragments = list(pool.map(read, model_paths))
+        read = functools.partial(read_own_states, first_path=model_paths[0], first=model)
+        fragments, client_states = zip(*pool.map(read, model_paths), strict=True)
     parameters, rests, lost = describe_shards(shard, shards, model, experts, pool, opened)
     dtype = dtype_of_weights(model, shards[0].name.startswith("bf16_"))
     problems = []
@@ -243,7 +246,9 @@ def describe_ranks(folder, mp_rank, paths, pool, opened):
             )
             problems.append(Problem(True, text))
     files = [*model_paths, *experts.files, *shards]
-    return ModelParallelRank(model, dtype, shard, parameters, rests, lost, problems, files)
+    return ModelParallelRank(
+        model, dtype, shard, parameters, rests, lost, problems, files, client_states
+    )
 
 
 def may_be_on_nvme(model):
@@ -391,6 +396,7 @@ def join_all(folder, ranks, tensor, pipeline, tied, opened):
     problems += other_groups(folder, ranks, tensor) + untied + more_problems
     problems += joiner.problems + unused_patterns(joiner)
     models = [ranks[0].model | {"module": module or nothing}, *(rank.model for rank in ranks[1:])]
+    client_states = [state for rank in ranks for state in rank.client_states]
     kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
     if kind:
         problems.append(Problem(True, f"{folder}: no file holds {UNSAVED[kind]}"))
@@ -411,6 +417,7 @@ def join_all(folder, ranks, tensor, pipeline, tied, opened):
         optimizer=optimizer,
         files=Files(first.files[0], names_beside(folder, used)),
         problems=[*(problem for rank in ranks for problem in rank.problems), *problems],
+        client_states_differ=not all(is_same(client_states[0], s) for s in client_states[1:]),
     )
     return Described(description, RawStates(models, first.shard.content))
 

@@ -80,8 +80,9 @@ def read_model_states(path: Path) -> dict:
     return expect(load(path), MODEL_STATES, path)
 
 
-def read_fragments(path: Path, first_path: Path, first: dict) -> dict[str, Tensor]:
-    """{frozen parameter: Tensor}, this rank's parts at ZeRO-3. first: rank 0's model states.
+def read_own_states(path: Path, first_path: Path, first: dict) -> tuple[dict[str, Tensor], dict]:
+    """Returns what a rank alone has at ZeRO-3: ({frozen parameter: Tensor with its part of it}, the
+    client state). first: rank 0's model states.
 
     Raises: CheckpointError, if parts are missing, or these model states are of another save.
     """
@@ -94,7 +95,7 @@ def read_fragments(path: Path, first_path: Path, first: dict) -> dict[str, Tenso
     expect(fragments, {str: tensor_of}, path)
     if missing := names.keys() - fragments.keys():
         raise CheckpointError(f"{path} has nothing of the frozen {min(missing)}")
-    return {name: tensor_of(fragments[name]) for name in names}
+    return {name: tensor_of(fragments[name]) for name in names}, client_state_of(model)
 
 
 def degrees_of(model: dict, mp_ranks: int, folder: Path) -> tuple[int, int]:

@@ -136,7 +136,8 @@ class Checkpoint(NamedTuple):
 
     stage: of ZeRO, 1 to 3; 0 without it. ranks: how many data-parallel ones wrote it. These and
     layout are None for a universal checkpoint, which is not cut. parameters: by name.
-    problems: what a conversion loses.
+    problems: what a conversion loses. client_states_differ: whether a rank has saved another client
+    state than rank 0.
     packed: what reader.describe() adds for the ranks that load it.
     """
 
@@ -149,6 +150,7 @@ class Checkpoint(NamedTuple):
     optimizer: OptimizerState
     files: Files
     problems: list[Problem]
+    client_states_differ: bool = False
     packed: PackedStates | None = None
 
     @property

@@ -6,7 +6,7 @@ Where a parameter lies in them is a formula (Cut), and a shard that says somethi
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
@@ -87,7 +87,7 @@ class ModelParallelRank(NamedTuple):
 
     model: rank 0's model states, with an untrained module. dtype: of Layout. shard: rank 0's.
     rests: {file of a rank: its shared_rest()}. lost: {name of a state that has no place: why}.
-    files: rank 0's model states first.
+    files: rank 0's model states first. client_states: of the ranks that have saved one.
     """
 
     model: dict
@@ -98,6 +98,7 @@ class ModelParallelRank(NamedTuple):
     lost: dict[str, str]
     problems: list[Problem]
     files: list[Path]
+    client_states: Sequence[dict]
 
 
 def read_shard(path: Path) -> SavedShard:
