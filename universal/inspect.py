@@ -34,7 +34,7 @@ from universal.files.torch_file import load, records_of, tensor_of
 from universal.write.console import counted, in_one_line, print_screen, short, wrapped
 
 WORKERS = 4
-MOST = 8  # tags, groups on the screen
+SHOWN = 8  # tags, groups on the screen
 
 # --------------------------------------------------------------------------------------------------
 # 1. what is in a folder
@@ -151,6 +151,9 @@ def facts_of(described: Described) -> dict[str, Any]:
     batch = batch_of(model)
     steps = [*read_rows(checkpoint.folder / NEXT_STEPS, model["global_steps"] + 1)]
     states = dict.fromkeys(key for p in checkpoint.parameters.values() for key in p.states)
+    notes = [problem.text for problem in checkpoint.problems] + left_over(checkpoint)
+    if checkpoint.client_states_differ:
+        notes.append("the client states of its ranks differ: on other ranks all get rank 0's")
     return {
         "step": model["global_steps"],
         "kind": kind_of(checkpoint),
@@ -168,7 +171,7 @@ def facts_of(described: Described) -> dict[str, Any]:
         "client_state": sorted(map(str, client_state_of(model))),
         "next_steps": steps and [steps[0], steps[-1]],
         "own_ranks_only": own_ranks_only(checkpoint),
-        "notes": [p.text for p in checkpoint.problems] + left_over(checkpoint),
+        "notes": notes,
     }
 
 
@@ -202,11 +205,11 @@ def lines_of(view: dict[str, Any], ranks: int | None = None) -> Iterator[str]:
             yield from wrapped(f"  {text}")
     tags = view["tags"]
     names = sorted(tags, key=lambda name: (name != takes, not tags[name]["problem"]))
-    for name in names[:MOST]:
+    for name in names[:SHOWN]:
         mark = "*" if name == takes else " "
         yield from wrapped(f"{mark} {name}: {state_in_words(tags[name])}")
-    if len(names) > MOST:
-        yield f"  and {len(names) - MOST} more"
+    if len(names) > SHOWN:
+        yield f"  and {len(names) - SHOWN} more"
     if takes and "step" in tags[takes]:
         yield ""
         for label, text in rows_of(tags[takes]):
@@ -234,10 +237,10 @@ def rows_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "batch", text.format(**facts["batch"]) if facts["batch"] else "its config does not tell"
     kind = facts["optimizer"] or "of a type that is not saved"
     yield "optimizer", f"{kind}: {', '.join(facts['states'])}"
-    for i, group in enumerate(facts["groups"][:MOST]):
+    for i, group in enumerate(facts["groups"][:SHOWN]):
         rates = [f"{what} {short(rate)}" for what, rate in group.items() if rate is not None]
         yield f"group {i}", ", ".join(rates)
-    if more := facts["groups"][MOST:]:
+    if more := facts["groups"][SHOWN:]:
         yield "", f"and {len(more)} more"
     yield "scheduler", facts["scheduler"]
     elements, tensors = short(facts["elements"]), counted(facts["tensors"], "tensor")

@@ -118,7 +118,7 @@ def test_types(laid_out, stage):
 def test_command(source):
     """One screen of 100 columns for people, and what look() returns as JSON; nothing on standard
     error."""
-    done = inspected(source, "--ranks", 5)
+    done = inspected(source)
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
@@ -362,6 +362,14 @@ def test_its_own_ranks_only(laid_out):
     failed(inspected(source, "--ranks", 3), 2, f"it resumes on {reason}")
 
 
+def test_client_states_that_differ(laid_out):
+    source = laid_out(3, add_more)
+    assert facts_in(source)["notes"] == []
+    edit(source, f"zero_pp_rank_1_{MODEL}", lambda model: model.update(epoch=4))
+    words = "the client states of its ranks differ: on other ranks all get rank 0's"
+    assert facts_in(source)["notes"] == [words]
+
+
 def test_no_batch(laid_out):
     """Named by no config, or no multiple of the micro-batch: one line, and exit code 2."""
     source = laid_out(1)
@@ -407,7 +415,7 @@ def test_many_ranks_fit_on_the_screen(laid_out, tmp_path):
     for i in range(30):
         (tmp_path / f"t{i}").mkdir()
         shutil.copy(tmp_path / "s1" / MODEL, tmp_path / f"t{i}")
-    done = inspected(tmp_path, "--ranks", 63)
+    done = inspected(tmp_path)
     lines = done.out.splitlines()
     assert done.code == 2 and max(map(len, lines)) <= 100 and len(lines) <= 50, done.out
     assert "ZeRO-1, 64 ranks, complete" in done.out and "and 23 more" in done.out
