@@ -34,7 +34,7 @@ from universal.write.console import in_one_line, print_screen, short, size, wrap
 THREADS = 4
 PIECE = 1 << 20  # elements that are compared in one go
 WORST = 10
-MOST = 3  # of a kind that are told in a line
+TOLD = 3  # of a kind that are told in a line
 COUNTERS = ("global_steps", "skipped_steps", "global_samples", "data_sampler", "random_ltd")
 
 
@@ -190,8 +190,8 @@ def differing(kind: str, first: dict, second: dict) -> list[str]:
         a, b = first.get(name, "nothing"), second.get(name, "nothing")
         if not is_same(a, b):
             texts.append(f"{name}: {reprlib.repr(a)}, {reprlib.repr(b)}")
-    if len(texts) > MOST:
-        texts[MOST:] = [f"and {len(texts) - MOST} more"]
+    if len(texts) > TOLD:
+        texts[TOLD:] = [f"and {len(texts) - TOLD} more"]
     return [f"{kind} {'; '.join(texts)}"] if texts else []
 
 
