@@ -171,15 +171,9 @@ $(CKPT)/latest_universal: logs/default.csv ds_to_universal.py $(PACKAGE)
 	$(PY) ds_to_universal.py --input_folder $(CKPT)/global_step100/ --output_folder $(CKPT)/global_step100_universal \
 		--num_extract_workers 4 --num_merge_workers 4
 
-logs/resume_uc_4gpu.csv logs/resume_uc_3gpu.csv logs/resume_uc.csv: RESUME += --checkpoint_tag global_step100_universal --universal_checkpoint
-logs/resume_uc_4gpu.csv: $(CKPT)/latest_universal
-	$(call run,$(RANKS) 4 $(RESUME) --run_name resume_uc_4gpu,resume_uc_4gpu)
-
-logs/resume_uc_3gpu.csv: $(CKPT)/latest_universal
-	$(call run,$(RANKS) 3 $(RESUME) --run_name resume_uc_3gpu,resume_uc_3gpu)
-
-logs/resume_uc.csv: $(CKPT)/latest_universal
-	$(call run,$(RANKS) 2 $(RESUME) --run_name resume_uc,resume_uc)
+logs/resume_uc_4gpu.csv logs/resume_uc_3gpu.csv logs/resume_uc_2gpu.csv: RESUME += --checkpoint_tag global_step100_universal --universal_checkpoint
+logs/resume_uc_%gpu.csv: $(CKPT)/latest_universal
+	$(call run,$(RANKS) $* $(RESUME) --run_name $(RUN),$(RUN))
 
 # DeepSpeed's own loader loses state at ZeRO-3, and the next steps show it
 ZERO_3 = train.py --zero_stage 3 --steps 20 --checkpoint_dir ckpt_zero_3
@@ -194,8 +188,8 @@ $(OUT)/stock_3.txt: logs/zero_3.csv
 	@grep -o "universal: WARNING: step.*" logs/stock_3.txt > $@
 	@cat $@
 
-$(OUT)/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc_3gpu.csv logs/resume_uc.csv plot.py
-	$(call plot,logs/default.csv logs/resume_uc_4gpu.csv logs/resume_uc_3gpu.csv logs/resume_uc.csv,1e-5)
+$(OUT)/resume_uc.png: logs/resume_uc_4gpu.csv logs/resume_uc_3gpu.csv logs/resume_uc_2gpu.csv plot.py
+	$(call plot,logs/default.csv logs/resume_uc_4gpu.csv logs/resume_uc_3gpu.csv logs/resume_uc_2gpu.csv,1e-5)
 
 # Machines that die and come back
 elastic: $(OUT)/elastic.txt
