@@ -27,7 +27,7 @@ The conversion has five steps, each a function in universal/:
 
     find_tag()       checkpoint/tags.py      the folder with the files, if its parent was given
     describe()       checkpoint/describe.py  which bytes of which shards make up each parameter
-    write_files()    write/converter.py      each byte range is read once and written once
+    write_output()   write/converter.py      each byte range is read once and written once
     check_all()      files/sources.py        compares what was read with the CRC-32 of every record
     publish()        write/publish.py        once all is on the disk, names the folder
 

@@ -61,7 +61,7 @@ def convert(
     files = files_of(checkpoint, raw, zero3_before_0_19_3)
     with unfinished(output) as folder:
         make_folders(folder, files)
-        check_all(write_files(folder, files, opened, num_merge_workers, progress), opened)
+        check_all(write_output(folder, files, opened, num_merge_workers, progress), opened)
         finish(folder, source, output, files if check else {})
     return totals(source, output_folder, checkpoint.parameters, map(size_of, files.values()), began)
 
@@ -98,7 +98,7 @@ def jobs_of(files):
     return [names[i : i + count] for i in range(0, len(names), count)]
 
 
-def write_files(folder, files, opened, workers, progress):
+def write_output(folder, files, opened, workers, progress):
     """Write the files. Returns {record: what was read of it}, for check_all()."""
 
     def write_job(job, reader):
