@@ -111,7 +111,7 @@ class FilledSteps:
             step = list(itertools.islice(micro_batches, size))
             self.first_step = self.first_step or step
             if len(step) < size:
-                self.number = before + len(step)
+                self.number = min(self.number, before + len(step))
             if not step:
                 return
             self.check_sizes(step, before + size)
