@@ -111,7 +111,7 @@ def solution(name):
 
 
 def draw_shards(shards):
-    """Where each matrix of the first group lies at stage 1; those that are cut are blue."""
+    """Draws where each matrix of the first group lies at stage 1; those that are cut are blue."""
     slices = [shard["param_slice_mappings"][0].items() for shard in shards]
     draw_slices([[(name, piece.numel) for name, piece in pieces] for pieces in slices])
 
@@ -182,7 +182,7 @@ def tensor_in(content):
 
 
 def difference(path, right_path):
-    """In words, of the tensors in two files; None if they have the same bits."""
+    """Says how the tensors in two files differ; None if they have the same bits."""
     import torch
 
     tensor, right = (tensor_in(torch.load(file, weights_only=False)) for file in (path, right_path))

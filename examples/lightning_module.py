@@ -79,8 +79,8 @@ class Module(lightning.LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def train_dataloader(self):
-        """(2) Start at the next step: when it resumes within an epoch, Lightning starts the data
-        over."""
+        """Starts the data at the next step (2): Lightning starts them over when it resumes within
+        an epoch."""
         share = batches.share(self.trainer.strategy.deepspeed_engine)
         self.weights = [weight for _, weight in share]
         sampler = batches.Sampler(len(data), share)
@@ -106,8 +106,8 @@ class Module(lightning.LightningModule):
         checkpoint["accumulation"] = accumulation
 
     def on_load_checkpoint(self, checkpoint):
-        """(4) The loop counts micro-batches; convert its count from the old accumulation steps to
-        the new."""
+        """Converts the loop's count of micro-batches from the old accumulation steps to the new
+        (4)."""
         for counts in checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"].values():
             if isinstance(counts, dict):
                 steps = counts["ready"] // checkpoint["accumulation"]

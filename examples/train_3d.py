@@ -227,8 +227,8 @@ def describe_cuts(width, number_of_norm):
 
 
 def train_pipeline(engine, args, text, held_out, losses, done):
-    """As train() in train.py, with a pipeline's train_batch(). losses: of the micro-batches; the
-    loss function of the last stage adds them."""
+    """Trains like train() in train.py, with a pipeline's train_batch(). losses: of the
+    micro-batches; the loss function of the last stage adds them."""
     share = batches.share(engine)
 
     def micro_batches(text, step):

@@ -58,7 +58,7 @@ def argument_parser(description):
 
 @contextlib.contextmanager
 def exit_on_error():
-    """With one line, not with a traceback."""
+    """Ends with one line in place of a traceback."""
     try:
         yield
     except (ValueError, universal.CheckpointError) as error:
@@ -119,7 +119,8 @@ def load(engine, args, run, memory):
 
 
 def open_log(run_name, saved):
-    """As in train.py. A checkpoint also holds the rows of steps that were not logged yet."""
+    """Opens the log like train.py. A checkpoint also holds the rows of steps that were not logged
+    yet."""
     rows = saved.get("rows", [])
     log = train.open_log(run_name, saved["step"] - len(rows))
     log.writerows(rows)

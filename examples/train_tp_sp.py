@@ -49,13 +49,13 @@ def parse_arguments():
 
 
 def causal_attention(q, k, v):
-    """[B, T, heads, head_dim] each -> [B, T, heads, head_dim]."""
+    """Returns the attention of q, k and v, all [B, T, heads, head_dim], in the same shape."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 class UlyssesAttention(nn.Module):
-    """train.py's Attention, where each rank has a part of the sequences: it swaps that for the
+    """The Attention of train.py where each rank has a part of the sequences: it swaps that for the
     whole sequences of a part of the heads, and back."""
 
     def __init__(self, attention, group):
@@ -72,7 +72,7 @@ class UlyssesAttention(nn.Module):
 
 
 class PartOfDropout(nn.Dropout):
-    """train.py's Dropout: this rank's part of the whole sequences' mask."""
+    """The Dropout of train.py, with this rank's part of the whole sequences' mask."""
 
     def __init__(self, p, i, n):
         super().__init__(p)
@@ -89,7 +89,8 @@ class PartOfDropout(nn.Dropout):
 
 
 class PartOfGPT(GPT):
-    """train.py's GPT, for the i-th of n equal parts of every sequence. group: of the n ranks."""
+    """The GPT of train.py, for the i-th of n equal parts of every sequence. group: of the n
+    ranks."""
 
     def share_sequences(self, i, n, group):
         self.i = i

@@ -52,7 +52,7 @@ def timed(command, folder):
 
 
 def commands(source, output):
-    """{name: the command that converts, or copies, source}"""
+    """Returns, by name, the commands that convert or copy the source."""
     folders = ["--input_folder", source, "--output_folder", output]
     workers = ["--num_extract_workers", 4, "--num_merge_workers", 2]
     theirs = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *folders, *workers]

@@ -34,7 +34,7 @@ sys.exit(pytest.main(sys.argv[1:]))"""
 
 
 def run(name, tests, *before):
-    """{test: how it ended, and why}, without those that were skipped."""
+    """Returns how each test ended, and why, without those that were skipped."""
     tests_and_flags = ["unit/checkpoint", "-rpfE", DESELECT, *sys.argv[2:]]
     command = [*before, sys.executable, "-c", MAIN, *tests_and_flags]
     settings = os.environ | {

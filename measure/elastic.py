@@ -172,7 +172,7 @@ HAPPENS = {
 
 
 def throw(dice, alive):
-    """(steps until it happens, what, to which nodes)."""
+    """Draws the next event: the steps until it happens, what it is, and on which nodes."""
     gap = dice.choice([0, 1, 2, 5, 20, 60])
     dead = [node for node in NODES if node not in alive]
     if dead and (len(alive) == 1 or dice.random() < 0.4):
@@ -213,7 +213,7 @@ def try_soak(args):
 
 
 def print_soak(job, events):
-    """events: {what: [Event]}."""
+    """Prints the events of each kind. events: {what: [Event]}."""
     print(
         "event               times   steps done again   seconds to the next step: median   longest"
     )

@@ -173,7 +173,7 @@ def written_by(kind, **more):
 
 
 def kinds(ranks):
-    """{name of a row: Kind}"""
+    """Returns the Kind of each row."""
     rows = {}
     for stage in range(4):
         rows |= {
@@ -297,14 +297,15 @@ def dtype_of(engine):
 
 
 def build_extensions():
-    """In a rank of its own, before all else: it takes minutes, once."""
+    """Builds DeepSpeed's extensions in a rank of its own, before all else: it takes minutes,
+    once."""
     for builder in (CPUAdamBuilder(), PinMemoryBuilder(), AsyncIOBuilder()):
         if builder.is_compatible():  # NVMe wants libaio
             builder.load(verbose=False)
 
 
 def begin():
-    """Once in a rank."""
+    """Prepares a rank, once."""
     os.environ |= {"CROSS_RANK": "0", "CROSS_SIZE": "1"}  # DeepSpeed's writers ask for them
     logging.getLogger("DeepSpeed").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore")
@@ -326,7 +327,7 @@ def without_children():
 
 
 def play(column, name):
-    """In a rank: a row. Without a column, it trains and saves."""
+    """Plays a row on a rank. Without a column, it trains and saves."""
     begin()
     if column and COLUMNS[column].through_install:
         universal.install()
@@ -343,7 +344,8 @@ def play(column, name):
 
 
 def losses_of(kind, column):
-    """Of the steps after the save; of an engine that has saved, or one that has loaded."""
+    """Returns the losses of the steps after the save, of an engine that has saved or one that has
+    loaded."""
     engine = build(kind, seed=2 if column else 1)
     if column:
         path, _ = engine.load_checkpoint(".", tag="t")
@@ -357,8 +359,8 @@ def losses_of(kind, column):
 
 
 def outcome(ranks, column, name):
-    """([loss], [warning]) of a row, or the error. Each has processes of its own, because engines
-    leave something behind that others stumble over."""
+    """Returns the losses and the warnings of a row, or the error. Each has processes of its own,
+    because engines leave something behind that others stumble over."""
     (WORK / "outcome").unlink(missing_ok=True)
     result = launch(WORK, ranks, play, column, name, limit=LIMIT, grace=10)
     if (WORK / "outcome").exists():
@@ -369,14 +371,14 @@ def outcome(ranks, column, name):
 
 
 def brief(error):
-    """Without paths, colours and the names of modules."""
+    """Shortens a message: no paths, colours and names of modules."""
     paths = r"( See)? https?://\S+|/\S*/"
     error = re.sub(rf"\x1b\[\d*m|^(\[rank\d+\]: )?([a-z_]\w*\.)*|{paths}", "", error)
     return error[:200].strip()
 
 
 def measure(names):
-    """{name of a row: {column: [difference, or error, and warnings]}}"""
+    """Returns the table: for each row and column the difference, or the error, and warnings."""
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     rows = {}

@@ -55,7 +55,7 @@ def train(name, lives, *flags):
 
 
 def on_other_ranks(stage, how):
-    """{what: {column: the largest difference from one rank at ZeRO-1}}"""
+    """Returns, for each row and column, the largest difference from one rank at ZeRO-1."""
     gaps = {}
     for what, lives in RUNS.items():
         name = train(f"zero{stage}_{what} {how}", lives, "--zero_stage", stage, *HOW[how])

@@ -38,7 +38,7 @@ def saved_parts(checkpoint, ranks):
 
 
 def cut_each(parameters, ranks):
-    """As ZeRO-3 does: each parameter by itself, and the shares of a rank end to end."""
+    """Cuts like ZeRO-3: each parameter by itself, and the shares of a rank end to end."""
     return [[Part(name, -(-numel // ranks)) for name, numel in parameters] for _ in range(ranks)]
 
 
@@ -66,7 +66,7 @@ def draw_row(axis, y, label, holders, followed, gap):
 
 
 def connect(axis, pieces, y, whole, whole_y, style):
-    """From every piece to its part of the whole, and an arrow along."""
+    """Connects every piece with its part of the whole, and draws an arrow along."""
     start, end = whole
     scale = (end - start) / sum(right - left for left, right in pieces)
     for left, right in pieces:

@@ -90,7 +90,7 @@ class Late(Exception):
 
 
 class Place(NamedTuple):
-    """Where a run trains. device: "cuda" or "cpu"."""
+    """The device of a run. device: "cuda" or "cpu"."""
 
     device: str
     ranks: int
@@ -230,8 +230,8 @@ def start(name, place, script, *words):
 
 @functools.cache
 def train(place, flags):
-    """(name of the run and, unless `flags` name another, of its folder; its losses after the
-    checkpoint)"""
+    """Returns the name of the run (and, unless `flags` name another, of its folder), and its losses
+    after the checkpoint."""
     name = re.sub(r"\W+", "_", f"{flags}_{place.device}_{place.ranks}")
     script = "examples.train_elastic" if "--exact" in flags else "train.py"
     script = "examples.train_tp_sp" if "--tensor_parallel" in flags else script
@@ -298,7 +298,7 @@ def not_tried(what, why):
 
 
 def rounding(at, ranks):
-    """In fp32 at ZeRO-3: resumes on other ranks, by a conversion, between a card and a CPU."""
+    """Resumes fp32 runs at ZeRO-3 on other ranks, by a conversion, between a card and a CPU."""
     place, cpus = at(ranks), Place("cpu", 4)
     rows = [row_of(FP32, place, at(count), ROUNDING) for count in (ranks, ranks - 1, 1)]
     rows += [row_of(FP32, place, place, ROUNDING, "_universal")]
@@ -330,7 +330,7 @@ def tensor_parallel(at, ranks):
 
 
 def trainer(at, ranks):
-    """examples/hf_trainer.py: the second run goes on from the first one's step 10."""
+    """Runs examples/hf_trainer.py twice: the second run goes on from the first one's step 10."""
     if not find_spec("transformers"):
         return Line([not_tried("hf_trainer.py", "no transformers")])
     flags = "--dtype bf16 --gradient_checkpointing" if at(1).device == "cuda" else ""

@@ -153,7 +153,7 @@ def short(job):
 
 
 def cut(job, what, name, *caught, ranks=2):
-    """caught: files that the host must be writing."""
+    """Pulls a host's cable. caught: files that the host must be writing."""
     job.reach(job.step() + 5)
     rank = job.catch(name, *caught)[0] if caught else None
     job.happen(what, HostsJob.pull, name, rank, ranks=ranks, lost=name == "node 1")
@@ -180,7 +180,7 @@ def read_only(job):
 
 
 def late(job):
-    """As where a folder hangs with the cable: the rank that was cut off in a save writes on while
+    """Plays a folder that hangs with the cable: the rank that was cut off in a save writes on while
     the others, who have no mirror and repeat the steps, save the same step."""
     rank, saves = job.catch("node 2", job.folder, ".*.saving")
     since = time.time()

@@ -48,8 +48,8 @@ def forget(folders):
 
 
 def timed(words, cold=()):
-    """(seconds of a whole process, what it prints). It may end with 1: numbers differ. cold:
-    folders that it is to read from the disk."""
+    """Returns the seconds of a whole process, and what it prints. It may end with 1: numbers
+    differ. cold: folders that it is to read from the disk."""
     forget(cold)
     begin = time.perf_counter()
     done = subprocess.run([*map(str, words)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -76,7 +76,7 @@ def of_package(module, *words):
 
 
 def pairs(first, second):
-    """{what: (our command, the limit)}"""
+    """Returns our command and the limit of each row."""
     files = " && ".join(f"cmp {path} {second / path.name}" for path in sorted(first.iterdir()))
     return {
         "inspect, cat": (of_package("inspect", first), ["sh", "-c", f"cat {first}/* > /dev/null"]),

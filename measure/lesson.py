@@ -65,7 +65,7 @@ def seconds_of(cell):
 
 
 def seconds_of_parts(notebook):
-    """{heading: seconds} of the cells below it."""
+    """Returns the seconds of the cells below each heading."""
     seconds = {}
     part = ""
     for cell in notebook.cells:
@@ -85,7 +85,7 @@ def run():
 
 
 def write(notebook):
-    """Without what is of this machine: times, and the version of its Python."""
+    """Writes the notebook without what is of this machine: times, and the version of its Python."""
     notebook.metadata["language_info"] = {"name": "python"}
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
@@ -106,7 +106,7 @@ def without_answers(notebook):
 
 
 def differences(old, new):
-    """Of the cells that are compared: one text for each line that differs."""
+    """Yields a text for each line that differs in the cells that are compared."""
     for before, now in zip(old.cells, new.cells, strict=True):
         if before.cell_type == "code" and "not-compared" not in before.metadata.get("tags", []):
             for difference in compare(printed(before), printed(now)):

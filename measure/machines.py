@@ -47,7 +47,7 @@ class Node:
     """An agent of torchrun and its workers. Every line that they print is kept with its time."""
 
     def __init__(self, command, lines, memory=None):
-        """memory: the folder that stands for this machine's memory."""
+        """Starts nothing yet. memory: the folder that stands for this machine's memory."""
         self.memory = memory
         self.killed = []
         environment = os.environ | QUIET
@@ -85,8 +85,8 @@ class Node:
         return sorted(workers, key=lambda worker: worker.started)
 
     def kill(self):
-        """As if the machine had lost its power: an agent that is killed by itself would leave its
-        workers running."""
+        """Ends the node as if the machine had lost its power: an agent that is killed by itself
+        would leave its workers running."""
         # Python's resource tracker ends by itself, and removes the semaphores that the others leave
         # in /dev/shm.
         processes = self.processes()
@@ -98,7 +98,7 @@ class Node:
                     self.killed.append(process)
 
     def forget(self):
-        """Of a machine that is gone: its memory is gone, too."""
+        """Removes the memory of a machine that is gone."""
         self.agent.wait(timeout=120)
         psutil.wait_procs(self.killed, timeout=10)  # one that still ends could write into it
         if self.memory:
@@ -116,8 +116,8 @@ class Event(NamedTuple):
 
 
 class Job:
-    """examples/train_elastic.py on nodes that are called "node 1", "node 2", ... `with` ends it,
-    and prints what it has printed where an error does so."""
+    """A run of examples/train_elastic.py on nodes that are called "node 1", "node 2", ... `with`
+    ends it, and prints what it has printed where an error does so."""
 
     patience = 180  # seconds that wait_for() waits
     settings = RENDEZVOUS
@@ -132,9 +132,9 @@ class Job:
         rendezvous=None,
         memory=None,
     ):
-        """ranks: of each node. rendezvous: settings of --rdzv-conf when it is not the agent of node
-        1 that holds it. memory: the folder with one for each node, of a job that mirrors its
-        shards."""
+        """Prepares a job. ranks: of each node. rendezvous: settings of --rdzv-conf when it is not
+        the agent of node 1 that holds it. memory: the folder with one for each node, of a job that
+        mirrors its shards."""
         flags = f"--nproc-per-node {ranks} --rdzv-endpoint {endpoint} --rdzv-conf"
         self.launcher = [*launcher, *AGENT, *flags.split()]
         self.train = ["-m", "examples.train_elastic", *train, "--elastic", "--run_name", name]
@@ -223,7 +223,7 @@ class Job:
         return event
 
     def wait(self, seconds=300):
-        """Until all agents say that the job is done."""
+        """Waits until all agents say that the job is done."""
         codes = [node.agent.wait(timeout=seconds) for node in self.nodes.values()]
         assert not any(codes), f"the agents ended with {codes}"
         for node in self.nodes.values():
@@ -233,7 +233,7 @@ class Job:
         return sum(words in line for _, line in self.lines)
 
     def wait_for(self, pattern, since):
-        """(time, match) of the first line since then that has the pattern; waits for it."""
+        """Waits for the first line since then that has the pattern; returns its time and match."""
         deadline = time.time() + self.patience
         while time.time() < deadline:
             for when, line in list(self.lines):
@@ -271,7 +271,7 @@ def train_alone(train, name, last):
 
 
 def differences(job, name):
-    """{column: the largest difference of a job from the run of that name}. Each of that one's steps
-    must be in the job's log, once."""
+    """Returns, by column, the largest difference of a job from the run of that name. Each of that
+    one's steps must be in the job's log, once."""
     assert steps(Path.cwd(), job.name) == steps(Path.cwd(), name), "a step is missing, or twice"
     return largest(Path.cwd(), name, job.name)

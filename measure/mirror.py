@@ -90,7 +90,7 @@ def plain_copy(tensors):
 
 
 def peer(engine, folder):
-    """lm-resiliency's. Returns (save, finish, bytes)."""
+    """Returns lm-resiliency's (save, finish, bytes)."""
     from lm_resiliency import InMemoryCkptConfig
     from lm_resiliency.integrations.deepspeed import enable_resiliency
 
@@ -139,7 +139,7 @@ def remove_old(disk):
 
 
 def ways_of(engine, memory, disk):
-    """{name: (save, finish, bytes)}"""
+    """Returns (save, finish, bytes) of each way, by its name."""
     machine = Path(memory, f"machine{dist.get_rank()}")
     # One mirror, which waits or not: two would take turns in finding no memory to use again.
     mirror = Mirror(engine, machine)
@@ -184,7 +184,7 @@ def computing(engine):
 
 
 def seconds_of(*actions):
-    """From one to the next; all ranks begin together and end together."""
+    """Returns the seconds from one step to the next; all ranks begin together and end together."""
     dist.barrier()
     times = [time.perf_counter()]
     for action in actions:
@@ -252,7 +252,7 @@ def print_rows(stage, medians, sizes):
 
 
 def draw(steps, path):
-    """steps: {way: seconds of each step}."""
+    """Draws the seconds of each step. steps: {way: seconds of each step}."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, (title, *lines) in zip(axes, PANELS, strict=True):

@@ -75,7 +75,7 @@ def measure(name):
 
 
 def measure_images():
-    """In one thread, as `own` is."""
+    """Measures the digest of images in one thread, as `own` is."""
     torch.set_num_threads(1)
     images = torch.randn(64, 3, 224, 224)
     times = []

@@ -67,7 +67,7 @@ def make_engine(batch, micro, stage, load_universal=False):
 
 
 def megabytes(key):
-    """Of memory: VmRSS, what this process has, or VmHWM, the most that it had."""
+    """Returns megabytes of memory: VmRSS, what this process has, or VmHWM, the most that it had."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(rf"{key}:\s*(\d+) kB", status)[1]) * 1024 / 1e6
 
@@ -80,7 +80,8 @@ def load(engine, folder, way):
 
 
 def cost(work):
-    """(seconds, megabytes) of this rank for what must return something."""
+    """Returns the seconds and megabytes that a call costs this rank; the call must return
+    something."""
     before = megabytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     dist.barrier()

@@ -98,7 +98,7 @@ class Streams(transformers.Trainer):
 
 
 def change(kind, seed):
-    """In a rank: what the example trains."""
+    """Changes, on a rank, what the example trains."""
     import transformers  # what a script gets, and before 5.0 not what the first import returns
 
     set_seed, arguments = transformers.set_seed, transformers.TrainingArguments
@@ -112,14 +112,14 @@ def change(kind, seed):
 
 
 def play(release, beside, folder, columns):
-    """{column: differences or errors}"""
+    """Returns differences or errors by column."""
     assert (transformers.__version__, accelerate.__version__) == (release, beside)
     shutil.rmtree(folder, ignore_errors=True)
     return {column: play_column(Path(folder, column), column) for column in columns}
 
 
 def play_column(folder, column):
-    """Of each checkpoint in turn."""
+    """Resumes from each checkpoint in turn."""
     folder.mkdir(parents=True)
     kind, stage = COLUMNS[column]
     script = ROOT / "examples" / "hf_trainer.py"
@@ -157,7 +157,7 @@ def difference(folder, name):
 
 
 def run(release, beside, columns, folder=WORK):
-    """play() under that transformers, beside that accelerate."""
+    """Calls play() under that transformers, beside that accelerate."""
     paths = []
     environment = {}
     if columns == [COMMAND]:

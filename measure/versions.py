@@ -86,11 +86,11 @@ ALONE = ("no checkpoint", "its converter")
 
 
 def change(kind, seed):
-    """In a rank: what train.py trains."""
+    """Changes, on a rank, what train.py trains."""
     import train  # this rank's own
 
     class Odd(train.GPT):
-        """With a frozen layer, and a buffer that scales the loss."""
+        """A model with a frozen layer, and a buffer that scales the loss."""
 
         def __init__(self, *sizes):
             super().__init__(*sizes)
@@ -114,7 +114,8 @@ def change(kind, seed):
 
 
 def play(version, folder, stage, jobs):
-    """{name: error} of the jobs that end with one. Logs and checkpoints are in the folder."""
+    """Returns the errors of the jobs that end with one, by name. Logs and checkpoints are in the
+    folder."""
     assert deepspeed.__version__ == version
     failed = {}
     for name, job in jobs.items():
@@ -161,7 +162,7 @@ def elsewhere(function, arguments, *paths, limit, **environment):
 
 
 def run(version, folder, stage, jobs):
-    """play() under that version."""
+    """Calls play() under that version."""
     folder.mkdir(parents=True, exist_ok=True)
     if version == NEW:
         return play(version, folder, stage, jobs)
@@ -187,7 +188,7 @@ def difference(folder, name, other):
 
 
 def measure(version, stage):
-    """{column: difference or error}"""
+    """Returns the difference, or the error, of each column."""
     folder = WORK / version / f"ZeRO-{stage}"
     shutil.rmtree(folder, ignore_errors=True)
     jobs = commands(version, stage)
@@ -200,7 +201,7 @@ def measure(version, stage):
 
 
 def off(row, columns=OURS + ALONE, bound=ROUNDING):
-    """Those of the columns that are further away than that, or errors."""
+    """Returns those of the columns that are further away than that, or errors."""
     return {
         name: row[name] for name in columns if isinstance(row[name], str) or not row[name] <= bound
     }

@@ -59,7 +59,8 @@ def gaps_of_keys(view):
 
 
 def longest_way(log):
-    """By how much Adam may move a parameter in the steps of this log: the sum of learning rates."""
+    """Returns by how much Adam may move a parameter in the steps of this log: the sum of learning
+    rates."""
     with open(log, newline="") as file:
         return sum(float(row["lr"]) for row in csv.DictReader(file))
 

@@ -36,7 +36,8 @@ AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradie
 
 
 class Client(NamedTuple):
-    """command: what starts it. dashes: in front of a flag. tuner: the flag for what is trained."""
+    """A framework's command line. command: what starts it. dashes: in front of a flag. tuner: the
+    flag for what is trained."""
 
     name: str
     command: tuple
@@ -45,7 +46,8 @@ class Client(NamedTuple):
 
 
 class Case(NamedTuple):
-    """trains: "full" or "lora". stage: of ZeRO. batch: train_batch_size in the JSON."""
+    """A run to be resumed. trains: "full" or "lora". stage: of ZeRO. batch: train_batch_size in the
+    JSON."""
 
     trains: str
     stage: int
@@ -62,8 +64,8 @@ LORA = Case("lora", 2, "auto")
 
 
 def install(client):
-    """(folder of its commands, folder of its packages). Torch and DeepSpeed are those of this
-    Python."""
+    """Returns the folder of its commands and that of its packages. Torch and DeepSpeed are those of
+    this Python."""
     folder = ROOT / ".venv-clients-cli" / client.name
     if not folder.exists():
         requirements = FOLDER / f"requirements-{client.name.lower()}.txt"
@@ -147,7 +149,7 @@ def run(client, case, ranks, how=""):
 
 
 def losses(output):
-    """Of the steps after the checkpoint."""
+    """Returns the losses of the steps after the checkpoint."""
     state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
     every = [row["loss"] for row in state["log_history"] if "loss" in row]
     return torch.tensor(every[SAVED:], dtype=torch.float64)
