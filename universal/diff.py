@@ -75,8 +75,8 @@ def diff(first: str, second: str, tolerance: float = 0.0) -> dict[str, Any]:
 
 
 class Gap(NamedTuple):
-    """By how much two tensors differ, at most. relative: to the larger number; infinity, where one
-    of two is no finite number. elements: how many differ, of so many."""
+    """The largest difference of two tensors. relative: to the larger number; infinity, where one is
+    zero."""
 
     name: str
     absolute: float

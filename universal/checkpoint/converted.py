@@ -104,7 +104,8 @@ def read_param_groups(path, optimizer):
 
 
 def read_step(path, optimizer, opened):
-    """{"step": the step of all}, if it is in the shard that DeepSpeed's converter leaves."""
+    """Reads the step that all parameters have taken, as {"step": it}, from the shard that
+    DeepSpeed's converter leaves; empty without it."""
     if "fp32_flat_groups" not in optimizer:
         return {}
     expect(optimizer, {"optimizer_state_dict": OPTIMIZER}, path)

@@ -129,7 +129,7 @@ def is_without_zero(folder: Path) -> bool:
 
 
 def saves_in(folder, tied, pool, opened):
-    """([Save], [why others are not whole])."""
+    """Returns the Saves in a folder, and why others are not whole."""
     saves = []
     problems = []
     for shards in find_shards(folder).values():
@@ -147,7 +147,8 @@ def saves_in(folder, tied, pool, opened):
 
 
 def newest(saves):
-    """Of checkpoints that were saved under the same name, at other stages or in other dtypes.
+    """Returns the newest of checkpoints that were saved under the same name, at other stages or in
+    other dtypes.
 
     Copies have no usable times; the doubt is about the step. The config in the model states tells
     of which dtype the last save was, as far as known.
@@ -184,7 +185,7 @@ def find_shards(folder: Path) -> dict:
 
 
 def left_over(checkpoint: Checkpoint) -> list[str]:
-    """[a line about what an earlier save left in the folder], or []."""
+    """Returns a line about what an earlier save left in the folder, in a list, or an empty one."""
     names = checkpoint.files.left_over
     if not names:
         return []
@@ -275,7 +276,8 @@ def model_states_of(folder, mp_rank, shard):
 
 
 def describe_shards(first, paths, model, experts, pool, opened):
-    """({name: Parameter}, {path: shared_rest() its rank}, {name of a state that is not cut: why}).
+    """Returns the parameters by name, each rank's shared_rest() by its path, and why states are not
+    cut, by name.
 
     first: rank 0's shard. paths: of the shards of all ranks.
     """
@@ -293,7 +295,7 @@ def describe_shards(first, paths, model, experts, pool, opened):
         ]
 
     def read(rank):
-        """{name of a flat tensor: what a rank holds of it}, and its rest."""
+        """Reads what a rank holds of each flat tensor, by its name, and the rest of its shard."""
         shard = first if rank == 0 else read_shard(paths[rank])
         check_group_count(shard, shapes)
         with naming(paths[rank]):
@@ -328,7 +330,7 @@ def check_group_count(shard, shapes):
 
 
 def other_steps(ranks, parameters):
-    """[a Problem] if the optimizer is of another step than the module.
+    """Returns a Problem, in a list, if the optimizer is of another step than the module.
 
     For example after a start from weights alone. At ZeRO-3 only the files' times tell that from a
     save that was killed between model states and shards.
@@ -423,7 +425,8 @@ def join_all(folder, ranks, tensor, pipeline, tied, opened):
 
 
 def untied_modules(folder, tensor, parameters, tied, opened):
-    """[{name: value}] of a pipeline's layers, by tensor-parallel rank, without these parameters."""
+    """Returns a pipeline's layers without these parameters: {name: value} of each tensor-parallel
+    rank."""
     modules = modules_of_layers(folder, tensor, parameters)
     return [
         trimmed(without_tied(module, rank, parameters, tied, opened))
@@ -442,7 +445,8 @@ def check_complete(folder, shards, tensor, pipeline):
 
 
 def other_groups(folder, ranks, degree):
-    """[a Problem] if a pipeline stage has other parameter groups. degree: of tensor parallelism.
+    """Returns a Problem, in a list, if a pipeline stage has other parameter groups. degree: of
+    tensor parallelism.
 
     DeepSpeed drops a group of which a stage has nothing, and numbers the next ones anew.
     """
@@ -459,8 +463,8 @@ def other_groups(folder, ranks, degree):
 
 
 def join_ranks(folder, ranks, joiner):
-    """({name: Parameter}, {name of a state: why it depends on the rank}, [a Problem for each
-    parameter that pipeline stages do not share]).
+    """Returns the parameters by name, why states depend on the rank, by name, and a Problem for
+    each parameter that pipeline stages do not share.
 
     ranks: the ModelParallelRanks of all pipeline stages.
     """
@@ -491,14 +495,15 @@ def join_ranks(folder, ranks, joiner):
 
 
 def unused_patterns(joiner):
-    """[a Problem about patterns that match nothing], or []."""
+    """Returns a Problem, in a list, about patterns that match nothing."""
     names = ", ".join(sorted(joiner.unused))
     text = f"{joiner.folder}: {INFO_KEY} has patterns that match no parameter: {names}"
     return [Problem(True, text)] if names else []
 
 
 def join_modules(folder, modules, model, joiner):
-    """(the module of all tensor-parallel ranks, [a Problem, if they do not agree]).
+    """Returns the module of all tensor-parallel ranks, and a Problem, in a list, if they do not
+    agree.
 
     model: the model states of rank 0.
     """

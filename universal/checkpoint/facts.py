@@ -17,7 +17,7 @@ BATCH_KEYS = (
 
 
 class Batch(NamedTuple):
-    """samples: of a step, on all ranks. micro: of a micro-batch."""
+    """The batch that a config names. samples: of a step, on all ranks. micro: of a micro-batch."""
 
     samples: int
     micro: int

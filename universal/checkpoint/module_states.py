@@ -99,7 +99,7 @@ def read_own_states(path: Path, first_path: Path, first: dict) -> tuple[dict[str
 
 
 def degrees_of(model: dict, mp_ranks: int, folder: Path) -> tuple[int, int]:
-    """(tensor, pipeline) parallel.
+    """Returns the degrees of tensor and of pipeline parallelism.
 
     Not every DeepSpeed saves them; of each layer of a pipeline there is a file of each
     tensor-parallel rank.
@@ -113,13 +113,15 @@ def degrees_of(model: dict, mp_ranks: int, folder: Path) -> tuple[int, int]:
 
 
 def names_beside(folder: Path, used: Iterable[Path]) -> list[str]:
-    """Of the files of other saves under the same name, with optimizer shards or model states."""
+    """Returns the names of files of other saves under the same name, with optimizer shards or model
+    states."""
     paths = {*folder.glob("*mp_rank_*_states.pt"), *folder.glob("layer_*-model_states.pt")}
     return sorted({path.name for path in paths.difference(used)})
 
 
 def files_of_layers(folder: Path, degree: int) -> dict[str, list[Path]]:
-    """{what names a tensor-parallel rank in their names: a pipeline's files of its layers}.
+    """Returns the files of a pipeline's layers, by what names a tensor-parallel rank in their
+    names.
 
     degree: of tensor parallelism. Ranks beyond it are of an earlier save under the same name.
     Raises: CheckpointError, if nothing tells which files are.
@@ -147,7 +149,7 @@ def config_of(model: dict, *keys: str) -> dict:
 
 
 def dtype_of_weights(model: dict, is_bf16: bool) -> str:
-    """Of Layout. is_bf16: whether the names of the shards say so."""
+    """Returns the dtype of Layout. is_bf16: whether the names of the shards say so."""
     if is_bf16:
         return "bf16"
     weights = (model["module"] or {}).items()
@@ -217,7 +219,7 @@ def join_frozen(name, shape, fragments):
 
 
 def second_names(module, names, buffer_names):
-    """{second name of a tensor of the module: its first}, which DeepSpeed ignores.
+    """Returns {second name of a tensor of the module: its first}, which DeepSpeed ignores.
 
     Two names of a tensor share one storage, or one placeholder.
     """
@@ -247,7 +249,8 @@ def module_state(model: dict) -> ModuleState:
 
 
 def modules_of_layers(folder: Path, degree: int, parameters: Iterable[str]) -> list[dict]:
-    """[{name: tensor}]: what files_of_layers() hold besides these parameters, by rank.
+    """Reads what the files of a pipeline's layers hold besides these parameters: {name: tensor} of
+    each rank.
 
     A name begins with the number of the layer.
     """
@@ -269,7 +272,7 @@ def trimmed(module: dict) -> dict:
 
 
 def common_entries(modules: list[dict]) -> tuple[dict, list[str]]:
-    """({name: value} without those that are not the same in all modules, their names)."""
+    """Returns the entries that are the same in all modules, and the names of the others."""
     entries = {}
     different = set()
     for module in modules:

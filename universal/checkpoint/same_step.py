@@ -43,7 +43,8 @@ def check_same_step(checkpoint: Checkpoint) -> None:
 
 
 def saved_modules(checkpoint: Checkpoint) -> list[dict]:
-    """[{name: value}]: the modules that tensor-parallel ranks have saved, with their weights."""
+    """Yields the modules that tensor-parallel ranks have saved, with their weights, as {name:
+    value}."""
     path = checkpoint.files.model_states
     degree = checkpoint.layout.tensor if checkpoint.layout else 1
     paths = [

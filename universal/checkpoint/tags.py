@@ -41,7 +41,7 @@ class Tag(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Which of the checkpoints in a folder is meant.
+    """The checkpoint that is meant, of those in a folder.
 
     to_try: in the order in which to try to resume from them. says: the lines about what is passed
     over. name: of the tag that a file names, whole or not, or of the only one; "" if there is none.
@@ -152,7 +152,7 @@ def step_of(path: Path) -> int:
 
 
 def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
-    """Which checkpoint in a folder is meant: the one that `latest` names, unless there is a later
+    """Chooses the checkpoint that is meant: the one that `latest` names, unless there is a later
     one. Then the others, of most steps first, those last behind which the run went back."""
     names = [name for name in list_tags(folder) if not (converted_only and is_saved(folder / name))]
     saved = [name for name in names if is_saved(folder / name)]
@@ -195,7 +195,7 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
 
 
 def read_tags(folder, names):
-    """([Tag], {the name of one that cannot be read: why})."""
+    """Returns the Tags in a folder, and why others cannot be read, by their names."""
     tags = []
     problems = {}
     for name in names:

@@ -90,7 +90,8 @@ class Whole(NamedTuple):
 
 
 def sub_sizes(sizes, width):
-    """Of the sub-parameters; before version 0.4, their number alone, for they have equal sizes."""
+    """Returns the sizes of the sub-parameters; before version 0.4, their number alone, for they
+    have equal sizes."""
     return (width // max(sizes, 1),) * min(sizes, width) if isinstance(sizes, int) else sizes
 
 
@@ -188,7 +189,7 @@ class TensorParallel:
             raise self.error(f"{name} is of {dtypes.pop()}, of which there is no mean")
 
     def matched(self, name):
-        """{key of the info: its pattern, or entry, that matches the name, or None}."""
+        """Returns, by the key of the info, its pattern or entry that matches the name, or None."""
         matched = {key: self.match(self.info.get(key, []), name) for key in LISTS}
         subs = self.info.get(SUB_PARAMS, [])
         matched[SUB_PARAMS] = next((sub for sub in subs if self.match(sub["patterns"], name)), None)
@@ -271,7 +272,7 @@ class TensorParallel:
         return [shape[dim] for shape in shapes]
 
     def join_affine(self, name, entry):
-        """By a map of every element."""
+        """Joins parts by a map of every element."""
         blocks = []
         for rank, shard in entry["ranks"].items():
             for piece in shard["pieces"]:
@@ -291,7 +292,8 @@ class TensorParallel:
         return Whole(tuple(entry["logical_shape"]), tuple(blocks))
 
     def join_sub_params(self, name, shapes, sub_params):
-        """Of several sub-parameters along a dimension, each of which is cut by itself."""
+        """Joins parts of several sub-parameters along a dimension, each of which is cut by
+        itself."""
         dim = sub_params["partition_dim"]
         declared = sub_params["shape"]
         total = sum(map(math.prod, shapes))

@@ -105,7 +105,8 @@ class OptimizerState(NamedTuple):
 
 
 class Files(NamedTuple):
-    """model_states: rank 0's file. left_over: names of what an earlier save left in the folder."""
+    """The files of a checkpoint. model_states: rank 0's file. left_over: names of what an earlier
+    save left in the folder."""
 
     model_states: Path
     left_over: list[str]

@@ -170,8 +170,8 @@ def is_computed_anew(key: str, param_groups: list[dict]) -> bool:
 
 
 def shared_rest(shard: SavedShard, scalars: dict[str, dict], opened: OpenFile) -> dict:
-    """{(place, name): value} of what the optimizer keeps for no single element, normally the same
-    on all ranks.
+    """Returns {(place, name): value} of what the optimizer keeps for no single element, normally
+    the same on all ranks.
 
     place: the number of a parameter group, for its hyperparameters; the name of a tensor, for its
     scalars; None, for what is besides.
@@ -189,7 +189,7 @@ def shared_rest(shard: SavedShard, scalars: dict[str, dict], opened: OpenFile) -
 
 
 def rank_dependent(ranks: list[ModelParallelRank]) -> dict[str, str]:
-    """{name of a state: why it depends on the rank}, of the ranks of a pipeline stage.
+    """Returns why states depend on the rank, by their names, for the ranks of a pipeline stage.
 
     Raises: CheckpointError, if some have taken other steps.
     """
@@ -212,7 +212,7 @@ def rank_dependent(ranks: list[ModelParallelRank]) -> dict[str, str]:
 
 
 class Cut(NamedTuple):
-    """Where a parameter lies in the flat tensors of its ranks: a formula, not a list of pieces.
+    """A formula for where a parameter lies in the flat tensors of its ranks.
 
     ZeRO-1 and 2: the parameters of a group are laid end to end and cut into one slice per rank.
         origin: the element of the group at which the parameter begins. share: elements of a slice.
@@ -258,7 +258,7 @@ class Slices(NamedTuple):
 
 
 class FlatCut(NamedTuple):
-    """Where the parameters of a flat tensor lie in its slices.
+    """A formula for where the parameters of a flat tensor lie in its slices.
 
     number: of the flat tensor, which `name` gives with its kind: group 3, or at ZeRO-3 sub-group 3.
     team: the ranks that have its slices. cuts: by the names in the shards. share: elements of a
@@ -384,7 +384,7 @@ def read_slice(
 def join_slices(
     flat_cut: FlatCut, held: dict[Path, Held], shapes: dict, group_number: int | None
 ) -> tuple[dict, set]:
-    """({name: Parameter}, {the name of a state that is not cut like the weights}).
+    """Returns the parameters by name, and the names of states that are not cut like the weights.
 
     held: of all ranks, by their shards. Raises: CheckpointError, if these are not of one save.
     """
@@ -421,7 +421,7 @@ def join_slices(
 
 
 def whole_momentum(of_ranks, cuts):
-    """{name: Extent} of Muon's momentum at ZeRO-1 and 2.
+    """Returns, by name, the Extent of Muon's momentum at ZeRO-1 and 2.
 
     A rank holds, end to end, the whole momentum of each parameter of which it has a part. Empty if
     the ranks' tensors do not have that length.
@@ -445,7 +445,7 @@ def whole_momentum(of_ranks, cuts):
 
 
 def differences(values: list[dict]) -> dict:
-    """{key: the first rank} of each key whose value is not on all ranks what it is on rank 0."""
+    """Returns, by key, the first rank whose value is not what it is on rank 0."""
     differing = {}
     for rank, of_rank in enumerate(values):
         for key in {**values[0], **of_rank}:
@@ -467,7 +467,7 @@ def lost_states(parameters: dict, optimizer: OptimizerState) -> list[str]:
 
 
 def problem_of_loss(path: Path, parameters: dict, optimizer: OptimizerState) -> list[Problem]:
-    """[the Problem that states have no place in a universal checkpoint], or []."""
+    """Returns the Problem, in a list, that states have no place in a universal checkpoint."""
     names = ", ".join(lost_states(parameters, optimizer))
     text = (
         f"{path}: {names} of the optimizer: a universal checkpoint has no place for what belongs "

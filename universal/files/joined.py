@@ -269,7 +269,8 @@ def overlap(block, box):
 
 
 def indices(offset, strides):
-    """Of the element at this offset, in a tensor of these strides, which have no gaps."""
+    """Returns the indices of the element at this offset, in a tensor of these strides, which have
+    no gaps."""
     index = []
     for stride in strides:
         i, offset = divmod(offset, stride or 1)

@@ -76,7 +76,7 @@ def is_same_tensor(a: Tensor, b: Tensor) -> bool:
 
 
 def checksum_of(tensor):
-    """That of its bytes; None, if its file has another one, or none."""
+    """Returns the checksum of a tensor's bytes; None, if its file has another one, or none."""
     extent = tensor.storage
     if isinstance(extent, Record):
         extent = Extent(tensor.dtype, extent, 0, extent.nbytes // width(tensor.dtype))

@@ -40,7 +40,8 @@ def width(dtype: str) -> int:
 
 
 class Source(Protocol):
-    """Where the elements of a tensor are, in the order of their indices. Extent is the simplest.
+    """A place in files where the elements of a tensor are, in the order of their indices; Extent is
+    the simplest.
 
     A source whose elements are not stored as they are, such as a mean of several parts, has no
     ranges(), but read_into(buffer, start, reader), which fills the buffer and returns the CRC-32 of
@@ -122,7 +123,8 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def keep_open() -> OpenFile:
-    """open_file() that keeps up to half as many files open as this process may still open.
+    """Returns an open_file() that keeps up to half as many files open as this process may still
+    open.
 
     It may have a socket for each of a thousand ranks.
     """
@@ -158,7 +160,7 @@ class Wanted(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """In the file."""
+        """The offset in the file."""
         return self.record.offset + self.start
 
     @property
@@ -211,7 +213,7 @@ class ByteReader:
         requests: Iterable[tuple[memoryview, Source, int]],
         show: Callable[[int], Any] = lambda nbytes: None,
     ) -> None:
-        """read_elements() of many at once, in as few reads as will do.
+        """Does read_elements() for many sources at once, in as few reads as will do.
 
         requests: (buffer, source, start). show: is called with the bytes of each read.
         """
@@ -397,7 +399,7 @@ def join_crcs(first: int, second: int, nbytes: int) -> int:
 
 @functools.lru_cache(4096)
 def crc_power(nbytes):
-    """x^(8 nbytes): multiply a CRC-32 by this to append nbytes zero bytes."""
+    """Returns x^(8 nbytes): multiply a CRC-32 by this to append nbytes zero bytes."""
     power = 0x80000000
     factor = 0x00800000
     while nbytes:

@@ -81,18 +81,19 @@ class Tensor(NamedTuple):
 
 
 class Size(tuple):
-    """torch.Size"""
+    """A torch.Size."""
 
     __slots__ = ()
 
 
 def typed_tensor(storage, *view):
-    """torch._utils._rebuild_tensor_v2."""
+    """Takes the place of torch._utils._rebuild_tensor_v2."""
     return built_tensor(DTYPES[storage.kind], storage, *view)
 
 
 def untyped_tensor(storage, offset, size, stride, requires_grad, hooks, dtype, *metadata):
-    """torch._utils._rebuild_tensor_v3, for the dtypes that have no storage class."""
+    """Takes the place of torch._utils._rebuild_tensor_v3, for the dtypes that have no storage
+    class."""
     view = (offset, size, stride, requires_grad, hooks)
     return built_tensor(dtype.__name__, storage, *view, *metadata)
 
@@ -211,7 +212,7 @@ def contiguous(dtype: str, storage: Record | bytes | Source, shape: Sequence[int
 
 
 def extent_of(tensor: Tensor, numel: int | None = None) -> Extent:
-    """Where the first elements of a tensor without gaps are; without a number, all of them.
+    """Returns where the first elements of a tensor without gaps are; without a number, all of them.
 
     Raises: CheckpointError, if they are not there.
     """
@@ -341,7 +342,7 @@ class Unpickler(pickle.Unpickler):
 
 
 def records_of(path: Path) -> dict[str, Record]:
-    """{name: Record} of all that is in a file: tensors, and the pickle. Raises CheckpointError."""
+    """Returns the Records of a file by name: tensors, and the pickle. Raises CheckpointError."""
     with parsing(path), open_file(path) as file:
         if is_unzipped(file):  # it has no checksums
             return {"it": Record(str(path), 0, os.path.getsize(path), None)}

@@ -188,7 +188,7 @@ class Pickler:
         return stub(known_class("torch._utils", function), arguments, True)
 
     def write_items(self, items):
-        """Of a list, or of a dict, with its keys."""
+        """Writes the items of a list, or of a dict with its keys."""
         if items:
             end = b"e"
             if isinstance(items, dict):

@@ -184,8 +184,8 @@ SHARDS = (
 
 
 def shared_state(checkpoint, raw):
-    """zero/optimizer_state.pt: what the loaders of ZeRO-1/2 and of ZeRO-3 ask for, without a
-    shard."""
+    """Returns what zero/optimizer_state.pt holds: what the loaders of ZeRO-1/2 and of ZeRO-3 ask
+    for, without a shard."""
     groups = checkpoint.optimizer.param_groups
     state = {key: value for key, value in raw.optimizer.items() if key not in SHARDS}
     state["param_groups"] = groups
