@@ -2,12 +2,10 @@
 right to the byte, or one line names the file at fault. Nothing in a file is run."""
 
 import collections
-import contextlib
 import io
 import itertools
 import os
 import random
-import re
 import resource
 import shutil
 import struct
@@ -24,7 +22,6 @@ from tests.support.files import MODEL, content, data_of, flip, load, with_bit_fl
 from tests.support.helpers import frozen_and_buffer
 from tests.support.ranks import run
 from universal import CheckpointError, convert
-from universal.files import torch_file
 
 SMALL = (
     "--n_embd 16 --n_head 2 --n_layer 1 --seq_len 14 --steps 4 --checkpoint_interval 2 "
@@ -123,24 +120,6 @@ def test_damaged_bytes(tmp_path, saved, every):
     cases = itertools.islice(damaged_bytes(saved.early), 0, None, every)
     ended = fuzz(tmp_path, saved.early, cases, lambda output: content(output) == saved.wanted)
     assert ended.total() >= 300 // every and ended["converted"]
-
-
-def test_files_without_a_zip(tmp_path):
-    """Of before torch 1.6: cut at any length one is refused, with any bit flipped it is read, for
-    it has no checksums, or refused."""
-    path = tmp_path / "x.pt"
-    saved = {"a": torch.arange(5.0), "b": [torch.ones(2)]}
-    torch.save(saved, path, _use_new_zipfile_serialization=False)
-    data = path.read_bytes()
-    assert torch_file.load(path)["a"].storage.nbytes == 20
-    for length in range(len(data)):
-        path.write_bytes(data[:length])
-        with pytest.raises(CheckpointError, match=re.escape(str(path))):
-            torch_file.load(path)
-    for position in range(0, len(data), 3):
-        path.write_bytes(with_bit_flipped(data, position, position % 8))
-        with contextlib.suppress(CheckpointError):
-            torch_file.load(path)
 
 
 def test_a_wrong_step_count(laid_out):

@@ -81,14 +81,12 @@ def test_command_line(source, tmp_path):
 
 @pytest.fixture
 def saved(tmp_path):
-    """saved(name, ranks, stage, dtype, told, step): another checkpoint of the same parameters.
-    told: whether its config names the dtype."""
+    """saved(name, ranks, stage, dtype, step): another checkpoint of the same parameters."""
 
-    def make(name, ranks, stage, dtype="bf16", told=True, step=100):
+    def make(name, ranks, stage, dtype="bf16", step=100):
         folder = tmp_path / name
         lay_out(folder, SHAPES, ranks, stage)
-        config = {"bf16": {"enabled": dtype == "bf16"}} if told else {}
-        edit(folder, "*_model_*", lambda model: model.update(global_steps=step, ds_config=config))
+        edit(folder, "*_model_*", lambda model: model.update(global_steps=step))
         edit(folder, "*_optim_*", each_state(lambda state: state["step"].fill_(step)))
         if dtype == "fp32":
             for path in list(folder.glob("bf16_*")):
@@ -123,24 +121,38 @@ CHANGES = {
     "damage": lambda path: os.truncate(path, 999),
     "experts": lambda path: edit(path.parent, path.name, lambda shard: shard.update(EXPERTS)),
 }
-# Ranks, stage, dtype and whether it is told, of both saves.
+# Ranks, stage and dtype of both saves.
 AGAIN = {
     "zero1_on_fewer_ranks": ((4, 1), (2, 1)),
     "zero3_on_fewer_ranks": ((4, 3), (2, 3)),
+}
+OTHERWISE = {
     "zero1_then_zero3": ((4, 1), (2, 3)),
     "zero3_then_zero1": ((4, 3), (2, 1)),
     "bf16_then_fp32": ((3, 1, "bf16"), (3, 1, "fp32")),
-    "fp32_then_bf16": ((3, 1, "fp32"), (3, 1, "bf16")),
-    "bf16_then_fp32_untold": ((3, 1, "bf16"), (3, 1, "fp32", False)),
 }
+
+
+@pytest.mark.parametrize("before, after", OTHERWISE.values(), ids=OTHERWISE)
+def test_saved_again_otherwise(saved, tmp_path, before, after):
+    """At another stage, or in another dtype: refused, until files of the earlier save are gone."""
+    old = saved("old", *before)
+    new = saved("new", *after, step=200)
+    wanted, _ = results(new, tmp_path / "wanted")
+    left = set(os.listdir(old)) - set(os.listdir(new))
+    shutil.copytree(new, old, dirs_exist_ok=True)
+    not_converted(
+        old, "was saved twice under its name, at other stages or in other dtypes", strict=False
+    )
+    for name in left:
+        os.unlink(old / name)
+    assert results(old, tmp_path / "got")[0] == wanted
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("before, after", AGAIN.values(), ids=AGAIN)
 def test_saved_again(saved, tmp_path, before, after, change):
-    """By fewer ranks, also at another stage, in another dtype, or without experts: the newest
-    counts, also where both have all their shards. That is told by the times or, where a copy has
-    none, by the step."""
+    """By fewer ranks, or without experts: the newest counts."""
     old = saved("old", *before)
     new = saved("new", *after, step=50 if change == "earlier" else 200)
     (old / "layer_0_expert_0_mp_rank_00_model_states.pt").touch()

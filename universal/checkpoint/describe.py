@@ -10,7 +10,6 @@ import itertools
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from universal.checkpoint.converted import describe_universal
 from universal.checkpoint.experts import read_experts, teams_of
@@ -64,22 +63,6 @@ from universal.files.torch_file import load, number_in, tensor_of
 BETWEEN_SAVES = 10
 MODEL_STATES_FILE = "mp_rank_00_model_states.pt"
 
-BF16_SECTIONS = ("bf16", "bfloat16")  # of DeepSpeed's config; the second is the older name
-
-
-class Save(NamedTuple):
-    """One of the checkpoints in a folder.
-
-    model: its model states. bf16: whether its config should say so. doubted: whether its files may
-    be of two steps. written: in seconds. outcome: what describe() returns of it.
-    """
-
-    model: dict
-    bf16: bool
-    doubted: bool
-    written: float
-    outcome: Described
-
 
 def describe(
     folder: str | Path,
@@ -89,37 +72,37 @@ def describe(
 ) -> Described:
     """The Checkpoint in a folder, and what was pickled.
 
-    If several were saved under this name, it is the newest that is whole. Reads no tensors but the
-    optimizer's scalars, and runs no code.
+    Reads no tensors but the optimizer's scalars, and runs no code.
 
     Args:
         tied: {number: key} of a pipeline's layers, if an engine tells.
 
-    Raises: CheckpointError, if files are missing, damaged, or not of the same checkpoint.
+    Raises: CheckpointError, if files are missing, damaged, or not of the same checkpoint; Refused,
+        if it was saved without ZeRO, or twice.
     """
     folder = Path(folder)
     opened = opened or keep_open()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist")
-    with ThreadPoolExecutor(workers) as pool:
-        saves, problems = saves_in(folder, tied, pool, opened)
-        if (folder / "zero").is_dir() and not saves and not problems:
+    shards = find_shards(folder)
+    if (folder / "zero").is_dir() and not shards:
+        with ThreadPoolExecutor(workers) as pool:
             return describe_universal(folder, pool, opened)
-    if not saves:
-        if is_without_zero(folder):
-            raise Refused(
-                f"{folder} was saved without ZeRO: resume it without ZeRO, which any number of "
-                f'data-parallel ranks can, or begin with its weights: "module" in '
-                f"{MODEL_STATES_FILE}"
-            )
+    check_one_save(folder)
+    if is_without_zero(folder):
+        raise Refused(
+            f"{folder} was saved without ZeRO: resume it without ZeRO, which any number of "
+            f'data-parallel ranks can, or begin with its weights: "module" in {MODEL_STATES_FILE}'
+        )
+    if not shards:
         nothing = "it is no ZeRO checkpoint, nor a folder above"
         if (folder / MODEL_STATES_FILE).exists():
             nothing = f'copy them, or begin with its weights: "module" in {MODEL_STATES_FILE}'
         elif any(folder.glob("zero_pp_rank_*_model_states.pt")):
             nothing = "copy them, as at ZeRO-3 they hold the weights"
-        nothing = f"{folder} holds no *_optim_states.pt: {nothing}"
-        raise CheckpointError("; ".join(dict.fromkeys(problems)) or nothing)
-    return newest(saves).outcome
+        raise CheckpointError(f"{folder} holds no *_optim_states.pt: {nothing}")
+    with ThreadPoolExecutor(workers) as pool:
+        return describe_zero(folder, *shards.values(), tied, pool, opened)
 
 
 def is_without_zero(folder: Path) -> bool:
@@ -128,44 +111,17 @@ def is_without_zero(folder: Path) -> bool:
     return path.exists() and expect(load(path), dict, path).get("param_shapes", {}) is None
 
 
-def saves_in(folder, tied, pool, opened):
-    """Returns the Saves in a folder, and why others are not whole."""
-    saves = []
-    problems = []
-    for shards in find_shards(folder).values():
-        try:
-            described = describe_zero(folder, shards, tied, pool, opened)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        checkpoint, raw = described
-        doubted = any(not problem.loses_state for problem in checkpoint.problems)
-        written = shards[0][0].stat().st_mtime
-        bf16 = shards[0][0].name.startswith("bf16_")
-        saves.append(Save(raw.models[0], bf16, doubted, written, described))
-    return saves, problems
-
-
-def newest(saves):
-    """Returns the newest of checkpoints that were saved under the same name, at other stages or in
-    other dtypes.
-
-    Copies have no usable times; the doubt is about the step. The config in the model states tells
-    of which dtype the last save was, as far as known.
-    """
-    saves = [save for save in saves if is_of_its_config(save)] or saves
-    since = max(save.written for save in saves) - BETWEEN_SAVES
-    recent = [save for save in saves if save.written > since]
-    return max(
-        recent, key=lambda save: (not save.doubted, save.model["global_steps"], save.written)
-    )
-
-
-def is_of_its_config(save):
-    """Whether the shards are of the dtype that the model states' config names."""
-    config = config_of(save.model)
-    bf16 = any(config_of(save.model, section).get("enabled") for section in BF16_SECTIONS)
-    return save.bf16 == bf16 or not config
+def check_one_save(folder: Path) -> None:
+    """Raises Refused if saves of two stages or dtypes have one name: nothing tells the newer."""
+    shards = find_shards(folder)
+    names = (MODEL_STATES_FILE, f"zero_pp_rank_0_{MODEL_STATES_FILE}")
+    is_converted = (folder / "zero").is_dir()  # for every stage
+    of_two_stages = not is_converted and all((folder / name).exists() for name in names)
+    if of_two_stages or len(shards) > 1 or shards and is_without_zero(folder):
+        raise Refused(
+            f"{folder} was saved twice under its name, at other stages or in other dtypes: move "
+            "the files of the earlier save away"
+        )
 
 
 def find_shards(folder: Path) -> dict:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from universal.checkpoint.describe import BETWEEN_SAVES, MODEL_STATES_FILE, describe, find_shards
+from universal.checkpoint.describe import BETWEEN_SAVES, MODEL_STATES_FILE
 from universal.checkpoint.types import NEXT_STEPS
-from universal.errors import CheckpointError
+from universal.errors import CheckpointError, Refused
 from universal.files.schema import expect, is_natural
 from universal.files.torch_file import load
 
@@ -133,17 +133,12 @@ def list_tags(folder: Path) -> list[str]:
 
 
 def rank_0_model_states(folder: Path) -> Path:
-    """Rank 0's file; if two saves left one each, that of the newest whole checkpoint."""
+    """Rank 0's file."""
     plain = folder / MODEL_STATES_FILE
     of_stage_3 = folder / f"zero_pp_rank_0_{MODEL_STATES_FILE}"
-    present = [path for path in (plain, of_stage_3) if path.exists()]
-    both = len(present) == 2 and is_saved(folder)
-    if both or len(find_shards(folder)) > 1:
-        return describe(folder).checkpoint.files.model_states
-    if present:
-        return present[0]
-    # Which of them is missing?
-    return of_stage_3 if any(folder.glob("zero_pp_*_model_states.pt")) else plain
+    if plain.exists() or not any(folder.glob("zero_pp_*_model_states.pt")):
+        return plain
+    return of_stage_3
 
 
 def step_of(path: Path) -> int:
@@ -163,7 +158,11 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
         pointers.remove("latest_universal")
     name = named_by_latest(folder, pointers)
     tags, passed_over = read_tags(folder, names)
-    says = [f"{tag} is passed over: {problem}" for tag, problem in passed_over.items()]
+    says = []
+    for tag, error in passed_over.items():
+        if isinstance(error, Refused) and (tag == name or not tags):
+            raise error
+        says.append(f"{tag} is passed over: {type(error).__name__}: {error}")
     given_up = {
         tag
         for tag in tags
@@ -204,7 +203,7 @@ def read_tags(folder, names):
             written = path.stat().st_mtime
             tags.append(Tag(name, step_of(path), written, is_saved(folder / name)))
         except (CheckpointError, OSError) as error:
-            problems[name] = f"{type(error).__name__}: {error}"
+            problems[name] = error
     return tags, problems
 
 

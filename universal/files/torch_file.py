@@ -16,11 +16,11 @@ import pickletools
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from universal.errors import CheckpointError, parsing
+from universal.errors import CheckpointError, Refused, parsing
 from universal.files.schema import is_natural, is_shape
 from universal.files.sources import (
     ByteReader,
@@ -33,7 +33,6 @@ from universal.files.sources import (
     open_file,
     width,
 )
-from universal.files.unzipped import is_unzipped, load_unzipped
 
 # --------------------------------------------------------------------------------------------------
 # 1. what is in a pickle
@@ -248,8 +247,6 @@ def load(path: str | Path) -> Any:
     """
     path = Path(path)
     with parsing(path), open_file(path) as file:
-        if is_unzipped(file):
-            return load_unzipped(path, unpickle)
         archive = archive_of(file)
         records = {}
         for info in archive.infolist():
@@ -261,14 +258,23 @@ def load(path: str | Path) -> Any:
         if "byteorder" in records and archive.read(f"{prefix}/byteorder") != b"little":
             raise CheckpointError("it was written on a big-endian machine")
         data = archive.read(f"{prefix}/data.pkl")  # zipfile compares it with its checksum
-        return unpickle(data, lambda key, _: records[f"data/{key}"])
+        return Unpickler(data, records).load()
+
+
+UNZIPPED = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # how a file without an archive begins
 
 
 def archive_of(file: BinaryIO) -> zipfile.ZipFile:
-    """The archive in a file.
+    """The archive in a file. Raises Refused, if torch wrote none, as it did before version 1.6.
 
     After torch.serialization.set_crc32_options(False) none of its checksums is one.
     """
+    if file.read(len(UNZIPPED)) == UNZIPPED:
+        raise Refused(
+            f"{file.name} was saved with checkpoint_serialization: false, as before torch 1.6: "
+            "DeepSpeed's own loader takes it on the ranks that saved it; save again without that "
+            "option"
+        )
     archive = zipfile.ZipFile(file)
     if not any(info.CRC for info in archive.infolist()):
         for info in archive.infolist():
@@ -296,18 +302,13 @@ def check_memo(data):
             )
 
 
-def unpickle(data: bytes, record_of_key: Callable[[str, int], Record]) -> Any:
-    """What a pickle holds. record_of_key: returns the Record of a storage's key and size."""
-    check_memo(data)
-    return Unpickler(data, record_of_key).load()
-
-
 class Unpickler(pickle.Unpickler):
     """Reads a pickle, and calls only what is in this file."""
 
-    def __init__(self, data, record_of_key):
+    def __init__(self, data, records):
+        check_memo(data)
         super().__init__(io.BytesIO(data))
-        self.record_of_key = record_of_key
+        self.records = records
         self.classes = {}
 
     def find_class(self, module, name):
@@ -333,7 +334,7 @@ class Unpickler(pickle.Unpickler):
         _, storage, key, _, numel, *_ = pid
         kind = storage.__name__.removesuffix("Storage")
         nbytes = numel * width(DTYPES[kind])
-        record = self.record_of_key(key, nbytes)
+        record = self.records[f"data/{key}"]
         if record.nbytes != nbytes:
             raise CheckpointError(
                 f"record {key} has {record.nbytes} bytes, which is not {numel} elements"
@@ -344,8 +345,6 @@ class Unpickler(pickle.Unpickler):
 def records_of(path: Path) -> dict[str, Record]:
     """Returns the Records of a file by name: tensors, and the pickle. Raises CheckpointError."""
     with parsing(path), open_file(path) as file:
-        if is_unzipped(file):  # it has no checksums
-            return {"it": Record(str(path), 0, os.path.getsize(path), None)}
         archive = archive_of(file)
         names = [info.filename.partition("/")[2] for info in archive.infolist()]
         infos = zip(names, archive.infolist(), strict=True)
