@@ -322,9 +322,9 @@ class Saver:
             self.lock = os.close(self.lock)
         for path in (place.hidden, place.claimed):
             shutil.rmtree(path, ignore_errors=True)
-        if self.leads:
-            sweep(place.output)
-            with contextlib.suppress(OSError):  # it has a checkpoint, or a script's own files
+        with contextlib.suppress(OSError):  # rmdir() wants it empty
+            if self.leads:
+                sweep(place.output)
                 place.output.rmdir()
 
     def in_a_line(self, place: Place, finish: Callable[[], None]) -> None:

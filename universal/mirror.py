@@ -33,13 +33,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-from universal.background import begin
+from universal.background import begin, signals_later
 from universal.checkpoint.describe import describe
 from universal.checkpoint.tags import choose_tag
-from universal.errors import CheckpointError
+from universal.errors import CheckpointError, one_line
 from universal.files.torch_file import verify
 from universal.load import reader
-from universal.load.collective import end_process_group, gloo_group
+from universal.load.collective import all_or_none, end_process_group, gloo_group
 from universal.load.engine import Engine
 from universal.load.snapshot import Image, copies_done, files_of_save
 from universal.proof import after_save
@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 # fp32, Adam's two moments, the weights, and spare.
 BYTES_PER_PARAMETER = 33.6
 ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam)
+# The names of what a mirror writes into its folder; with fewer files than its name says, a slot was
+# being written.
+SLOT = re.compile(r"step\d{9}-\d{19}\.\d+")
+OWN = re.compile(rf"{SLOT.pattern}|\.rank\d+")
 SLACK = 1 << 16  # bytes by which the next step's file may be longer
 
 
@@ -94,12 +98,13 @@ class Mirror:
         self.every = every
         self.wait = wait
         self.committed = 0
-        self.thread = self.failure = self.slot = None
+        self.thread = self.slot = None
         self.mapped = {}  # {inode: memory} of files that are written again and again
         self.count = 0  # of all ranks' files
         self.derived = derived_weights(engine)
         self.folder = Path(folder)
         self.ranks = gloo_group()
+        self.meet = functools.partial(all_gather, ranks=self.ranks)
         self.rank = dist.get_rank()
         self.unfinished = self.folder / f".rank{self.rank}"
         self.spare = self.unfinished / "spare"
@@ -131,6 +136,11 @@ class Mirror:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return f"{self.folder} is in use by another job"
+        others = [name for name in os.listdir(self.folder) if not OWN.fullmatch(name)]
+        if others:
+            return (
+                f"{self.folder} holds {min(others)}, so it is not for this job alone: name another"
+            )
         parameters = self.engine.module.parameters()
         numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
         needed = BYTES_PER_PARAMETER * numel / 1e6
@@ -143,34 +153,51 @@ class Mirror:
 
     def save(self, client_state: dict[str, Any]) -> int:
         """Call it on all ranks after a step. If `every` divides the step, it is copied; with `wait`
-        two machines hold it when this returns, otherwise when the next save() does.
+        two machines hold it when this returns, otherwise when the next save() does. If something
+        goes wrong on one rank, a line says so, and the step before stays.
 
-        Returns: `committed`. Raises: what kept the copy before from being sent.
+        Returns: `committed`.
         """
         step = self.engine.global_steps
         if step % self.every:
             return self.committed
         self.finish()
+        with signals_later(), torch.inference_mode(False):
+            self.attempt += 1  # files of two attempts at a step are never mixed
+            images, failure = [], None
+            try:
+                images = self.images_of(client_state)
+            except Exception as error:  # send() tells the others
+                failure = error
+            if not self.count:  # later saves wait for no other rank
+                self.count = len(set().union(*self.meet({image.path.name for image in images})))
+            slot = self.folder / f"step{step:09}-{self.attempt}.{self.count}"
+            try:
+                self.copy(images, slot)
+            except Exception as error:
+                failure = error
+            self.thread = begin(functools.partial(self.send, step, images, slot, failure))
+        return self.finish() if self.wait else self.committed
+
+    def images_of(self, client_state: dict[str, Any]) -> list[Image]:
+        """The files of this rank."""
         save = functools.partial(
             self.engine.save_checkpoint, str(self.unfinished), "saved", client_state, False
         )
         files = files_of_save(self.engine, save)
         self.leave_out(files)
-        images = [Image(path, content) for path, content in files]
+        return [Image(path, content) for path, content in files]
+
+    def copy(self, images: list[Image], slot: Path) -> None:
+        """Copy all that the files hold."""
         self.spare.mkdir(parents=True, exist_ok=True)
-        if not self.count:  # later saves wait for no other rank
-            names = {image.path.name for image in images}
-            self.count = len(set().union(*all_gather(names, self.ranks)))
-        self.attempt += 1  # files of two attempts at a step are never mixed
-        # With fewer files than its name says, a slot was being written.
-        slot = self.folder / f"step{step:09}-{self.attempt}.{self.count}"
         slot.mkdir(exist_ok=True)
         for image in images:
-            image.copy(self.memory_of(image.path, image.room))
+            memory = self.memory_of(image.path, image.room)
+            reserve(image.path, image.room)
+            image.copy(memory)
         copies_done()
         after_save(self.engine, slot)
-        self.thread = begin(functools.partial(self.send, step, images, slot))
-        return self.finish() if self.wait else self.committed
 
     def leave_out(self, files: list[tuple[Path, Any]]) -> None:
         """Put empty tensors in the place of weights that need no copy."""
@@ -181,10 +208,7 @@ class Mirror:
     def finish(self) -> int:
         """Wait until two machines hold the last step that was copied. Returns `committed`."""
         if self.thread:
-            self.thread.join()
-            self.thread = None
-        if self.failure:
-            raise self.failure
+            self.thread.done.wait()
         return self.committed
 
     def memory_of(self, path: Path, nbytes: int) -> torch.Tensor:
@@ -201,49 +225,49 @@ class Mirror:
             os.truncate(path, nbytes)
         return self.mapped[inode][:nbytes]
 
-    def send(self, step: int, images: list[Image], slot: Path) -> None:
-        """Complete the files of this rank, and exchange them with the other machines; in a
-        thread."""
+    def send(self, step: int, images: list[Image], slot: Path, failure: Exception | None) -> None:
+        """Complete the files of this rank, and exchange them with the other machines; in a thread.
+        Ranks meet after each part, so that all give up what one cannot do."""
         try:
-            copies = []
-            for image in images:
-                os.truncate(image.path, len(image.seal()))
-                copies.append(
-                    Transfer(image.path.name, file_state(image.path), self.rank, self.partner)
-                )
-            slots, copies = zip(*all_gather((slot.name, copies), self.ranks), strict=True)
+            with all_or_none(self.meet):
+                if failure:
+                    raise failure
+                for image in images:
+                    os.truncate(image.path, len(image.seal()))
+                paths = [image.path for image in images]
+                copies = [Transfer(p.name, file_state(p), self.rank, self.partner) for p in paths]
+            slots, copies = zip(*self.meet((slot.name, copies)), strict=True)
             if len({*slots}) > 1:
-                raise ValueError(f"ranks copy {', '.join(slots)}: on one, save() has failed before")
+                raise ValueError(f"ranks copy {', '.join(slots)}: on one, save() was interrupted")
             transfers = sum(copies, [])
-            for image in images:
-                image.path.rename(slot / image.path.name)
+            with all_or_none(self.meet):
+                for path in paths:
+                    path.rename(slot / path.name)
             exchange(slot, transfers, self.ranks, self.memory_of)
             names = [t.name for t in transfers if self.rank in (t.source, t.target)]
             self.commit(step, slot, names)
         except Exception as error:
-            self.failure = error
+            self.count = 0
+            if self.rank == 0:
+                print_line(f"mirror.py: WARNING: step {step} is not copied: {one_line(error)}")
 
     def commit(self, step: int, slot: Path, names: list[str]) -> None:
         """Two machines hold the slot. The one before gives its memory to the next."""
-        for name in names if self.slot else []:
-            with contextlib.suppress(FileNotFoundError):
-                (self.slot / name).rename(self.spare / name)
-        dist.barrier(group=self.ranks)
-        for path in self.folder.glob("step*") if self.leads else []:
-            if path != slot:
-                shutil.rmtree(path)
+        with all_or_none(self.meet):
+            for name in names if self.slot else []:
+                with contextlib.suppress(FileNotFoundError):
+                    (self.slot / name).rename(self.spare / name)
+        self.remove(SLOT, slot.name)
         paths = [folder / name for folder in (slot, self.spare) for name in names]
         used = {path.stat().st_ino for path in paths if path.exists()}
         self.mapped = {inode: memory for inode, memory in self.mapped.items() if inode in used}
         self.slot = slot
         self.committed = step
 
-    def remove_others(self, kept: str) -> None:
-        """Remove all slots of this machine but the one of that name."""
-        if not self.leads:
-            return
-        for path in self.folder.iterdir():
-            if path.name != kept:
+    def remove(self, names: re.Pattern, kept: str = "") -> None:
+        """Remove what mirrors have written under such names on this machine, but for one."""
+        for path in self.folder.iterdir() if self.leads else []:
+            if names.fullmatch(path.name) and path.name != kept:
                 shutil.rmtree(path)
 
     def gather(self, folder: str | os.PathLike) -> Path:
@@ -257,7 +281,7 @@ class Mirror:
         counts = Counter(slot for slot, _ in set().union(*all_gather(files, self.ranks)))
         whole = [slot for slot, count in counts.items() if slot.endswith(f".{count}")]
         newest = max([f"step{saved:09}", *whole])
-        self.remove_others(newest)
+        self.remove(OWN, newest)
         gather(self.folder)
         problem = self.problem_of(self.folder / newest) if self.rank == 0 else None
         problem, *_ = all_gather(problem, self.ranks)
@@ -300,10 +324,12 @@ class Mirror:
         return None
 
     def close(self) -> None:
-        """The job is done: nothing stays in memory."""
+        """The job is done: nothing of it stays in memory."""
         self.finish()
-        if self.leads:
-            shutil.rmtree(self.folder)
+        dist.barrier(group=self.ranks)
+        self.remove(OWN)
+        with contextlib.suppress(OSError):  # somebody else has put something there
+            self.folder.rmdir()
 
 
 def derived_weights(engine: "deepspeed.DeepSpeedEngine") -> dict[str, torch.Tensor]:
@@ -378,6 +404,13 @@ def map_file(path: Path, nbytes: int) -> torch.Tensor:
     return torch.from_file(str(path), True, nbytes, dtype=torch.uint8, device="cpu")
 
 
+def reserve(path: Path, nbytes: int) -> None:
+    """Take the room for a file now. Where there is none, its mapped memory is a bus error."""
+    with open(path, "r+b") as file:
+        if os.fstat(file.fileno()).st_blocks * 512 < nbytes:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+
+
 def exchange(
     folder: Path,
     transfers: list[Transfer],
@@ -389,26 +422,31 @@ def exchange(
     memory_of: the bytes of a file, so many, which may be new.
     """
     rank = dist.get_rank()
+    meet = functools.partial(all_gather, ranks=ranks)
     begun = []
-    for transfer in transfers:
-        name, (_, size), source, target = transfer
-        if source == target or rank not in (source, target):
-            continue
-        path = folder / (name if rank == source else f"{name}.{size}.part")
-        path.parent.mkdir(exist_ok=True)
-        data = memory_of(path, size)
-        if rank == source:
-            work = dist.isend(data, target, group=ranks)
-        else:
-            work = dist.irecv(data, source, group=ranks)
-        begun.append((work, path, transfer))
-    for work, path, transfer in begun:
-        work.wait()
-        if rank == transfer.target:
-            # Otherwise an old copy would pass for a new one.
-            os.utime(path, ns=(transfer.state.written, transfer.state.written))
-            path.rename(folder / transfer.name)  # it is whole, or does not exist
-    dist.barrier(group=ranks)
+    with all_or_none(meet):  # whoever sends waits for one who has memory for it
+        for transfer in transfers:
+            name, (_, size), source, target = transfer
+            if source == target or rank not in (source, target):
+                continue
+            path = folder / (name if rank == source else f"{name}.{size}.part")
+            path.parent.mkdir(exist_ok=True)
+            begun.append((memory_of(path, size), path, transfer))
+            if rank == target:
+                reserve(path, size)
+    works = [
+        dist.isend(data, transfer.target, group=ranks)
+        if rank == transfer.source
+        else dist.irecv(data, transfer.source, group=ranks)
+        for data, _, transfer in begun
+    ]
+    with all_or_none(meet):
+        for work, (_, path, transfer) in zip(works, begun, strict=True):
+            work.wait()
+            if rank == transfer.target:
+                # Otherwise an old copy would pass for a new one.
+                os.utime(path, ns=(transfer.state.written, transfer.state.written))
+                path.rename(folder / transfer.name)  # it is whole, or does not exist
 
 
 def all_gather(value: Any, ranks: dist.ProcessGroup) -> list:

@@ -192,7 +192,7 @@ STATES = {
     "written": (background, "states_of"),
     "aside": (Path, "rename"),
     "published": (Path, "rename"),
-    "named": (background.Saver, "end"),
+    "named": (Path, "rmdir"),
 }
 OLD = {*"begun copied written aside".split()}  # in which the checkpoint before counts
 # Of somebody else, beside the checkpoints; the last one is being written by a job alive.
@@ -291,7 +291,7 @@ CASES = [
     for ranks, rank in ((1, 0), (2, 0), (2, 1))
     for state in STATES
     for event in "kill error signal process exit".split()
-    if not (rank and (state in ("aside", "published") or event == "process"))
+    if not (rank and (state in ("aside", "published", "named") or event == "process"))
 ]
 
 
