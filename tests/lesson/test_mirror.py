@@ -2,7 +2,6 @@
 that are left, and no bit differs. Machines are played: those of a run differ in MIRROR_ROOT, and
 what a dead one had is removed."""
 
-import contextlib
 import errno
 import fcntl
 import functools
@@ -27,6 +26,8 @@ from tests.support.files import MODEL, flip, folders_in, records
 from tests.support.harms import halve
 from tests.support.helpers import at_step
 from tests.support.ranks import launch, run
+from universal import mirror as mirrors
+from universal.load import snapshot as snapshots
 from universal.mirror import Mirror
 
 COMMON = (
@@ -206,24 +207,63 @@ def test_weights_come_from_masters(tmp_path, stage, options, left_out):
     run(tmp_path, 2, job)
 
 
-def test_a_copy_that_fails(tmp_path):
-    """On one rank: the files of two steps make none, and all ranks say so."""
+def no_space(*_, **options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# What fails on rank 0 at step 3: as it pickles, as it takes room, as it completes a file, as it receives.
+FAILURES = [("StoragePickler.dump", 1), ("reserve", 1), ("Image.seal", 1), ("os.utime", 2)]
+
+
+@pytest.mark.parametrize("name, machines", FAILURES)
+def test_a_copy_that_fails(tmp_path, name, machines):
+    """On one rank: a line, the step before stays, and the next one is copied."""
+    place, _, function = name.rpartition(".")
 
     def job():
         toy.begin()
         engine = toy.make(1)
-        mirror = Mirror(engine, "m")
-        for step in (1, 2, 3, 4):
+        mirror = Mirror(engine, f"m{dist.get_rank() % machines}", every=2)
+        target = getattr(snapshots, place, os if place else mirrors)
+        for step in range(1, 7):
             toy.train(engine, step)
-            cannot_be_pickled = step == 3 and toy.is_rank_0()
-            with contextlib.suppress(AttributeError, ValueError):
-                mirror.save({"step": (lambda: 3) if cannot_be_pickled else step})
-        with pytest.raises(ValueError, match=r"ranks copy .*: on one, save\(\) has failed before"):
-            mirror.finish()
-        assert mirror.committed == 2
+            with pytest.MonkeyPatch.context() as patched:
+                if step == 4 and toy.is_rank_0():
+                    patched.setattr(target, function, no_space)
+                mirror.save({"step": step})
+                assert mirror.finish() == {4: 2, 5: 2}.get(step, step // 2 * 2)
         dist.barrier()
 
+    out = run(tmp_path, 2, job, limit=60)
+    (line,) = (line for line in out.splitlines() if "WARNING" in line)
+    assert (
+        line
+        == "mirror.py: WARNING: step 4 is not copied: OSError: [Errno 28] No space left on device"
+    )
+
+
+def test_somebody_elses_folder(tmp_path):
+    """A mirror takes no folder that holds anything else, and leaves what comes later."""
+
+    def job():
+        toy.begin()
+        engine = toy.make(1)
+        toy.train(engine, 1)
+        with pytest.raises(ValueError, match="m holds data, so it is not for this job alone"):
+            Mirror(engine, "m")
+        mirror = Mirror(engine, "own", wait=True)
+        mirror.save({"step": 1})
+        dist.barrier()
+        Path("own", "later").touch()
+        assert mirror.gather("c") == mirror.folder
+        mirror.close()
+        dist.barrier()
+        assert os.listdir("own") == ["later"]
+
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "data").touch()
     run(tmp_path, 2, job, limit=60)
+    assert (tmp_path / "m" / "data").exists()
 
 
 def flip_pickle(path):

@@ -150,7 +150,10 @@ def test_one_rank_speaks(work):
         # Which tag, the loader finds out.
         ("--seed 1", "seed is 1337 in c/global_step2 and 1 here"),
         ("--checkpoint_tag no", "c/no does not exist; in c there is: global_step2"),
-        ("--checkpoint_dir nowhere", "nowhere has no such checkpoint"),
+        (
+            "--checkpoint_dir nowhere",
+            "nowhere has no checkpoint; without --resume the run begins at step 1",
+        ),
     ):
         resume = f"--checkpoint_dir c --resume --run_name refused {flags}".split()
         result = launch(work, 2, "train.py", *SIZE, *resume, limit=100)
