@@ -211,7 +211,7 @@ def no_space(*_, **options):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-# What fails on rank 0 at step 3: as it pickles, as it takes room, as it completes a file, as it receives.
+# What fails on rank 0 at step 4: as it pickles, takes room, completes a file, or receives one.
 FAILURES = [("StoragePickler.dump", 1), ("reserve", 1), ("Image.seal", 1), ("os.utime", 2)]
 
 
