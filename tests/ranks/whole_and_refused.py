@@ -313,6 +313,8 @@ def put_away(stage):
     engine.offload_states(pin_memory=False)
     load(engine)
     check_losses(engine)
+    load(engine)  # after steps
+    check_restored(engine)
 
 
 @case(stages=(1, 3), quick_stages=(1,))
