@@ -244,27 +244,20 @@ class AnyRanks:
         share = batches.share(self.model_wrapped)
         filled_steps = self.filled_steps
         trained = self.state.global_step
-        saved = self.state.stateful_callbacks  # what trainer_state.json has room for
-        position = saved.get(AnyRanks.__name__, None if trained else (0, 0))
         if filled_steps.length < math.inf:
             filled_steps.epoch, self.epoch_step = divmod(trained, filled_steps.per_epoch)
-            samples = len(self.train_dataset)
-            if position is None and samples % share.batch:
-                say(
-                    f"WARNING: the checkpoint was saved without AnyRanks, and {samples} samples "
-                    f"are no multiple of the batch, {share.batch}: the last step of each epoch, "
-                    "which was filled up then, has other samples than it would have had"
-                )
-        elif not position:
-            raise ValueError(
-                "the checkpoint does not say how far its run has read the stream: write "
-                f'"{AnyRanks.__name__}": [epoch, steps of this epoch that were trained], both from '
-                "0, among the stateful_callbacks of its trainer_state.json"
-            )
         else:
-            filled_steps.epoch, self.epoch_step = position
-            filled_steps.begin = self.epoch_step
+            saved = self.state.stateful_callbacks  # what trainer_state.json has room for
+            position = saved.get(AnyRanks.__name__, None if trained else (0, 0))
+            if not position:
+                raise ValueError(
+                    "the checkpoint does not say how far its run has read the stream: write "
+                    f'"{AnyRanks.__name__}": [epoch, steps of this epoch that were trained], both '
+                    "from 0, among the stateful_callbacks of its trainer_state.json"
+                )
+            filled_steps.epoch, filled_steps.begin = position
             filled_steps.skipped = trained % self.state.max_steps * share.accumulation
+            self.epoch_step = filled_steps.begin
         self.say_new_rate()
 
     def say_new_rate(self):

@@ -311,15 +311,12 @@ def test_trainer_refuses(work, trained, change, words):
 
 @clients
 def test_a_checkpoint_of_before(work, trained):
-    """accelerate has filled up the epoch's last step, 15, by the number of ranks: AnyRanks says so
-    and from there on the samples are others, as the proof says."""
+    """accelerate has filled up the epoch's last step, 15, by the number of ranks: from there on
+    the samples are others, as the proof says."""
     plain = ("**batch_config", '"train_batch_size": BATCH, "gradient_accumulation_steps": "auto"')
     source = without(work, "hf_trainer.py", *PLAIN_TRAINER, plain)
     name = trained("hf_trainer.py", *FLAGS, source=source)
     result = go_on(work, name, 5, "hf_trainer.py", *FLAGS)
-    assert (
-        "the checkpoint was saved without AnyRanks, and 347 samples are no multiple" in result.out
-    )
     assert re.search("WARNING: step 15, trained before on 4 ranks.*: other samples", result.out)
 
 
