@@ -224,6 +224,12 @@ def checked_step(engine, step, *args, **options):
     share = named_share(engine)
     steps = engine.gradient_accumulation_steps()
     trained = share.micro_batch * steps * share.ranks
+    asked = os.environ.get("UNIVERSAL_BATCH", str(share.batch))
+    if asked != str(share.batch) and engine.global_rank == 0:
+        say_once(
+            f"universal: WARNING: UNIVERSAL_BATCH={asked} is for Trainers, and this step of an "
+            f"engine that none has made trains {trained} samples"
+        )
     if share.batch != trained and (share.batch, share.micro_batch, steps) not in DEALT:
         raise ValueError(
             f"the config names a batch of {share.batch}, and this step trains {trained} samples, "
@@ -231,6 +237,11 @@ def checked_step(engine, step, *args, **options):
             f"{share.batch}: {'; or '.join(cures(share.batch, share.micro_batch))}"
         )
     return step(engine, *args, **options)
+
+
+@functools.cache
+def say_once(line):
+    print(line, flush=True)
 
 
 def name_batch(engine, set_batch, batch):

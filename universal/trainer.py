@@ -202,13 +202,17 @@ class AnyRanks:
         """This rank's part of every step."""
         plugin = self.accelerator.state.deepspeed_plugin
         config = plugin.deepspeed_config if plugin else {}
+        ranks, rank = self.args.world_size, self.args.process_index
         if batches.TRUE_BATCH not in config:
+            micro_batch = self.args.per_device_train_batch_size
+            batch = micro_batch * self.args.gradient_accumulation_steps * ranks
             raise ValueError(
-                "AnyRanks keeps the batch that DeepSpeed's config names: "
-                "TrainingArguments(deepspeed={**batches.config(batch, micro_batch), ...})"
+                "AnyRanks keeps the batch that DeepSpeed's config names, such as that of now: "
+                f"`config |= batches.config({batch}, {micro_batch})`, `TrainingArguments(deepspeed="
+                f"config, per_device_train_batch_size={micro_batch}, gradient_accumulation_steps="
+                'config["gradient_accumulation_steps"], ...)`'
             )
         batch, micro_batch = config[batches.TRUE_BATCH], config["train_micro_batch_size_per_gpu"]
-        ranks, rank = self.args.world_size, self.args.process_index
         share = batches.Share(batch, micro_batch, ranks, rank)
         wanted = {
             "gradient_accumulation_steps": share.accumulation,

@@ -7,12 +7,13 @@ import json
 import os
 import re
 import runpy
+import shutil
 import sys
 
 import pytest
 
 from tests.support import ROOT
-from tests.support.ranks import launch
+from tests.support.ranks import launch, run
 from universal.inspect import lines_of, look
 
 START = """
@@ -116,6 +117,7 @@ args = TrainingArguments(
     learning_rate=0.01, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=1,
 )
 trainer = Trainer(model=net, args=args, train_dataset=DATA, callbacks=[Log()])
+# here
 resumed = "ck/checkpoint-3" if os.path.exists("ck/checkpoint-3") else None
 trainer.train(resume_from_checkpoint=resumed)
 """
@@ -131,12 +133,12 @@ HALF = ["from universal import batches", "config |= batches.config(16, 2)"]
 def pasted(script, pieces):
     """The script with these pieces of code, each in place of the line that begins alike."""
     for piece in pieces:
-        beginning = re.match(r"[\w.]+", piece)[0]
+        beginning = re.match(r"[\w.]+( \|=)?", piece)[0]
         if beginning == "from":
             script = f"{piece}\n{script}"
             continue
         beginning = beginning.replace("steps.epoch", "loader = accelerator.skip")
-        line = re.search(rf"^ *({re.escape(beginning)}\b.*)", script, re.M)
+        line = re.search(rf"^ *({re.escape(beginning)}[ .(_].*)", script, re.M)
         script = script[: line.start(1)] + piece + script[line.end(1) :]
     return script
 
@@ -191,3 +193,78 @@ def test_pasted(tmp_path, reader):
     ):
         assert [rate, samples] == before and len(samples) == 16, step
         assert loss == pytest.approx(loss_before, rel=1e-6), step
+
+
+# --------------------------------------------------------------------------------------------------
+# what Trainer itself does to a batch
+
+
+OOM = """
+forward = net.forward
+def forward_of_few(x):
+    if len(x) > 1: raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+    return forward(x)
+net.forward = forward_of_few
+"""
+RESTORED = """
+from transformers import TrainerState
+load_from_json = TrainerState.load_from_json
+def of_half(path):
+    state = load_from_json(path)
+    state.train_batch_size = 1
+    return state
+TrainerState.load_from_json = staticmethod(of_half)
+"""
+FINDS = ("logging_steps=1", "logging_steps=1, auto_find_batch_size=True")
+ANY_RANKS = [
+    ("config |= PER_RANK", "config |= batches.config(16, 2)"),
+    (
+        "import universal",
+        "import universal\nfrom universal import batches\nfrom universal.trainer import AnyRanks",
+    ),
+    ("trainer = Trainer(", "trainer = type('Mine', (AnyRanks, Trainer), {})("),
+]
+SIZES = "deals micro-batches of {} samples, and the config names {}: "
+# {kind: (changes of the script, whether UNIVERSAL_BATCH is set, what stops it)}
+KINDS = {
+    "twice": (ANY_RANKS, True, None),
+    "finds": ([FINDS, *ANY_RANKS], False, None),
+    "found_less": ([FINDS, *ANY_RANKS, ("# here", OOM)], False, SIZES.format(1, 2)),
+    "found_less_by_name": ([FINDS, ("# here", OOM)], True, None),
+    "restored_size": ([FINDS, *ANY_RANKS, ("# here", RESTORED)], False, SIZES.format(1, 2)),
+    "own_size": (
+        [("trainer = ", "args.per_device_train_batch_size = 4\ntrainer = ")],
+        True,
+        SIZES.format(4, 2),
+    ),
+    "last_step_of_an_epoch": ([*ANY_RANKS, ("range(96)", "range(41)")], False, None),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(work):
+    (work / "script.py").write_text(START + TRAINER)
+    run(work, 4, work / "script.py")
+    return work / "ck"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainer(tmp_path, saved, kind):
+    """16 samples are trained, or none. An epoch's last step has those that are left, 9 of 41."""
+    changes, is_named, words = KINDS[kind]
+    script = START + TRAINER
+    for old, new in changes:
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    (tmp_path / "script.py").write_text(script)
+    if kind == "restored_size":
+        shutil.copytree(saved, tmp_path / "ck")
+    patch = behind("UNIVERSAL_BATCH=16 python -m universal") if is_named else None
+    done = launch(tmp_path, 3, tmp_path / "script.py", patch=patch)
+    if words:
+        assert done.codes == {0: 1, 1: 1, 2: 1} and words in done.err, done.errors
+        assert not (tmp_path / "rows.json").exists()
+        return
+    assert not done.code, done.errors
+    counts = [len(row[-1]) for row in json.loads((tmp_path / "rows.json").read_text())]
+    assert counts == ([16, 16, 9] * 2 if kind.startswith("last") else [16] * 6)

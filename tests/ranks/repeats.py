@@ -3,6 +3,8 @@ trains those of KINDS, and each rank writes what came of it to <name>/<ranks>.<r
 makes one of CHECKS, which assert what they see.
 """
 
+import contextlib
+import io
 import json
 import math
 import re
@@ -391,6 +393,18 @@ def loop_that_was_left():
     is_trained(unnamed)
 
 
+def batch_of_trainers():
+    """It is nothing to another engine, which says so, once."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch().context() as patched, contextlib.redirect_stdout(printed):
+        patched.setenv("UNIVERSAL_BATCH", "24")
+        engine = make(1, Net, batch=27, micro=3)
+        is_trained(engine)
+        is_trained(engine)
+    line = "UNIVERSAL_BATCH=24 is for Trainers, and this step of an engine that none has made"
+    assert printed.getvalue().count(f"{line} trains 27 samples") == (dist.get_rank() == 0)
+
+
 def changed_after_initialize():
     for dealt in (False, True):
         engine = named(9)
@@ -512,6 +526,7 @@ def filled_steps():
 
 
 CHECKS = (counters, timer_of_a_pipeline, other_accumulation, training_data, random_ltd)
+CHECKS += (batch_of_trainers,)
 CHECKS += (loop_that_was_left, changed_after_initialize, another_batch_by_name, two_engines)
 CHECKS += (loader_of_initialize, pipeline, shared_micro_batches, exact_sums, filled_steps)
 
