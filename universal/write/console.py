@@ -5,9 +5,8 @@ import contextlib
 import os
 import sys
 import textwrap
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from universal.errors import CheckpointError
@@ -78,21 +77,8 @@ def in_one_line(program: str) -> Iterator[None]:
     sys.exit(code)
 
 
-def totals(
-    source: Any, output: Any, parameters: Sized, sizes: Iterable[int], began: float
-) -> dict[str, Any]:
-    """What a command returns, and report() prints. sizes: in bytes. began: by perf_counter()."""
-    return {
-        "source": source,
-        "output": output,
-        "parameters": len(parameters),
-        "bytes": sum(sizes),
-        "seconds": time.perf_counter() - began,
-    }
-
-
 def report(done: dict[str, Any]) -> None:
-    """Print the line of figures of totals()."""
+    """Print the figures of what convert() has returned."""
     print(
         f"{done['source']} -> {done['output']}: {done['parameters']} parameters, "
         f"{done['bytes']:,} bytes in {done['seconds']:.2f} s, "

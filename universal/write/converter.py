@@ -23,7 +23,7 @@ from universal.errors import CheckpointError, naming
 from universal.files.sources import ByteReader, Extent, check_all, keep_open, nbytes_of
 from universal.files.torch_file import contiguous, verify
 from universal.files.torch_writer import Pickled, pickled, write_pt
-from universal.write.console import bar, totals
+from universal.write.console import bar
 from universal.write.publish import check_output, publish, unfinished
 
 # --------------------------------------------------------------------------------------------------
@@ -63,7 +63,13 @@ def convert(
         make_folders(folder, files)
         check_all(write_output(folder, files, opened, num_merge_workers, progress), opened)
         finish(folder, source, output, files if check else {})
-    return totals(source, output_folder, checkpoint.parameters, map(size_of, files.values()), began)
+    return {
+        "source": source,
+        "output": output_folder,
+        "parameters": len(checkpoint.parameters),
+        "bytes": sum(map(size_of, files.values())),
+        "seconds": time.perf_counter() - began,
+    }
 
 
 def complain(checkpoint, strict):
