@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -231,6 +232,7 @@ def other_job(tag):
     publish.sweep(output)
     folder = shutil.copytree(Path("other", tag), publish.hidden(output, "saving"))
     publish.publish(folder, output, output.with_name("latest"))
+    publish.sweep(output)
 
 
 def saved_again(state, event, rank, tag):
@@ -489,6 +491,25 @@ def test_too_little_memory(tmp_path):
     out = run(tmp_path, 2, job)
     assert "MB of memory, and 0.0 MB are free: saved without one" in out
     run(tmp_path, 2, resume, 1, 1)
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_pinned_memory(monkeypatch, code):
+    """Where there is a GPU, exactly what is needed is pinned, and released before it is freed. If
+    it cannot be, it is memory all the same."""
+    pinned = []
+    cuda = SimpleNamespace(
+        cudaHostRegister=lambda *place: pinned.append(place) or code,
+        cudaHostUnregister=lambda pointer: pinned.append(pointer),
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    memory = snapshots.new_memory(1_000_003)
+    pointer = memory.data_ptr()
+    assert memory.numel() == 1_000_003 and pointer % snapshots.PAGE == 0
+    assert pinned == [(pointer, 1_000_003, 0)]
+    del memory
+    assert pinned[1:] == ([] if code else [pointer])
 
 
 def test_elastic(tmp_path):
