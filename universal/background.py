@@ -18,16 +18,17 @@ A save goes through five states, and all ranks meet before each but the last:
 
 What comes in between:
 
-    a kill     of any rank: a load finds the newest checkpoint that was published, and puts back one
-               that was aside. The next save of the tag removes what is left, any save after a day.
+    a kill     of any rank: the others' save ends, too, and they remove nothing. A load finds the
+               newest checkpoint that was published, and puts back one that was aside. The next
+               save of the tag removes what is left; any save does after a day.
     an error   on one rank ends the save on all. As it begins it is raised, as by DeepSpeed; later
                it is a line, and the training goes on. The hidden folder is removed.
     a signal   is handled before a save has begun, or once all is copied: no rank leaves the others
                alone. A save that a handler begins is the next one; who waits in an older one, where
                the handler has led out of it on another rank, gives it up with an error.
     a process  that saves under the same tag: the last one published counts, and the other one's
-               line says that it is gone. Nobody removes what another one still writes, or a file
-               that no save writes.
+               line says that it is gone. Nobody removes what another one still writes (as far as
+               the file system has locks), or a file that no save writes.
     an exit    waits for the thread. A save that begins in atexit is done at once.
 """
 
@@ -49,7 +50,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from universal.checkpoint.tags import BACKGROUND, wait
-from universal.errors import RankFailed, one_line
+from universal.errors import RankFailed, RankSilent, one_line
 from universal.load.collective import SideGroup, all_or_none, say
 from universal.load.snapshot import Image, copies_done, files_of_save, new_memory
 from universal.write.console import print_line
@@ -166,6 +167,8 @@ def begin_save(
     saver = engine.universal_saver
     attempt = saver.attempt = saver.attempt + 1
     wait()
+    if attempt < saver.attempt:
+        raise RankFailed("not saved: the handler of a signal has saved since")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     top = os.path.abspath(save_dir)
     output = Path(os.path.realpath(Path(top, tag)))
@@ -178,11 +181,8 @@ def begin_save(
     collect = functools.partial(method, engine, top, folder, client_state or {}, False, *args)
     with signals_later(), torch.inference_mode(False):
         collect = functools.partial(collect, **options)
-        try:
+        with saver.ended_by_error(place):
             write, is_copied = saver.begin(engine, collect, place, attempt, at_once)
-        except Exception:
-            saver.end(place)
-            raise
         finish = functools.partial(saver.finish, place, write, published)
         finish = finish if at_once else functools.partial(saver.in_a_line, place, finish)
         if is_copied:
@@ -261,7 +261,7 @@ class Saver:
             engine._checkpoint_tag_validation(place.tag)  # raises, if the config says so
             raise RankFailed(f"the ranks do not save the same: {', '.join(saved)}")
         if at_once or not self.has_room(needs):
-            return functools.partial(write_files, engine, files, place), False
+            return functools.partial(write_files, files, place.hidden), False
         return functools.partial(write_images, images, self.copy(images)), True
 
     def copy(self, images: list[Image]) -> Exception | None:
@@ -300,21 +300,37 @@ class Saver:
     ) -> None:
         """Write this rank's files, and when all ranks have, give the folder its name. Raises on all
         ranks what went wrong on one."""
-        try:
-            with all_or_none(self.group.all_gather):
+        meet = self.group.all_gather
+        with self.ended_by_error(place):
+            with all_or_none(meet):
                 names = write()
                 states = states_of(place.hidden, names)
-            with all_or_none(self.group.all_gather):
+            with all_or_none(meet):
                 is_published = self.leads and publish_first(place)
-            with all_or_none(self.group.all_gather):
-                if states_of(place.output, names) != states:
+            are_published = meet(is_published)
+            with all_or_none(meet):
+                is_gone = not any(are_published) or os.fstat(self.lock).st_nlink == 0
+                # What another machine has renamed, this one may not see yet.
+                if is_gone or is_published and states_of(place.output, names) != states:
                     raise FileNotFoundError("another process has replaced or removed it")
+            with all_or_none(meet):
                 if is_published and published:
                     published()
-            if self.group.rank == 0:
-                print_line(f"universal: {place.name} is saved")
-        finally:
+        self.end(place)
+        if self.group.rank == 0:
+            print_line(f"universal: {place.name} is saved")
+
+    @contextlib.contextmanager
+    def ended_by_error(self, place: Place) -> Iterator[None]:
+        """In this block, an error ends the save; but if a rank is silent, what is left stays:
+        another one may be publishing it."""
+        try:
+            yield
+        except RankSilent:
+            raise
+        except Exception:
             self.end(place)
+            raise
 
     def end(self, place: Place) -> None:
         """Remove what is left of a save, published or not."""
@@ -348,14 +364,11 @@ def write_images(images: list[Image], failure: Exception | None) -> list[str]:
     return [image.path.name for image in images]
 
 
-def write_files(
-    engine: deepspeed.DeepSpeedEngine, files: list[tuple[Path, Any]], place: Place
-) -> list[str]:
-    """Write state dicts, as the engine does. Returns the files' names."""
+def write_files(files: list[tuple[Path, Any]], folder: Path) -> list[str]:
+    """Write state dicts, all into one folder. Returns the files' names."""
     for path, state in files:
-        engine.checkpoint_engine.save(state, str(path))
-    engine.checkpoint_engine.commit(place.tag)
-    sync(place.hidden)
+        torch.save(state, path)
+    sync(folder)
     return [path.name for path, _ in files]
 
 
