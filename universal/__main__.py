@@ -13,9 +13,10 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 
-def fail(problem):
+def fail(problem: str) -> NoReturn:
     print(f"universal: error: {problem}", file=sys.stderr)
     sys.exit(2)
 

@@ -103,7 +103,7 @@ def begin(work: Callable[[], None]) -> threading.Thread:
 
 @contextlib.contextmanager
 def signals_later() -> Iterator[None]:
-    """In this block, signals wait: the handlers that scripts have set are called after it."""
+    """Makes signals wait in this block: the handlers that scripts have set are called after it."""
     received = []
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -121,8 +121,8 @@ def signals_later() -> Iterator[None]:
 
 
 class Place(NamedTuple):
-    """Where a save goes. name: as the script says it. claimed: the hidden folder's name as soon as
-    this rank, and not one of another machine that shares it, publishes it."""
+    """A place that a save goes to. name: as the script says it. claimed: the hidden folder's name
+    as soon as this rank, and not one of another machine that shares it, publishes it."""
 
     name: Path
     output: Path
@@ -154,7 +154,7 @@ def begin_save(
     at_once: bool = False,
     **options: Any,
 ) -> None:
-    """engine.save_checkpoint(), without waiting for the disk.
+    """Does what engine.save_checkpoint() does, without waiting for the disk.
 
     published: is called once in each folder, when the checkpoint has its name. at_once: waits, and
     raises on all ranks what went wrong on one. Raises: on all ranks, what keeps DeepSpeed on one of
@@ -199,7 +199,7 @@ def say_if_beside_latest(save_dir: str | os.PathLike, tag: str) -> None:
 
 @functools.cache
 def say_beside_latest(tag):
-    """Once, of a tag that is saved again and again."""
+    """Prints the line once for each tag."""
     say(
         f"{tag} is saved beside `latest`: a load without a tag takes whichever is of the later "
         "step; one with the tag takes what it names"

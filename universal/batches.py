@@ -92,7 +92,7 @@ class Share:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, on all ranks."""
+        """The micro-batches of a step, on all ranks."""
         return self.batch // self.micro_batch
 
     @property
@@ -107,7 +107,7 @@ class Share:
 
     @property
     def weight(self) -> float:
-        """Of the loss of a micro-batch that is not computed again."""
+        """The weight of the loss of a micro-batch that is not computed again."""
         return 1.0 if self.is_exact else self.accumulation * self.ranks / self.micro_batches
 
     @property
@@ -122,14 +122,16 @@ class Share:
         return self.batch, self.micro_batch, self.accumulation
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
-        """(number of the micro-batch, weight of its loss), of each accumulation step."""
+        """Yields the number of the micro-batch and the weight of its loss, for each accumulation
+        step."""
         begin = self.rank * self.accumulation
         for place in range(begin, begin + self.accumulation):
             weight = self.weight if place < self.micro_batches else 0.0
             yield place % self.micro_batches, weight
 
     def __str__(self) -> str:
-        """256 = 64 x 4 micro-batches; 4 = 2 accumulation steps x 3 ranks - 2 of no weight"""
+        """Says, for example: 256 = 64 x 4 micro-batches; 4 = 2 accumulation steps x 3 ranks - 2 of
+        no weight"""
         repeats = f" - {self.repeats} of no weight" if self.repeats else ""
         return (
             f"{self.batch} = {self.micro_batch} x {self.micro_batches} micro-batches; "
@@ -206,7 +208,8 @@ def named_share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
 
 
 def watch_batches() -> None:
-    """From now on, no engine of this process makes a step of another batch than its config names.
+    """Keeps each engine of this process from now on from a step of another batch than its config
+    names.
 
     set_train_batch_size() names another one.
     """
@@ -291,7 +294,8 @@ class Sampler:
         shuffle: bool = True,
         drop_last: bool = True,
     ):
-        """samples: of the data set. Raises ValueError if an epoch would have no step."""
+        """Shuffles nothing yet. samples: of the data set. Raises ValueError if an epoch would have
+        no step."""
         self.share = share
         self.samples = samples
         self.seed = seed

@@ -75,8 +75,8 @@ def diff(first: str, second: str, tolerance: float = 0.0) -> dict[str, Any]:
 
 
 class Gap(NamedTuple):
-    """The largest difference of two tensors. relative: to the larger number; infinity, where one is
-    zero."""
+    """The largest difference of two tensors. relative: to the larger number; infinity, where one of
+    two is no finite number. elements: how many differ, of so many."""
 
     name: str
     absolute: float
@@ -99,7 +99,8 @@ def tensors_of(described: Described) -> dict[str, tuple[tuple, Source]]:
 
 
 def match(first, second):
-    """([(name, source, source)] of what can be compared, {name: dtype and shape} of each side)."""
+    """Returns what can be compared, as (name, source, source), and the dtype and shape of each
+    side's tensors, by name."""
     pairs = []
     kinds = [
         {name: [source.dtype, *shape] for name, (shape, source) in tensors.items()}
@@ -138,7 +139,8 @@ def gap_of(name: str, first: Source, second: Source, opened: OpenFile) -> Gap:
 
 
 def compare(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, int]:
-    """(the largest absolute difference, the largest relative one, how many numbers differ)."""
+    """Returns the largest absolute difference, the largest relative one, and how many numbers
+    differ."""
     wide = torch.complex128 if a.is_complex() else torch.float64
     x = a.to(wide)
     y = b.to(wide)

@@ -115,7 +115,7 @@ class RoundedSum:
         return self.total * dist.get_world_size()
 
     def shift(self) -> torch.Tensor:
-        """1.5 * 2^23 grids of each element."""
+        """Returns 1.5 * 2^23 grids of each element."""
         peak = torch.stack(self.shares).abs().amax(0)
         peak = peak.clamp(min=2.0**-100).nan_to_num(nan=math.inf)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)

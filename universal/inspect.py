@@ -72,7 +72,8 @@ def look(folder: str, tag: str | None = None, quick: bool = False) -> dict[str, 
 
 
 def places_in(folder, tag):
-    """{tag: its folder}, of a folder with tags, or of a checkpoint. Raises CheckpointError."""
+    """Returns the folders of tags, by tag, of a folder with tags or of a checkpoint. Raises
+    CheckpointError."""
     if tag is not None:
         places = {tag: folder / tag} if (folder / tag).is_dir() else {}
     elif is_checkpoint(folder):
@@ -87,7 +88,7 @@ def places_in(folder, tag):
 
 
 def look_at(folder):
-    """(what is in the folder of a checkpoint, the Checkpoint, or None)."""
+    """Returns what is in the folder of a checkpoint, and the Checkpoint, or None."""
     facts = {"problem": None, "checked": False, "unread_damage": []}
     try:
         described = describe(folder, WORKERS)
@@ -126,7 +127,7 @@ def damage_of(folder, checkpoint):
 
 
 def weights_not_read(checkpoint):
-    """{(path, offset)} of the trained weights in model states: a load reads the masters, and
+    """Returns (path, offset) of the trained weights in model states: a load reads the masters, and
     may compare these with them."""
     places = set()
     if compares_weights(checkpoint):

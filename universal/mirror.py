@@ -91,9 +91,10 @@ class Mirror:
         every: int = 1,
         wait: bool = False,
     ):
-        """folder: in each machine's memory, for this job alone. every: steps from one copy to the
-        next. wait: whether save() waits until two machines hold the step. Raises ValueError, on all
-        ranks, if another job uses the folder or there is not enough room."""
+        """Claims the folder on all ranks. folder: in each machine's memory, for this job alone.
+        every: steps from one copy to the next. wait: whether save() waits until two machines hold
+        the step. Raises ValueError, on all ranks, if another job uses the folder or there is not
+        enough room."""
         self.engine = engine
         self.every = every
         self.wait = wait
@@ -310,7 +311,8 @@ class Mirror:
                 path.unlink(missing_ok=True)
 
     def step_on(self, disk: Path) -> int:
-        """That of the checkpoint with which a resume from there begins; 0, if none is complete."""
+        """Returns the step of the checkpoint with which a resume from there begins; 0, if none is
+        complete."""
         whole = (t.step for t in choose_tag(disk).to_try if self.problem_of(disk / t.name) is None)
         return next(whole, 0)
 
@@ -333,8 +335,8 @@ class Mirror:
 
 
 def derived_weights(engine: "deepspeed.DeepSpeedEngine") -> dict[str, torch.Tensor]:
-    """{name in the module: an empty tensor} of the weights that a load makes from the masters at
-    ZeRO-1 and 2, where the ranks have them all: they need no copy, as at ZeRO-3."""
+    """Returns an empty tensor, by its name in the module, for each weight that a load makes from
+    the masters at ZeRO-1 and 2, where the ranks have them all: it needs no copy, as at ZeRO-3."""
     known = Engine(engine)
     # Of other optimizers a state may depend on the rank, and DeepSpeed's own loader wants weights.
     if type(known.torch_optimizer) not in ADAMS or not known.has_known_optimizer():

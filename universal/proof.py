@@ -92,8 +92,8 @@ def sampled_places(size, most, device):
     return torch.cat(parts)
 
 
-def hashes(samples, mask=None):
-    """[B]: a number below 2**32 for each row of a tensor [B, ...].
+def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns [B]: a number below 2**32 for each row of a tensor [B, ...].
 
     Padding at the end of any dimension changes nothing: zeros, or the -100 of labels. mask: 0 for
     other padding, which follows the micro-batch, if it has the shape of the samples [B, T].
@@ -119,7 +119,8 @@ def hashes(samples, mask=None):
 
 
 def generator_states():
-    """Of those that a process has one of; Python code alone knows of others."""
+    """Returns the states of the default generators: torch's, the device's, numpy's and Python's.
+    Those that a script makes are not seen."""
     device = deepspeed.accelerator.get_accelerator()
     of_torch = [torch.get_rng_state(), device.get_rng_state().cpu()]
     _, keys, *position = numpy.random.get_state()
@@ -129,7 +130,7 @@ def generator_states():
 
 @dataclass
 class ForwardPass:
-    """Of which the loss has not been seen yet.
+    """A forward pass that waits for its loss.
 
     digests: of each tensor with a row for each sample, mixed with those before it: [rows]. others:
     the same of the other tensors: [1], or None. states: of the generators, before it; None if they
@@ -195,8 +196,9 @@ class Comparison:
         return False
 
     def growth(self, before, now):
-        """By how much rounding may have grown: twice a step since the second one, which has the
-        first weights that differ. Where nothing has been added in another order, it does not."""
+        """Returns by how much rounding may have grown: twice a step since the second one, which has
+        the first weights that differ. Where nothing has been added in another order, it does
+        not."""
         same = before.ranks == now.ranks and before.micro_batch == now.micro_batch
         if same and not any(self.gaps.values()):
             return 1
@@ -358,14 +360,16 @@ class Proof:
                 tensor.register_hook(functools.partial(self.see_gradient, loss))
 
     def see_gradient(self, loss, gradient):
-        """gradient: the weight of this loss; 0, if the micro-batch is computed again."""
+        """Notes the gradient that a backward pass begins with. gradient: the weight of this loss;
+        0, if the micro-batch is computed again."""
         with harmless(self.engine.engine):
             has_weight = gradient.detach().squeeze() != 0
             self.add("output", loss * has_weight, has_weight)
             self.add_forward_passes(has_weight)
 
     def see_loss(self, loss, is_share, is_exact):
-        """is_share: the losses of a step add up to their mean, as their caller has divided them.
+        """Notes a loss. is_share: the losses of a step add up to their mean, as their caller has
+        divided them.
 
         is_exact: the mean is that of the losses which are not 0.
         """
@@ -377,7 +381,8 @@ class Proof:
         self.add_forward_passes(has_weight)
 
     def add_forward_passes(self, has_weight=1):
-        """has_weight: 0, if their micro-batch is computed again, and so is not of the batch."""
+        """Adds the forward passes to the step's digests. has_weight: 0, if their micro-batch is
+        computed again, and so is not of the batch."""
         for forward in self.waiting:
             for number, rows in enumerate(forward.digests):
                 self.add(number, rows.sum() * has_weight, len(rows) * has_weight)
@@ -430,7 +435,7 @@ class Proof:
 
 
 def watch(wanted: bool = True) -> None:
-    """From now on, prove every engine's saves and loads, or none."""
+    """Proves every engine's saves and loads from now on, or none."""
     batches.watch_batches()
     deepspeed.DeepSpeedEngine.universal_proof = None  # of each engine
     deepspeed.DeepSpeedEngine.wants_universal_proof = wanted

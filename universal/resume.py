@@ -71,7 +71,8 @@ def load_checkpoint(
     missing_ok: bool = False,
     timeout: float = TIMEOUT,
 ) -> tuple[str | None, dict | None]:
-    """engine.load_checkpoint() for any number of ranks, any ZeRO stage, and converted checkpoints.
+    """Loads a checkpoint as engine.load_checkpoint() does, from any number of ranks, any ZeRO
+    stage, and converted.
 
     Args, where they say more than DeepSpeed's:
         tag: None for the one that `latest` names, or a later one, if it is complete; otherwise the

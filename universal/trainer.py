@@ -83,7 +83,8 @@ class FilledSteps:
         return min(self.share.micro_batches, self.number - before)
 
     def weights(self, step: int) -> list[float]:
-        """Of the losses of this rank's micro-batches of a step, if DeepSpeed takes their mean."""
+        """Returns the weights of the losses of this rank's micro-batches of a step, if DeepSpeed
+        takes their mean."""
         batches.DEALT.add(self.share.key)
         count = self.count(step)
         places = self.share.accumulation * self.share.ranks
@@ -91,7 +92,7 @@ class FilledSteps:
         return [places / count if number < count else 0.0 for number in numbers]
 
     def all_weights(self) -> Iterator[float]:
-        """Those of the steps from `begin` on, without an end."""
+        """Yields the weights of the steps from `begin` on, without an end."""
         return itertools.chain.from_iterable(map(self.weights, itertools.count(self.begin)))
 
     def __len__(self):

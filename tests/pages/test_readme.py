@@ -266,6 +266,11 @@ def test_front_door():
     assert "make test" in (ROOT / ".ci" / "run").read_text()
 
 
+def test_the_one_file_to_read():
+    lines = len((ROOT / "train.py").read_text().splitlines())
+    assert f"[`train.py`](train.py), {lines} lines" in PAGES["README.md"]
+
+
 def test_versions():
     """The README's range is what was measured, and its end is pinned."""
     measured = re.findall(r"^(0\.\S+) ", (ROOT / "assets" / "versions.txt").read_text(), re.M)

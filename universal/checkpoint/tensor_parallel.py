@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from universal.checkpoint.types import Parameter, Problem
 from universal.errors import CheckpointError
@@ -128,7 +128,7 @@ class TensorParallel:
             )
             self.problems.append(Problem(False, text))
 
-    def error(self, text):
+    def error(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self.folder}: {text}")
 
     def describes(self, name: str) -> bool:
@@ -188,7 +188,7 @@ class TensorParallel:
         if whole.blocks is None and not dtypes <= AVERAGED:
             raise self.error(f"{name} is of {dtypes.pop()}, of which there is no mean")
 
-    def matched(self, name):
+    def matched(self, name: str) -> dict[str, Any]:
         """Returns, by the key of the info, its pattern or entry that matches the name, or None."""
         matched = {key: self.match(self.info.get(key, []), name) for key in LISTS}
         subs = self.info.get(SUB_PARAMS, [])

@@ -148,12 +148,12 @@ def optimizer_of(content):
     return {"state": dict(enumerate(optimizer)), "param_groups": groups}
 
 
-def extra_states(optimizer):
+def extra_states(optimizer: dict) -> dict:
     """What PyTorch's optimizer keeps besides the states of its parameters."""
     return {key: value for key, value in optimizer["state"].items() if not isinstance(key, int)}
 
 
-def extra_keys(optimizer):
+def extra_keys(optimizer: dict) -> dict:
     """What PyTorch's optimizer keeps besides its states and its groups."""
     return {key: value for key, value in optimizer.items() if key not in ("state", "param_groups")}
 

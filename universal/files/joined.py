@@ -167,7 +167,7 @@ class Joined(NamedTuple):
         }
         return self._replace(blocks=self.blocks and tuple(places.values()))
 
-    def mean(self, start, numel, reader):
+    def mean(self, start: int, numel: int, reader: ByteReader) -> bytes:
         """The mean, in the same order and precision as PyTorch's."""
         code = ARRAY_CODES[self.dtype]
         count = len(self.parts)
@@ -307,7 +307,7 @@ def in_order(block: Block, units: int = 1) -> Block:
     )
 
 
-def last(dim):
+def last(dim: tuple) -> int:
     return dim[-1]
 
 
@@ -328,7 +328,7 @@ def boxes(block: Block, target: Target, unit: int) -> Iterator[Block]:
         )
 
 
-def reach(shape, stride):
+def reach(shape: Sequence[int], stride: Sequence[int]) -> int:
     """How many elements lie from the first of a box to its last."""
     return 1 + dot([n - 1 for n in shape], stride)
 

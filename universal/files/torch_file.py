@@ -141,7 +141,7 @@ class Stub(metaclass=Named):
     def __setitem__(self, key, value):
         self.entries[key] = value
 
-    def append(self, value):
+    def append(self, value: Any) -> None:
         self.items.append(value)
 
     def __reduce__(self):

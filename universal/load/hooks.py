@@ -75,7 +75,7 @@ def overridden(target: Any, **attributes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def meeting_before_collectives(meet: Callable[[Sequence[int]], None]) -> Iterator[None]:
-    """In this block, meet(ranks) is called ahead of each of DeepSpeed's collective operations."""
+    """Calls meet(ranks) ahead of each of DeepSpeed's collective operations in this block."""
     backend = deepspeed.comm.comm.cdb
 
     def met_before(operation):
@@ -94,7 +94,7 @@ def meeting_before_collectives(meet: Callable[[Sequence[int]], None]) -> Iterato
 
 @contextlib.contextmanager
 def saving_alone(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
-    """In this block, a save of DeepSpeed's waits for no other rank, and ZeRO-3 keeps the weights
+    """Lets a save of DeepSpeed's wait for no other rank in this block; ZeRO-3 keeps the weights
     that it has gathered: what it saves has empty tensors in their place.
 
     Otherwise ranks compare their tags, meet, and gather these weights again.
@@ -123,7 +123,8 @@ def saving_alone(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
 
 
 def loading_at_once(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractContextManager:
-    """In this block, ranks do not load one after the other, as pipeline_loading_checkpoint wants.
+    """Lets all ranks load at once in this block, not one after the other, as
+    pipeline_loading_checkpoint wants.
 
     One would wait for another that has failed; and the last one of a machine sends to a rank that
     receives nothing.
@@ -134,8 +135,9 @@ def loading_at_once(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractCon
 
 @contextlib.contextmanager
 def gathering_in_place(optimizer: Any) -> Iterator[None]:
-    """In this block, ranks broadcast their parts of the weights of ZeRO-1 and 2, if by gloo: where
-    it gathers, it copies all twice, which takes the memory of the model, and twice the time."""
+    """Lets ranks broadcast their parts of the weights of ZeRO-1 and 2 in this block, if by gloo:
+    where it gathers, it copies all twice, which takes the memory of the model, and twice the
+    time."""
     if dist.get_backend() != "gloo":
         yield
         return
@@ -157,8 +159,8 @@ def gathering_in_place(optimizer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gathering_at_once() -> Iterator[None]:
-    """In this block, operations that gather without blocking are one for all that are under way:
-    ZeRO-3 gathers each of its persistent parameters, a hundred small tensors."""
+    """Makes one operation of all gathers without blocking that are under way in this block: ZeRO-3
+    gathers each of its persistent parameters, a hundred small tensors."""
     backend = deepspeed.comm.comm.cdb
     gather_one = backend.all_gather_into_tensor
     waiting = {}

@@ -65,7 +65,7 @@ class Parts(NamedTuple):
         return whole.blocks == blocks or self.degree > 1 and whole.parts[self.rank].numel == numel
 
     def own_blocks(self, name):
-        """Those of this rank; none if it has the whole."""
+        """Returns the blocks of this rank; none if it has the whole."""
         return [block for block in self.wholes[name].blocks or () if block.part == self.rank]
 
     def cuts(self, name: str, shape: tuple) -> bool:

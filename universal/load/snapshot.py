@@ -30,7 +30,7 @@ PAGE = 1 << 16  # bytes
 
 
 class Collector(TorchCheckpointEngine):
-    """In the place of an engine's checkpoint_engine: keeps what DeepSpeed would write.
+    """A stand-in for an engine's checkpoint_engine that keeps what DeepSpeed would write.
 
     files: [(path, state dict)]
     """
@@ -66,7 +66,7 @@ class Image:
     """A .pt file in memory. room: at most so many bytes are needed for it."""
 
     def __init__(self, path: Path, content: Any):
-        """content: what the file is to hold. It may change after copy()."""
+        """Prepares a file. content: what it is to hold; that may change after copy()."""
         self.path = path
         with io.BytesIO() as file:
             pickler = StoragePickler(file)
@@ -135,10 +135,10 @@ class InPlace(io.RawIOBase):
         self.memory = memory
         self.position = 0
 
-    def tell(self):
+    def tell(self) -> int:
         return self.position
 
-    def seek(self, offset, whence=io.SEEK_SET):
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self.position = offset
         return offset
 

@@ -13,7 +13,8 @@ LocalName = Callable[[str], str | None]  # Engine.local_name(), of an entry of a
 
 
 def layers_of(module: torch.nn.Module) -> dict[str, str]:
-    """{number: name of its module} of this rank's layers that are saved."""
+    """Returns the name of the module of each of this rank's layers that are saved, by the layer's
+    number."""
     names = {}
     for name, layer in module.named_modules():
         names[layer] = name
@@ -22,7 +23,8 @@ def layers_of(module: torch.nn.Module) -> dict[str, str]:
 
 
 def tied_layers(module: torch.nn.Module) -> dict[int, str]:
-    """{number: key} of the layers that a pipeline ties, on all of its stages."""
+    """Returns the key of each layer that a pipeline ties, on all of its stages, by the layer's
+    number."""
     specs = enumerate(getattr(module, "_layer_specs", ()))
     return {number: spec.key for number, spec in specs if hasattr(spec, "key")}
 

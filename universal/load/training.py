@@ -17,7 +17,8 @@ class TrainingEngine(Engine):
         return self.engine.device
 
     def settings_of_step(self) -> dict[str, Any]:
-        """rates: the learning rate of each parameter group, None if the optimizer chooses it.
+        """Returns the rates and the loss scale. rates: the learning rate of each parameter group,
+        None if the optimizer chooses it.
 
         loss_scale: 1 without loss scaling.
         """
@@ -27,7 +28,7 @@ class TrainingEngine(Engine):
         return {"rates": rates, "loss_scale": float(scale)}
 
     def grad_norm(self) -> torch.Tensor | float | None:
-        """Of the last step; None where DeepSpeed does not compute it."""
+        """Returns the gradient norm of the last step; None where DeepSpeed does not compute it."""
         return self.engine.get_global_grad_norm()
 
     def dtype(self) -> str:

@@ -63,7 +63,7 @@ class AfterImport:
         "transformers.trainer": keep_any_batch,
     }
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name, path=None, target=None) -> machinery.ModuleSpec | None:
         if name not in self.functions:
             return None
         finders = sys.meta_path[sys.meta_path.index(self) + 1 :]
