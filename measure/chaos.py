@@ -56,7 +56,7 @@ def run(script, background, *words):
 
 
 def killed(script, background, more, ranks, points, work):
-    """[what became of each killed run], as ckpt-chaos writes it down."""
+    """Returns what became of each killed run, as ckpt-chaos writes it down."""
     from ckpt_chaos import byo
 
     signature = byo._signature

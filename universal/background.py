@@ -322,7 +322,7 @@ class Saver:
 
     @contextlib.contextmanager
     def ended_by_error(self, place: Place) -> Iterator[None]:
-        """In this block, an error ends the save; but if a rank is silent, what is left stays:
+        """Ends the save at an error in this block; but if a rank is silent, what is left stays:
         another one may be publishing it."""
         try:
             yield
