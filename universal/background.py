@@ -177,10 +177,9 @@ def begin_save(
     place = Place(Path(save_dir, tag), output, folder, hidden(output, "saving"), latest, tag)
     if not save_latest:
         say_if_beside_latest(top, tag)
-    folder = os.path.relpath(folder, top)
-    collect = functools.partial(method, engine, top, folder, client_state or {}, False, *args)
+    arguments = engine, top, os.path.relpath(folder, top), client_state or {}, False, *args
+    collect = functools.partial(method, *arguments, **options)
     with signals_later(), torch.inference_mode(False):
-        collect = functools.partial(collect, **options)
         with saver.ended_by_error(place):
             write, is_copied = saver.begin(engine, collect, place, attempt, at_once)
         finish = functools.partial(saver.finish, place, write, published)
@@ -250,7 +249,6 @@ class Saver:
 
         with all_or_none(meet):
             if self.leads:
-                sweep(place.output, place.hidden)
                 place.output.mkdir(parents=True, exist_ok=True)
             place.hidden.mkdir(parents=True, exist_ok=True)
             self.lock = lock(place.hidden)

@@ -276,6 +276,7 @@ def saved_again(state, event, rank, tag):
     if event == "exit":
         threading._shutdown()  # as the interpreter does, which then calls what atexit has
         engine.save_checkpoint("c", "at_exit", {"step": 2})
+        return  # and the process is gone
     background.wait()
 
 
@@ -381,6 +382,25 @@ def test_a_wait_that_is_interrupted(tmp_path):
     run(tmp_path, 2, job)
     assert folders_in(tmp_path / "c") == ["interrupted", "step1"]
     run(tmp_path, 2, resume, 1, 2)
+
+
+def test_ctrl_c(tmp_path):
+    """On all ranks, as they wait for the save before: none of the saves is lost."""
+
+    def job():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        engine = start(1)
+        call_of(os, "fsync", 1, lambda *_: time.sleep(1))
+        train_and_save(engine, [1])
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.save_checkpoint("c", "step2")
+        engine.save_checkpoint("c", "interrupted", {"step": 1})
+        background.wait()
+        dist.barrier()
+
+    out = run(tmp_path, 2, job)
+    assert folders_in(tmp_path / "c") == ["interrupted", "step1"] and "not saved" not in out
 
 
 def test_tags_beside_latest(tmp_path):

@@ -75,12 +75,12 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def sweep(output: Path, kept: Path | None = None) -> None:
-    """Remove what processes that died have left beside the output, but for `kept`: of its own name;
-    of any, if it is a day old, or was half removed."""
+def sweep(output: Path) -> None:
+    """Remove what processes that died have left beside the output: of its own name; of any, if it
+    is a day old, or was half removed."""
     restore(output.parent)
     for path in output.parent.glob(".*"):
-        match = path != kept and HIDDEN.fullmatch(path.name)
+        match = HIDDEN.fullmatch(path.name)
         with contextlib.suppress(OSError):  # another user's, say, or just removed
             if not match or is_locked(path):
                 continue
