@@ -229,6 +229,7 @@ class Mirror:
     def send(self, step: int, images: list[Image], slot: Path, failure: Exception | None) -> None:
         """Complete the files of this rank, and exchange them with the other machines; in a thread.
         Ranks meet after each part, so that all give up what one cannot do."""
+        count, self.count = self.count, 0  # it may be wrong, if a rank fails here
         try:
             with all_or_none(self.meet):
                 if failure:
@@ -237,6 +238,7 @@ class Mirror:
                     os.truncate(image.path, len(image.seal()))
                 paths = [image.path for image in images]
                 copies = [Transfer(p.name, file_state(p), self.rank, self.partner) for p in paths]
+            self.count = count
             slots, copies = zip(*self.meet((slot.name, copies)), strict=True)
             if len({*slots}) > 1:
                 raise ValueError(f"ranks copy {', '.join(slots)}: on one, save() was interrupted")
@@ -248,7 +250,6 @@ class Mirror:
             names = [t.name for t in transfers if self.rank in (t.source, t.target)]
             self.commit(step, slot, names)
         except Exception as error:
-            self.count = 0
             if self.rank == 0:
                 print_line(f"mirror.py: WARNING: step {step} is not copied: {one_line(error)}")
 
@@ -269,7 +270,7 @@ class Mirror:
         """Remove what mirrors have written under such names on this machine, but for one."""
         for path in self.folder.iterdir() if self.leads else []:
             if names.fullmatch(path.name) and path.name != kept:
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)
 
     def gather(self, folder: str | os.PathLike) -> Path:
         """Bring together what the machines hold. Returns the folder with the newest whole step:
@@ -360,7 +361,7 @@ def gather(folder: str | os.PathLike) -> Path:
     ranks = gloo_group()
     machines = machine_ids(folder, ranks)
     leaders = sorted({machines.index(machine) for machine in machines})
-    paths = [path for path in folder.glob("[!.]*/*.pt") if path.parent.suffix != ".unfinished"]
+    paths = folder.glob("[!.]*/*.pt")
     files = all_gather({str(path.relative_to(folder)): file_state(path) for path in paths}, ranks)
     newest = {}  # {name: (state, a rank that has it)}
     for leader in leaders:
@@ -378,9 +379,9 @@ def gather(folder: str | os.PathLike) -> Path:
         if files[target].get(name) != state
     ]
     exchange(folder, transfers, ranks)
-    if dist.get_rank() in leaders:
-        remove_left_over({folder / Path(transfer.name).parent for transfer in transfers})
-    dist.barrier(group=ranks)
+    with all_or_none(functools.partial(all_gather, ranks=ranks)):
+        if dist.get_rank() in leaders:
+            remove_left_over({folder / Path(transfer.name).parent for transfer in transfers})
     end_process_group(ranks)  # it has a connection to every rank
     return folder
 
