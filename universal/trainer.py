@@ -129,9 +129,9 @@ class FilledSteps:
         if {*sizes} != {named}:
             fitting = batches.largest_divisor(batch, sizes[0])
             raise ValueError(
-                f"the DataLoader deals micro-batches of {sizes[0]} samples, and the config names "
-                f"{named}: let its batch_size be {named}; or name `batches.config({batch}, "
-                f"{fitting})`, in a Trainer with `per_device_train_batch_size={fitting}`"
+                f"the DataLoader's batch_size is {sizes[0]}, and the config's micro-batch is "
+                f"{named}: set `batch_size={named}`; or name `batches.config({batch}, {fitting})`, "
+                f"in a Trainer with `per_device_train_batch_size={fitting}`"
             )
 
 

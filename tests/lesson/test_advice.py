@@ -81,10 +81,10 @@ loader = torch.utils.data.DataLoader(DATA, batch_size=2, shuffle=True)
 optimizer = torch.optim.AdamW(net.parameters(), 0.01)
 model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
 steps = None
-step = 0
-if os.path.exists("ck"):
+step = 3 if os.path.exists("ck") else 0
+saves = not step
+if step:
     accelerator.load_state("ck")
-    step = 3
     accelerator.step = 0
 accumulation = accelerator.gradient_accumulation_steps
 loader = accelerator.skip_first_batches(loader, step * accumulation)
@@ -100,7 +100,7 @@ for inputs, weight in ((inputs, 1) for inputs in loader):
         step += 1
         log(step, accelerator.reduce(total, "mean").item(), optimizer.param_groups[0]["lr"])
         total = 0
-        if step == 3 and not os.path.exists("ck"):
+        if step == 3 and saves:
             accelerator.save_state("ck")
 """
 TRAINER = """
@@ -166,7 +166,7 @@ def test_pasted(tmp_path, reader):
 
     def play(ranks, *pieces, patch=None):
         (tmp_path / "script.py").write_text(pasted(START + script, pieces))
-        return launch(tmp_path, ranks, tmp_path / "script.py", patch=patch)
+        return launch(tmp_path, ranks, tmp_path / "script.py", patch=patch, grace=20)
 
     def rows():
         return dict(enumerate(json.loads((tmp_path / "rows.json").read_text())[-3:], 4))
@@ -224,7 +224,7 @@ ANY_RANKS = [
     ),
     ("trainer = Trainer(", "trainer = type('Mine', (AnyRanks, Trainer), {})("),
 ]
-SIZES = "deals micro-batches of {} samples, and the config names {}: "
+SIZES = "the DataLoader's batch_size is {}, and the config's micro-batch is {}: "
 # {kind: (changes of the script, whether UNIVERSAL_BATCH is set, what stops it)}
 KINDS = {
     "twice": (ANY_RANKS, True, None),
@@ -260,7 +260,7 @@ def test_trainer(tmp_path, saved, kind):
     if kind == "restored_size":
         shutil.copytree(saved, tmp_path / "ck")
     patch = behind("UNIVERSAL_BATCH=16 python -m universal") if is_named else None
-    done = launch(tmp_path, 3, tmp_path / "script.py", patch=patch)
+    done = launch(tmp_path, 3, tmp_path / "script.py", patch=patch, grace=20)
     if words:
         assert done.codes == {0: 1, 1: 1, 2: 1} and words in done.err, done.errors
         assert not (tmp_path / "rows.json").exists()

@@ -515,7 +515,7 @@ def filled_steps():
         if weighs:
             assert sum(itertools.islice(steps.all_weights(), 15)) > 0
         if size != 3:
-            with pytest.raises(ValueError, match=f"deals micro-batches of {size} samples.*names 3"):
+            with pytest.raises(ValueError, match=f"batch_size is {size}, .* micro-batch is 3"):
                 next(iter(steps))
             continue
         # 99 samples: 4 steps of 8 micro-batches, and one of a single one, which is meant.
