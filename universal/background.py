@@ -46,12 +46,11 @@ from typing import Any, NamedTuple
 import deepspeed
 import psutil
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from universal.checkpoint.tags import BACKGROUND, wait
 from universal.errors import RankFailed, RankSilent, one_line
-from universal.load.collective import SideGroup, all_or_none, say
+from universal.load.collective import ProcessGroup, all_or_none, say
 from universal.load.snapshot import Image, copies_done, files_of_save, new_memory
 from universal.write.console import print_line
 from universal.write.publish import hidden, lock, publish, sweep, sync
@@ -210,7 +209,7 @@ class Saver:
     name: where its copy goes}"""
 
     def __init__(self):
-        self.group = SideGroup(dist.distributed_c10d.default_pg_timeout.total_seconds())
+        self.group = ProcessGroup()
         self.attempt, *_ = self.group.all_gather(time.time_ns())
         self.memory = {}
         self.lock = None

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from universal.background import begin, signals_later
@@ -39,7 +38,7 @@ from universal.checkpoint.tags import choose_tag
 from universal.errors import CheckpointError, one_line
 from universal.files.torch_file import verify
 from universal.load import reader
-from universal.load.collective import all_or_none, end_process_group, gloo_group
+from universal.load.collective import ProcessGroup, all_or_none
 from universal.load.engine import Engine
 from universal.load.snapshot import Image, copies_done, files_of_save
 from universal.proof import after_save
@@ -104,9 +103,9 @@ class Mirror:
         self.count = 0  # of all ranks' files
         self.derived = derived_weights(engine)
         self.folder = Path(folder)
-        self.ranks = gloo_group()
-        self.meet = functools.partial(all_gather, ranks=self.ranks)
-        self.rank = dist.get_rank()
+        self.ranks = ProcessGroup()
+        self.meet = self.ranks.all_gather
+        self.rank = self.ranks.rank
         self.unfinished = self.folder / f".rank{self.rank}"
         self.spare = self.unfinished / "spare"
         machines = machine_ids(self.folder, self.ranks)
@@ -116,9 +115,8 @@ class Mirror:
         self.partner = elsewhere[self.rank % len(elsewhere)] if elsewhere else self.rank
         self.machine_ranks = [rank for rank, other in enumerate(machines) if other == machine]
         self.leads = self.machine_ranks[0] == self.rank
-        problems, (self.attempt, *_) = zip(
-            *all_gather((self.problem(), time.time_ns()), self.ranks), strict=True
-        )
+        begun = self.ranks.all_gather((self.problem(), time.time_ns()))
+        problems, (self.attempt, *_) = zip(*begun, strict=True)
         for problem in problems:
             if problem:
                 raise ValueError(problem)
@@ -278,15 +276,14 @@ class Mirror:
         self.finish()
         self.remove_damaged()
         disk = gather(folder)  # all ranks have removed theirs when it returns
-        saved, *_ = all_gather(self.step_on(disk) if self.rank == 0 else 0, self.ranks)
+        saved = self.ranks.on_rank_0(lambda: self.step_on(disk))
         files = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
-        counts = Counter(slot for slot, _ in set().union(*all_gather(files, self.ranks)))
+        counts = Counter(slot for slot, _ in self.ranks.union(files))
         whole = [slot for slot, count in counts.items() if slot.endswith(f".{count}")]
         newest = max([f"step{saved:09}", *whole])
         self.remove(OWN, newest)
         gather(self.folder)
-        problem = self.problem_of(self.folder / newest) if self.rank == 0 else None
-        problem, *_ = all_gather(problem, self.ranks)
+        problem = self.ranks.on_rank_0(lambda: self.problem_of(self.folder / newest))
         if problem is None:
             return self.folder
         if counts and self.rank == 0:
@@ -303,7 +300,7 @@ class Mirror:
         another machine has a copy. Each rank reads its share."""
         share = slice(self.machine_ranks.index(self.rank), None, len(self.machine_ranks))
         paths = sorted(self.folder.glob("step*/*.pt"))[share]
-        dist.barrier(group=self.ranks)  # all have seen the same files
+        self.ranks.meet()  # all have seen the same files
         for path in paths:
             try:
                 verify(path)
@@ -329,7 +326,7 @@ class Mirror:
     def close(self) -> None:
         """The job is done: nothing of it stays in memory."""
         self.finish()
-        dist.barrier(group=self.ranks)
+        self.ranks.meet()
         self.remove(OWN)
         with contextlib.suppress(OSError):  # somebody else has put something there
             self.folder.rmdir()
@@ -358,11 +355,11 @@ def gather(folder: str | os.PathLike) -> Path:
     nothing there, and start over.
     """
     folder = Path(folder)
-    ranks = gloo_group()
+    ranks = ProcessGroup()
     machines = machine_ids(folder, ranks)
     leaders = sorted({machines.index(machine) for machine in machines})
     paths = folder.glob("[!.]*/*.pt")
-    files = all_gather({str(path.relative_to(folder)): file_state(path) for path in paths}, ranks)
+    files = ranks.all_gather({str(path.relative_to(folder)): file_state(path) for path in paths})
     newest = {}  # {name: (state, a rank that has it)}
     for leader in leaders:
         for name, state in files[leader].items():
@@ -379,10 +376,10 @@ def gather(folder: str | os.PathLike) -> Path:
         if files[target].get(name) != state
     ]
     exchange(folder, transfers, ranks)
-    with all_or_none(functools.partial(all_gather, ranks=ranks)):
-        if dist.get_rank() in leaders:
+    with all_or_none(ranks.all_gather):
+        if ranks.rank in leaders:
             remove_left_over({folder / Path(transfer.name).parent for transfer in transfers})
-    end_process_group(ranks)  # it has a connection to every rank
+    ranks.end()  # it has a connection to every rank
     return folder
 
 
@@ -394,12 +391,12 @@ def remove_left_over(checkpoints: set[Path]) -> None:
                 (checkpoint / name).unlink(missing_ok=True)
 
 
-def machine_ids(folder: Path, ranks: dist.ProcessGroup) -> list[tuple]:
+def machine_ids(folder: Path, ranks: ProcessGroup) -> list[tuple]:
     """Returns, for every rank, an identity of the folder that it sees; ranks of one machine see the
     same. Creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # two hosts may have the same name
-    return all_gather((boot, folder.stat().st_dev, folder.stat().st_ino), ranks)
+    return ranks.all_gather((boot, folder.stat().st_dev, folder.stat().st_ino))
 
 
 def map_file(path: Path, nbytes: int) -> torch.Tensor:
@@ -417,17 +414,16 @@ def reserve(path: Path, nbytes: int) -> None:
 def exchange(
     folder: Path,
     transfers: list[Transfer],
-    ranks: dist.ProcessGroup,
+    ranks: ProcessGroup,
     memory_of: Callable[[Path, int], torch.Tensor] = map_file,
 ) -> None:
     """Send files, the same list on all ranks. All have arrived when it returns.
 
     memory_of: the bytes of a file, so many, which may be new.
     """
-    rank = dist.get_rank()
-    meet = functools.partial(all_gather, ranks=ranks)
+    rank = ranks.rank
     begun = []
-    with all_or_none(meet):  # whoever sends waits for one who has memory for it
+    with all_or_none(ranks.all_gather):  # whoever sends waits for one who has memory for it
         for transfer in transfers:
             name, (_, size), source, target = transfer
             if source == target or rank not in (source, target):
@@ -438,22 +434,15 @@ def exchange(
             if rank == target:
                 reserve(path, size)
     works = [
-        dist.isend(data, transfer.target, group=ranks)
+        ranks.send(data, transfer.target)
         if rank == transfer.source
-        else dist.irecv(data, transfer.source, group=ranks)
+        else ranks.receive(data, transfer.source)
         for data, _, transfer in begun
     ]
-    with all_or_none(meet):
+    with all_or_none(ranks.all_gather):
         for work, (_, path, transfer) in zip(works, begun, strict=True):
             work.wait()
             if rank == transfer.target:
                 # Otherwise an old copy would pass for a new one.
                 os.utime(path, ns=(transfer.state.written, transfer.state.written))
                 path.rename(folder / transfer.name)  # it is whole, or does not exist
-
-
-def all_gather(value: Any, ranks: dist.ProcessGroup) -> list:
-    """The values of all ranks, in their order."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=ranks)
-    return values

@@ -41,7 +41,7 @@ MECHANISM = {
     "process_group",
     "ProcessGroup.__init__",
     "ProcessGroup.end",
-    "end_process_group",
+    "drop",
     "first_error",
     "shared_error",
     "gloo_group",
