@@ -133,12 +133,12 @@ HALF = ["from universal import batches", "config |= batches.config(16, 2)"]
 def pasted(script, pieces):
     """The script with these pieces of code, each in place of the line that begins alike."""
     for piece in pieces:
-        beginning = re.match(r"[\w.]+( \|=)?", piece)[0]
+        beginning = re.match(r"for \w+|[\w.]+( \|=)?", piece)[0]
         if beginning == "from":
             script = f"{piece}\n{script}"
             continue
         beginning = beginning.replace("steps.epoch", "loader = accelerator.skip")
-        line = re.search(rf"^ *({re.escape(beginning)}[ .(_].*)", script, re.M)
+        line = re.search(rf"^ *({re.escape(beginning)}[ .(_,].*)", script, re.M)
         script = script[: line.start(1)] + piece + script[line.end(1) :]
     return script
 
