@@ -74,7 +74,7 @@ def test_a_failing_row(tmp_path, monkeypatch):
 
 
 def test_deadline(tmp_path, monkeypatch):
-    """What it cuts off, and what comes after, was not tried."""
+    """What it cuts off, and what comes after, was not tried; nothing begins shortly before it."""
     monkeypatch.setattr(gpu, "LEAST", 1)
     rows = [gpu.Row("sleep", lambda: gpu.command("sleep", ["sleep", 60])) for _ in range(2)]
     lines = {name: gpu.Line(rows) for name in "ab"}
@@ -82,6 +82,10 @@ def test_deadline(tmp_path, monkeypatch):
     text, code = table(tmp_path, monkeypatch, lines, "--minutes", 0.05)
     assert code is None and text.count("  not tried: no time left\n") == 4
     assert time.monotonic() - began < 20
+    monkeypatch.setattr(gpu, "end", time.monotonic() + 10)
+    monkeypatch.setattr(gpu, "LEAST", 20)
+    with pytest.raises(gpu.Late):
+        gpu.seconds_left()
 
 
 def rank_of_a_shared_card():
