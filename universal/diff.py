@@ -15,7 +15,6 @@ import math
 import os
 import reprlib
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from universal.checkpoint.types import Described
 from universal.checkpoint.zero import is_computed_anew
 from universal.files.joined import strided
 from universal.files.same import is_same
-from universal.files.sources import ByteReader, OpenFile, Source, keep_open, nbytes_of
+from universal.files.sources import ByteReader, Source, nbytes_of
 from universal.files.torch_file import number_in
 from universal.write.console import in_one_line, print_screen, short, size, wrapped
 
@@ -53,9 +52,9 @@ def diff(first: str, second: str, tolerance: float = 0.0) -> dict[str, Any]:
     for kind in rest | other:
         words += differing(kind, rest.get(kind, {}), other.get(kind, {}))
     words += dict.fromkeys(text for side in described for text in not_comparable(side.checkpoint))
-    opened = keep_open()
-    with ThreadPoolExecutor(THREADS) as pool:
-        gaps = [gap for gap in pool.map(lambda pair: gap_of(*pair, opened), pairs) if gap.elements]
+    reader = ByteReader()
+    gaps = [gap for gap in reader.in_threads(pairs, gap_of, THREADS) if gap.elements]
+    reader.check()  # each record once, whatever tensors are in it
     gaps.sort(key=lambda gap: (-gap.absolute, gap.name))
     limit = tolerance or -1  # without one, numbers of other bits differ, even if by 0
     return {
@@ -116,14 +115,14 @@ def match(first, second):
     return pairs, kinds
 
 
-def gap_of(name: str, first: Source, second: Source, opened: OpenFile) -> Gap:
-    """Compares two tensors. Raises: CheckpointError, if a byte is not what was saved."""
-    readers = ByteReader(opened), ByteReader(opened)
+def gap_of(pair: tuple[str, Source, Source], reader: ByteReader) -> Gap:
+    """Compares two tensors."""
+    name, first, second = pair
     gap = Gap(name, 0.0, 0.0, 0, first.numel)
     for start in range(0, first.numel, PIECE):
         numel = min(PIECE, first.numel - start)
-        a = readers[0].read(first, start, numel)
-        b = readers[1].read(second, start, numel)
+        a = reader.read(first, start, numel)
+        b = reader.read(second, start, numel)
         if a != b or first.dtype != second.dtype:
             a = torch.frombuffer(a, dtype=getattr(torch, first.dtype))
             b = torch.frombuffer(b, dtype=getattr(torch, second.dtype))
@@ -133,8 +132,6 @@ def gap_of(name: str, first: Source, second: Source, opened: OpenFile) -> Gap:
                 relative=max(gap.relative, relative),
                 elements=gap.elements + elements,
             )
-    for reader in readers:
-        reader.check()
     return gap
 
 
