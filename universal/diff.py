@@ -31,7 +31,7 @@ from universal.files.torch_file import number_in
 from universal.write.console import in_one_line, print_screen, short, size, wrapped
 
 THREADS = 4
-PIECE = 1 << 20  # elements that are compared in one go
+PIECE = 1 << 18  # elements that are compared in one go
 WORST = 10
 TOLD = 3  # of a kind that are told in a line
 COUNTERS = ("global_steps", "skipped_steps", "global_samples", "data_sampler", "random_ltd")
