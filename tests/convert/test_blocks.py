@@ -171,7 +171,7 @@ def test_many_at_once(tmp_path, monkeypatch, seed, short):
             joined = blocks.Joined("x", (extents[i],), (block,), numel)
             start = draw.randrange(numel)
             pairs.append((torch.zeros(draw.randint(1, numel - start)), tensors[i][start:]))
-            fetching.fill(pairs[-1][0], draw.choice([extents[i], extents[i], joined]), start)
+            fetching.request(pairs[-1][0], draw.choice([extents[i], extents[i], joined]), start)
         if is_wrong := draw.random() < 0.5:
             wrong.append(draw.choice([extents[i].record.offset + 4 * start]))
         fetching.fetch()
@@ -191,8 +191,8 @@ def test_near_ranges_are_one_read(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda *read: reads.append(read) or preadv(*read))
     fetching = reader.TensorReader()
     for start in (0, 5000, 9000, 30_000, 700_000):
-        fetching.fill(torch.empty(100, dtype=torch.int64), extent, start)
-    fetching.fill(torch.empty(1 << 20, dtype=torch.int64), extent, 1 << 20)
+        fetching.request(torch.empty(100, dtype=torch.int64), extent, start)
+    fetching.request(torch.empty(1 << 20, dtype=torch.int64), extent, 1 << 20)
     fetching.fetch()
     assert len(reads) == 3 + 2
     fetching.check()
@@ -206,7 +206,7 @@ class Terminal(io.StringIO):
 def fetch(path, progress):
     fetching = reader.TensorReader()
     (extent,) = saved(path, [torch.rand(1000)])
-    fetching.fill(torch.empty(1000), extent)
+    fetching.request(torch.empty(1000), extent)
     fetching.fetch(progress)
     assert not fetching.requests
 

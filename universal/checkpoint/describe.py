@@ -68,14 +68,10 @@ def describe(
     folder: str | Path,
     workers: int = 4,
     opened: OpenFile | None = None,
-    tied: dict[int, str] | None = None,
 ) -> Described:
     """The Checkpoint in a folder, and what was pickled.
 
     Reads no tensors but the optimizer's scalars, and runs no code.
-
-    Args:
-        tied: {number: key} of a pipeline's layers, if an engine tells.
 
     Raises: CheckpointError, if files are missing, damaged, or not of the same checkpoint; Refused,
         if it was saved without ZeRO, or twice.
@@ -102,7 +98,7 @@ def describe(
             nothing = "copy them, as at ZeRO-3 they hold the weights"
         raise CheckpointError(f"{folder} holds no *_optim_states.pt: {nothing}")
     with ThreadPoolExecutor(workers) as pool:
-        return describe_zero(folder, *shards.values(), tied, pool, opened)
+        return describe_zero(folder, *shards.values(), pool, opened)
 
 
 def is_without_zero(folder: Path) -> bool:
@@ -117,7 +113,7 @@ def check_one_save(folder: Path) -> None:
     names = (MODEL_STATES_FILE, f"zero_pp_rank_0_{MODEL_STATES_FILE}")
     is_converted = (folder / "zero").is_dir()  # for every stage
     of_two_stages = not is_converted and all((folder / name).exists() for name in names)
-    if of_two_stages or len(shards) > 1 or shards and is_without_zero(folder):
+    if of_two_stages or len(shards) > 1:
         raise Refused(
             f"{folder} was saved twice under its name, at other stages or in other dtypes: move "
             "the files of the earlier save away"
@@ -165,7 +161,7 @@ def paths_of(checkpoint: Checkpoint) -> list[Path]:
 # 1. the data-parallel ranks of one model-parallel rank
 
 
-def describe_ranks(folder, mp_rank, paths, pool, opened):
+def describe_one_rank(folder, mp_rank, paths, pool, opened):
     """The ModelParallelRank of these shards. paths: {data-parallel rank: path}."""
     shard = read_shard(paths[min(paths)])
     ranks = max(shard.ranks)
@@ -292,8 +288,8 @@ def other_steps(ranks, parameters):
     save that was killed between model states and shards.
     """
     model, path, stage = ranks[0].model, ranks[0].files[0], ranks[0].shard.stage
-    if not stage or kind_with_unsaved(config_of(model, "zero_optimization")):
-        return []  # the latter's optimizers step at other times
+    if kind_with_unsaved(config_of(model, "zero_optimization")):
+        return []  # its optimizers step at other times
     step = model["global_steps"] - model["skipped_steps"]
     steps = {number_in(parameter.scalars.get("step")) for parameter in parameters.values()}
     steps -= {None, step}
@@ -313,15 +309,18 @@ def other_steps(ranks, parameters):
 # 2. tensor and pipeline parallelism
 
 
-def describe_zero(folder, shards, tied, pool, opened):
+def describe_zero(folder, shards, pool, opened):
     """What describe() returns, of the checkpoint that has these shards."""
     lowest = min(shards)
-    first = describe_ranks(folder, lowest, shards[lowest], pool, opened)
+    first = describe_one_rank(folder, lowest, shards[lowest], pool, opened)
     tensor, pipeline = degrees_of(first.model, len(shards), folder)
     check_complete(folder, shards, tensor, pipeline)
     others = range(1, tensor * pipeline)
-    ranks = [first, *(describe_ranks(folder, i, shards[i], pool, opened) for i in others)]
-    return join_all(folder, by_stage(ranks, tensor), tensor, pipeline, tied, opened)
+    ranks = [
+        first,
+        *(describe_one_rank(folder, i, shards[i], pool, opened) for i in others),
+    ]
+    return join_all(folder, by_stage(ranks, tensor), tensor, pipeline, opened)
 
 
 def by_stage(ranks, tensor):
@@ -333,14 +332,13 @@ def by_stage(ranks, tensor):
     return [ranks[i] for i in sorted(range(len(ranks)), key=numbers.__getitem__)]
 
 
-def join_all(folder, ranks, tensor, pipeline, tied, opened):
+def join_all(folder, ranks, tensor, pipeline, opened):
     """What describe() returns, of all ModelParallelRanks."""
     first = ranks[0]
     info = first.model.get(INFO_KEY)
     joiner = TensorParallel(info, tensor, folder)
     parameters, dependent, untied = join_ranks(folder, ranks, joiner)
-    param_groups = first.shard.optimizer["param_groups"]
-    optimizer = optimizer_state(first.shard.optimizer, param_groups, dependent)
+    optimizer = optimizer_state(first.shard.optimizer, dependent)
     problems = other_steps(ranks, parameters)
     problems += problem_of_loss(first.shard.path, parameters, optimizer)
     used = {path for rank in ranks for path in rank.files}
@@ -349,7 +347,7 @@ def join_all(folder, ranks, tensor, pipeline, tied, opened):
     if modules[0] is None:
         nothing = None  # as DeepSpeed has it
         used.update(itertools.chain(*files_of_layers(folder, tensor).values()))
-        modules = untied_modules(folder, tensor, parameters, tied, opened)
+        modules = untied_modules(folder, tensor, parameters, opened)
     module, more_problems = join_modules(folder, modules, ranks[0].model, joiner)
     problems += other_groups(folder, ranks, tensor) + untied + more_problems
     problems += joiner.problems + unused_patterns(joiner)
@@ -380,12 +378,12 @@ def join_all(folder, ranks, tensor, pipeline, tied, opened):
     return Described(description, RawStates(models, first.shard.content))
 
 
-def untied_modules(folder, tensor, parameters, tied, opened):
+def untied_modules(folder, tensor, parameters, opened):
     """Returns a pipeline's layers without these parameters: {name: value} of each tensor-parallel
     rank."""
     modules = modules_of_layers(folder, tensor, parameters)
     return [
-        trimmed(without_tied(module, rank, parameters, tied, opened))
+        trimmed(without_tied(module, rank, parameters, opened))
         for rank, module in enumerate(modules)
     ]
 

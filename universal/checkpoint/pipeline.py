@@ -21,13 +21,11 @@ def problem_of_untied(folder: Path, name: str) -> Problem:
     return Problem(True, text, of_ranks=True)
 
 
-def without_tied(
-    module: dict, rank: int, parameters: dict, tied: dict | None, opened: OpenFile
-) -> dict:
+def without_tied(module: dict, rank: int, parameters: dict, opened: OpenFile) -> dict:
     """The entries of the files of layers, without a tied parameter's under its layers' numbers.
 
-    A layer of its own may have entries of the same names. Files do not tell which layers are tied:
-    an engine does, or else the values. rank: the tensor-parallel one that saved the entries.
+    A layer of its own may have entries of the same names: values tell which layers are tied. rank:
+    the tensor-parallel one that saved the entries.
     """
     parts = {}
     for name in filter(is_tied, parameters):
@@ -35,12 +33,10 @@ def without_tied(
         parts[name] = masters.parts[rank] if isinstance(masters, Joined) else masters
 
     def is_of_tied(entry):
-        number, rest = entry.split(".", 1)
-        if tied:
-            return f"tied_modules.{tied.get(int(number))}.{rest}" in parts
         weight = tensor_of(module[entry])
         if weight is None or has_gaps(weight):
             return False
+        rest = entry.partition(".")[2]
         same_key = [name for name in parts if name.split(".", 2)[2] == rest]
         return any(has_values_of(weight, parts[name], opened) for name in same_key)
 

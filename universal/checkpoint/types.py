@@ -82,7 +82,7 @@ class ModuleState(NamedTuple):
 
     tensors: {name: Tensor}: buffers, frozen parameters, tensors of get_extra_state() or of a
     state_dict hook. objects: the names of what is no tensor. frozen: {name: shape}; empty at
-    ZeRO-1 and without ZeRO, whatever is frozen: DeepSpeed lists it at ZeRO-2 and 3 alone.
+    ZeRO-1, whatever is frozen: DeepSpeed lists it at ZeRO-2 and 3 alone.
     """
 
     tensors: dict

@@ -67,7 +67,7 @@ STAGE_1_OR_2 = {
 class SavedShard(NamedTuple):
     """What one rank saved of the optimizer, in the same form at every stage.
 
-    stage: 1, 2 or 3; 0 without ZeRO. optimizer_class: of DeepSpeed's. content: as it was saved.
+    stage: 1, 2 or 3. optimizer_class: of DeepSpeed's. content: as it was saved.
     optimizer: the state dict of PyTorch's. Of each flat tensor: masters, in fp32; slice_sizes:
     elements of a rank's slice, padding included; ranks: how many ranks have a slice of it.
     """
@@ -77,9 +77,9 @@ class SavedShard(NamedTuple):
     optimizer_class: str
     content: dict
     optimizer: dict
-    masters: list[Tensor] = []
-    slice_sizes: list[int] = []
-    ranks: list[int] = []
+    masters: list[Tensor]
+    slice_sizes: list[int]
+    ranks: list[int]
 
 
 class ModelParallelRank(NamedTuple):
@@ -158,8 +158,9 @@ def extra_keys(optimizer: dict) -> dict:
     return {key: value for key, value in optimizer.items() if key not in ("state", "param_groups")}
 
 
-def optimizer_state(optimizer: dict, groups: list[dict], dependent: dict) -> OptimizerState:
+def optimizer_state(optimizer: dict, dependent: dict) -> OptimizerState:
     """What the state dict of PyTorch's optimizer holds besides the states of parameters."""
+    groups = optimizer["param_groups"]
     kept = {key: why for key, why in dependent.items() if not is_computed_anew(key, groups)}
     return OptimizerState(groups, extra_states(optimizer), extra_keys(optimizer), kept)
 

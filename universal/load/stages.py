@@ -22,13 +22,6 @@ def layers_of(module: torch.nn.Module) -> dict[str, str]:
     return {str(number): names[layer] for number, layer in layers if layer in names}
 
 
-def tied_layers(module: torch.nn.Module) -> dict[int, str]:
-    """Returns the key of each layer that a pipeline ties, on all of its stages, by the layer's
-    number."""
-    specs = enumerate(getattr(module, "_layer_specs", ()))
-    return {number: spec.key for number, spec in specs if hasattr(spec, "key")}
-
-
 def shared_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """This rank's that stages keep the same."""
     return [
