@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_optimizer_state
 from optimizers import momentum
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -314,6 +315,8 @@ def put_away(stage):
     load(engine)
     check_losses(engine)
     load(engine)  # after steps
+    state = safe_get_full_optimizer_state(engine.module.a.weight, "exp_avg")
+    assert torch.equal(state, read_truth()["a.weight exp_avg"])
     check_restored(engine)
 
 

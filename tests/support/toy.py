@@ -242,6 +242,10 @@ def parameters_and_states(engine, states):
     if engine.zero_optimization_stage() == 0:
         return whole_states(engine)
     known = states_of(engine.optimizer.optimizer)
+    if engine.zero_optimization_stage() < 3:
+        # DeepSpeed looks for the states once, and not again after a load of its own.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     keys = sorted({key for state in known for key in state if is_elementwise(state[key])})
     tensors = {}
     for name, p in engine.module.named_parameters():
