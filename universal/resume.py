@@ -87,7 +87,6 @@ def load_checkpoint(
         whole, or of another model or optimizer; it never continues with initial values. The engine
         may then be half loaded: do not train it.
     """
-    batches.watch_batches()
     options = LoadOptions(
         load_module_strict=load_module_strict,
         load_optimizer_states=load_optimizer_states and not load_module_only,
@@ -98,6 +97,7 @@ def load_checkpoint(
     while True:
         try:
             with process_group(timeout) as ranks, meeting_before_collectives(ranks.meet):
+                batches.watch_batches()
                 wait()  # for saves in the background
                 check_requirements(load_dir, custom_load_fn)
                 return load_next(engine, search, options, ranks)
