@@ -63,13 +63,13 @@ def test_a_rank_that_vanishes(saved, by):
 
     def patch():
         rank = os.environ["RANK"]
-        fill = reader.TensorReader.fill
+        request = reader.TensorReader.request
         load = universal.load_checkpoint
 
         def vanish(*args):
             if rank == "1":
                 os.kill(os.getpid(), by)
-            fill(*args)
+            request(*args)
 
         def leave(*args, **options):
             try:
@@ -78,7 +78,7 @@ def test_a_rank_that_vanishes(saved, by):
                 Path(f"outcome.{rank}.json").write_text(json.dumps({"error": str(error)}))
                 os._exit(1)
 
-        reader.TensorReader.fill = vanish
+        reader.TensorReader.request = vanish
         universal.load_checkpoint = leave
 
     began = time.monotonic()
