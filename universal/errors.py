@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""What is wrong with a checkpoint, said in one line that names the file; and what is wrong with a
-rank.
+"""Errors: of a checkpoint, in one line that names the file; and of a rank.
 
-Only bytes that nobody has vouched for can be damaged, so only the code that parses them stands
-under parsing(). What it returns is checked once more by expect() (schema.py), and our code relies
-on that: if it fails all the same, it has a fault, which is not the checkpoint's and is not hidden.
+Only the code that parses a file's bytes stands under parsing(), which calls every failure damage.
+What it returns is checked by expect() (schema.py), and other code relies on that: if it fails all
+the same, the fault is in the code, not in the checkpoint, and is not hidden.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ class CheckpointError(Exception):
 
 
 class Refused(CheckpointError):
-    """A checkpoint that is whole and is not taken: no other is tried in its place."""
+    """A complete checkpoint that is not loaded: no other is tried in its place."""
 
 
 class RankFailed(RuntimeError):
@@ -45,13 +44,13 @@ def one_line(error: Exception) -> str:
 
 
 def shared_error(error: Exception) -> Exception:
-    """The error as all ranks raise it."""
+    """The error that all ranks raise: itself, or a RankFailed if its class says too little."""
     return error if isinstance(error, SPEAKS_FOR_ITSELF) else RankFailed(one_line(error))
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to a CheckpointError, or an error of the system, that does not tell it."""
+    """Add the path to a CheckpointError, or to an error of the system, that does not name it."""
     try:
         yield
     except CheckpointError as error:
@@ -64,7 +63,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def parsing(path: Path) -> Iterator[None]:
-    """Make a CheckpointError of whatever goes wrong, but for errors of the system."""
+    """Turn every error into a CheckpointError, but for those of the system."""
     with naming(path):
         try:
             yield

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A tensor that is joined from blocks of several parts, such as those of tensor-parallel ranks.
 
-A block is a box of elements that lies somewhere in a part and somewhere in the whole, with strides
-of its own in each. So any elements of the whole can be read from the parts; and the other way
-round: read from the other side, the same blocks are what a part has of the whole.
+A block is a box of elements with two places: in a part, and in the whole tensor. It is read either
+way: the whole from the parts of all ranks, or one rank's part from the whole.
 """
 
 import functools
@@ -20,11 +19,11 @@ from universal.files.torch_file import Tensor, contiguous_strides, has_gaps, tri
 ARRAY_CODES = {"float32": "f", "float64": "d"}  # of the module array
 AVERAGED = ARRAY_CODES.keys()
 FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}  # of the module struct, by bytes
-MOST = 1 << 24  # bytes that are read at a time; whole elements of any kind
+MOST = 1 << 24  # bytes that are read at a time; a multiple of any element's
 
 
 class Block(NamedTuple):
-    """A box of elements in a part, and in the whole. Strides and offsets are in elements.
+    """A box of elements, in a part and in the whole. Strides and offsets are in elements.
 
     Block(part=1, shape=(4, 3), stride=(3, 1), offset=0, whole_stride=(6, 1), whole_offset=3)
     # a part of 4 x 3 is the right half of a matrix of 4 x 6
@@ -38,7 +37,7 @@ class Block(NamedTuple):
     whole_offset: int
 
     def fits(self, source: Source) -> bool:
-        """Whether the source of its part has all of its elements, each in one place."""
+        """Whether the part's source reaches as far, and no two elements share a place."""
         if not len(self.shape) == len(self.stride) == len(self.whole_stride):
             return False
         if 0 in self.shape:
@@ -48,18 +47,18 @@ class Block(NamedTuple):
 
     @property
     def whole_end(self) -> int:
-        """The element of the whole that follows its last."""
+        """The offset in the whole that follows the block's last element."""
         return self.whole_offset + reach(self.shape, self.whole_stride)
 
     @property
     def is_in_place(self) -> bool:
-        """Whether its elements lie in the part as in the whole."""
+        """Whether offset and strides are the same in the part and in the whole."""
         return (self.stride, self.offset) == (self.whole_stride, self.whole_offset)
 
     def rows(self, start: int, stop: int) -> "Block | None":
-        """Its rows that have elements of the whole from `start` to `stop`, and perhaps others.
+        """The rows with elements of the whole from `start` to `stop`, perhaps with others, too.
 
-        Only of a block that is in order(). None, if there are none.
+        None if there are none. The block must come from in_order().
         """
         block = self
         while True:
@@ -83,14 +82,17 @@ class Block(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Elements of the whole, from `start` on, that are being read. filled: 1 for each that is."""
+    """A buffer for elements of the whole, from `start` on. filled: 1 for each that was read."""
 
     elements: memoryview
     start: int
     filled: bytearray
 
     def take(self, box: Block, part: Source, reader: ByteReader, unit: int) -> bool:
-        """Read a block of a part, in units of bytes. Returns whether copies are the same."""
+        """Read a block of a part. Returns False if an element was read before and differs.
+
+        unit: the bytes of what shapes, strides and offsets count.
+        """
         *shape, count = box.shape
         *strides, stride = box.stride
         *whole_strides, whole_stride = box.whole_stride
@@ -115,13 +117,13 @@ class Target(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A Source whose elements are in several parts, which are sources themselves.
+    """A Source that reads its elements from several parts, which are Sources, too.
 
-    So is a whole of the parts of tensor-parallel ranks, and such a rank's part of a whole
+    For example a parameter, from the parts of tensor-parallel ranks; or one rank's part of it
     (part_of()).
 
-    blocks: None if the whole is the mean of the parts. numel: of the whole, which may be less than
-    the blocks hold, for a vocabulary may be padded.
+    blocks: all that the parts have; None if the whole is the mean of the parts. numel: of the
+    whole; the blocks hold more if a vocabulary is padded.
     """
 
     name: str
@@ -134,9 +136,9 @@ class Joined(NamedTuple):
         return self.parts[0].dtype
 
     def read_into(self, buffer: memoryview, start: int, reader: ByteReader) -> None:
-        """Fill the buffer with elements of the whole, from `start` on. Raises CheckpointError.
+        """Fill the buffer with elements of the whole, from `start` on.
 
-        Where several parts have an element, they must have the same one.
+        Raises: CheckpointError, if parts differ in an element, or none has it.
         """
         size = width(self.dtype)
         if self.blocks is None:
@@ -160,7 +162,7 @@ class Joined(NamedTuple):
             )
 
     def without_copies(self) -> "Joined":
-        """The same, but what several parts have is read from one alone, and not compared."""
+        """A Joined that reads what several parts have from one alone, and does not compare."""
         places = {
             (block.shape, block.whole_stride, block.whole_offset): block
             for block in reversed(self.blocks or ())
@@ -168,7 +170,7 @@ class Joined(NamedTuple):
         return self._replace(blocks=self.blocks and tuple(places.values()))
 
     def mean(self, start: int, numel: int, reader: ByteReader) -> bytes:
-        """The mean, in the same order and precision as PyTorch's."""
+        """The mean of the parts, as bytes, added in PyTorch's order and precision."""
         code = ARRAY_CODES[self.dtype]
         count = len(self.parts)
         parts = [array(code, bytes(reader.read(part, start, numel))) for part in self.parts]
@@ -179,7 +181,7 @@ class Joined(NamedTuple):
 
 
 class Padded(NamedTuple):
-    """A source with zeros after another's elements, such as a vocabulary padded to divide."""
+    """A Source with zeros after another's elements, such as a padded vocabulary."""
 
     source: Source
 
@@ -196,9 +198,9 @@ class Padded(NamedTuple):
 
 
 def strided(name: str, tensor: Tensor) -> Source:
-    """The source of a tensor's elements in the order of its indices, whatever its strides are.
+    """A Source of a tensor's elements in the order of their indices, whatever its strides are.
 
-    Its storage is a record, or has no elements beside those that it spans (trim_storage()).
+    The storage must be a Record, or trimmed by trim_storage().
     """
     if isinstance(tensor.storage, Record):  # of bytes, whatever they stand for
         tensor = trim_storage(tensor)
@@ -210,15 +212,15 @@ def strided(name: str, tensor: Tensor) -> Source:
 
 
 def part_of(whole: Source, shape: tuple, blocks: Sequence[Block], numel: int) -> Joined:
-    """The source of a part, of which these blocks are all, in a whole.
+    """A Source that reads one part from the whole tensor.
 
-    shape: of the whole. numel: of the part.
+    shape: of the whole. blocks: all that the part has. numel: of the part.
     """
     name = getattr(whole, "name", "a parameter")
     if max(block.whole_end for block in blocks) > whole.numel:
         whole = Padded(whole)
     of_whole = getattr(whole, "blocks", None) or ()
-    # So that a part is not read from the whole row by row, and that from saved parts.
+    # Read from the saved parts themselves: through the whole it would be row by row, twice.
     if of_whole and all(is_box(block, shape) for block in (*of_whole, *blocks)):
         common = [overlap(block, box) for block in of_whole for box in blocks]
         return Joined(name, whole.parts, tuple(filter(None, common)), numel)
@@ -226,7 +228,7 @@ def part_of(whole: Source, shape: tuple, blocks: Sequence[Block], numel: int) ->
 
 
 def is_box(block, shape):
-    """Whether it has what lies between two indices in each dimension of a tensor of this shape."""
+    """Whether a block is a range of indices in each dimension of a whole of this shape."""
     if block.whole_stride != contiguous_strides(shape):
         return False
     ends = map(operator.add, indices(block.whole_offset, block.whole_stride), block.shape)
@@ -234,7 +236,7 @@ def is_box(block, shape):
 
 
 def inverted(block):
-    """The block with part and whole in each other's place."""
+    """The block with part and whole exchanged."""
     return Block(
         part=0,
         shape=block.shape,
@@ -246,9 +248,9 @@ def inverted(block):
 
 
 def overlap(block, box):
-    """What a saved part's block has of the box of another rank's part; None if nothing.
+    """The intersection of a saved block with the box that a rank needs; None if it is empty.
 
-    In the result that other part takes the place of the whole.
+    As a Block from the saved part into the rank's part, which takes the place of the whole.
     """
     begins = indices(block.whole_offset, block.whole_stride)
     box_begins = indices(box.whole_offset, box.whole_stride)
@@ -269,8 +271,7 @@ def overlap(block, box):
 
 
 def indices(offset, strides):
-    """Returns the indices of the element at this offset, in a tensor of these strides, which have
-    no gaps."""
+    """The indices of the element at this offset in a contiguous tensor of these strides."""
     index = []
     for stride in strides:
         i, offset = divmod(offset, stride or 1)
@@ -280,9 +281,9 @@ def indices(offset, strides):
 
 @functools.lru_cache(4096)  # the layers of a model are alike
 def in_order(block: Block, units: int = 1) -> Block:
-    """The same block, its dimensions in the order of the whole, as few of them as possible.
+    """The same block, with its dimensions sorted as in the whole, and merged where possible.
 
-    units: of what is counted, an element has so many.
+    units: how many of the units in which the result counts make an element.
     """
     dims = [(units, 1, 1)]  # (size, stride, stride in the whole), from the last on
     for dim in sorted(zip(block.shape, block.stride, block.whole_stride, strict=True), key=last):
@@ -312,7 +313,7 @@ def last(dim: tuple) -> int:
 
 
 def boxes(block: Block, target: Target, unit: int) -> Iterator[Block]:
-    """Yields what of a block is read at a time. A short gap between two rows is read, too."""
+    """Yields portions of a block, each read at once. Short gaps between rows are read, too."""
     rows = block.rows(target.start, target.start + len(target.elements))
     if rows is None:
         return
@@ -329,12 +330,12 @@ def boxes(block: Block, target: Target, unit: int) -> Iterator[Block]:
 
 
 def reach(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements lie from the first of a box to its last."""
+    """The number of elements from the first of a box to its last, with those between."""
     return 1 + dot([n - 1 for n in shape], stride)
 
 
 def is_once(shape, strides):
-    """Whether no two elements of a box are at the same place."""
+    """Whether every element of a box has a place of its own."""
     end = 1
     for stride, n in sorted(zip(strides, shape, strict=True)):
         if n > 1 and stride < end:
@@ -350,9 +351,9 @@ def dot(index, strides):
 def blocks_along(
     dim: int, shape: Sequence[int], widths: Sequence[Sequence[int]]
 ) -> tuple[Block, ...]:
-    """The blocks of a tensor of sub-tensors that lie along a dimension and are each cut by itself.
+    """The blocks of a tensor made of sub-tensors along a dimension, each of which is cut by itself.
 
-    widths: widths[sub][part] is how much of a sub-tensor a part has along the dimension.
+    shape: of the whole. widths: widths[sub][part] is the size of the part's share of a sub-tensor.
     """
     blocks = []
     whole_stride = contiguous_strides(shape)

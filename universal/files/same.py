@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Whether two values that were pickled are the same: tensors, in each of their bytes."""
+"""Compare what was read from two files: tensors are the same if each of their bytes is."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ from universal.files.torch_file import (
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two values are the same, whatever files they are in; NaN is NaN, and 3 is 3.0.
+    """Whether two values are the same, whatever files they are in. NaN is NaN, and 3 is 3.0.
 
     Raises: CheckpointError, if a tensor that has to be read is damaged.
     """
@@ -38,7 +38,7 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def pairs_within(a, b):
-    """The pairs of values of which all must be the same if these are; None, if these are not."""
+    """The pairs of inner values that are still to be compared; None if a and b differ already."""
     tensors = tensor_of(a), tensor_of(b)
     if None not in tensors:
         return [] if is_same_tensor(*tensors) else None
@@ -76,7 +76,7 @@ def is_same_tensor(a: Tensor, b: Tensor) -> bool:
 
 
 def checksum_of(tensor):
-    """Returns the checksum of a tensor's bytes; None, if its file has another one, or none."""
+    """The saved checksum of a tensor's bytes; None if no checksum is of exactly these bytes."""
     extent = tensor.storage
     if isinstance(extent, Record):
         extent = Extent(tensor.dtype, extent, 0, extent.nbytes // width(tensor.dtype))
@@ -87,7 +87,7 @@ def checksum_of(tensor):
 
 
 def bytes_of(tensor: Tensor, reader: ByteReader) -> Iterator[bytes]:
-    """Its bytes in the order of its indices, in chunks."""
+    """Yields a tensor's bytes in the order of its indices, in chunks."""
     if isinstance(tensor.storage, bytes):
         yield tensor.storage
         return
@@ -98,7 +98,7 @@ def bytes_of(tensor: Tensor, reader: ByteReader) -> Iterator[bytes]:
 
 
 def holds_elements(value: Any, numels: set[int]) -> bool:
-    """Whether an object has a tensor of one of these numbers of elements in it, at any depth."""
+    """Whether a value contains, at any depth, a tensor with one of these numbers of elements."""
     pending = [value]
     seen = set()
     while pending:

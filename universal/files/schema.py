@@ -6,12 +6,12 @@
 
 A pattern is one of these:
 
-    a class               of which the value is
-    a function            that says whether the value will do
-    [pattern]             for a list or tuple of such values
-    {"key": pattern}      for a dict with this key; "key?" may be absent
-    {str: pattern}        for a dict of which all keys fit this class, or function
-    (pattern, pattern)    of which one fits
+    a class               the value is an instance of it
+    a function            returns whether the value will do
+    [pattern]             a list or tuple of such values
+    {"key": pattern}      a dict with this key; "key?" may be absent
+    {str: pattern}        a dict whose keys all fit this class, or function
+    (pattern, pattern)    one of them fits
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ from universal.errors import CheckpointError
 
 
 def expect(content: Any, pattern: Any, path: Path) -> Any:
-    """The content, if it fits the pattern. Raises CheckpointError, which names what does not."""
+    """Return the content if it fits the pattern. Raises CheckpointError, naming what does not."""
     for misfit in misfits(content, pattern, ""):
         raise CheckpointError(f"{path} does not hold what a ZeRO checkpoint does: {misfit}")
     return content
@@ -37,7 +37,7 @@ def is_shape(value: Any) -> bool:
 
 
 def misfits(value, pattern, name):
-    """Yields, in words, what of a value does not fit. name: of the value, "" for the whole."""
+    """Yields, in words, what in a value does not fit. name: of the value; "" at the top."""
     if isinstance(pattern, tuple):
         misfits_of_choices = [[*misfits(value, choice, name)] for choice in pattern]
         if all(misfits_of_choices):

@@ -22,8 +22,8 @@ from universal.errors import CheckpointError
 CHUNK = 1 << 20
 SHORT = 1 << 14  # bytes; below this it is faster to continue a CRC than to join two
 LARGEST_READ = 1 << 22  # bytes of one read
-GAP = 1 << 16  # bytes that nobody wants, but to read them is faster than to read twice
-MOST_BUFFERS = 1000  # of one read; the system takes 1024
+GAP = 1 << 16  # bytes between two places; to read them, too, is faster than to read twice
+MOST_BUFFERS = 1000  # in one read; the system takes 1024
 READERS = 8  # for a disk or a server that is slow to answer
 OpenFile = Callable[[str], BinaryIO]
 
@@ -40,25 +40,24 @@ def width(dtype: str) -> int:
 
 
 class Source(Protocol):
-    """A place in files where the elements of a tensor are, in the order of their indices; Extent is
-    the simplest.
+    """The places in files where a tensor's elements are, in the order of their indices.
 
-    A source whose elements are not stored as they are, such as a mean of several parts, has no
-    ranges(), but read_into(buffer, start, reader), which fills the buffer and returns the CRC-32 of
-    its bytes, or None.
+    Extent is the simplest. A source that must compute its elements or collect them one by one has,
+    instead of ranges(), a read_into(buffer, start, reader), which fills the buffer and returns the
+    CRC-32 of its bytes, or None.
     """
 
     dtype: str  # "float32", as in Tensor
     numel: int
 
     def ranges(self, start: int, numel: int) -> Iterator["ByteRange"]:
-        """The bytes of elements from `start` on, in the order of the elements."""
+        """The bytes of `numel` elements from `start` on, in the order of the elements."""
 
 
 class Record(NamedTuple):
-    """The bytes of one storage in a file. kind: Float, for torch.FloatStorage.
+    """The bytes of one storage in a file. offset: in the file, in bytes.
 
-    crc: None, if none was saved.
+    crc: their CRC-32; None if none was saved. kind: "Float" of torch.FloatStorage.
     """
 
     path: str
@@ -86,7 +85,7 @@ class ByteRange(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Elements that follow each other in one record, from a byte of it on."""
+    """Elements that follow each other in one record, from `byte_offset` on."""
 
     dtype: str
     record: Record
@@ -123,10 +122,9 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def keep_open() -> OpenFile:
-    """Returns an open_file() that keeps up to half as many files open as this process may still
-    open.
+    """Returns an open_file() that leaves files open: half as many as this process may still open.
 
-    It may have a socket for each of a thousand ranks.
+    The other half is for what else it opens, such as a socket for each of a thousand ranks.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     rest = soft - len(os.listdir("/dev/fd"))
@@ -151,7 +149,7 @@ def fill(opened, buffers, path, offset):
             buffers[0] = buffers[0][nbytes:]
 
 
-class Wanted(NamedTuple):
+class PendingRead(NamedTuple):
     """A buffer to be filled with the bytes of a record, from `start` on."""
 
     buffer: memoryview
@@ -169,7 +167,7 @@ class Wanted(NamedTuple):
 
 
 class ByteReader:
-    """Reads records, and remembers what it has read.
+    """Reads records, and keeps the CRC-32 of each span of bytes that it has read.
 
     spans: {record: [start, end, CRC-32, start, end, CRC-32, ...]}, flat because there are many.
     """
@@ -184,7 +182,7 @@ class ByteReader:
         return self.remember(buffer, record, start)
 
     def remember(self, buffer, record, start):
-        """Returns the CRC-32 of these bytes of a record."""
+        """Add these bytes of a record to the spans that were read. Returns their CRC-32."""
         crc = zlib.crc32(buffer)
         spans = self.spans.setdefault(record, [start, start, 0])
         if spans[-2] != start:
@@ -213,19 +211,20 @@ class ByteReader:
         requests: Iterable[tuple[memoryview, Source, int]],
         show: Callable[[int], Any] = lambda nbytes: None,
     ) -> None:
-        """Does read_elements() for many sources at once, in as few reads as will do.
+        """Read elements of many sources in threads; places near each other in one read.
 
-        requests: (buffer, source, start). show: is called with the bytes of each read.
+        requests: (buffer, source, first element). show: called with the bytes of each read.
         """
-        wanted = []
+        pending = []
         jobs = []  # what one thread does; each has a reader of its own
         for buffer, source, start in requests:
             if hasattr(source, "read_into"):
                 jobs.append(([buffer], functools.partial(source.read_into, buffer, start)))
             else:
-                wanted += wanted_of(buffer, source, start)
-        for batch in batches(wanted):
-            jobs.append(([place.buffer for place in batch], functools.partial(read_batch, batch)))
+                pending += pending_reads(buffer, source, start)
+        for places in merged(pending):
+            buffers = [place.buffer for place in places]
+            jobs.append((buffers, functools.partial(read_merged, places)))
 
         def work(job, reader):
             buffers, read = job
@@ -238,8 +237,8 @@ class ByteReader:
     def in_threads(
         self, jobs: Iterable[Any], work: Callable[[Any, "ByteReader"], Any], threads: int
     ) -> Iterator[Any]:
-        """Yields what work(job, reader) returns for each job. Each has a reader of its own, and
-        what it has read is remembered here."""
+        """Yields what work(job, reader) returns for each job. Each has a reader of its own, whose
+        spans are added to this one's."""
 
         def do(job):
             reader = ByteReader(self.opened)
@@ -252,7 +251,7 @@ class ByteReader:
                 yield result
 
     def read(self, source: Source, start: int, numel: int) -> bytearray:
-        """Elements of a source, from `start` on."""
+        """The bytes of `numel` elements of a source, from `start` on."""
         data = bytearray(numel * width(source.dtype))
         self.read_elements(memoryview(data), source, start)
         return data
@@ -268,49 +267,49 @@ class ByteReader:
             yield chunk, zlib.crc32(chunk) if crc is None else crc
 
     def check(self) -> None:
-        """Check that what was read is what was saved. Raises CheckpointError."""
+        """Compare all that was read with the saved checksums. Raises CheckpointError."""
         check_all(self.spans, self.opened)
 
 
-def wanted_of(buffer: memoryview, source: Source, start: int) -> Iterator[Wanted]:
+def pending_reads(buffer: memoryview, source: Source, start: int) -> Iterator[PendingRead]:
     """Yields what has to be read to fill a buffer, in pieces of at most LARGEST_READ bytes."""
     done = 0
     for part in source.ranges(start, len(buffer) // width(source.dtype)):
         for position in range(0, part.nbytes, LARGEST_READ):
             nbytes = min(LARGEST_READ, part.nbytes - position)
             piece = buffer[done : done + nbytes]
-            yield Wanted(piece, part.record, part.start + position)
+            yield PendingRead(piece, part.record, part.start + position)
             done += nbytes
 
 
-def batches(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
-    """Yields what one read brings: places near each other in a file, in their order."""
-    batch = []
-    for place in sorted(wanted, key=lambda place: (place.record.path, place.offset)):
-        if batch and not (
-            place.record.path == batch[0].record.path
-            and 0 <= place.offset - batch[-1].end <= GAP
-            and place.end - batch[0].offset <= LARGEST_READ
-            and 2 * len(batch) < MOST_BUFFERS
+def merged(pending: Iterable[PendingRead]) -> Iterator[list[PendingRead]]:
+    """Yields places near each other in a file, in their order, to be read at once."""
+    places = []
+    for place in sorted(pending, key=lambda place: (place.record.path, place.offset)):
+        if places and not (
+            place.record.path == places[0].record.path
+            and 0 <= place.offset - places[-1].end <= GAP
+            and place.end - places[0].offset <= LARGEST_READ
+            and 2 * len(places) < MOST_BUFFERS
         ):
-            yield batch
-            batch = []
-        batch.append(place)
-    if batch:
-        yield batch
+            yield places
+            places = []
+        places.append(place)
+    if places:
+        yield places
 
 
-def read_batch(batch: list[Wanted], reader: ByteReader) -> None:
-    """Fill the buffers of a batch in one read. What lies between two of them is dropped."""
-    offset = batch[0].offset
+def read_merged(places: list[PendingRead], reader: ByteReader) -> None:
+    """Fill the buffers of these places in one read. What lies between two of them is dropped."""
+    offset = places[0].offset
     gap = memoryview(bytearray(GAP))
     buffers = []
     end = offset
-    for place in batch:
+    for place in places:
         buffers += [gap[: place.offset - end], place.buffer]
         end = place.end
-    fill(reader.opened, buffers, batch[0].record.path, offset)
-    for place in batch:
+    fill(reader.opened, buffers, places[0].record.path, offset)
+    for place in places:
         reader.remember(*place)
 
 
@@ -336,23 +335,23 @@ def portions(items: Iterable[Any], size_of: Callable[[Any], int], size: int) -> 
 def check_all(
     spans: dict[Record, Iterable[int]], opened: OpenFile, rank: int = 0, ranks: int = 1
 ) -> None:
-    """Compare what was read of records, or this process's share of them, with their checksums.
+    """Compare what was read with the records' checksums. Of several ranks, each compares its share.
 
-    spans: as of a ByteReader, or of several. Raises: CheckpointError.
+    spans: of one ByteReader, or of several. Raises: CheckpointError.
     """
     for record in sorted(spans)[rank::ranks]:
         check_record(record, spans[record], opened)
 
 
 def check_record(record, spans, opened):
-    """Check a record against its archive's CRC-32; read what nobody has read of it, the padding."""
+    """Compare a record with its CRC-32. Bytes that nobody has read, such as padding, are read."""
     if record.crc is None:
         return
     crc = 0
     checked = 0
     triples = sorted(set(zip(spans[::3], spans[1::3], spans[2::3], strict=True)))
     for start, end, crc_of_span in [*triples, (record.nbytes, record.nbytes, 0)]:
-        if start < checked:  # two need these elements: their CRCs do not join to the record's
+        if start < checked:  # it was read for two tensors, so its CRC does not join the others
             check_again(record, start, end, crc_of_span, opened)
             continue
         crc = checksum(opened, record, checked, start, crc)
@@ -373,7 +372,7 @@ def check_again(record, start, end, crc, opened):
 
 
 def checksum(opened: OpenFile, record: Record, start: int, end: int, crc: int = 0) -> int:
-    """The CRC-32 of bytes of a record, continued from `crc`."""
+    """The CRC-32 of a record's bytes from `start` to `end`, continued from `crc`."""
     buffer = memoryview(bytearray(max(0, min(CHUNK, end - start))))
     for position in range(start, end, CHUNK):
         chunk = buffer[: end - position]
@@ -383,16 +382,16 @@ def checksum(opened: OpenFile, record: Record, start: int, end: int, crc: int = 
 
 
 def append_crc(crc: int, data: bytes, crc_of_data: int) -> int:
-    """The CRC-32 of something with this `crc` and of the data that follow it."""
+    """The CRC-32 of bytes that have this `crc` and of the data that follow them."""
     if len(data) < SHORT:
         return zlib.crc32(data, crc)
     return join_crcs(crc, crc_of_data, len(data))
 
 
 def join_crcs(first: int, second: int, nbytes: int) -> int:
-    """The CRC-32 of A + B from those of A and of B, which has nbytes.
+    """The CRC-32 of A + B, from those of A and of B. nbytes: of B.
 
-    So each byte is summed once, though two files need it.
+    So a byte that two files need is summed once.
     """
     return crc_multiply(first, crc_power(nbytes)) ^ second
 

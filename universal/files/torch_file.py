@@ -63,8 +63,7 @@ KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 class Tensor(NamedTuple):
     """A tensor without its elements.
 
-    storage: where they are. offset, stride: in
-    elements. dtype: "float32", "uint16".
+    storage: where they are. offset, stride: in elements. dtype: "float32", "uint16".
     """
 
     storage: Record | bytes | Source
@@ -98,7 +97,7 @@ def untyped_tensor(storage, offset, size, stride, requires_grad, hooks, dtype, *
 
 
 def built_tensor(dtype, storage, offset, size, stride, requires_grad, hooks, metadata=None):
-    """The Tensor; None if it is more than its elements, such as a conjugated view."""
+    """A Tensor; None if there is more to it than its elements, as to a conjugated view."""
     if hooks or metadata:
         return None
     shapes = is_shape(size) and is_shape(stride) and len(size) == len(stride)
@@ -120,12 +119,12 @@ BUILT = {
 class Named(type):
     """A class of which only the name is known.
 
-    Every file makes its own, so that no pickle reaches what another one has read.
+    It is made anew for every file, so that no pickle reaches what another one has read.
     """
 
 
 class Stub(metaclass=Named):
-    """An instance of such a class. Goes back into a pickle as it came."""
+    """An instance of a class that is never imported. It is pickled again as it was read."""
 
     def __new__(cls, *args):
         build = BUILT.get(f"{cls.__module__}.{cls.__qualname__}")
@@ -167,7 +166,7 @@ def stub(
     items: Sequence = (),
     entries: dict | Sequence = (),
 ) -> Stub:
-    """The instance of a class. entries: of a dict; items: of a list; state: its attributes."""
+    """Make a Stub. items: what a list in it has; entries: what a dict has; state: attributes."""
     instance = object.__new__(cls)
     instance.args = args
     instance.called = called
@@ -189,7 +188,7 @@ def wrapped_tensor(name, args):
 
 
 def tensor_of(value: Any) -> Tensor | None:
-    """The Tensor, also of a parameter or a tensor with attributes; None of what is no tensor."""
+    """The Tensor that a value is, or wraps, as a parameter does; None of anything else."""
     if isinstance(value, Stub):
         return value.tensor
     return value if isinstance(value, Tensor) else None
@@ -200,7 +199,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def has_gaps(tensor: Tensor) -> bool:
-    """Whether its elements do not follow each other in the order of their indices."""
+    """Whether a tensor is not contiguous: elements are not stored in the order of their indices."""
     strides = zip(tensor.size, tensor.stride, contiguous_strides(tensor.size), strict=True)
     return all(tensor.size) and any(n > 1 and stride != wanted for n, stride, wanted in strides)
 
@@ -211,9 +210,9 @@ def contiguous(dtype: str, storage: Record | bytes | Source, shape: Sequence[int
 
 
 def extent_of(tensor: Tensor, numel: int | None = None) -> Extent:
-    """Returns where the first elements of a tensor without gaps are; without a number, all of them.
+    """The Extent of a contiguous tensor's first `numel` elements, by default of all.
 
-    Raises: CheckpointError, if they are not there.
+    Raises: CheckpointError, if its record is too short, or the tensor has gaps.
     """
     record = tensor.storage
     size = width(tensor.dtype)
@@ -229,7 +228,7 @@ def extent_of(tensor: Tensor, numel: int | None = None) -> Extent:
 
 
 def trim_storage(tensor: Tensor) -> Tensor:
-    """The tensor with only the part of its storage that it spans, not all that is behind a view."""
+    """The tensor with a storage that ends where it ends: that of a view may be much longer."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.size, tensor.stride, strict=True))
     numel = last + 1 if all(tensor.size) else 0
     span = tensor._replace(size=(numel,), stride=(1,))
@@ -265,9 +264,9 @@ UNZIPPED = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # how a file without an 
 
 
 def archive_of(file: BinaryIO) -> zipfile.ZipFile:
-    """The archive in a file. Raises Refused, if torch wrote none, as it did before version 1.6.
+    """The zip archive in a file. Raises Refused, if it has the format from before torch 1.6.
 
-    After torch.serialization.set_crc32_options(False) none of its checksums is one.
+    If all checksums are 0, as after torch.serialization.set_crc32_options(False), they become None.
     """
     if file.read(len(UNZIPPED)) == UNZIPPED:
         raise Refused(
@@ -323,8 +322,8 @@ class Unpickler(pickle.Unpickler):
     def attribute(self, cls, parent, name):
         """What getattr() would return.
 
-        So a pickle names a class inside another class, and Python 3.11.0 to 3.11.3 a member of an
-        enum.
+        Pickles call it for a class inside a class; those of Python 3.11.0 to 3.11.3 for a member of
+        an enum, too.
         """
         if isinstance(parent, Named):
             return self.find_class(parent.__module__, f"{parent.__qualname__}.{name}")
@@ -360,7 +359,7 @@ def verify(path: Path) -> None:
 
 
 def read_scalar(value: Any, opened: OpenFile | None = None) -> Any:
-    """A one-element tensor with its bytes, read and checked; any other value unchanged."""
+    """Read and check a one-element tensor: its bytes become its storage. Others are unchanged."""
     tensor = tensor_of(value)
     if tensor is None or tensor.numel != 1:
         return value
@@ -384,7 +383,7 @@ STRUCT_CODES = {  # of the module struct
 
 
 def number_in(value: Any) -> Any:
-    """The number in a tensor that read_scalar() has read; any other value unchanged."""
+    """The number in a tensor from read_scalar(); any other value is returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     if value.dtype not in STRUCT_CODES or not isinstance(value.storage, bytes):

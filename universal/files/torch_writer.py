@@ -24,7 +24,7 @@ class Pickled(NamedTuple):
 
 
 def pickled(content: Any) -> Pickled:
-    """The content as torch.save() would pickle it. Raises CheckpointError, if it would not."""
+    """The content as torch.save() pickles it. Raises CheckpointError, if that is impossible."""
     pickler = Pickler()
     data = pickler.dump(content)
     return Pickled(data, [source for _, source in pickler.sources.values()])
@@ -47,15 +47,16 @@ def packed(content: Any) -> bytes:
 
 def write_archive(file: BinaryIO, stem: str, content: Pickled, reader: ByteReader) -> None:
     """Write a .pt file's archive into an open file, on a disk or in memory."""
-    write_records(file, stem, described(content.data) | records(content.sources), reader)
+    sources = other_records(content.data) | storage_records(content.sources)
+    write_records(file, stem, sources, reader)
 
 
-def described(data: bytes) -> dict[str, bytes]:
-    """The records beside those of the storages. data: the pickle."""
+def other_records(data: bytes) -> dict[str, bytes]:
+    """The records that are no storages, by name. data: the pickle."""
     return {"data.pkl": data, "byteorder": b"little", "version": b"3\n"}
 
 
-def records(sources: list) -> dict[str, Any]:
+def storage_records(sources: list) -> dict[str, Any]:
     """The records of the storages, by name."""
     return {f"data/{number}": source for number, source in enumerate(sources)}
 
@@ -105,7 +106,7 @@ class Storage(NamedTuple):
 class Pickler:
     """Writes a pickle of protocol 2, as torch.save() does.
 
-    It imports nothing: its names are those that were read. It does not recurse, so no nesting is
+    It imports no class: names are written as they were read. It does not recurse, so no nesting is
     too deep. sources: {source of a tensor's bytes, or its id: (number, source)}.
     """
 
@@ -161,7 +162,7 @@ class Pickler:
             )
 
     def stub_of(self, value):
-        """The call that makes a value; None if there is none."""
+        """The Stub that a value is written as; None if there is none."""
         if isinstance(value, Stub):
             return value
         if isinstance(value, Size):

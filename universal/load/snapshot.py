@@ -23,7 +23,12 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from universal.files.sources import ByteReader
-from universal.files.torch_writer import described, record_header, records, write_records
+from universal.files.torch_writer import (
+    other_records,
+    record_header,
+    storage_records,
+    write_records,
+)
 from universal.load.hooks import overridden, saving_alone
 
 PAGE = 1 << 16  # bytes
@@ -98,7 +103,8 @@ class Image:
     def seal(self) -> memoryview:
         """Complete the file around its elements, with their checksums. Returns its bytes."""
         file = InPlace(self.memory)
-        sources = records([self.memory[place] for place in self.places]) | described(self.data)
+        storages = [self.memory[place] for place in self.places]
+        sources = storage_records(storages) | other_records(self.data)
         write_records(file, self.path.stem, sources, ByteReader())
         return self.memory[: file.tell()]
 
