@@ -3,7 +3,7 @@
 
     tags.find_tag(folder)          which checkpoint is meant
     describe.describe(folder)      where each parameter, state and buffer is, of any kind
-    facts.facts_of(described)      the same in numbers and text
+    facts.batch_of(model)          the global batch that it was trained with
 
 types.py has what describe() returns. Needs Python alone, and of this package files/.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Describe a universal checkpoint: the output of our converter, or of DeepSpeed's.
 
-The latter leaves weights in `module`, and at ZeRO-3 also rank 0's part of frozen ones, its whole
-shard in optimizer_state.pt, and tensors without their shape.
+DeepSpeed's leaves the weights in `module`; from ZeRO-3 also rank 0's part of frozen weights, rank
+0's shard in optimizer_state.pt, and states that are flat, without their shapes.
 """
 
 import math
@@ -32,7 +32,7 @@ PARAM_GROUPS = {"param_groups": OPTIMIZER["param_groups"]}
 def file_name(name: str) -> str:
     """The name of a parameter or a state as part of a path, in UTF-8 whatever the locale.
 
-    Raises: CheckpointError, if it is none, or points out of the folder.
+    Raises: CheckpointError, if it cannot be a path, or leads out of the folder.
     """
     plain = isinstance(name, str) and name == os.path.normpath(name) and "\0" not in name
     if plain and name not in (".", "..") and not name.startswith(("../", "/")):
@@ -45,7 +45,7 @@ def file_name(name: str) -> str:
 
 
 def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Described:
-    """A universal Checkpoint, and what was pickled.
+    """Describe the universal checkpoint in a folder.
 
     Raises: CheckpointError, if files are missing or damaged.
     """
@@ -104,8 +104,8 @@ def read_param_groups(path, optimizer):
 
 
 def read_step(path, optimizer, opened):
-    """Reads the step that all parameters have taken, as {"step": it}, from the shard that
-    DeepSpeed's converter leaves; empty without it."""
+    """Returns {"step": of all parameters} from the shard that DeepSpeed's converter leaves of
+    ZeRO-3; {} if there is none."""
     if "fp32_flat_groups" not in optimizer:
         return {}
     expect(optimizer, {"optimizer_state_dict": OPTIMIZER}, path)
@@ -114,7 +114,7 @@ def read_step(path, optimizer, opened):
 
 
 def read_parameter(folder, group_number, scalars, opened):
-    """The Parameter whose states are the files in a folder."""
+    """Read a Parameter: each file in its folder is one of its states."""
     tensors = {}
     masters = folder / "fp32.pt"
     for path in [masters, *sorted(set(folder.glob("*.pt")) - {masters})]:
@@ -133,7 +133,7 @@ def read_parameter(folder, group_number, scalars, opened):
 
 
 def check_states(folder, parameters, flats):
-    """Check that each parameter has all of what others of its flat tensor have."""
+    """Raises CheckpointError if a parameter lacks a state that another of its flat tensor has."""
     keys = {}
     for name, parameter in parameters.items():
         keys.setdefault(flats[name], set()).update(parameter.states)
@@ -145,7 +145,7 @@ def check_states(folder, parameters, flats):
 
 
 def untrained_entries(model, parameters):
-    """The entries of a module that are not trained, and not a part of a frozen parameter."""
+    """The module's entries without trained parameters, and without parts of frozen ones."""
     shapes = model.get("frozen_param_shapes") or {}
     shared = model.get("shared_params") or {}
     entries = {}

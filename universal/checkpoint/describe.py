@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Find everything in a DeepSpeed ZeRO checkpoint or a universal one, without reading tensors.
+"""Find everything in a DeepSpeed ZeRO checkpoint or a universal one, without reading its tensors.
 
-A ZeRO checkpoint has a file of optimizer states, a shard, from every rank. describe() joins the
-shards of the data-parallel ranks of each model-parallel rank (zero.py), then the model-parallel
-ranks of each pipeline stage (tensor_parallel.py), then the stages."""
+In a ZeRO checkpoint every rank has saved a file of optimizer states, a shard. describe() joins the
+shards of all data-parallel ranks (zero.py), then what tensor-parallel ranks have of each parameter
+(tensor_parallel.py), then the stages of a pipeline.
+"""
 
 import functools
 import itertools
@@ -69,9 +70,9 @@ def describe(
     workers: int = 4,
     opened: OpenFile | None = None,
 ) -> Described:
-    """The Checkpoint in a folder, and what was pickled.
+    """Describe the checkpoint in a folder. Runs no code that is in it.
 
-    Reads no tensors but the optimizer's scalars, and runs no code.
+    Reads no tensors but the optimizer's scalars, and, for tied layers, some elements of weights.
 
     Raises: CheckpointError, if files are missing, damaged, or not of the same checkpoint; Refused,
         if it was saved without ZeRO, or twice.
@@ -102,13 +103,13 @@ def describe(
 
 
 def is_without_zero(folder: Path) -> bool:
-    """Whether it was saved at stage 0. Raises CheckpointError."""
+    """Whether a checkpoint was saved without ZeRO. Raises CheckpointError."""
     path = folder / MODEL_STATES_FILE
     return path.exists() and expect(load(path), dict, path).get("param_shapes", {}) is None
 
 
 def check_one_save(folder: Path) -> None:
-    """Raises Refused if saves of two stages or dtypes have one name: nothing tells the newer."""
+    """Raises Refused if two saves, of other stages or dtypes, are mixed under one name."""
     shards = find_shards(folder)
     names = (MODEL_STATES_FILE, f"zero_pp_rank_0_{MODEL_STATES_FILE}")
     is_converted = (folder / "zero").is_dir()  # for every stage
@@ -121,7 +122,7 @@ def check_one_save(folder: Path) -> None:
 
 
 def find_shards(folder: Path) -> dict:
-    """The optimizer shards of ZeRO.
+    """Find the optimizer shards in a folder.
 
     Returns: {prefix of the file, its dtype: {model-parallel rank: {data-parallel rank: path}}}.
     """
@@ -137,7 +138,7 @@ def find_shards(folder: Path) -> dict:
 
 
 def left_over(checkpoint: Checkpoint) -> list[str]:
-    """Returns a line about what an earlier save left in the folder, in a list, or an empty one."""
+    """Returns a list with a line about files of an earlier save; without such, an empty one."""
     names = checkpoint.files.left_over
     if not names:
         return []
@@ -149,7 +150,7 @@ def left_over(checkpoint: Checkpoint) -> list[str]:
 
 
 def paths_of(checkpoint: Checkpoint) -> list[Path]:
-    """Its .pt files, without what an earlier save has left over, and none of somebody else."""
+    """The checkpoint's own .pt files: none of an earlier save, and none that a script has added."""
     folder = checkpoint.folder
     paths = [*folder.glob("*_states.pt")]
     if checkpoint.is_universal:
@@ -162,7 +163,7 @@ def paths_of(checkpoint: Checkpoint) -> list[Path]:
 
 
 def describe_one_rank(folder, mp_rank, paths, pool, opened):
-    """The ModelParallelRank of these shards. paths: {data-parallel rank: path}."""
+    """Describe one model-parallel rank from its shards. paths: {data-parallel rank: path}."""
     shard = read_shard(paths[min(paths)])
     ranks = max(shard.ranks)
     check_present(folder, paths, ranks)
@@ -205,7 +206,10 @@ def describe_one_rank(folder, mp_rank, paths, pool, opened):
 
 
 def may_be_on_nvme(model):
-    """Whether its optimizer was, or nothing tells: an earlier save leaves a folder, too."""
+    """Whether the optimizer was on NVMe, or the config does not tell.
+
+    The folder offloaded_tensors alone proves nothing: an earlier save may have left it.
+    """
     offload = config_of(model, "zero_optimization", "offload_optimizer")
     return not config_of(model) or offload.get("device") == "nvme"
 
@@ -220,7 +224,7 @@ def check_present(folder, paths, ranks):
 
 
 def model_states_of(folder, mp_rank, shard):
-    """The files of model states: one of all ranks, or at ZeRO-3 one of each."""
+    """The files of model states: one for all data-parallel ranks; at ZeRO-3 one for each."""
     name = f"mp_rank_{mp_rank:02d}_model_states.pt"
     if shard.stage < 3:
         return [folder / name]
@@ -228,10 +232,10 @@ def model_states_of(folder, mp_rank, shard):
 
 
 def describe_shards(first, paths, model, experts, pool, opened):
-    """Returns the parameters by name, each rank's shared_rest() by its path, and why states are not
-    cut, by name.
+    """Join the shards of all data-parallel ranks. Returns {name: Parameter}, {path of a shard: its
+    shared_rest()}, and {name of a state that is not cut: why}.
 
-    first: rank 0's shard. paths: of the shards of all ranks.
+    first: rank 0's shard. paths: of all shards.
     """
     shapes = model["param_shapes"]
     zero_config = config_of(model, "zero_optimization")
@@ -247,7 +251,7 @@ def describe_shards(first, paths, model, experts, pool, opened):
         ]
 
     def read(rank):
-        """Reads what a rank holds of each flat tensor, by its name, and the rest of its shard."""
+        """Returns {flat tensor: Held} of a rank, and its shared_rest()."""
         shard = first if rank == 0 else read_shard(paths[rank])
         check_group_count(shard, shapes)
         with naming(paths[rank]):
@@ -282,14 +286,14 @@ def check_group_count(shard, shapes):
 
 
 def other_steps(ranks, parameters):
-    """Returns a Problem, in a list, if the optimizer is of another step than the module.
+    """Returns a list with a Problem if the optimizer is of another step than the module.
 
-    For example after a start from weights alone. At ZeRO-3 only the files' times tell that from a
-    save that was killed between model states and shards.
+    A run that began with weights alone saves such. At ZeRO-3 only the files' times tell it from a
+    save that was killed between model states and shards: raises CheckpointError for that.
     """
     model, path, stage = ranks[0].model, ranks[0].files[0], ranks[0].shard.stage
     if kind_with_unsaved(config_of(model, "zero_optimization")):
-        return []  # its optimizers step at other times
+        return []  # ZenFlow and SuperOffload step at other times
     step = model["global_steps"] - model["skipped_steps"]
     steps = {number_in(parameter.scalars.get("step")) for parameter in parameters.values()}
     steps -= {None, step}
@@ -310,7 +314,7 @@ def other_steps(ranks, parameters):
 
 
 def describe_zero(folder, shards, pool, opened):
-    """What describe() returns, of the checkpoint that has these shards."""
+    """Describe a ZeRO checkpoint. shards: {model-parallel rank: {data-parallel rank: path}}."""
     lowest = min(shards)
     first = describe_one_rank(folder, lowest, shards[lowest], pool, opened)
     tensor, pipeline = degrees_of(first.model, len(shards), folder)
@@ -324,7 +328,10 @@ def describe_zero(folder, shards, pool, opened):
 
 
 def by_stage(ranks, tensor):
-    """The ranks, those of a pipeline stage side by side, whatever axis of a topology is first."""
+    """Sort ModelParallelRanks so that those of a pipeline stage follow each other.
+
+    They have the same parameters. tensor: the degree of tensor parallelism.
+    """
     names = [frozenset(rank.parameters) for rank in ranks]
     numbers = [names.index(of_rank) for of_rank in names]
     if any(numbers.count(number) != tensor for number in numbers):
@@ -333,11 +340,11 @@ def by_stage(ranks, tensor):
 
 
 def join_all(folder, ranks, tensor, pipeline, opened):
-    """What describe() returns, of all ModelParallelRanks."""
+    """Join all ModelParallelRanks into a Described."""
     first = ranks[0]
     info = first.model.get(INFO_KEY)
     joiner = TensorParallel(info, tensor, folder)
-    parameters, dependent, untied = join_ranks(folder, ranks, joiner)
+    parameters, dependent, untied = join_mp_ranks(folder, ranks, joiner)
     optimizer = optimizer_state(first.shard.optimizer, dependent)
     problems = other_steps(ranks, parameters)
     problems += problem_of_loss(first.shard.path, parameters, optimizer)
@@ -379,8 +386,8 @@ def join_all(folder, ranks, tensor, pipeline, opened):
 
 
 def untied_modules(folder, tensor, parameters, opened):
-    """Returns a pipeline's layers without these parameters: {name: value} of each tensor-parallel
-    rank."""
+    """Returns what a pipeline's layers hold besides these parameters, tied ones included, as {name:
+    value} of each tensor-parallel rank."""
     modules = modules_of_layers(folder, tensor, parameters)
     return [
         trimmed(without_tied(module, rank, parameters, opened))
@@ -389,7 +396,7 @@ def untied_modules(folder, tensor, parameters, opened):
 
 
 def check_complete(folder, shards, tensor, pipeline):
-    """Raises CheckpointError, if model-parallel ranks have no shards."""
+    """Raises CheckpointError if a model-parallel rank has no shards."""
     absent = (mp_rank for mp_rank in range(tensor * pipeline) if mp_rank not in shards)
     if missing := list(itertools.islice(absent, 100)):
         names = ", ".join(f"mp_rank_{mp_rank:02d}" for mp_rank in missing)
@@ -399,10 +406,10 @@ def check_complete(folder, shards, tensor, pipeline):
 
 
 def other_groups(folder, ranks, degree):
-    """Returns a Problem, in a list, if a pipeline stage has other parameter groups. degree: of
-    tensor parallelism.
+    """Returns a list with a Problem if pipeline stages have different parameter groups.
 
-    DeepSpeed drops a group of which a stage has nothing, and numbers the next ones anew.
+    DeepSpeed drops a group of which a stage has nothing, and numbers the others anew. degree: of
+    tensor parallelism.
     """
     first, *others = [rank.shard.optimizer["param_groups"] for rank in ranks[::degree]]
     different = differences([next(iter(rank.rests.values())) for rank in ranks[::degree]])
@@ -416,11 +423,9 @@ def other_groups(folder, ranks, degree):
     return [Problem(True, text, of_ranks=True)]
 
 
-def join_ranks(folder, ranks, joiner):
-    """Returns the parameters by name, why states depend on the rank, by name, and a Problem for
-    each parameter that pipeline stages do not share.
-
-    ranks: the ModelParallelRanks of all pipeline stages.
+def join_mp_ranks(folder, ranks, joiner):
+    """Join the parameters of all ModelParallelRanks. Returns {name: Parameter}, {name of a state:
+    why it depends on the rank}, and a Problem for each parameter that stages have twice, untied.
     """
     model = ranks[0].model
     for rank in ranks:
@@ -449,15 +454,15 @@ def join_ranks(folder, ranks, joiner):
 
 
 def unused_patterns(joiner):
-    """Returns a Problem, in a list, about patterns that match nothing."""
+    """Returns a list with a Problem if patterns match no parameter."""
     names = ", ".join(sorted(joiner.unused))
     text = f"{joiner.folder}: {INFO_KEY} has patterns that match no parameter: {names}"
     return [Problem(True, text)] if names else []
 
 
 def join_modules(folder, modules, model, joiner):
-    """Returns the module of all tensor-parallel ranks, and a Problem, in a list, if they do not
-    agree.
+    """Join the modules of the tensor-parallel ranks. Returns {name: value}, and a list with a
+    Problem if they differ.
 
     model: the model states of rank 0.
     """
@@ -473,9 +478,10 @@ def join_modules(folder, modules, model, joiner):
 
 
 def frozen_parameters(modules, model, different, joiner):
-    """The names of those that tensor-parallel ranks may have cut.
+    """The names of frozen parameters that tensor-parallel ranks may have cut.
 
-    ZeRO-1 does not save the names: so those that are described, or that differ and are no buffers.
+    ZeRO-1 saves no list of them: then those that a pattern describes, or that differ between ranks
+    and are no buffers.
     """
     if len(modules) < 2:
         return []

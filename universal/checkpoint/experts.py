@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Expert parallelism: which rank has which experts of a mixture.
 
-DeepSpeed numbers the experts of every rank from 0, so a name alone does not tell which expert it is
-of. Here an expert's parameter has the name that it would have on one rank with all experts; then a
-checkpoint of any expert-parallel size, and an engine of any other, speak of the same parameters.
-load/live_experts.py speaks of those of an engine.
+DeepSpeed numbers each rank's experts from 0, so a name alone does not tell which expert is meant.
+This package gives an expert's parameter the name that it would have on one rank with all experts:
+then checkpoints and engines of any expert-parallel size agree on the names. load/live_experts.py
+does the same for an engine.
 """
 
 import re
@@ -24,7 +24,7 @@ AUTOEP_LAYERS = ("ds_autoep_layers", "autoep_layers")  # the second is the older
 class ExpertName(NamedTuple):
     """The parts of the name of an expert's parameter or buffer.
 
-    layer: the MoE's, with a dot. number: of the expert. rest: within the expert.
+    layer: the name of the MoE layer, with a dot. number: the expert's. rest: the name within it.
     """
 
     layer: str
@@ -32,20 +32,20 @@ class ExpertName(NamedTuple):
     rest: str
 
     def moved(self, by: int) -> str:
-        """The name, if the rank's experts are counted from `by`."""
+        """The name with `by` added to the expert's number."""
         return f"{self.layer}{LIST}.{self.number + by}.{self.rest}"
 
 
 def expert_name(name: str) -> ExpertName | None:
-    """The parts of a name, or None if it is not of an expert."""
+    """The parts of a name; None if it is not of an expert."""
     match = EXPERT.fullmatch(name)
     return match and ExpertName(match["layer"], int(match["number"]), match["rest"])
 
 
 class Team(NamedTuple):
-    """Ranks that share out a flat tensor: all of them, or those that have the same experts.
+    """Ranks that share out a flat tensor: all ranks, or those with the same experts.
 
-    ranks: in the order of their slices. first_experts: {layer: the number of their first expert}.
+    ranks: in the order of their slices. first_experts: {layer: number of their first expert}.
 
     Team(range(1, 4, 2), {"moe.": 2})  # ranks 1 and 3 of 4 have the experts from number 2 on
     """
@@ -70,10 +70,10 @@ class Experts(NamedTuple):
 
 
 def read_experts(folder: Path, model: dict) -> Experts:
-    """What the files of experts hold. model: the model states.
+    """Read the files of experts, without their tensors' elements. model: the model states.
 
-    Raises: CheckpointError, also for experts that are not loaded: AutoEP's, and those of tensor- or
-        pipeline-parallel ranks.
+    Raises: CheckpointError, also for what is not loaded: experts of AutoEP, and experts with tensor
+        or pipeline parallelism.
     """
     counts = model.get("num_experts") or []
     if any(model.get(key) for key in AUTOEP_LAYERS):
@@ -104,10 +104,10 @@ def read_experts(folder: Path, model: dict) -> Experts:
 
 
 def teams_of(names: Any, ranks_of_group: int, ranks: int, model: dict, counts: dict) -> list[Team]:
-    """The Teams, for each of which a group's parameters are cut, by their expert-parallel rank.
+    """The Teams that share out a parameter group, one for each expert-parallel rank.
 
-    names: of the parameters, as on rank 0. ranks_of_group: for how many ranks they are cut. counts:
-        as in Experts. Source: DeepSpeed's groups._create_expert_and_data_parallel().
+    names: of the group's parameters, as on rank 0. ranks_of_group: the ranks that it is cut for.
+        counts: as in Experts. Source: DeepSpeed's groups._create_expert_and_data_parallel().
 
     Raises: CheckpointError.
     """

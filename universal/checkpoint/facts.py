@@ -17,18 +17,18 @@ BATCH_KEYS = (
 
 
 class Batch(NamedTuple):
-    """The batch that a config names. samples: of a step, on all ranks. micro: of a micro-batch."""
+    """The batch that a config names. samples: in a step, on all ranks. micro: in a micro-batch."""
 
     samples: int
     micro: int
 
 
 def batch_of(model: dict) -> Batch | None:
-    """Returns what the config says, by DeepSpeed's own rule but for TRUE_BATCH; None if it names
-    none.
+    """Returns the batch that the saved config names; None if it names none.
 
-    None also where ranks share sequences, which makes DeepSpeed's count of samples a float, and the
-    config names neither how many nor the batch.
+    DeepSpeed's own rule, but TRUE_BATCH comes first. None also where several ranks share a sequence
+    (DeepSpeed's count of samples is then a float), and the config says neither how many nor the
+    batch.
     """
     config = config_of(model)
     values = [config.get(key) for key in BATCH_KEYS]
@@ -43,7 +43,7 @@ def batch_of(model: dict) -> Batch | None:
 
 
 def doubt_of(samples: int, model: dict) -> str:
-    """Tells in words what DeepSpeed has counted, if it is not steps of so many samples."""
+    """Says in words what DeepSpeed has counted, if it is not `samples` a step; otherwise ""."""
     counted, steps = model.get("global_samples"), model["global_steps"]
     if not counted or counted == samples * steps:
         return ""

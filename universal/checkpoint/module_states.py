@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""What a file of model states says: the module without what the optimizer holds, and the counters.
+"""Read model states: the module without what the optimizer holds, the counters, the config.
 
-At ZeRO-1 and 2 all ranks share one file. At ZeRO-3 each has its own: of parameters it holds
-nothing, of frozen ones this rank's part."""
+At ZeRO-1 and 2 all data-parallel ranks share one file. At ZeRO-3 each rank has a file, with its
+part of the frozen parameters and nothing of the trained ones."""
 
 import math
 import re
@@ -76,13 +76,13 @@ SAME_ON_ALL_RANKS = (
 
 
 def read_model_states(path: Path) -> dict:
-    """The content of the file. Raises CheckpointError, if it is not what DeepSpeed saves."""
+    """Read a file of model states. Raises CheckpointError if it is not what DeepSpeed saves."""
     return expect(load(path), MODEL_STATES, path)
 
 
 def read_own_states(path: Path, first_path: Path, first: dict) -> tuple[dict[str, Tensor], dict]:
-    """Returns what a rank alone has at ZeRO-3: ({frozen parameter: Tensor with its part of it}, the
-    client state). first: rank 0's model states.
+    """Returns what each rank saves for itself at ZeRO-3: {frozen parameter: Tensor of the rank's
+    part}, and the client state. first: rank 0's model states.
 
     Raises: CheckpointError, if parts are missing, or these model states are of another save.
     """
@@ -99,10 +99,10 @@ def read_own_states(path: Path, first_path: Path, first: dict) -> tuple[dict[str
 
 
 def degrees_of(model: dict, mp_ranks: int, folder: Path) -> tuple[int, int]:
-    """Returns the degrees of tensor and of pipeline parallelism.
+    """Returns the degrees of tensor and of pipeline parallelism. mp_ranks: their product.
 
-    Not every DeepSpeed saves them; of each layer of a pipeline there is a file of each
-    tensor-parallel rank.
+    Older DeepSpeed does not save them: then a pipeline's files of layers are counted, since each
+    tensor-parallel rank saves one for a layer.
     """
     degrees = model.get("checkpoint_parallel_dimensions") or {}
     pipeline = degrees.get("pp_degree") or 1
@@ -113,18 +113,17 @@ def degrees_of(model: dict, mp_ranks: int, folder: Path) -> tuple[int, int]:
 
 
 def names_beside(folder: Path, used: Iterable[Path]) -> list[str]:
-    """Returns the names of files of other saves under the same name, with optimizer shards or model
-    states."""
+    """Returns the names of shards and model states that are not used: an earlier save left them."""
     paths = {*folder.glob("*mp_rank_*_states.pt"), *folder.glob("layer_*-model_states.pt")}
     return sorted({path.name for path in paths.difference(used)})
 
 
 def files_of_layers(folder: Path, degree: int) -> dict[str, list[Path]]:
-    """Returns the files of a pipeline's layers, by what names a tensor-parallel rank in their
-    names.
+    """Find a pipeline's files of layers. Returns them for each tensor-parallel rank, by the end of
+    their names.
 
-    degree: of tensor parallelism. Ranks beyond it are of an earlier save under the same name.
-    Raises: CheckpointError, if nothing tells which files are.
+    degree: of tensor parallelism; files of more ranks are left over from an earlier save. Raises:
+    CheckpointError, if nothing tells which files those are.
     """
     files = {}
     for path in sorted(folder.glob("layer_*-model_states.pt")):
@@ -141,7 +140,7 @@ def files_of_layers(folder: Path, degree: int) -> dict[str, list[Path]]:
 
 
 def config_of(model: dict, *keys: str) -> dict:
-    """DeepSpeed's config, or a part of it; {} if it is not known, such as a file's path."""
+    """DeepSpeed's config, or what it has under these keys; {} if only a path was saved."""
     config = model.get("ds_config")
     for key in keys:
         config = config.get(key) if isinstance(config, dict) else None
@@ -149,7 +148,7 @@ def config_of(model: dict, *keys: str) -> dict:
 
 
 def dtype_of_weights(model: dict, is_bf16: bool) -> str:
-    """Returns the dtype of Layout. is_bf16: whether the names of the shards say so."""
+    """Returns Layout.dtype. is_bf16: whether the shards' names begin with bf16_."""
     if is_bf16:
         return "bf16"
     weights = (model["module"] or {}).items()
@@ -168,10 +167,10 @@ def client_state_of(model: dict) -> dict:
 def keep_untrained(
     model: dict, names: Any, fragments: list[dict] | None = None
 ) -> tuple[dict, list[str]]:
-    """The model states, with a module of what no optimizer holds: buffers, whole frozen parameters,
-    what get_extra_state() or a hook of state_dict() has added; and the names of parameters that
-    were not saved.
+    """Remove trained parameters from the module of model states. Returns these, and the names of
+    parameters that were not saved.
 
+    What stays: buffers, frozen parameters, what get_extra_state() or a hook of state_dict() added.
     names: of the trained parameters. fragments: at ZeRO-3, {frozen parameter: Tensor} of each rank.
 
     Raises: CheckpointError, if parts of a frozen parameter are missing.
@@ -207,7 +206,7 @@ def keep_untrained(
 
 
 def join_frozen(name, shape, fragments):
-    """A frozen parameter, from what every rank has of it at ZeRO-3."""
+    """Join a frozen parameter from the parts that all ranks have of it at ZeRO-3."""
     numel = math.prod(shape)
     share = fragments[0].numel
     if share * len(fragments) < numel or any(part.numel != share for part in fragments):
@@ -219,9 +218,9 @@ def join_frozen(name, shape, fragments):
 
 
 def second_names(module, names, buffer_names):
-    """Returns {second name of a tensor of the module: its first}, which DeepSpeed ignores.
+    """Returns {second name of a tensor: its first name}, of ties that DeepSpeed does not list.
 
-    Two names of a tensor share one storage, or one placeholder.
+    They share one storage, or one placeholder. names: the possible first ones.
     """
     first_names = {identity(module[name]): name for name in names if name in module}
     others = sorted(module.keys() - {*first_names.values(), *buffer_names})
@@ -239,7 +238,7 @@ def identity(value: Any) -> Any:
 
 
 def module_state(model: dict) -> ModuleState:
-    """What is in a module of which trained parameters are left out."""
+    """The ModuleState of model states from keep_untrained()."""
     module = model["module"] or {}
     return ModuleState(
         tensors={name: value for name, value in module.items() if isinstance(value, Tensor)},
@@ -249,10 +248,8 @@ def module_state(model: dict) -> ModuleState:
 
 
 def modules_of_layers(folder: Path, degree: int, parameters: Iterable[str]) -> list[dict]:
-    """Reads what the files of a pipeline's layers hold besides these parameters: {name: tensor} of
-    each rank.
-
-    A name begins with the number of the layer.
+    """Returns what a pipeline's files of layers hold besides these parameters, as {name: value} of
+    each tensor-parallel rank. Names begin with the layer's number.
     """
     modules = []
     for paths in files_of_layers(folder, degree).values():
@@ -266,7 +263,7 @@ def modules_of_layers(folder: Path, degree: int, parameters: Iterable[str]) -> l
 
 
 def trimmed(module: dict) -> dict:
-    """The entries, of tensors what they span."""
+    """The entries, with every tensor's storage cut by trim_storage()."""
     tensors = {name: tensor_of(value) for name, value in module.items()}
     return module | {name: trim_storage(tensor) for name, tensor in tensors.items() if tensor}
 
@@ -286,5 +283,5 @@ def common_entries(modules: list[dict]) -> tuple[dict, list[str]]:
 
 
 def is_state_of_parts(name, value):
-    """Whether an entry is a state_dict() of its own, as Megatron's are: its weights are cut."""
+    """Whether an entry is a state_dict() itself, as Megatron saves them: it differs by rank."""
     return isinstance(value, dict) and not name.endswith("_extra_state")

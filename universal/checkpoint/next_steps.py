@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""The file next_steps.csv of a checkpoint: a row for each of the steps after it, as they were
-trained. proof.py writes and compares them."""
+"""The file next_steps.csv of a checkpoint: a row for each step that was trained after it. proof.py
+fills and compares the rows."""
 
 import contextlib
 import json
@@ -13,13 +13,13 @@ from universal.checkpoint.types import NEXT_STEPS
 
 
 class Row(NamedTuple):
-    """What is written down of a step; None is what was not seen, or in no file of that version.
+    """A step's numbers; None for what was not seen, or is in no file of that version.
 
-    dtype: of matrix products. draws: the mean of the hashes of the generators' states before each
-    forward pass that drew random numbers; 0 if none did. digests: for 1, 2, ... of the tensors that
-    have a row for each sample, the mean hash of their rows, which no order of the samples, no cut
-    into micro-batches, and no rank that gets the same changes. others: the mean hash of a
-    micro-batch's other tensors. rates: of the parameter groups.
+    dtype: of matrix products. draws: the mean hash of the generators' states before each forward
+    pass that drew random numbers; 0 if none did. others: the mean hash of those tensors of a
+    micro-batch that have no row for each sample. digests: of the first 1, 2, ... of those that
+    have, the mean hash of their rows, which depends neither on the order of the samples nor on how
+    they are shared out. rates: the learning rate of each parameter group.
     """
 
     step: int
@@ -44,9 +44,9 @@ HEADER = ",".join(Row._fields) + "\n"
 
 
 def read_rows(path: Path, first_step: int) -> dict[int, Row]:
-    """The rows of the steps from first_step on, by step; none without a file.
+    """Read {step: Row} for the steps from first_step on; {} if there is no file.
 
-    Other versions have other columns. Half a row, of a job that was killed, is the last.
+    Files of other versions may have other columns. A killed job leaves half a row: reading ends.
     """
     text = path.read_text() if path.exists() else ""
     header, *lines = text.splitlines(keepends=True) or [""]
@@ -65,10 +65,9 @@ def read_rows(path: Path, first_step: int) -> dict[int, Row]:
 
 
 class NextSteps:
-    """The file of a checkpoint, for the steps after it until `end`, of the run that has saved it.
+    """Writes a checkpoint's file, for the steps up to `end`. An older file is replaced.
 
-    It belongs to the folder, which may get another name, or be removed, before they are trained. It
-    is no link to the file of another one.
+    The folder stays open, since it may be renamed or removed before those steps are trained.
     """
 
     def __init__(self, folder: Path, end: int):
@@ -80,7 +79,7 @@ class NextSteps:
         self.write(HEADER, os.O_CREAT)
 
     def write(self, text: str, flags: int = 0) -> None:
-        """Append to the file, unless it has been linked since."""
+        """Append to the file, unless another folder has a hard link to it by now."""
         flags |= os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
         with open(os.open(NEXT_STEPS, flags, 0o666, dir_fd=self.folder), "a") as file:
             if os.fstat(file.fileno()).st_nlink == 1:

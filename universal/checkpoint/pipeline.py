@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the stages of a pipeline share: tied layers."""
+"""Tied layers, which the stages of a pipeline share."""
 
 from pathlib import Path
 
@@ -16,16 +16,16 @@ def is_tied(name: str) -> bool:
 
 
 def problem_of_untied(folder: Path, name: str) -> Problem:
-    """What is said of a parameter that several stages have, and each trains for itself."""
+    """The Problem that several stages have this parameter, each its own, untied."""
     text = f"{folder}: {name} is in two pipeline stages and is not declared as tied"
     return Problem(True, text, of_ranks=True)
 
 
 def without_tied(module: dict, rank: int, parameters: dict, opened: OpenFile) -> dict:
-    """The entries of the files of layers, without a tied parameter's under its layers' numbers.
+    """Remove tied parameters from what the files of a pipeline's layers hold.
 
-    A layer of its own may have entries of the same names: values tell which layers are tied. rank:
-    the tensor-parallel one that saved the entries.
+    An entry is tied if it has the values of a tied parameter of that name: an untied layer may use
+    the name, too. module: {layer number.name: value}. rank: the tensor-parallel rank that saved it.
     """
     parts = {}
     for name in filter(is_tied, parameters):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Whether weights are what their masters are, in their precision."""
+"""Compare weights with their masters, rounded to the precision of the weights."""
 
 import math
 import struct
@@ -10,18 +10,18 @@ from universal.files.torch_file import Tensor
 
 ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
 FIRST = 64  # elements of a weight that are compared with its masters
-SAMPLES = 4  # of a weight: its first elements may be the padding of an embedding
+SAMPLES = 4  # places in a slice: the first may be the padding of an embedding
 
 
 def has_values_of(weight: Tensor, masters: Source, opened: OpenFile) -> bool:
-    """Whether a weight is what its masters are in its precision, as far as elements in several
-    places of what each rank has of them. Where dtypes do not tell, it is."""
+    """Whether a weight is its masters, rounded. A few elements of each rank's slice are compared;
+    True if the dtypes cannot be."""
     if math.prod(weight.size) != masters.numel:
         return False
     if masters.dtype != "float32" or weight.dtype not in ROUNDED:
         return True
     reader = ByteReader(opened)
-    in_order = strided("a weight", weight)  # in channels_last it is stored in another
+    in_order = strided("a weight", weight)  # stored in another order, as channels_last may be
     start = 0
     for part in masters.ranges(0, masters.numel):
         numel = part.nbytes // width(masters.dtype)

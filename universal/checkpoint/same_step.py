@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Whether model states, which hold the weights at ZeRO-1 and 2, are of the same step as the shards,
-which hold the masters."""
+"""Check that model states (the weights) and shards (the masters) are of the same step."""
 
 from types import NoneType
 
@@ -15,7 +14,7 @@ from universal.files.torch_file import load, tensor_of
 
 
 def compares_weights(checkpoint: Checkpoint) -> bool:
-    """Whether check_same_step() reads: nothing counts steps, as with SGD, or there are doubts."""
+    """Whether check_same_step() must read: no state counts steps, or there are doubts."""
     scalars = [parameter.scalars for parameter in checkpoint.parameters.values()]
     counts_steps = any("step" in known for known in (*checkpoint.optimizer.param_groups, *scalars))
     doubts = not all(problem.loses_state for problem in checkpoint.problems)
@@ -23,7 +22,7 @@ def compares_weights(checkpoint: Checkpoint) -> bool:
 
 
 def check_same_step(checkpoint: Checkpoint) -> None:
-    """Compare some elements of what each rank has of each parameter. Raises CheckpointError."""
+    """Compare some elements of the weights with their masters. Raises CheckpointError."""
     if not compares_weights(checkpoint):
         return
     opened = keep_open()
@@ -43,8 +42,7 @@ def check_same_step(checkpoint: Checkpoint) -> None:
 
 
 def saved_modules(checkpoint: Checkpoint) -> list[dict]:
-    """Yields the modules that tensor-parallel ranks have saved, with their weights, as {name:
-    value}."""
+    """Returns the module that each tensor-parallel rank saved, as {name: value}, with weights."""
     path = checkpoint.files.model_states
     degree = checkpoint.layout.tensor if checkpoint.layout else 1
     paths = [

@@ -16,9 +16,9 @@ from universal.files.schema import expect, is_natural
 from universal.files.torch_file import load
 
 POINTERS = ("latest", "latest_universal")  # files that name a tag
-# The names of what is written into beside its place, or was there: publish.py.
+# Folders beside a checkpoint, while it is written, replaced or removed: publish.py.
 HIDDEN = re.compile(r"\.(.+)\.\d{19}\.(saving|unfinished|replaced|removed)")
-POINTER = ".latest"  # in a folder that is written, until it is in its place
+POINTER = ".latest"  # in a folder until it has its name; then it becomes `latest`
 # What a save, or a conversion, puts into the folder of a checkpoint.
 WRITTEN = re.compile(
     r"((bf16|fp16)_)?((zero_pp|expp)_rank_\d+_)?mp_rank_\d+(_\d+)?_(model|optim)_states\.pt"
@@ -30,8 +30,8 @@ BACKGROUND = "universal"  # the name of the threads in which saves go on
 class Tag(NamedTuple):
     """A checkpoint in a folder. step, written: of its model states, and when they were written.
 
-    is_saved: whether DeepSpeed saved it. A conversion may have been written long after its step, so
-    its time says nothing of where the run went.
+    is_saved: whether DeepSpeed saved it; a conversion may be written long after its step, so its
+    time says nothing.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Tag(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The checkpoint that is meant, of those in a folder.
+    """The checkpoints in a folder, in the order in which a resume tries them.
 
-    to_try: in the order in which to try to resume from them. says: the lines about what is passed
-    over. name: of the tag that a file names, whole or not, or of the only one; "" if there is none.
+    to_try: that order. says: lines about what is passed over. name: the tag that `latest` names,
+    complete or not, or the only tag; "" if there is neither.
     """
 
     to_try: list[Tag]
@@ -53,13 +53,13 @@ class Choice(NamedTuple):
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether it has a checkpoint's files, and is not the folder above."""
+    """Whether a folder has a checkpoint's files itself, and not in folders below."""
     return any(folder.glob("*_states.pt"))
 
 
 def find_tag(folder: str | Path) -> Path:
-    """The folder with a checkpoint's files: this one, or that of the tag in it that is meant.
-    Raises CheckpointError, if that is in doubt: what writes or compares must not guess."""
+    """The folder of the checkpoint that is meant: this one, or one of the tags in it. Raises
+    CheckpointError if `latest` and a resume's choice differ: commands must not guess."""
     wait()
     folder = Path(folder)
     if is_checkpoint(folder):
@@ -76,9 +76,9 @@ def find_tag(folder: str | Path) -> Path:
 
 
 def wait() -> None:
-    """Wait for what is done in the background.
+    """Wait for saves in the background.
 
-    By its event: if a signal interrupts join(), Python before 3.13 forgets the thread.
+    An event, not join(): if a signal interrupts join(), Python before 3.13 forgets the thread.
     """
     while events := [
         thread.done
@@ -89,8 +89,8 @@ def wait() -> None:
 
 
 def restore(folder: Path) -> None:
-    """Give their names back to the checkpoints of a folder that were being replaced when a process
-    died: each is whole. From those that were replaced, a script's own files go to the new one."""
+    """Give a checkpoint its name back if a process died while it replaced it. If the new one is
+    there, a script's own files move to it from the old one."""
     for path in sorted(folder.glob(".*.replaced"), reverse=True):
         match = HIDDEN.fullmatch(path.name)
         output = match and path.with_name(match[1])
@@ -103,12 +103,12 @@ def restore(folder: Path) -> None:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether a checkpoint is as DeepSpeed saved it, and not converted."""
+    """Whether DeepSpeed saved a checkpoint, and no converter wrote it."""
     return not (folder / "zero").is_dir()
 
 
 def latest_file(folder: Path, pointers: Sequence[str] = POINTERS) -> Path | None:
-    """The first of these files that is in the folder; None, if none is."""
+    """The first of these files that the folder has; None if it has none."""
     return next((folder / name for name in pointers if (folder / name).is_file()), None)
 
 
@@ -121,8 +121,8 @@ def named_by_latest(folder: Path, pointers: Sequence[str] = POINTERS) -> str:
 
 
 def list_tags(folder: Path) -> list[str]:
-    """The names of the checkpoints in a folder, whole or not. A tag like epoch1/step5 is a folder
-    in a folder; such tags are found if they are next to the one that `latest` names."""
+    """The names of the checkpoints in a folder, complete or not. Tags like epoch1/step5 are found
+    only beside one that `latest` names."""
     tags = set()
     name = named_by_latest(folder)
     for place in {folder, (folder / name).parent if name else folder}:
@@ -133,7 +133,7 @@ def list_tags(folder: Path) -> list[str]:
 
 
 def rank_0_model_states(folder: Path) -> Path:
-    """Rank 0's file."""
+    """The path of rank 0's model states, at any stage."""
     plain = folder / MODEL_STATES_FILE
     of_stage_3 = folder / f"zero_pp_rank_0_{MODEL_STATES_FILE}"
     if plain.exists() or not any(folder.glob("zero_pp_*_model_states.pt")):
@@ -142,13 +142,16 @@ def rank_0_model_states(folder: Path) -> Path:
 
 
 def step_of(path: Path) -> int:
-    """The step of a file of model states. Raises CheckpointError."""
+    """The step in a file of model states. Raises CheckpointError."""
     return expect(load(path), {"global_steps": is_natural}, path)["global_steps"]
 
 
 def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
-    """Chooses the checkpoint that is meant: the one that `latest` names, unless there is a later
-    one. Then the others, of most steps first, those last behind which the run went back."""
+    """Order the checkpoints of a folder for a resume: those newer than `latest`, the one that it
+    names, then the others, most steps first; those that a run has given up to go back come last.
+
+    converted_only: pass over all but universal checkpoints. Raises: Refused.
+    """
     names = [name for name in list_tags(folder) if not (converted_only and is_saved(folder / name))]
     saved = [name for name in names if is_saved(folder / name)]
     pointers = [*POINTERS]
@@ -175,8 +178,8 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
     named = [tag for tag in tags if tag.name == name]
     later = []
     if named:
-        # A job killed before it wrote `latest` leaves a newer tag. Others are from an earlier run,
-        # or `latest` was edited.
+        # A job killed before it wrote `latest` leaves a newer tag. Tags of more steps that were
+        # written before `latest` are from an earlier run, or `latest` was edited.
         pointer = latest_file(folder, pointers)
         since = pointer.stat().st_mtime
         later = [tag for tag in tags if tag.step > named[0].step and tag.written > since]
@@ -186,15 +189,15 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
             for tag in later[:1]
         ]
     elif name and name not in passed_over:
-        lack = what_it_lacks(folder / name, converted_only)
-        says.append(f"`{latest_file(folder, pointers).name}` names {name}, which {lack}")
+        missing = what_is_missing(folder / name, converted_only)
+        says.append(f"`{latest_file(folder, pointers).name}` names {name}, which {missing}")
     candidates = [name] if name else saved or names
     meant = candidates[0] if len(candidates) == 1 else ""
     return Choice([*dict.fromkeys([*later, *named, *tags])], says, meant)
 
 
 def read_tags(folder, names):
-    """Returns the Tags in a folder, and why others cannot be read, by their names."""
+    """Returns the Tags that can be read, and for the others the errors, by name."""
     tags = []
     problems = {}
     for name in names:
@@ -207,8 +210,10 @@ def read_tags(folder, names):
     return tags, problems
 
 
-def what_it_lacks(tag, converted_only):
-    """Why a folder is no checkpoint."""
+def what_is_missing(folder, converted_only):
+    """Says why a folder is no checkpoint, after "which"."""
     if converted_only:
         return "holds no checkpoint that is converted"
-    return "lacks rank 0's model states" if any(tag.glob("*_states.pt")) else "holds no checkpoint"
+    return (
+        "lacks rank 0's model states" if any(folder.glob("*_states.pt")) else "holds no checkpoint"
+    )

@@ -33,7 +33,7 @@ SUB_PARAMS = "parameter_with_sub_params"
 AFFINE = "affine_map"
 TIED = "pipeline_replicated_parameter_patterns"
 UNKNOWN = "autotp_unsupported_parameter_patterns"
-INFO_KEY = "universal_checkpoint_info"  # in the model states, and of a model
+INFO_KEY = "universal_checkpoint_info"  # a key of the model states, and an attribute of a model
 OF_ONE_DEGREE = (AFFINE, "sub_param_shard_widths", "universal_checkpoint_version")
 
 
@@ -53,7 +53,7 @@ def is_rank(value):
 
 
 def is_place(value):
-    """Whether this is an offset, and strides."""
+    """Whether a value is (offset, strides)."""
     return isinstance(value, (list, tuple)) and len(value) == 2 and is_shape([value[0], *value[1]])
 
 
@@ -75,14 +75,14 @@ AFFINE_PARAMS = {
 
 
 def for_another_degree(info: dict) -> dict:
-    """What a universal_checkpoint_info says of any number of tensor-parallel ranks."""
+    """The entries of a universal_checkpoint_info that hold for any tensor-parallel degree."""
     return {key: value for key, value in info.items() if key not in OF_ONE_DEGREE}
 
 
 class Whole(NamedTuple):
-    """How a parameter is joined.
+    """The whole parameter that ranks have parts of.
 
-    blocks: where its elements are in the ranks' parts; None if it is the mean of the parts.
+    blocks: where its elements are in the parts; None if it is the mean of the parts.
     """
 
     shape: tuple
@@ -90,15 +90,16 @@ class Whole(NamedTuple):
 
 
 def sub_sizes(sizes, width):
-    """Returns the sizes of the sub-parameters; before version 0.4, their number alone, for they
-    have equal sizes."""
+    """Returns the sizes of sub-parameters along a dimension. Before version 0.4 `sizes` is their
+    number alone: they are equal parts of `width`."""
     return (width // max(sizes, 1),) * min(sizes, width) if isinstance(sizes, int) else sizes
 
 
 class TensorParallel:
     """Joins the parameters of a checkpoint's tensor-parallel ranks.
 
-    problems: what may be wrong with the description. unused: its patterns that match nothing.
+    problems: what may be wrong with universal_checkpoint_info. unused: its patterns that have
+    matched no parameter yet.
     """
 
     def __init__(self, info: dict | None, degree: int, folder: Path):
@@ -132,11 +133,11 @@ class TensorParallel:
         return CheckpointError(f"{self.folder}: {text}")
 
     def describes(self, name: str) -> bool:
-        """Whether a pattern says how this is cut: all else is cut along the first dimension."""
+        """Whether a pattern matches: parameters that none matches are cut along dimension 0."""
         return any(re.match(pattern, name) for pattern in (*self.patterns, *self.affine_params))
 
     def match(self, patterns, name):
-        """The one of the patterns that matches a name, or None."""
+        """The pattern that matches a name, or None. Raises CheckpointError if several do."""
         matched = [pattern for pattern in patterns if re.match(pattern, name)]
         self.unused -= set(matched)
         if len(matched) > 1:
@@ -148,7 +149,7 @@ class TensorParallel:
         return self.match(self.info.get(TIED, []), name) is not None
 
     def join(self, name: str, parts: list[Parameter]) -> Parameter:
-        """One Parameter from those of the tensor-parallel ranks. Raises CheckpointError."""
+        """Join the Parameters of the tensor-parallel ranks into one. Raises CheckpointError."""
         if self.degree == 1 and not self.info:
             return parts[0]
         if any(part.states.keys() != parts[0].states.keys() for part in parts):
@@ -166,7 +167,7 @@ class TensorParallel:
         return parts[0]._replace(shape=whole.shape, states=states)
 
     def join_tensor(self, name: str, parts: list[Tensor]) -> Tensor:
-        """One tensor of the module, such as a frozen parameter, from those of the ranks."""
+        """Join the tensors under one name in the ranks' modules, such as a frozen parameter."""
         states = [{"frozen": strided(name, part)} for part in parts]
         shapes = [tuple(part.size) for part in parts]
         parameters = [
@@ -176,7 +177,7 @@ class TensorParallel:
         return contiguous(parts[0].dtype, joined.states["frozen"], joined.shape)
 
     def check_cover(self, name, whole, sources, numel):
-        """Raises CheckpointError if the sources lack elements that the whole is made of."""
+        """Raises CheckpointError if the parts do not make up the whole's `numel` elements."""
         dtypes = {source.dtype for source in sources}
         fitting = [
             block.part < len(sources) and block.fits(sources[block.part])
@@ -189,7 +190,7 @@ class TensorParallel:
             raise self.error(f"{name} is of {dtypes.pop()}, of which there is no mean")
 
     def matched(self, name: str) -> dict[str, Any]:
-        """Returns, by the key of the info, its pattern or entry that matches the name, or None."""
+        """Returns {key of the info: its pattern or entry that matches the name, or None}."""
         matched = {key: self.match(self.info.get(key, []), name) for key in LISTS}
         subs = self.info.get(SUB_PARAMS, [])
         matched[SUB_PARAMS] = next((sub for sub in subs if self.match(sub["patterns"], name)), None)
@@ -197,10 +198,9 @@ class TensorParallel:
         return matched
 
     def whole(self, name: str, shapes: Sequence[tuple]) -> Whole:
-        """How the parameter that has these shapes on its ranks is joined.
+        """The Whole of a parameter. shapes: of the ranks' parts. Raises CheckpointError.
 
-        On one rank it is whole, but the file must still say how more ranks would cut it. Raises
-        CheckpointError.
+        One rank alone has the whole, perhaps with a padded vocabulary.
         """
         matched = self.matched(name)
         if self.match(self.info.get(UNKNOWN, {}), name):
@@ -225,8 +225,7 @@ class TensorParallel:
         return self.join_along(name, shapes, matched)
 
     def join_along(self, name, shapes, matched):
-        """All else is cut along one dimension: row-parallel weights along the input, others along
-        the first."""
+        """Join parts along one dimension: 1 for row-parallel weights, 0 for others."""
         count = 2 if matched[TWO_SUB_PARAMS] else 1
         dim = 1 if matched[ROWS] and count == 1 else 0
         shape = shapes[0]
@@ -241,7 +240,7 @@ class TensorParallel:
         return Whole(shape, blocks)
 
     def cut_info(self, name: str, shape: tuple) -> dict:
-        """What DeepSpeed's universal loader needs to cut a parameter, whole of this shape."""
+        """What DeepSpeed's universal loader needs to cut a parameter. shape: of the whole."""
         matched = self.matched(name)
         if matched[AFFINE] or matched[REPLICATED] or matched[AVERAGE]:
             return {}
@@ -266,13 +265,13 @@ class TensorParallel:
         return info
 
     def widths_along(self, name, dim, shapes):
-        """The sizes of the ranks' parts along a dimension."""
+        """The sizes of the ranks' parts along a dimension. Raises CheckpointError."""
         if any(dim >= len(shape) for shape in shapes):
             raise self.error(f"{name} has the shape {shapes[0]}, and is cut along dimension {dim}")
         return [shape[dim] for shape in shapes]
 
     def join_affine(self, name, entry):
-        """Joins parts by a map of every element."""
+        """Join parts by AutoTP's map of every element."""
         blocks = []
         for rank, shard in entry["ranks"].items():
             for piece in shard["pieces"]:
@@ -292,8 +291,7 @@ class TensorParallel:
         return Whole(tuple(entry["logical_shape"]), tuple(blocks))
 
     def join_sub_params(self, name, shapes, sub_params):
-        """Joins parts of several sub-parameters along a dimension, each of which is cut by
-        itself."""
+        """Join parts of a parameter made of sub-parameters, each of which is cut by itself."""
         dim = sub_params["partition_dim"]
         declared = sub_params["shape"]
         total = sum(map(math.prod, shapes))

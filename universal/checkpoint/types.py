@@ -16,7 +16,7 @@ UNSAVED = {  # what DeepSpeed saves in no file
 
 
 def kind_with_unsaved(zero_config: dict) -> str | None:
-    """The key of UNSAVED that these options of zero_optimization ask for; None if all is saved."""
+    """The key of UNSAVED that a config's zero_optimization asks for; None if all is saved."""
     if zero_config.get("zenflow") is not None:
         return "ZenFlow"
     offload = zero_config.get("offload_optimizer")
@@ -25,12 +25,11 @@ def kind_with_unsaved(zero_config: dict) -> str | None:
 
 
 class Parameter(NamedTuple):
-    """A trained parameter.
+    """A trained parameter: its shape, and where its optimizer states are.
 
-    group_number: of its parameter group in the optimizer. states: where the elements of each are,
-    by name, fp32 first.
-    scalars: {name: value, or Tensor with its bytes}, the rest of its optimizer state, which is the
-        same for a whole flat tensor.
+    group_number: of its parameter group in the optimizer. states: by name, "fp32", the masters,
+    first. scalars: {name: value, or Tensor with its bytes}, the rest of its optimizer state, which
+    all parameters of a flat tensor share.
     """
 
     shape: tuple
@@ -42,11 +41,11 @@ class Parameter(NamedTuple):
 class Layout(NamedTuple):
     """How ranks cut a checkpoint. DeepSpeed's own loader restores it on this layout alone.
 
-    optimizer_class: the class of DeepSpeed's optimizer, which is another one for ZeRO-1 and 2, for
-    ZeRO-3, and for two kinds of bf16; "" if there is PyTorch's own alone; or one of UNSAVED.
-    shards: into how many ZeRO cuts the optimizer's states, one a data-parallel rank; 1 without
-    ZeRO, where all ranks hold the same. dtype: of the weights, "bf16", "fp16" or "fp32", which is
-    also what is said if no file tells that it is fp16. tensor, pipeline: the degrees.
+    optimizer_class: the class of DeepSpeed's optimizer: one for ZeRO-1 and 2, one for ZeRO-3, and
+    one for bf16 with fp32 sums; "" if there is PyTorch's own alone; or a key of UNSAVED.
+    shards: the number of data-parallel ranks, each with a shard; 1 without ZeRO. dtype: of the
+    weights, "bf16", "fp16" or "fp32"; also "fp32" if no file says fp16. tensor, pipeline: the
+    degrees.
     """
 
     optimizer_class: str
@@ -57,19 +56,19 @@ class Layout(NamedTuple):
 
     @property
     def unsaved(self) -> str | None:
-        """What is in no file of such a checkpoint."""
+        """What DeepSpeed saves in no file, in words; None if it saves all."""
         return UNSAVED.get(self.optimizer_class)
 
     def reads_files_of(self, saved: "Layout") -> bool:
-        """Whether DeepSpeed's own loader finds here what was saved on that layout.
+        """Whether DeepSpeed's own loader, on this layout, finds the files that the other saved.
 
-        The names of files tell bf16 from the others alone.
+        Their names tell bf16 from fp16 and fp32, but not fp16 from fp32.
         """
         same_prefix = (self.dtype == "bf16") == (saved.dtype == "bf16")
         return same_prefix and self._replace(dtype=saved.dtype) == saved
 
     def in_words(self, data: int, unit: str = "") -> str:
-        """How many ranks they are, say 8 (tensor 2 x data 4). data: how many share the batch."""
+        """The number of ranks in words: 8 (tensor 2 x data 4). data: the data-parallel ones."""
         degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "data": data}
         product = " x ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
         shared = f" ({product})" if self.tensor * self.pipeline > 1 else ""
@@ -81,8 +80,8 @@ class ModuleState(NamedTuple):
     """What the module's state holds besides trained parameters.
 
     tensors: {name: Tensor}: buffers, frozen parameters, tensors of get_extra_state() or of a
-    state_dict hook. objects: the names of what is no tensor. frozen: {name: shape}; empty at
-    ZeRO-1, whatever is frozen: DeepSpeed lists it at ZeRO-2 and 3 alone.
+    state_dict hook. objects: the names of what is no tensor. frozen: {name: shape} of frozen
+    parameters, which DeepSpeed lists at ZeRO-2 and 3 alone: otherwise empty.
     """
 
     tensors: dict
@@ -93,9 +92,9 @@ class ModuleState(NamedTuple):
 class OptimizerState(NamedTuple):
     """What the optimizer's state holds besides the states of parameters.
 
-    param_groups: hyperparameters. extra_states, extra_keys: what PyTorch's optimizer keeps besides
-    the states of its parameters, and besides its groups. rank_dependent: {name: why}, states that
-    differ by rank, or are not cut like the weights.
+    param_groups: hyperparameters. extra_states: entries of its "state" that belong to no parameter.
+    extra_keys: entries beside "state" and "param_groups". rank_dependent: {name: why} of states
+    that differ between ranks, or are not cut like the weights.
     """
 
     param_groups: list[dict]
@@ -113,10 +112,10 @@ class Files(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What would be lost. loses_state: an error, unless the user continues without it.
+    """What a load or a conversion would lose. loses_state: an error, unless the user accepts it.
 
-    of_conversion: only a universal checkpoint has no place for it. of_ranks: nothing but the ranks
-    that saved has a place for it, whatever the user says.
+    of_conversion: only a conversion loses it. of_ranks: all but the ranks that saved lose it, and
+    the user cannot accept that.
     """
 
     loses_state: bool
@@ -126,7 +125,7 @@ class Problem(NamedTuple):
 
 
 class PackedStates(NamedTuple):
-    """Files that reader.unpack() makes objects of: rank 0's model states, and a SavedOptimizer."""
+    """The bytes of two files for reader.unpack(): rank 0's model states, and a SavedOptimizer."""
 
     model: bytes
     optimizer: bytes
@@ -135,11 +134,10 @@ class PackedStates(NamedTuple):
 class Checkpoint(NamedTuple):
     """A checkpoint without its data. It can be pickled, to send it to other processes.
 
-    stage: of ZeRO, 1 to 3; 0 without it. ranks: how many data-parallel ones wrote it. These and
-    layout are None for a universal checkpoint, which is not cut. parameters: by name.
-    problems: what a conversion loses. client_states_differ: whether a rank has saved another client
-    state than rank 0.
-    packed: what reader.describe() adds for the ranks that load it.
+    stage: of ZeRO, 1 to 3; 0 without it. ranks: the number of data-parallel ranks that saved it.
+    These and layout are None for a universal checkpoint, which is not cut. parameters: by name.
+    problems: what a load or a conversion loses. client_states_differ: whether a rank has saved
+    another client state than rank 0. packed: added by reader.describe_for_load().
     """
 
     folder: Path
@@ -170,10 +168,10 @@ class Checkpoint(NamedTuple):
 
 
 class RawStates(NamedTuple):
-    """What was pickled.
+    """The objects that were pickled in a checkpoint's files.
 
     models: the model states of every model-parallel rank; their `module` has no trained parameters.
-    optimizer: rank 0's.
+    optimizer: the optimizer states of rank 0.
     """
 
     models: list[dict]
@@ -181,7 +179,7 @@ class RawStates(NamedTuple):
 
 
 class Described(NamedTuple):
-    """What describe() returns."""
+    """A Checkpoint with its RawStates, from describe()."""
 
     checkpoint: Checkpoint
     raw: RawStates

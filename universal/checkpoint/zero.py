@@ -41,7 +41,7 @@ def is_flat(value: Any) -> bool:
 
 
 def are_states(value):
-    """Whether this is the state of PyTorch's optimizer, in which parameters have numbers."""
+    """Whether this is the "state" of PyTorch's optimizer: dicts under the parameters' numbers."""
     return isinstance(value, dict) and all(
         isinstance(state, dict) for key, state in value.items() if isinstance(key, int)
     )
@@ -67,9 +67,10 @@ STAGE_1_OR_2 = {
 class SavedShard(NamedTuple):
     """What one rank saved of the optimizer, in the same form at every stage.
 
-    stage: 1, 2 or 3. optimizer_class: of DeepSpeed's. content: as it was saved.
-    optimizer: the state dict of PyTorch's. Of each flat tensor: masters, in fp32; slice_sizes:
-    elements of a rank's slice, padding included; ranks: how many ranks have a slice of it.
+    stage: 1, 2 or 3. optimizer_class: of DeepSpeed's optimizer. content: as it was saved.
+    optimizer: the state dict of PyTorch's optimizer. Lists with an entry for each flat tensor:
+    masters, in fp32; slice_sizes: elements of one rank's slice, with its padding; ranks: the number
+    of ranks that it is cut for.
     """
 
     path: Path
@@ -83,11 +84,11 @@ class SavedShard(NamedTuple):
 
 
 class ModelParallelRank(NamedTuple):
-    """A model-parallel rank, joined from its data-parallel ranks.
+    """What a model-parallel rank has saved, joined from its data-parallel ranks.
 
-    model: rank 0's model states, with an untrained module. dtype: of Layout. shard: rank 0's.
-    rests: {file of a rank: its shared_rest()}. lost: {name of a state that has no place: why}.
-    files: rank 0's model states first. client_states: of the ranks that have saved one.
+    model: rank 0's model states; its module has no trained parameters. dtype: as in Layout. shard:
+    rank 0's. rests: {path of a shard: its shared_rest()}. lost: {name of a state that is not cut:
+    why}. files: rank 0's model states first. client_states: of each rank that has saved one.
     """
 
     model: dict
@@ -130,7 +131,7 @@ def read_shard(path: Path) -> SavedShard:
 
 
 def saved_stage(content: dict) -> int | None:
-    """The ZeRO stage that the states of an optimizer name; BF16_Optimizer's name none."""
+    """The ZeRO stage that optimizer states name; None in those of BF16_Optimizer."""
     enum = content.get("zero_stage")
     return enum.args[0] if isinstance(enum, Stub) and enum.args else None
 
@@ -159,23 +160,22 @@ def extra_keys(optimizer: dict) -> dict:
 
 
 def optimizer_state(optimizer: dict, dependent: dict) -> OptimizerState:
-    """What the state dict of PyTorch's optimizer holds besides the states of parameters."""
+    """The OptimizerState in a state dict of PyTorch's optimizer. dependent: {name: why}."""
     groups = optimizer["param_groups"]
     kept = {key: why for key, why in dependent.items() if not is_computed_anew(key, groups)}
     return OptimizerState(groups, extra_states(optimizer), extra_keys(optimizer), kept)
 
 
 def is_computed_anew(key: str, param_groups: list[dict]) -> bool:
-    """Whether each step computes a state before it reads it: Adafactor's RMS of the weights."""
+    """Whether each step computes this state anew before it reads it, as Adafactor does its RMS."""
     return key == "RMS" and all("relative_step" in group for group in param_groups)
 
 
 def shared_rest(shard: SavedShard, scalars: dict[str, dict], opened: OpenFile) -> dict:
-    """Returns {(place, name): value} of what the optimizer keeps for no single element, normally
-    the same on all ranks.
+    """Returns {(place, name): value} of all that ranks should have the same of: hyperparameters,
+    scalars, and what is in neither.
 
-    place: the number of a parameter group, for its hyperparameters; the name of a tensor, for its
-    scalars; None, for what is besides.
+    place: the number of a parameter group; the name of a flat tensor, for its scalars; or None.
     """
     rest = {
         (i, key): value
@@ -190,9 +190,9 @@ def shared_rest(shard: SavedShard, scalars: dict[str, dict], opened: OpenFile) -
 
 
 def rank_dependent(ranks: list[ModelParallelRank]) -> dict[str, str]:
-    """Returns why states depend on the rank, by their names, for the ranks of a pipeline stage.
+    """Returns {name of a state: why only the rank that saved it can load it}.
 
-    Raises: CheckpointError, if some have taken other steps.
+    ranks: of one pipeline stage. Raises: CheckpointError, if their optimizer steps differ.
     """
     lost = {}
     rests = {path: rest for rank in ranks for path, rest in rank.rests.items()}
@@ -235,7 +235,7 @@ class Cut(NamedTuple):
 
 
 class Slices(NamedTuple):
-    """A Source: the elements of a parameter, in the flat tensors of its ranks."""
+    """A Source of a parameter's elements, in the flat tensors of its ranks."""
 
     extents: tuple[Extent, ...]
     cut: Cut
@@ -261,9 +261,9 @@ class Slices(NamedTuple):
 class FlatCut(NamedTuple):
     """A formula for where the parameters of a flat tensor lie in its slices.
 
-    number: of the flat tensor, which `name` gives with its kind: group 3, or at ZeRO-3 sub-group 3.
-    team: the ranks that have its slices. cuts: by the names in the shards. share: elements of a
-    slice. numel: of all slices, without the padding behind them.
+    number: of the flat tensor. name: with its kind, "group 3", or at ZeRO-3 "sub-group 3". team:
+    the ranks that have its slices. cuts: {a parameter's name in the shards: Cut}. share: elements
+    of a slice. numel: elements of all slices, without padding at the end.
     """
 
     number: int
@@ -275,11 +275,11 @@ class FlatCut(NamedTuple):
 
 
 def cut_flat(shard: SavedShard, number: int, shapes: dict, team: Team) -> FlatCut:
-    """How a flat tensor is cut.
+    """Compute how a flat tensor is cut. shapes: {name: shape} of its parameters, in their order.
 
-    The shard says so, too (check_mapping), but with round_robin_gradients it is wrong.
+    param_slice_mappings says so, too (check_mapping()), but is wrong with round_robin_gradients.
 
-    Raises: CheckpointError, if this is not what the shard is like.
+    Raises: CheckpointError, if the shard has other sizes.
     """
     name = f"{'sub-group' if shard.stage == 3 else 'group'} {number}"
     ranks = len(team.ranks)
@@ -310,7 +310,10 @@ def cut_flat(shard: SavedShard, number: int, shapes: dict, team: Team) -> FlatCu
 
 
 def check_mapping(shard: SavedShard, flat_cut: FlatCut, begin: int) -> None:
-    """Check that a shard of ZeRO-1 or 2, whose slice has the elements from `begin` on, says so."""
+    """Raises CheckpointError unless param_slice_mappings says the same of a slice.
+
+    begin: the first element of the flat tensor that the slice has. ZeRO-1 and 2 alone.
+    """
     mapping = {}
     for name, cut in flat_cut.cuts.items():
         start = max(cut.origin, begin)
@@ -329,11 +332,10 @@ def check_mapping(shard: SavedShard, flat_cut: FlatCut, begin: int) -> None:
 
 
 class Held(NamedTuple):
-    """What an optimizer holds of one of its tensors.
+    """The optimizer's state of one tensor, sorted by its form.
 
-    states: {name: Tensor} of a value for each element, fp32 first. scalars: {name: value, or Tensor
-    with its bytes}. others: {name: what is neither}, such as states that are not cut like the
-    weights.
+    states: {name: Tensor} with a value for each element, "fp32" first. scalars: {name: value, or
+    Tensor with its bytes}. others: {name: what is neither}, not cut like the weights.
     """
 
     states: dict
@@ -342,8 +344,8 @@ class Held(NamedTuple):
 
 
 def held_of(masters: Tensor, state: dict, longest: int, opened: OpenFile) -> Held:
-    """The state of a tensor whose fp32 elements are `masters`. With padding it has up to `longest`
-    elements."""
+    """Sort an optimizer's state of a tensor into a Held. masters: the tensor's fp32 elements.
+    longest: the number of elements that a state may have with padding."""
     held = Held({"fp32": masters}, {}, {})
     numels = range(masters.numel, longest + 1)
     for key, value in state.items():
@@ -368,7 +370,10 @@ def held_of(masters: Tensor, state: dict, longest: int, opened: OpenFile) -> Hel
 def read_slice(
     shard: SavedShard, rank: int, flat_cut: FlatCut, trust_mapping: bool, opened: OpenFile
 ) -> Held:
-    """What a rank holds of its slice of a flat tensor, without padding. Raises CheckpointError."""
+    """A rank's optimizer state of its slice of a flat tensor. Raises CheckpointError.
+
+    trust_mapping: compare param_slice_mappings, too.
+    """
     number = flat_cut.number
     share = shard.slice_sizes[number]
     if share != flat_cut.share:
@@ -385,9 +390,10 @@ def read_slice(
 def join_slices(
     flat_cut: FlatCut, held: dict[Path, Held], shapes: dict, group_number: int | None
 ) -> tuple[dict, set]:
-    """Returns the parameters by name, and the names of states that are not cut like the weights.
+    """Join the ranks' slices of a flat tensor. Returns its parameters by name, and the names of
+    states that are not cut like the weights.
 
-    held: of all ranks, by their shards. Raises: CheckpointError, if these are not of one save.
+    held: of all ranks, by the paths of their shards. Raises: CheckpointError, if they do not fit.
     """
     others = set().union(*(of_rank.others for of_rank in held.values()))
     (first_path, first), *_ = held.items()
@@ -402,7 +408,7 @@ def join_slices(
     of_team = [[*held.values()][rank] for rank in flat_cut.team.ranks]
     share = flat_cut.share
     numels = [max(0, min(flat_cut.numel - i * share, share)) for i in range(len(of_team))]
-    momentum = whole_momentum(of_team, flat_cut.cuts) if "momentum_buffer" in others else {}
+    momentum = uncut_momentum(of_team, flat_cut.cuts) if "momentum_buffer" in others else {}
     if momentum:
         others.remove("momentum_buffer")
     extents = {
@@ -421,11 +427,11 @@ def join_slices(
     return parameters, others
 
 
-def whole_momentum(of_ranks, cuts):
-    """Returns, by name, the Extent of Muon's momentum at ZeRO-1 and 2.
+def uncut_momentum(of_ranks, cuts):
+    """Returns {parameter: the Extent of its momentum}, as Muon keeps it at ZeRO-1 and 2.
 
-    A rank holds, end to end, the whole momentum of each parameter of which it has a part. Empty if
-    the ranks' tensors do not have that length.
+    A rank has the momentum of every parameter that its slice touches, uncut, end to end. Empty if
+    the tensors have another length.
     """
     momentum = {}
     for rank, held in enumerate(of_ranks):
@@ -446,7 +452,7 @@ def whole_momentum(of_ranks, cuts):
 
 
 def differences(values: list[dict]) -> dict:
-    """Returns, by key, the first rank whose value is not what it is on rank 0."""
+    """Returns {key: the first rank whose value differs from rank 0's}. values: of each rank."""
     differing = {}
     for rank, of_rank in enumerate(values):
         for key in {**values[0], **of_rank}:
@@ -457,7 +463,8 @@ def differences(values: list[dict]) -> dict:
 
 
 def lost_states(parameters: dict, optimizer: OptimizerState) -> list[str]:
-    """The names of the optimizer's states that are not per element."""
+    """The names of the optimizer's states that a universal checkpoint has no place for: those
+    without a value for each element, but for the step."""
     names = {*optimizer.extra_states, *optimizer.extra_keys}
     names |= optimizer.rank_dependent.keys()
     for parameter in parameters.values():
@@ -468,7 +475,7 @@ def lost_states(parameters: dict, optimizer: OptimizerState) -> list[str]:
 
 
 def problem_of_loss(path: Path, parameters: dict, optimizer: OptimizerState) -> list[Problem]:
-    """Returns the Problem, in a list, that states have no place in a universal checkpoint."""
+    """Returns a list with a Problem if a conversion would lose states; otherwise an empty one."""
     names = ", ".join(lost_states(parameters, optimizer))
     text = (
         f"{path}: {names} of the optimizer: a universal checkpoint has no place for what belongs "

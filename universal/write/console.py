@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the commands print: a progress bar, an error in one line, the figures of the end."""
+"""Print progress bars, errors in one line, and the figures at the end of a conversion."""
 
 import contextlib
 import os
@@ -11,18 +11,18 @@ from typing import Any
 
 from universal.errors import CheckpointError
 
-LONG = 10  # seconds, after which a load tells how far it is
+LONG = 10  # seconds, after which a load shows its progress
 
 
 def print_line(text: str) -> None:
-    """Print one line on standard output, if that is open: to whom it matters less than the job."""
+    """Print one line on standard output; no failure of that, such as a closed pipe, is raised."""
     with contextlib.suppress(Exception):  # of a pipe that nobody reads, of a closed file
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def print_screen(text: str) -> None:
-    """Print it. Whoever reads it may stop early, as `head` does."""
+    """Print text that a reader, such as `head`, may stop to read before its end."""
     try:
         print(text, flush=True)
     except BrokenPipeError:  # what is left would be flushed at the end, and fail again
@@ -30,7 +30,7 @@ def print_screen(text: str) -> None:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether somebody looks at it; not if it is closed, or None, as the shell closed it."""
+    """Whether a stream is a terminal; not if it is closed, or None."""
     with contextlib.suppress(Exception):
         return stream.isatty()
     return False
@@ -38,8 +38,11 @@ def is_terminal(stream: Any) -> bool:
 
 @contextlib.contextmanager
 def bar(total: int, progress: bool, delay: float = 0) -> Iterator[Callable[[int], Any]]:
-    """Yields a function that moves a progress bar by so many bytes, if there is a terminal,
-    and tqdm, which comes with DeepSpeed. delay: seconds after which it appears."""
+    """Yields a function that moves a progress bar by a number of bytes.
+
+    It is shown on a terminal only, and if tqdm, which comes with DeepSpeed, is there. delay:
+    seconds before it appears.
+    """
     try:
         from tqdm import tqdm
     except ImportError:
@@ -53,9 +56,9 @@ def bar(total: int, progress: bool, delay: float = 0) -> Iterator[Callable[[int]
 
 @contextlib.contextmanager
 def in_one_line(program: str) -> Iterator[None]:
-    """Prints an error, and every warning, as one line on standard error.
+    """Print an error, and every warning, in this block as one line on standard error.
 
-    After an error the process ends, with 2, after Ctrl-C with 130.
+    The process then ends with exit code 2; after Ctrl-C with 130.
     """
 
     def say(kind, text):
@@ -78,7 +81,7 @@ def in_one_line(program: str) -> Iterator[None]:
 
 
 def report(done: dict[str, Any]) -> None:
-    """Print the figures of what convert() has returned."""
+    """Print what convert() returned in one line."""
     print(
         f"{done['source']} -> {done['output']}: {done['parameters']} parameters, "
         f"{done['bytes']:,} bytes in {done['seconds']:.2f} s, "
@@ -97,7 +100,7 @@ def wrapped(text: str) -> list[str]:
 
 
 def short(number: Any) -> str:
-    """A number in at most four digits, and k, M, G, T or P. Other values as they are."""
+    """A number in at most four digits, with k, M, G, T or P. Other values become text."""
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         return str(number)
     power = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""ZeRO checkpoint -> universal checkpoint: convert() describes, writes, checks and publishes.
+"""Convert a ZeRO checkpoint to a universal one: describe, write, check, publish.
 
 ds_to_universal.py is its command line, and describes the input and the output.
 """
@@ -73,7 +73,7 @@ def convert(
 
 
 def complain(checkpoint, strict):
-    """Refuse, or name in a warning, what the conversion would lose; warn of what is only odd."""
+    """Raise CheckpointError for what the conversion would lose, or warn of it if not strict."""
     if checkpoint.is_universal:
         raise CheckpointError(f"{checkpoint.folder} is a universal checkpoint already")
     if any(map(expert_name, (*checkpoint.parameters, *checkpoint.module.tensors))):
@@ -97,15 +97,15 @@ def make_folders(folder, files):
 
 
 def jobs_of(files):
-    """The files' names, in lists, so that neighbors in the shards are read, and checksummed, in one
-    go."""
+    """The files' names in lists, each written by one thread: parameters that are neighbors in the
+    shards are then read, and checksummed, in one go."""
     names = list(files)
     count = max(1, min(64, len(names) // 8))
     return [names[i : i + count] for i in range(0, len(names), count)]
 
 
 def write_output(folder, files, opened, workers, progress):
-    """Write the files. Returns {record: what was read of it}, for check_all()."""
+    """Write the files. Returns ByteReader.spans, for check_all()."""
 
     def write_job(job, reader):
         for name in job:
@@ -122,7 +122,7 @@ def write_output(folder, files, opened, workers, progress):
 
 
 def finish(folder, source, output, to_verify):
-    """Give the output the rest of its files, and its name."""
+    """Add links and next_steps.csv, and publish the output. to_verify: files to read again."""
     for name in to_verify:
         verify(folder / name)
     for path in folder.glob("mp_rank_*_model_states.pt"):
@@ -141,7 +141,7 @@ def link_or_copy(path, second):
 
 
 def size_of(file):
-    """The bytes of its tensors."""
+    """The bytes of all tensors in a file to be written."""
     return sum(map(nbytes_of, file.sources))
 
 
@@ -150,7 +150,7 @@ def size_of(file):
 
 
 def files_of(checkpoint: Checkpoint, raw: RawStates, bare: bool = False) -> dict[str, Pickled]:
-    """The files below the output folder, by path. bare: tensors without a dict around them."""
+    """The files of the output, by path. bare: save tensors without a dict around them."""
     files = {}
     pickled_step = functools.cache(pickled)  # most parameters share one step
     cuts = TensorParallel(raw.models[0].get(INFO_KEY), checkpoint.layout.tensor, checkpoint.folder)
@@ -174,13 +174,12 @@ def files_of(checkpoint: Checkpoint, raw: RawStates, bare: bool = False) -> dict
 
 @functools.lru_cache(4096)
 def state_pickle(dtype, shape, bare, *cut_info):
-    """The pickle of a state file, cached: layers and their states are alike, so few have to be
-    made."""
+    """The pickle in a state's file. Cached, as layers are alike."""
     tensor = contiguous(dtype, Extent(dtype, None, 0, math.prod(shape)), shape)
     return pickled(tensor if bare else {"param": tensor} | dict(cut_info)).data
 
 
-# What a shard holds of the parameters' states, at the stages.
+# The keys of a shard with the states of parameters, at ZeRO-1 to 3.
 SHARDS = (
     "base_optimizer_state",
     "param_slice_mappings",
@@ -190,8 +189,8 @@ SHARDS = (
 
 
 def shared_state(checkpoint, raw):
-    """Returns what zero/optimizer_state.pt holds: what the loaders of ZeRO-1/2 and of ZeRO-3 ask
-    for, without a shard."""
+    """Returns the content of zero/optimizer_state.pt: what DeepSpeed's loaders of every stage ask
+    for."""
     groups = checkpoint.optimizer.param_groups
     state = {key: value for key, value in raw.optimizer.items() if key not in SHARDS}
     state["param_groups"] = groups

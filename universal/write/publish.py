@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Publishing: no folder gets its final name before it is on the disk.
 
-Until then it is beside its place, hidden, under a name that no other has: .NAME.NUMBER.unfinished,
-.saving if a training writes it. What it replaces is .NAME.NUMBER.replaced for a moment: whoever
-looks for checkpoints there gives it its name back, if nobody has that (tags.restore())."""
+Until then it has a hidden name beside its place: .NAME.NUMBER.unfinished, or .saving while a
+training run writes it. What it replaces is .NAME.NUMBER.replaced for a moment; after a crash
+tags.restore() gives that its name back."""
 
 import contextlib
 import ctypes
@@ -20,17 +20,17 @@ from universal.checkpoint.tags import HIDDEN, POINTER, restore
 from universal.checkpoint.types import NEXT_STEPS
 from universal.errors import CheckpointError
 
-DAY = 86400  # seconds, in which whoever writes a folder has written to it
+DAY = 86400  # seconds; nobody writes any more into a folder that is older
 
 
 def hidden(output: Path, kind: str) -> Path:
-    """A path beside the output that nobody else takes."""
+    """A hidden, unique path beside the output. kind: "unfinished", "saving", ..."""
     return output.with_name(f".{output.name}.{time.time_ns()}.{kind}")
 
 
 def check_output(source: Path, output: Path) -> None:
-    """Check that the output is new, or a universal checkpoint and nothing else, and does not
-    contain the source. Raises CheckpointError."""
+    """Raises CheckpointError if the output exists and is more than a universal checkpoint, or is or
+    contains the source."""
     entry = re.compile(
         r"zero|(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|layer_.*_model_states\.pt"
         rf"|{NEXT_STEPS}|{re.escape(POINTER)}"
@@ -56,7 +56,7 @@ def check_output(source: Path, output: Path) -> None:
 
 
 def lock(folder: Path) -> int:
-    """Let others know that somebody writes into it, until what this returns is closed."""
+    """Mark a folder as being written, until the descriptor that this returns is closed."""
     descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -64,7 +64,7 @@ def lock(folder: Path) -> int:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process of this machine writes into it."""
+    """Whether a process of this machine has lock()ed the folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,8 +76,8 @@ def is_locked(folder: Path) -> bool:
 
 
 def sweep(output: Path) -> None:
-    """Remove what processes that died have left beside the output: of its own name; of any, if it
-    is a day old, or was half removed."""
+    """Remove hidden folders that dead processes left beside the output: those of its name, and of
+    others those that are a day old or were being removed."""
     restore(output.parent)
     for path in output.parent.glob(".*"):
         match = HIDDEN.fullmatch(path.name)
@@ -91,8 +91,8 @@ def sweep(output: Path) -> None:
 
 @contextlib.contextmanager
 def unfinished(output: Path) -> Iterator[Path]:
-    """A hidden folder beside the output, to write into. What is left, of it and of others that
-    have died, is removed."""
+    """Yields a hidden folder beside the output, to write into. Afterwards it is removed, unless it
+    was published, and so are those of processes that died."""
     sweep(output)
     folder = hidden(output, "unfinished")
     folder.mkdir(parents=True)
@@ -105,9 +105,11 @@ def unfinished(output: Path) -> Iterator[Path]:
 
 
 def publish(folder: Path, output: Path, latest: Path | None = None, tag: str | None = None) -> None:
-    """Write everything to the disk, give the finished folder its final name, and let the file
-    `latest`, if any, say the tag, by default the output's name. If this is interrupted, the output
-    is either the old or the new one, and whole; for a moment the old one is next to its place."""
+    """Write everything to the disk, and give the finished folder its final name.
+
+    latest: a file to name the tag in, by default the output's name. If this is interrupted, the
+    output is the old or the new one, and complete; for a moment the old one has a hidden name.
+    """
     if latest:
         (folder / POINTER).write_bytes(os.fsencode(tag or output.name))
     sync(folder)
