@@ -12,7 +12,7 @@ import whole_and_refused
 import universal
 from tests.support.case import cases_of, play, test_case  # noqa: F401
 from tests.support.helpers import run_all
-from universal.load import reshard
+from universal.load import compare
 from universal.load.engine import Engine
 from universal.load.reader import SavedOptimizer
 
@@ -50,7 +50,7 @@ def test_optimizers_of_torch(saved):
         engine.optimizer = engine.torch_optimizer = optimizer_of(kind)[0]
         engine.group_numbers = dict
         with contextlib.suppress(universal.CheckpointError):
-            reshard.compare_optimizer(engine, checkpoint, model, content, True)
+            compare.compare_optimizer(engine, checkpoint, model, content, True)
             takers.add(kind.__name__)
     adams = {"Adam", "AdamW"}
     assert takers == (adams if saved.__name__ in adams else {saved.__name__})

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: MIT
+"""Compare a checkpoint with the engine that is to load it: parameters, optimizer, groups."""
+
+import math
+import operator
+
+from universal.checkpoint.experts import expert_name
+from universal.checkpoint.module_states import config_of
+from universal.checkpoint.types import Checkpoint
+from universal.errors import CheckpointError
+from universal.load.collective import say
+from universal.load.engine import Engine
+from universal.load.hooks import LoadOptions, lacks_norm
+from universal.load.parts import Parts
+from universal.load.reader import SavedOptimizer, unpack, unpack_optimizer
+
+# Hyperparameters that change how a step is computed, but not its result.
+HARMLESS = {
+    "params",
+    "step",
+    "initial_lr",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "maximize",
+    "decoupled_weight_decay",
+    # What the schedulers OneCycleLR, CyclicLR and SWALR keep there.
+    "max_lr",
+    "min_lr",
+    "base_momentum",
+    "max_momentum",
+    "swa_lr",
+}
+SAME_AS = {"bias_correction": "amsgrad"}  # one Adam has the one, another the other
+WIDE = ("bf", "32", "None")  # parts of names of dtypes that need no loss scale
+FRESH = "; load_optimizer_states=False continues with a fresh optimizer"
+
+
+def compare_parameters(
+    engine: Engine,
+    checkpoint: Checkpoint,
+    parts: Parts,
+    options: LoadOptions,
+    optimized: set[str],
+    present: set[str],
+) -> None:
+    """Raises CheckpointError if the engine's parameters are not the checkpoint's.
+
+    optimized, present: the names of those that the optimizer holds, and of all, on all ranks
+    together. For weights alone it does not matter what was trained.
+    """
+    trained = checkpoint.parameters.keys()
+    strict = options.load_module_strict
+    if optimized and options.load_optimizer_states:
+        agree(optimized, trained, "trained", strict, "without their states")
+    else:
+        tied = tied_names(engine, checkpoint, unpack(checkpoint.packed.model))
+        known = trained | checkpoint.module.tensors.keys() | tied.keys()
+        agree(optimized - known, trained - present, "trained", strict)
+    groups = engine.group_numbers()
+    # In the order of their names, so that all ranks tell of the same one.
+    for name in sorted(checkpoint.parameters.keys() & engine.parameters.keys()):
+        saved = checkpoint.parameters[name]
+        shape = parts.wholes[name].shape
+        if not has_saved_shape(shape, saved, checkpoint.is_universal):
+            raise CheckpointError(
+                f"{name} is {shape} here, and {saved.shape} in the checkpoint: to resize it, begin "
+                "with its weights"
+            )
+        param_group = groups.get(name, saved.group_number)
+        if param_group != saved.group_number and not expert_name(name):
+            raise CheckpointError(
+                f"{name} is in parameter group {param_group}, and was in {saved.group_number}"
+                f"{cure_of_groups(engine)}"
+            )
+
+
+def cure_of_groups(engine):
+    """What to do if DeepSpeed has dropped a group of which a pipeline stage has nothing."""
+    return "; give each stage a parameter of every group" if engine.is_pipeline() else ""
+
+
+def has_saved_shape(shape, saved, universal):
+    """Whether a parameter, whole of this shape, may be the saved one."""
+    # DeepSpeed's converter may leave only the number of elements.
+    return shape == saved.shape or universal and saved.shape == (math.prod(shape),)
+
+
+def agree(
+    live: set[str], saved: set[str], what: str, strict: bool, outcome: str = "left as it is"
+) -> None:
+    """Raises CheckpointError, or if not strict prints, which names are on one side only."""
+    one_sided = {
+        "here, and not in the checkpoint": live - saved,
+        "in the checkpoint, and not here": saved - live,
+    }
+    texts = [f"{what} {side} {listed(names)}" for side, names in one_sided.items() if names]
+    cure = cure_of_names(live, saved)
+    if texts and (strict or cure):
+        cure = cure or "load_module_strict=False continues without"
+        raise CheckpointError(f"{'; '.join(texts)}; {cure}")
+    for text in texts:
+        say(f"{text}: {outcome}")
+
+
+def cure_of_names(live, saved):
+    """What to do about names that differ by what torch puts into them; "" about others."""
+    if any("_orig_mod." in name for name in live - saved):
+        return "torch.compile() names them: give DeepSpeed the model without it, model._orig_mod"
+    if any("_orig_mod." in name for name in saved - live):
+        return "torch.compile() has named them: compile the same modules here, too"
+    if {"weight_g", "original0"} <= {name.rpartition(".")[2] for name in live ^ saved}:
+        return "torch has two weight_norm(): take the one of before"
+    return ""
+
+
+def listed(names):
+    return f"({len(names)}): {', '.join(sorted(names)[:5])}"
+
+
+def check_any_trained(checkpoint: Checkpoint, optimized: set[str], present: set[str]) -> None:
+    """Check that the checkpoint knows something of what is trained, here or there.
+
+    Not so, a run would go on at the old step with initial weights. optimized, present: the names of
+    the parameters that the optimizer holds, and of all, on all ranks together. Raises:
+    CheckpointError.
+    """
+    saved = checkpoint.parameters.keys() | checkpoint.module.tensors.keys()
+    trained = checkpoint.parameters.keys()
+    if trained and not optimized & saved and not trained & present:
+        raise CheckpointError(
+            f"nothing that is trained has the same name on both sides: here {listed(optimized)}; "
+            f"in the checkpoint {listed(trained)}: "
+            f"{cure_of_names(optimized, trained) or 'give the model the names of before'}"
+        )
+
+
+def compare_optimizer(
+    engine: Engine, checkpoint: Checkpoint, model: dict, saved: SavedOptimizer, resharded: bool
+) -> None:
+    """Raises CheckpointError if the checkpoint is of another optimizer, or lacks its states.
+
+    resharded: whether it is to load on any ranks; otherwise each reads the groups that it saved.
+    """
+    for misfit in misfits_of_optimizer(engine, checkpoint, model, saved, resharded):
+        raise CheckpointError(f"{misfit}{FRESH}")
+
+
+def misfits_of_optimizer(engine, checkpoint, model, saved, resharded):
+    """Yields, in words, what of the checkpoint's optimizer does not fit the engine's."""
+    names = telling_names(engine.param_groups)
+    saved_names = telling_names(saved.param_groups)
+    known = engine.names_in_optimizer()  # its step may add some, as Prodigy's does
+    if saved_names and (names - saved_names or saved_names - names - known):
+        yield (
+            f"of another optimizer: it has {sorted(saved_names)}, that of the engine "
+            f"{sorted(names)}"
+        )
+    if resharded and len(saved.param_groups) != len(engine.param_groups):
+        yield (
+            f"of another optimizer: it has {len(saved.param_groups)} parameter groups, "
+            f"that of the engine {len(engine.param_groups)}{cure_of_groups(engine)}"
+        )
+    parameters = checkpoint.parameters
+    states = {key for name in parameters for key in parameters[name].states} - {"fp32"}
+    if engine.is_torchs_optimizer() and states - known:
+        yield (
+            f"of another optimizer: it has the states {sorted(states)}, and that of the engine "
+            f"knows no {', '.join(sorted(states - known))}"
+        )
+    if engine.keeps_second_optimizer():
+        yield "DeepSpeed restores no state that offload_optimizer.ratio leaves on the GPU"
+    if saved.settings.get("clip_grad") and lacks_norm(engine.optimizer):
+        yield "saved with gradient clipping, for which compute_grad_norm=false leaves no norm"
+    if saved.left_out:
+        yield f"converted without {', '.join(saved.left_out)} of the optimizer"
+    merged = map(operator.or_, engine.param_groups, saved.param_groups)
+    groups = engine.group_numbers()
+    keeping = {i for i, group in enumerate(merged) if "betas" in group or group.get("momentum")}
+    bare = [
+        name
+        for name, parameter in parameters.items()
+        if groups.get(name, parameter.group_number) in keeping and len(parameter.states) < 2
+    ]
+    stepped = model["global_steps"] > model["skipped_steps"]
+    # DeepSpeed does not count what torch's GradScaler skips.
+    if scaled_by_torch(model) and len(bare) == len(parameters):
+        stepped &= any(parameters[name].scalars for name in bare)
+    if bare and stepped and not checkpoint.optimizer.rank_dependent:
+        yield f"there is no optimizer state of {bare[0]}"
+
+
+def in_groups_of(engine: Engine, checkpoint: Checkpoint) -> tuple[dict, SavedOptimizer]:
+    """The model states, and the optimizer's, with values for each of the engine's parameter groups.
+
+    DeepSpeed splits a group of experts, if a rank has many: then there are more than were saved, or
+    fewer. Raises: CheckpointError, if one here has experts of groups with different settings.
+    """
+    model = unpack(checkpoint.packed.model)
+    saved = unpack_optimizer(checkpoint)
+    origins = origins_of_groups(engine, checkpoint)
+    has_experts = any(map(expert_name, engine.parameters))
+    if not has_experts or len(origins) < len(engine.param_groups):  # the latter fit no groups
+        return model, saved
+    groups = []
+    for number, group in enumerate(engine.param_groups):
+        kept = {key: group[key] for key in ("params", "name") if key in group}
+        settings, *others = [saved.param_groups[origin] | kept for origin in origins[number]]
+        if any(other != settings for other in others):
+            raise CheckpointError(f"group {number} has experts of groups with different settings")
+        groups.append(settings)
+    scheduler = dict(model["lr_scheduler"] or {})
+    for key, values in scheduler.items():
+        if isinstance(values, list) and len(values) == len(saved.param_groups):
+            scheduler[key] = [values[min(origins[number])] for number in sorted(origins)]
+    return model | {"lr_scheduler": scheduler}, saved._replace(param_groups=groups)
+
+
+def origins_of_groups(engine, checkpoint):
+    """Returns, by the number of a parameter group here, those that its parameters were saved in."""
+    origins = {}
+    for name, number in engine.group_numbers().items():
+        if name in checkpoint.parameters:
+            origins.setdefault(number, set()).add(checkpoint.parameters[name].group_number)
+    return origins
+
+
+def telling_names(param_groups):
+    """The hyperparameters' names that tell one optimizer from another."""
+    return {SAME_AS.get(name, name) for group in param_groups for name in group} - HARMLESS
+
+
+def scaled_by_torch(model):
+    """Whether a checkpoint's loss was scaled by torch's GradScaler, for an autocast to float16."""
+    saved = config_of(model, "torch_autocast")
+    return saved.get("enabled") and not any(part in str(saved.get("dtype")) for part in WIDE)
+
+
+def say_lost_scale(engine: Engine, model: dict) -> None:
+    """Warn if a loss scale was adapted, and is in no file. model: the model states."""
+    scale = engine.autocast_scale()
+    if scale and scaled_by_torch(model):
+        say(
+            f"WARNING: no file holds the loss scale of torch_autocast, which is {scale:g} now: "
+            "steps may be skipped until it is what it was"
+        )
+
+
+def tied_names(engine: Engine, checkpoint: Checkpoint, model: dict) -> dict[str, str]:
+    """Returns {a parameter here: the trained one that was tied to it, and is not any more}."""
+    shared = model.get("shared_params") or {}
+    own = engine.parameters.keys() - checkpoint.parameters.keys()
+    return {name: shared[name] for name in own if shared.get(name) in checkpoint.parameters}
