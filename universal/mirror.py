@@ -434,9 +434,9 @@ def exchange(
             if rank == target:
                 reserve(path, size)
     works = [
-        ranks.send(data, transfer.target)
+        ranks.handle.send([data], transfer.target, 0)
         if rank == transfer.source
-        else ranks.receive(data, transfer.source)
+        else ranks.handle.recv([data], transfer.source, 0)
         for data, _, transfer in begun
     ]
     with all_or_none(ranks.all_gather):
