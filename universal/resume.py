@@ -118,7 +118,7 @@ def load_next(engine, search, options, ranks):
         path, client_state = find_and_load(wrapped, search, options, ranks)
         folder = path and Path(path)
     if path:
-        resharded = wrapped.was_resharded
+        resharded = wrapped.is_resharded
         whole = options.load_module_strict and options.load_lr_scheduler_states
         after_load(engine, folder if options.load_optimizer_states else None, resharded, whole)
     return path, client_state

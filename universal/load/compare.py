@@ -47,8 +47,8 @@ def compare_parameters(
 ) -> None:
     """Raises CheckpointError if the engine's parameters are not the checkpoint's.
 
-    optimized, present: the names of those that the optimizer holds, and of all, on all ranks
-    together. For weights alone it does not matter what was trained.
+    optimized, present: the names of parameters that the optimizers hold, and of all, on all ranks
+    together. Where weights alone are loaded, it does not matter what was trained.
     """
     trained = checkpoint.parameters.keys()
     strict = options.load_module_strict
@@ -77,12 +77,12 @@ def compare_parameters(
 
 
 def cure_of_groups(engine):
-    """What to do if DeepSpeed has dropped a group of which a pipeline stage has nothing."""
+    """Says what to do where DeepSpeed drops a group of which a pipeline stage has nothing."""
     return "; give each stage a parameter of every group" if engine.is_pipeline() else ""
 
 
 def has_saved_shape(shape, saved, universal):
-    """Whether a parameter, whole of this shape, may be the saved one."""
+    """Whether a saved parameter may have this shape, of the whole."""
     # DeepSpeed's converter may leave only the number of elements.
     return shape == saved.shape or universal and saved.shape == (math.prod(shape),)
 
@@ -90,7 +90,7 @@ def has_saved_shape(shape, saved, universal):
 def agree(
     live: set[str], saved: set[str], what: str, strict: bool, outcome: str = "left as it is"
 ) -> None:
-    """Raises CheckpointError, or if not strict prints, which names are on one side only."""
+    """Raises CheckpointError if names are on one side only; prints them if not strict."""
     one_sided = {
         "here, and not in the checkpoint": live - saved,
         "in the checkpoint, and not here": saved - live,
@@ -105,7 +105,7 @@ def agree(
 
 
 def cure_of_names(live, saved):
-    """What to do about names that differ by what torch puts into them; "" about others."""
+    """Says what to do if names differ by what torch puts into them; "" otherwise."""
     if any("_orig_mod." in name for name in live - saved):
         return "torch.compile() names them: give DeepSpeed the model without it, model._orig_mod"
     if any("_orig_mod." in name for name in saved - live):
@@ -120,11 +120,10 @@ def listed(names):
 
 
 def check_any_trained(checkpoint: Checkpoint, optimized: set[str], present: set[str]) -> None:
-    """Check that the checkpoint knows something of what is trained, here or there.
+    """Raises CheckpointError if the checkpoint and the engine have no trained parameter in common.
 
-    Not so, a run would go on at the old step with initial weights. optimized, present: the names of
-    the parameters that the optimizer holds, and of all, on all ranks together. Raises:
-    CheckpointError.
+    A run would go on at the old step with initial weights. optimized, present: as in
+    compare_parameters().
     """
     saved = checkpoint.parameters.keys() | checkpoint.module.tensors.keys()
     trained = checkpoint.parameters.keys()
@@ -141,14 +140,15 @@ def compare_optimizer(
 ) -> None:
     """Raises CheckpointError if the checkpoint is of another optimizer, or lacks its states.
 
-    resharded: whether it is to load on any ranks; otherwise each reads the groups that it saved.
+    resharded: whether reshard() will load it; if not, DeepSpeed's loader gives each rank its own
+    groups.
     """
     for misfit in misfits_of_optimizer(engine, checkpoint, model, saved, resharded):
         raise CheckpointError(f"{misfit}{FRESH}")
 
 
 def misfits_of_optimizer(engine, checkpoint, model, saved, resharded):
-    """Yields, in words, what of the checkpoint's optimizer does not fit the engine's."""
+    """Yields, in words, how the checkpoint's optimizer differs from the engine's."""
     names = telling_names(engine.param_groups)
     saved_names = telling_names(saved.param_groups)
     known = engine.names_in_optimizer()  # its step may add some, as Prodigy's does
@@ -192,10 +192,11 @@ def misfits_of_optimizer(engine, checkpoint, model, saved, resharded):
 
 
 def in_groups_of(engine: Engine, checkpoint: Checkpoint) -> tuple[dict, SavedOptimizer]:
-    """The model states, and the optimizer's, with values for each of the engine's parameter groups.
+    """Returns the model states and the SavedOptimizer, with an entry for each parameter group of
+    the engine.
 
-    DeepSpeed splits a group of experts, if a rank has many: then there are more than were saved, or
-    fewer. Raises: CheckpointError, if one here has experts of groups with different settings.
+    DeepSpeed splits a group if a rank has many experts, so their number may change. Raises:
+    CheckpointError, if a group here has experts from groups with different settings.
     """
     model = unpack(checkpoint.packed.model)
     saved = unpack_optimizer(checkpoint)
@@ -218,7 +219,7 @@ def in_groups_of(engine: Engine, checkpoint: Checkpoint) -> tuple[dict, SavedOpt
 
 
 def origins_of_groups(engine, checkpoint):
-    """Returns, by the number of a parameter group here, those that its parameters were saved in."""
+    """Returns {group here: groups in which its parameters were saved}, all by number."""
     origins = {}
     for name, number in engine.group_numbers().items():
         if name in checkpoint.parameters:
@@ -227,18 +228,18 @@ def origins_of_groups(engine, checkpoint):
 
 
 def telling_names(param_groups):
-    """The hyperparameters' names that tell one optimizer from another."""
+    """The names of hyperparameters by which optimizers differ."""
     return {SAME_AS.get(name, name) for group in param_groups for name in group} - HARMLESS
 
 
 def scaled_by_torch(model):
-    """Whether a checkpoint's loss was scaled by torch's GradScaler, for an autocast to float16."""
+    """Whether torch's GradScaler scaled the loss, as it does for an autocast to float16."""
     saved = config_of(model, "torch_autocast")
     return saved.get("enabled") and not any(part in str(saved.get("dtype")) for part in WIDE)
 
 
 def say_lost_scale(engine: Engine, model: dict) -> None:
-    """Warn if a loss scale was adapted, and is in no file. model: the model states."""
+    """Warn if the loss scale was torch_autocast's, which is in no file. model: model states."""
     scale = engine.autocast_scale()
     if scale and scaled_by_torch(model):
         say(
@@ -248,7 +249,7 @@ def say_lost_scale(engine: Engine, model: dict) -> None:
 
 
 def tied_names(engine: Engine, checkpoint: Checkpoint, model: dict) -> dict[str, str]:
-    """Returns {a parameter here: the trained one that was tied to it, and is not any more}."""
+    """Returns {parameter: the trained one that it was tied to}, of those that are tied no more."""
     shared = model.get("shared_params") or {}
     own = engine.parameters.keys() - checkpoint.parameters.keys()
     return {name: shared[name] for name in own if shared.get(name) in checkpoint.parameters}

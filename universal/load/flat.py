@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""What engine and checkpoint have in common: a rank's part of the optimizer, in flat tensors."""
+"""Types of a rank's part of the optimizer, in flat tensors, and what compares tensors."""
 
 from typing import Any, NamedTuple
 
 import torch
 
-# What DeepSpeed's optimizer keeps besides tensors and hyperparameters, and saves.
+# What DeepSpeed's optimizer saves besides tensors and hyperparameters.
 SETTINGS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
@@ -14,8 +14,8 @@ class Piece(NamedTuple):
 
     start: its first element in the parameter. offset: its first element in the flat tensor.
 
-    Piece("a.weight", start=24, offset=0, numel=276)  # all but the first 24 elements, which the
-                                                      # rank before has at the end of its partition
+    Piece("a.weight", start=24, offset=0, numel=276)  # the rank before has the first 24 elements,
+                                                      # at the end of its partition
     """
 
     name: str
@@ -39,7 +39,7 @@ class FlatTensor(NamedTuple):
     pieces: list[Piece]
 
     def blank(self, numel: int, dtype: torch.dtype) -> "FlatTensor":
-        """The same with another tensor on the CPU: zeros, but in the pieces whatever is there."""
+        """The same with a new tensor on the CPU: zeros between pieces, uninitialized in them."""
         tensor = torch.empty(numel, dtype=dtype, device="cpu")
         end = 0
         for piece in self.pieces:
@@ -58,10 +58,10 @@ class Partition(NamedTuple):
 
 
 class NewShard(NamedTuple):
-    """What a rank saves of its optimizer. masters, states: of each flat tensor.
+    """The optimizer's shard that a rank is to load. masters, states: of each flat tensor.
 
     param_groups: hyperparameters; "params" are numbers of flat tensors. extra_states, extra_keys:
-    what PyTorch's optimizer keeps besides. settings: those of SETTINGS that are to be loaded.
+    as in OptimizerState. settings: those of SETTINGS that are to be loaded.
     """
 
     masters: list[torch.Tensor]
@@ -73,18 +73,18 @@ class NewShard(NamedTuple):
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a parameter or buffer; in a parameter's place ZeRO-3 leaves an empty tensor."""
+    """The shape of a parameter or buffer, also where ZeRO-3 has left an empty tensor."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def is_same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether flat tensors of one dtype are the same, also where they hold NaN."""
+    """Whether two flat tensors of one dtype have the same bits; so NaN equals NaN."""
     dtype = {2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.uint8)
     return torch.equal(tensor.view(dtype), other.view(dtype))
 
 
 def is_alike(target: torch.Tensor | None, shape: tuple, dtype: str) -> bool:
-    """Whether a value can be copied into a tensor; not integers of quantized weights, say."""
+    """Whether a tensor of this shape and dtype can be copied into the target; no quantized one."""
     if target is None or whole_shape(target) != shape:
         return False
     return target.is_floating_point() == getattr(torch, dtype).is_floating_point

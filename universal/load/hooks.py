@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""DeepSpeed's own functions, replaced or watched: what other files put in their place."""
+"""DeepSpeed's private functions and attributes: replaced for a while, watched, or read."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ from universal.load.flat import Partition
 
 
 class LoadOptions(NamedTuple):
-    """What DeepSpeed's load_checkpoint() is told, under its names."""
+    """The arguments of DeepSpeed's load_checkpoint(), under its names."""
 
     load_module_strict: bool = True
     load_optimizer_states: bool = True
@@ -59,7 +59,7 @@ deepspeed_load = deepspeed.DeepSpeedEngine.load_checkpoint  # before anybody rep
 
 @contextlib.contextmanager
 def overridden(target: Any, **attributes: Any) -> Iterator[None]:
-    """An object has these attributes in this block, and afterwards those that it had."""
+    """Give an object these attributes in this block, and then those back that it had."""
     absent = object()
     before = {name: vars(target).get(name, absent) for name in attributes}
     for name, value in attributes.items():
@@ -75,7 +75,7 @@ def overridden(target: Any, **attributes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def meeting_before_collectives(meet: Callable[[Sequence[int]], None]) -> Iterator[None]:
-    """Calls meet(ranks) ahead of each of DeepSpeed's collective operations in this block."""
+    """Call meet(ranks) before each of DeepSpeed's collective operations in this block."""
     backend = deepspeed.comm.comm.cdb
 
     def met_before(operation):
@@ -94,10 +94,10 @@ def meeting_before_collectives(meet: Callable[[Sequence[int]], None]) -> Iterato
 
 @contextlib.contextmanager
 def saving_alone(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
-    """Lets a save of DeepSpeed's wait for no other rank in this block; ZeRO-3 keeps the weights
-    that it has gathered: what it saves has empty tensors in their place.
+    """Let a save of DeepSpeed's wait for no other rank in this block.
 
-    Otherwise ranks compare their tags, meet, and gather these weights again.
+    Otherwise ranks compare tags, meet, and at ZeRO-3 partition and gather the weights that are
+    gathered now: these are saved as empty tensors instead.
     """
     gathered = [
         (parameter, parameter.data, parameter.ds_status)
@@ -123,11 +123,10 @@ def saving_alone(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
 
 
 def loading_at_once(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractContextManager:
-    """Lets all ranks load at once in this block, not one after the other, as
-    pipeline_loading_checkpoint wants.
+    """Let all ranks load at the same time in this block, whatever pipeline_loading_checkpoint says.
 
-    One would wait for another that has failed; and the last one of a machine sends to a rank that
-    receives nothing.
+    One after the other, a rank would wait for one that has failed; and a machine's last rank sends
+    to a rank that does not receive.
     """
     zero = engine._config.zero_config.model_copy(update={"pipeline_loading_checkpoint": False})
     return overridden(engine._config, zero_config=zero)
@@ -135,9 +134,8 @@ def loading_at_once(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractCon
 
 @contextlib.contextmanager
 def gathering_in_place(optimizer: Any) -> Iterator[None]:
-    """Lets ranks broadcast their parts of the weights of ZeRO-1 and 2 in this block, if by gloo:
-    where it gathers, it copies all twice, which takes the memory of the model, and twice the
-    time."""
+    """Let ranks broadcast their parts of the weights of ZeRO-1 and 2 in this block, if by gloo: its
+    all-gather copies everything twice, which takes twice the time and the model's memory."""
     if dist.get_backend() != "gloo":
         yield
         return
@@ -152,15 +150,15 @@ def gathering_in_place(optimizer: Any) -> Iterator[None]:
         for work in works:
             work.wait()
 
-    whole = {"has_all_gather_into_tensor": lambda: False, "all_gather": gather}
-    with overridden(backend, **whole), overridden(optimizer, allgather_bucket_size=sys.maxsize):
+    gathers = {"has_all_gather_into_tensor": lambda: False, "all_gather": gather}
+    with overridden(backend, **gathers), overridden(optimizer, allgather_bucket_size=sys.maxsize):
         yield
 
 
 @contextlib.contextmanager
 def gathering_at_once() -> Iterator[None]:
-    """Makes one operation of all gathers without blocking that are under way in this block: ZeRO-3
-    gathers each of its persistent parameters, a hundred small tensors."""
+    """Join asynchronous all-gathers in this block into one: ZeRO-3 gathers each of its persistent
+    parameters by itself, a hundred small tensors."""
     backend = deepspeed.comm.comm.cdb
     gather_one = backend.all_gather_into_tensor
     waiting = {}
@@ -186,7 +184,7 @@ def gathering_at_once() -> Iterator[None]:
 
 
 def replace_load_checkpoint(replacement: Callable, owner: str) -> None:
-    """Make every call of engine.load_checkpoint() one of the replacement.
+    """Replace engine.load_checkpoint() for every engine.
 
     owner: the file that replaces it. Raises CheckpointError if another file has done so.
     """
@@ -198,7 +196,7 @@ def replace_load_checkpoint(replacement: Callable, owner: str) -> None:
 
 
 def wrap_methods(**wrappers: Callable) -> None:
-    """Make every call of one of WATCHED one of wrapper(method, engine, ...), but not twice."""
+    """Have wrapper(method, engine, ...) called in place of a method of WATCHED. Once is enough."""
     for name, wrapper in wrappers.items():
         method = getattr(deepspeed.DeepSpeedEngine, WATCHED[name])
         if not hasattr(method, "is_watched"):
@@ -215,13 +213,13 @@ def watching(method, wrapper):
 
 
 def zero_options(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
-    """The config's zero_optimization, as it was written; {} if it has none, or only says true."""
+    """The config's zero_optimization as written; {} if there is none, or it is just `true`."""
     options = engine._config._param_dict.get("zero_optimization")
     return options if isinstance(options, dict) else {}
 
 
 def is_within_a_step(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Whether it holds gradients of micro-batches that have made no step yet."""
+    """Whether an engine has gradients of a step that is not complete."""
     if backwards := getattr(engine, "_unmanaged_backward_count", 0):
         return backwards > 0
     is_boundary = engine._is_gradient_accumulation_boundary
@@ -231,10 +229,7 @@ def is_within_a_step(engine: deepspeed.DeepSpeedEngine) -> bool:
 
 
 def begin_step(engine: deepspeed.DeepSpeedEngine) -> None:
-    """The next micro-batch is the first one of a step, however many set_train_batch_size() makes.
-
-    So it is in a new engine, for DeepSpeed saves no count of them.
-    """
+    """Start a new optimizer step: reset DeepSpeed's count of micro-batches, which no file holds."""
     engine.micro_steps = 0
     engine._unmanaged_backward_count = 0
 
@@ -249,10 +244,10 @@ def has_efficient_linear(engine: deepspeed.DeepSpeedEngine) -> bool:
     return engine._config.zero_config.memory_efficient_linear
 
 
-def share_of(parameter: torch.Tensor | None) -> Partition | None:
-    """This rank's part of a parameter at ZeRO-3, if it is in memory, as it is, and there alone.
+def partition_of(parameter: torch.Tensor | None) -> Partition | None:
+    """This rank's part of a parameter at ZeRO-3.
 
-    None for any other tensor: one that is quantized, on NVMe, of which hpZ keeps a second part.
+    None for any other tensor, and if the part is quantized, on NVMe, or has a second copy for hpZ.
     """
     part = getattr(parameter, "ds_tensor", None)
     if part is None or hasattr(part, "ds_quant_scale") or getattr(part, "final_location", None):
@@ -269,8 +264,8 @@ def share_of(parameter: torch.Tensor | None) -> Partition | None:
 def clip_by(
     engine: deepspeed.DeepSpeedEngine, norm: torch.Tensor, fill: Callable[[], None]
 ) -> None:
-    """Make ZeRO call fill() when it has its gradients in .grad of the masters, and clip by what
-    this tensor holds at each step, in place of the norm it computes."""
+    """Make ZeRO call fill() when the masters' gradients are in their .grad, and then clip by the
+    value of `norm`, in place of the norm that it computes."""
     clip = engine.optimizer.unscale_and_clip_grads
 
     def filled(gradients, _):

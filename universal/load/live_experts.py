@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The experts of an engine: which of them a rank has, and under which names all ranks together."""
+"""The experts that a rank of an engine has, and their names among those of all ranks."""
 
 import itertools
 from pathlib import Path
@@ -16,7 +16,7 @@ from universal.files.torch_file import load
 
 
 def global_name(module: Any, name: str) -> str:
-    """The name on one rank with all experts; the same for what is in no expert."""
+    """The name that a parameter would have on one rank with all experts."""
     expert = expert_name(name)
     if not expert:
         return name
@@ -26,9 +26,9 @@ def global_name(module: Any, name: str) -> str:
 
 
 def rank_among(parameters: list, rank: int) -> int:
-    """This rank's place among those that cut these parameters, all of one group.
+    """This rank's number among the ranks that share out a parameter group.
 
-    rank: its place among all.
+    parameters: the group's. rank: the data-parallel rank, which it is without experts.
     """
     if parameters and is_moe_param(parameters[0]):
         return groups._get_expert_data_parallel_rank(parameters[0].group_name)
@@ -39,9 +39,9 @@ AUTOEP = {"ds_autoep_layers?": (NoneType, [{"module_path": str, "ep_size?": is_n
 
 
 def check_autoep(model: Any, folder: Path) -> None:
-    """Check that AutoEP places its experts on the ranks as when this checkpoint was saved.
+    """Raises CheckpointError if AutoEP has placed its experts on other ranks than at the save.
 
-    DeepSpeed does not, and at ZeRO-1 and 2 loads other experts' weights. Raises: CheckpointError.
+    DeepSpeed does not check it, and at ZeRO-1 and 2 loads other experts' weights.
     """
     name = "mp_rank_00_model_states.pt"
     files = [path for path in (folder / name, folder / f"zero_pp_rank_0_{name}") if path.is_file()]
@@ -65,6 +65,6 @@ def check_autoep(model: Any, folder: Path) -> None:
 
 
 def are_known_experts(parameters: dict) -> bool:
-    """Whether all parameters that not every rank has are in experts of deepspeed.moe.layer.MoE."""
+    """Whether every parameter that only some ranks have is of deepspeed.moe.layer.MoE's experts."""
     parallel = (name for name, parameter in parameters.items() if is_moe_param(parameter))
     return all(map(expert_name, parallel))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Which part of each whole parameter this rank of an engine has.
+"""The part of each parameter that this tensor-parallel rank of an engine has.
 
-A checkpoint's description knows every parameter whole. The ranks of a tensor-parallel engine have
-parts, and its model says how they are cut in the same words as a checkpoint does
-(tensor_parallel.py): so the blocks that would join the ranks' parts also say where in the whole
-this rank's elements are.
+A description of a checkpoint has every parameter whole. The ranks of a tensor-parallel engine have
+parts, and its model says how they are cut, in the format in which a checkpoint does
+(tensor_parallel.py). The blocks that would join the ranks' parts also tell where this rank's
+elements are in the whole.
 """
 
 import math
@@ -40,14 +40,14 @@ class Parts(NamedTuple):
     wholes: dict[str, Whole]
 
     def source(self, name: str, whole: Source, numel: int) -> Source:
-        """The source of this rank's part of a parameter, or of a state of it.
+        """A Source of this rank's part of a parameter, or of a state of it.
 
-        whole: the source of all. numel: of the part.
+        whole: the Source of the whole. numel: of the part.
         """
         blocks = self.wholes[name].blocks
         if isinstance(whole, Joined) and self.is_cut_alike(whole, blocks, numel):
             return whole.parts[self.rank]
-        if isinstance(whole, Joined) and self.rank:  # its rank 0 compares them
+        if isinstance(whole, Joined) and self.rank:  # tensor-parallel rank 0 compares them
             whole = whole.without_copies()
         own = self.own_blocks(name)
         if numel == whole.numel and all(block.is_in_place for block in own):
@@ -55,36 +55,35 @@ class Parts(NamedTuple):
         return part_of(whole, self.wholes[name].shape, own, numel)
 
     def is_cut_alike(self, whole, blocks, numel):
-        """Whether the checkpoint has the very parts of this engine: then nothing has to be joined.
+        """Whether the checkpoint has the same parts as this engine, so that none is joined.
 
-        So each rank also gets its own again of what is averaged for other degrees, whatever else is
-        said of the cuts.
+        Each rank then gets its own part back also where another degree would get a mean.
         """
         if len(whole.parts) != self.degree:
             return False
         return whole.blocks == blocks or self.degree > 1 and whole.parts[self.rank].numel == numel
 
     def own_blocks(self, name):
-        """Returns the blocks of this rank; none if it has the whole."""
+        """Returns this rank's blocks of a parameter."""
         return [block for block in self.wholes[name].blocks or () if block.part == self.rank]
 
     def cuts(self, name: str, shape: tuple) -> bool:
-        """Whether tensor() finds this rank's part of a tensor of this shape."""
+        """Whether tensor() can cut this rank's part from a tensor of this shape."""
         whole = self.wholes.get(name)
         return whole is not None and whole.shape == shape and bool(self.own_blocks(name))
 
     def tensor(self, name: str, whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor that was read whole; target: what it is for."""
+        """Cut this rank's part from a whole tensor. target: the parameter or buffer to fill."""
         flat = whole.contiguous().flatten()
         part = torch.zeros(whole_shape(target), dtype=whole.dtype)
         for block in self.own_blocks(name):
-            held = flat.as_strided(block.shape, block.whole_stride, block.whole_offset)
-            part.as_strided(block.shape, block.stride, block.offset).copy_(held)
+            piece = flat.as_strided(block.shape, block.whole_stride, block.whole_offset)
+            part.as_strided(block.shape, block.stride, block.offset).copy_(piece)
         return part
 
 
 def parts_of(engine: Engine, checkpoint: Checkpoint, ranks: ProcessGroup) -> Parts:
-    """The Parts of this rank. Raises: CheckpointError, if nobody says how parameters are cut."""
+    """The Parts of this rank. Raises CheckpointError if neither model nor checkpoint tells them."""
     degree = engine.layout().tensor
     rank = engine.tensor_rank
     names = dict(engine.module.named_parameters())  # the frozen ones, too
@@ -94,11 +93,11 @@ def parts_of(engine: Engine, checkpoint: Checkpoint, ranks: ProcessGroup) -> Par
         for of_rank, others in ranks.all_gather((rank, shapes)):
             of_ranks[of_rank] = others | of_ranks.get(of_rank, {})  # of all pipeline stages
     saved = unpack(checkpoint.packed.model).get(INFO_KEY)
-    # One rank wants it, too: a vocabulary may be padded for one.
+    # One rank needs it, too: its vocabulary may be padded.
     info = engine.cuts() or saved and for_another_degree(saved)
     joiner = TensorParallel(info, degree, "this engine")
     if checkpoint.layout is None or checkpoint.layout.tensor != degree:
-        check_same_words(joiner, TensorParallel(saved, 1, checkpoint.folder), shapes)
+        check_same_cuts(joiner, TensorParallel(saved, 1, checkpoint.folder), shapes)
     wholes = {}
     for name in shapes:
         if any(name not in of_rank for of_rank in of_ranks.values()):
@@ -110,10 +109,10 @@ def parts_of(engine: Engine, checkpoint: Checkpoint, ranks: ProcessGroup) -> Par
     return Parts(rank, degree, wholes)
 
 
-def check_same_words(joiner, saved, names):
-    """Raises CheckpointError if model and checkpoint say different things of how ranks cut.
+def check_same_cuts(joiner, saved, names):
+    """Raises CheckpointError if model and checkpoint cut a parameter in different ways.
 
-    Maps of every element are of one degree, and others may do without.
+    AutoTP's maps of every element hold for one degree alone, so they are not compared.
     """
     for name in sorted(names) if joiner.info and saved.info else ():
         here, there = (

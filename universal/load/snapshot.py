@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""The files of a save, in memory: DeepSpeed hands over state dicts, whose tensors are copied at
-once; what torch.save() would do to them can wait for a thread.
+"""The files of a save, in memory. Tensors are copied at once; the rest of what torch.save() does
+can wait for a thread.
 
     for path, state_dict in files_of_save(engine, save): # what save() would write
         image = Image(path, state_dict)
@@ -48,7 +48,7 @@ class Collector(TorchCheckpointEngine):
 
 
 class StoragePickler(pickle.Pickler):
-    """Pickles as torch.save() does. storages: {identity: (its number, the storage)}"""
+    """Pickles as torch.save() does. storages: {identity: (number, storage)}"""
 
     def __init__(self, file):
         super().__init__(file, protocol=2)
@@ -68,10 +68,10 @@ class StoragePickler(pickle.Pickler):
 
 
 class Image:
-    """A .pt file in memory. room: at most so many bytes are needed for it."""
+    """A .pt file in memory. room: bytes that are enough for it."""
 
     def __init__(self, path: Path, content: Any):
-        """Prepares a file. content: what it is to hold; that may change after copy()."""
+        """Prepare a file. content: what it is to hold; it may change after copy()."""
         self.path = path
         with io.BytesIO() as file:
             pickler = StoragePickler(file)
@@ -89,7 +89,7 @@ class Image:
         self.room = (end + len(self.data) + names + PAGE) // PAGE * PAGE
 
     def copy(self, memory: torch.Tensor) -> None:
-        """Copy all elements. memory: uint8, of `room` bytes at least. A GPU may still be at it."""
+        """Begin to copy all elements. memory: uint8, at least `room` bytes. See copies_done()."""
         places = []
         for begin, storage in zip(self.begins, self.storages, strict=True):
             source = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
@@ -101,7 +101,7 @@ class Image:
         self.places = places
 
     def seal(self) -> memoryview:
-        """Complete the file around its elements, with their checksums. Returns its bytes."""
+        """Write all but the elements, which are there, with checksums. Returns the file's bytes."""
         file = InPlace(self.memory)
         storages = [self.memory[place] for place in self.places]
         sources = storage_records(storages) | other_records(self.data)
@@ -135,7 +135,7 @@ def write_all(file: BinaryIO, data: memoryview) -> None:
 
 
 class InPlace(io.RawIOBase):
-    """A file in memory. What lies in it already is not copied."""
+    """A file in memory. Elements, which lie there already, are not copied when it is written."""
 
     def __init__(self, memory):
         self.memory = memory
@@ -159,7 +159,7 @@ class InPlace(io.RawIOBase):
 def files_of_save(
     engine: deepspeed.DeepSpeedEngine, save: Callable[[], Any]
 ) -> list[tuple[Path, Any]]:
-    """What save(), a save of this engine, would write: [(path, state dict)]. No rank waits for
+    """Run a save of this engine without writing. Returns [(path, state dict)]. No rank waits for
     another."""
     collector = Collector()
     with overridden(engine, checkpoint_engine=collector), saving_alone(engine):
@@ -168,8 +168,8 @@ def files_of_save(
 
 
 def new_memory(nbytes: int) -> torch.Tensor:
-    """Memory to copy into, uint8, from the beginning of a page. A GPU reaches it without a detour:
-    what torch pins itself is a power of two."""
+    """Memory to copy into, uint8, at the beginning of a page, and pinned for a GPU. torch itself
+    would pin a power of two."""
     memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % PAGE :][:nbytes]
     if torch.cuda.is_available():

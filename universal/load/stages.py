@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which layers of a pipeline a rank has, and which of them are tied."""
+"""The layers of a pipeline that a rank has, and their tied parameters."""
 
 import operator
 from collections.abc import Callable
@@ -13,8 +13,7 @@ LocalName = Callable[[str], str | None]  # Engine.local_name(), of an entry of a
 
 
 def layers_of(module: torch.nn.Module) -> dict[str, str]:
-    """Returns the name of the module of each of this rank's layers that are saved, by the layer's
-    number."""
+    """Returns {layer number: its module's name} of this rank's layers that have a module."""
     names = {}
     for name, layer in module.named_modules():
         names[layer] = name
@@ -23,7 +22,7 @@ def layers_of(module: torch.nn.Module) -> dict[str, str]:
 
 
 def shared_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """This rank's that stages keep the same."""
+    """This rank's parameters that several pipeline stages have, and keep the same."""
     return [
         operator.attrgetter(path)(module.tied_modules[key])
         for key, paths in getattr(module, "tied_weight_attrs", {}).items()
@@ -32,7 +31,7 @@ def shared_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def check_tied(module: torch.nn.Module, local_name: LocalName, saved: dict, strict: bool) -> None:
-    """Check that stages agree about what is one tensor here, of a tied layer.
+    """Check that entries which become one tensor here, of a tied layer, are the same.
 
     saved: the entries of a checkpoint's module. Raises: CheckpointError, if strict.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A DeepSpeed engine as the proof of its next steps sees it."""
+"""The parts of a DeepSpeed engine that proof.py reads in each step."""
 
 from typing import Any
 
@@ -10,17 +10,15 @@ from universal.load.engine import Engine
 
 
 class TrainingEngine(Engine):
-    """What there is to know of a step, with DeepSpeed's private attributes."""
+    """An Engine with what proof.py asks about a step, from DeepSpeed's private attributes."""
 
     @property
     def device(self) -> torch.device:
         return self.engine.device
 
     def settings_of_step(self) -> dict[str, Any]:
-        """Returns the rates and the loss scale. rates: the learning rate of each parameter group,
-        None if the optimizer chooses it.
-
-        loss_scale: 1 without loss scaling.
+        """Returns {"rates": the learning rate of each parameter group, None if the optimizer
+        chooses it; "loss_scale": 1 without loss scaling}.
         """
         scale = getattr(self.optimizer, "loss_scale", None)
         scale = scale or getattr(self.optimizer, "cur_scale", None) or 1
@@ -32,7 +30,7 @@ class TrainingEngine(Engine):
         return self.engine.get_global_grad_norm()
 
     def dtype(self) -> str:
-        """The dtype of matrix products, by the config: a model's own autocast is not seen."""
+        """The dtype of matrix products, by the config; a model's own autocast is not seen."""
         if getattr(self.engine, "torch_autocast_enabled", bool)():
             return str(self.engine.torch_autocast_dtype()).removeprefix("torch.")
         if self.engine.bfloat16_enabled():
@@ -44,7 +42,7 @@ class TrainingEngine(Engine):
         return self.engine.train_micro_batch_size_per_gpu()
 
     def stepping_group(self) -> dist.ProcessGroup | None:
-        """The ranks among which samples and losses are shared out; None: all, in a pipeline."""
+        """The ranks that share out the batch; None for all ranks, in a pipeline."""
         return None if self.is_pipeline() else self.engine.seq_data_parallel_group
 
     def sees_samples(self) -> bool:
