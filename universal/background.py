@@ -59,7 +59,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def install() -> None:
-    """Let all engines save in the background."""
+    """Have every engine.save_checkpoint() save in the background."""
     method = deepspeed.DeepSpeedEngine.save_checkpoint
     if not hasattr(method, "is_in_background"):
 
@@ -75,13 +75,13 @@ def install() -> None:
 
 
 def saves(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Whether an engine saves in the background. Not if its config chooses how to write."""
+    """Whether an engine saves in the background: not if its config chooses another writer."""
     is_installed = hasattr(deepspeed.DeepSpeedEngine.save_checkpoint, "is_in_background")
     return is_installed and type(engine.checkpoint_engine) is TorchCheckpointEngine
 
 
 def begin(work: Callable[[], None]) -> threading.Thread:
-    """Do it in a thread, for which wait() and the end of the process wait."""
+    """Run work() in a thread, for which wait() and the end of the process wait."""
 
     def run():
         time.sleep(0.001)  # the training goes on at once, not when this lets go of the interpreter
@@ -102,7 +102,7 @@ def begin(work: Callable[[], None]) -> threading.Thread:
 
 @contextlib.contextmanager
 def signals_later() -> Iterator[None]:
-    """Makes signals wait in this block: the handlers that scripts have set are called after it."""
+    """Defer signals in this block: the script's handlers are called after it."""
     received = []
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -120,8 +120,8 @@ def signals_later() -> Iterator[None]:
 
 
 class Place(NamedTuple):
-    """A place that a save goes to. name: as the script says it. claimed: the hidden folder's name
-    as soon as this rank, and not one of another machine that shares it, publishes it."""
+    """The folders of a save. name: the folder as the script names it. hidden: while it is written.
+    claimed: the hidden folder's name once one machine, of those that share it, publishes it."""
 
     name: Path
     output: Path
@@ -132,7 +132,7 @@ class Place(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What a rank tells the others before it copies. attempt: how many saves it has begun."""
+    """A rank's message to the others before it copies. attempt: the number of its save."""
 
     attempt: int
     save: str
@@ -153,11 +153,11 @@ def begin_save(
     at_once: bool = False,
     **options: Any,
 ) -> None:
-    """Does what engine.save_checkpoint() does, without waiting for the disk.
+    """Save as engine.save_checkpoint() does, without waiting for the disk.
 
-    published: is called once in each folder, when the checkpoint has its name. at_once: waits, and
-    raises on all ranks what went wrong on one. Raises: on all ranks, what keeps DeepSpeed on one of
-    them from a save.
+    published: called once in each folder, when the checkpoint has its name. at_once: wait, and
+    raise on all ranks what goes wrong on one. Raises on all ranks the error that DeepSpeed's save
+    raises on one before all is copied.
     """
     method = deepspeed.DeepSpeedEngine.save_checkpoint
     method = method.__wrapped__ if hasattr(method, "is_in_background") else method
@@ -190,7 +190,7 @@ def begin_save(
 
 
 def say_if_beside_latest(save_dir: str | os.PathLike, tag: str) -> None:
-    """Say what a load takes, where a checkpoint is saved that `latest` does not name."""
+    """Print which checkpoint a load would take, if `latest` does not name the one just saved."""
     if Path(save_dir, "latest").exists():
         say_beside_latest(tag)
 
@@ -205,8 +205,8 @@ def say_beside_latest(tag):
 
 
 class Saver:
-    """Saves of an engine. attempt: the number of the last one, on all ranks. memory: {a file's
-    name: where its copy goes}"""
+    """Saves an engine's checkpoints. attempt: the number of the last save, the same on all ranks.
+    memory: {a file's name: memory for its copy}"""
 
     def __init__(self):
         self.group = ProcessGroup()
@@ -224,10 +224,11 @@ class Saver:
         attempt: int,
         at_once: bool,
     ) -> tuple[Callable[[], list[str]], bool]:
-        """Copy the tensors of all files that collect() would write, unless a machine has no memory
-        for it. Ranks meet once.
+        """Copy the tensors of all files that collect() would write, unless memory is short. Ranks
+        meet once.
 
-        Returns: what writes the files, and returns their names; whether they are copied.
+        Returns a function that writes the files and returns their names, and whether they are
+        copied.
         """
         needs = []
         images = []
@@ -262,7 +263,7 @@ class Saver:
         return functools.partial(write_images, images, self.copy(images)), True
 
     def copy(self, images: list[Image]) -> Exception | None:
-        """Returns what went wrong. write_images() tells all ranks: here they meet no more."""
+        """Copy the images. Returns the error, if any, which write_images() raises later."""
         try:
             for image in images:
                 if not self.fits(image):
@@ -295,8 +296,8 @@ class Saver:
     def finish(
         self, place: Place, write: Callable[[], list[str]], published: Callable[[], None] | None
     ) -> None:
-        """Write this rank's files, and when all ranks have, give the folder its name. Raises on all
-        ranks what went wrong on one."""
+        """Write this rank's files. When all ranks have, give the folder its name. Raises on all
+        ranks the error of one."""
         meet = self.group.all_gather
         with self.ended_by_error(place):
             with all_or_none(meet):
@@ -319,8 +320,8 @@ class Saver:
 
     @contextlib.contextmanager
     def ended_by_error(self, place: Place) -> Iterator[None]:
-        """Ends the save at an error in this block; but if a rank is silent, what is left stays:
-        another one may be publishing it."""
+        """Remove what is left of a save if this block fails; not if a rank is silent, as it may be
+        publishing it."""
         try:
             yield
         except RankSilent:
@@ -341,7 +342,7 @@ class Saver:
                 place.output.rmdir()
 
     def in_a_line(self, place: Place, finish: Callable[[], None]) -> None:
-        """Finish; a failure is a line."""
+        """Call finish(); print an error in one line."""
         try:
             finish()
         except Exception as error:
@@ -353,7 +354,7 @@ class Saver:
 
 
 def write_images(images: list[Image], failure: Exception | None) -> list[str]:
-    """Write the copies, if they are whole. Returns the files' names."""
+    """Write the copies, or raise the error of copying. Returns the files' names."""
     if failure:
         raise failure
     for image in images:
@@ -362,7 +363,7 @@ def write_images(images: list[Image], failure: Exception | None) -> list[str]:
 
 
 def write_files(files: list[tuple[Path, Any]], folder: Path) -> list[str]:
-    """Write state dicts, all into one folder. Returns the files' names."""
+    """Write state dicts by torch.save(). Returns the files' names. folder: the one of all."""
     for path, state in files:
         torch.save(state, path)
     sync(folder)
@@ -370,13 +371,13 @@ def write_files(files: list[tuple[Path, Any]], folder: Path) -> list[str]:
 
 
 def states_of(folder: Path, names: list[str]) -> list[tuple[int, int]]:
-    """What tells files from others of their names."""
+    """The times and sizes of files, by which contents of one name are told apart."""
     stats = [(folder / name).stat() for name in names]
     return [(stat.st_mtime_ns, stat.st_size) for stat in stats]
 
 
 def publish_first(place: Place) -> bool:
-    """Give the folder its name, unless a rank of another machine does. Returns whether it did."""
+    """Publish the hidden folder, unless another machine does. Returns whether this one did."""
     try:
         place.hidden.rename(place.claimed)
     except FileNotFoundError:
@@ -386,7 +387,7 @@ def publish_first(place: Place) -> bool:
 
 
 def free_memory() -> int:
-    """The bytes that this machine, or its container, still has."""
+    """The bytes of memory that this machine, or its container, has free."""
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # no container, or no limit
         limit = int((CGROUP / "memory.max").read_text())

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 # An entry of DeepSpeed's config, which DeepSpeed ignores, and saves with each checkpoint.
 TRUE_BATCH = "universal_train_batch_size"
-# What an engine may have that took the batch from its config when the engine was made.
+# Attributes of an engine whose objects copied the batch from its config.
 BATCH_ATTRIBUTES = {
     "tput_timer": "batch_size",
     "batch_timer": "batch_size",  # a pipeline's
     "random_ltd_scheduler": "global_batch_size",
 }
-# How to keep a batch, by the package in which a step or a load is called; "" for all.
+# How to keep a batch, by the package whose code calls a step or a load; "" for any.
 CURES = {
     "transformers": (
         "under a Trainer, put `UNIVERSAL_BATCH={batch} python -m universal` before the command, "
@@ -62,7 +62,7 @@ CURES = {
         "loss)`, with `from universal import batches`"
     ),
 }
-DEALT = set()  # Share.key of those that loops of this process deal by
+DEALT = set()  # Share.key of each Share by which a loop of this process deals samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Share:
 
     @property
     def accumulation(self) -> int:
-        """Accumulation steps, as many on every rank."""
+        """Accumulation steps, the same number on every rank."""
         return -(-self.micro_batches // self.ranks)
 
     @property
@@ -112,13 +112,13 @@ class Share:
 
     @property
     def weighted(self) -> int:
-        """This rank's micro-batches that have a weight: the first of those that it computes."""
+        """How many of this rank's micro-batches have a weight: the first ones that it computes."""
         rest = self.micro_batches - self.rank * self.accumulation
         return min(max(rest, 0), self.accumulation)
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What an engine is known by of which a loop deals the batch, in DEALT."""
+        """The key in DEALT of engines with this batch, micro-batch and accumulation."""
         return self.batch, self.micro_batch, self.accumulation
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
@@ -141,8 +141,8 @@ class Share:
 
 
 def config(batch: int, micro_batch: int, ranks: int | None = None) -> dict[str, Any]:
-    """What DeepSpeed's config says of the batch, of which watch_batches() lets no engine train
-    another.
+    """The entries of DeepSpeed's config for a batch. From now on no engine trains another one than
+    its config names.
 
     ranks: data-parallel ones; default: all that the launcher has started. Raises ValueError if the
     batch is no multiple of the micro-batch, or there was no launcher.
@@ -160,7 +160,7 @@ def config(batch: int, micro_batch: int, ranks: int | None = None) -> dict[str, 
 
 
 def share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
-    """This rank's part of every step; also where the config says "train_batch_size" and no more.
+    """This rank's part of every step. The config may also have "train_batch_size" alone.
 
     From now on engine.train_batch_size(), and what DeepSpeed counts by it, is the true batch.
     sharers: ranks that compute a micro-batch together, and are data-parallel ranks to DeepSpeed, as
@@ -189,7 +189,7 @@ def share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
 
 
 def named_share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
-    """The Share of the batch that an engine's config names, or of what a step trains."""
+    """The Share of the batch that an engine's config names, or else of what its steps train."""
     group = engine.data_parallel_group
     if group is None:  # DeepSpeed's own sequence parallelism
         group = engine.seq_data_parallel_group
@@ -208,10 +208,9 @@ def named_share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
 
 
 def watch_batches() -> None:
-    """Keeps each engine of this process from now on from a step of another batch than its config
-    names.
+    """Refuse, from now on, every step that trains another batch than its engine's config names.
 
-    set_train_batch_size() names another one.
+    set_train_batch_size() names another batch.
     """
     import deepspeed
 
@@ -256,7 +255,7 @@ def name_batch(engine, set_batch, batch):
 
 
 def cures(batch: int, micro_batch: int) -> list[str]:
-    """How to keep a batch on any number of ranks, in words; for who calls now comes first."""
+    """Says how to keep a batch on any number of ranks; what fits the calling code comes first."""
     callers = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)}
     packages = {"", *(name.partition(".")[0] for name in callers)}
     micro = largest_divisor(batch, micro_batch)
@@ -270,7 +269,7 @@ def largest_divisor(batch: int, most: int) -> int:
 
 
 class Sampler:
-    """A DataLoader's batch_sampler: the samples of this rank's micro-batches, from any step on.
+    """A batch_sampler for a DataLoader: this rank's micro-batches, from any step on.
 
         share = batches.share(engine)
         sampler = batches.Sampler(len(dataset), share)
@@ -294,8 +293,8 @@ class Sampler:
         shuffle: bool = True,
         drop_last: bool = True,
     ):
-        """Shuffles nothing yet. samples: of the data set. Raises ValueError if an epoch would have
-        no step."""
+        """Begin at step 1. samples: the size of the data set. Raises ValueError if it fills no
+        step."""
         self.share = share
         self.samples = samples
         self.seed = seed
@@ -306,7 +305,7 @@ class Sampler:
             raise ValueError(f"{samples} samples do not fill a batch of {share.batch}")
 
     def set_step(self, step: int) -> None:
-        """Begin with this step when a DataLoader begins to iterate."""
+        """Set the step, from 1, at which the next DataLoader to iterate begins."""
         self.step = step
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -319,7 +318,7 @@ class Sampler:
                 yield [int(order(epoch)[place]) for epoch, place in places]
 
     def order(self, epoch: int) -> "torch.Tensor | range":
-        """The data set's indices, in the order of this epoch, counted from 0."""
+        """The data set's indices in the order of an epoch, the first of which is 0."""
         if not self.shuffle:
             return range(self.samples)
         import torch

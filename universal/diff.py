@@ -3,10 +3,10 @@
 
     python -m universal.diff checkpoints/global_step100 other/global_step100 [--tolerance 1e-6]
 
-Compares every state of every parameter, in the precision in which it is saved; buffers and frozen
-parameters; parameter groups, the scheduler, counters and the client state. Equal is what has the
-same bits: -0 is not 0, and NaN is NaN. With --tolerance, numbers of tensors may be X apart, and
-NaN only from another NaN. Exit code 0: equal; 1: different; 2: one is damaged, or there is none.
+It compares every state of every parameter, in its saved precision; buffers and frozen
+parameters; parameter groups, the scheduler, counters and the client state. Equal means the same
+bits: -0 is not 0, and NaN is NaN. With --tolerance, numbers in tensors may differ by X; NaN equals
+NaN alone. Exit code 0: equal; 1: different; 2: one is damaged, or there is none.
 If the package is installed, the command is ds_diff.
 """
 
@@ -31,9 +31,9 @@ from universal.files.torch_file import number_in
 from universal.write.console import in_one_line, print_screen, short, size, wrapped
 
 THREADS = 4
-PIECE = 1 << 18  # elements that are compared in one go
+PIECE = 1 << 18  # elements that are compared at once
 WORST = 10
-TOLD = 3  # of a kind that are told in a line
+TOLD = 3  # differences of a kind that a line names
 COUNTERS = ("global_steps", "skipped_steps", "global_samples", "data_sampler", "random_ltd")
 
 
@@ -74,8 +74,8 @@ def diff(first: str, second: str, tolerance: float = 0.0) -> dict[str, Any]:
 
 
 class Gap(NamedTuple):
-    """The largest difference of two tensors. relative: to the larger number; infinity, where one of
-    two is no finite number. elements: how many differ, of so many."""
+    """The largest difference between two tensors. relative: to the larger number; infinity if one
+    is not finite. elements: how many differ. of: how many there are."""
 
     name: str
     absolute: float
@@ -85,7 +85,7 @@ class Gap(NamedTuple):
 
 
 def tensors_of(described: Described) -> dict[str, tuple[tuple, Source]]:
-    """Lists {name: (shape, source)} of every state of every parameter, and of other tensors."""
+    """Returns {name: (shape, source)} of all states of parameters, and of all other tensors."""
     checkpoint = described.checkpoint
     tensors = {
         f"{name} {key}": (parameter.shape, source)
@@ -98,8 +98,8 @@ def tensors_of(described: Described) -> dict[str, tuple[tuple, Source]]:
 
 
 def match(first, second):
-    """Returns what can be compared, as (name, source, source), and the dtype and shape of each
-    side's tensors, by name."""
+    """Returns [(name, source, source)] of what can be compared, and for each side {name: [dtype,
+    *shape]}."""
     pairs = []
     kinds = [
         {name: [source.dtype, *shape] for name, (shape, source) in tensors.items()}
@@ -116,7 +116,7 @@ def match(first, second):
 
 
 def gap_of(pair: tuple[str, Source, Source], reader: ByteReader) -> Gap:
-    """Compares two tensors."""
+    """Compare two tensors. Returns their Gap, of 0 elements if they are equal."""
     name, first, second = pair
     gap = Gap(name, 0.0, 0.0, 0, first.numel)
     for start in range(0, first.numel, PIECE):
@@ -136,8 +136,7 @@ def gap_of(pair: tuple[str, Source, Source], reader: ByteReader) -> Gap:
 
 
 def compare(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, int]:
-    """Returns the largest absolute difference, the largest relative one, and how many numbers
-    differ."""
+    """Returns the largest absolute and relative differences, and how many numbers differ."""
     wide = torch.complex128 if a.is_complex() else torch.float64
     x = a.to(wide)
     y = b.to(wide)
@@ -158,7 +157,7 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, int]:
 
 
 def rest_of(described: Described) -> dict[str, dict[str, Any]]:
-    """Lists {kind: {name: value}} of all that is no tensor of a parameter or of the module."""
+    """Returns {kind: {name: value}} of all that tensors_of() does not return."""
     checkpoint, raw = described
     optimizer = checkpoint.optimizer
     model = raw.models[0]
@@ -183,7 +182,7 @@ def rest_of(described: Described) -> dict[str, dict[str, Any]]:
 
 
 def differing(kind: str, first: dict, second: dict) -> list[str]:
-    """Returns a line about what of a kind is not the same, or none."""
+    """Returns a list with a line that names differences of a kind; without any, an empty one."""
     texts = []
     for name in first | second:
         a, b = first.get(name, "nothing"), second.get(name, "nothing")
@@ -195,7 +194,7 @@ def differing(kind: str, first: dict, second: dict) -> list[str]:
 
 
 def not_comparable(checkpoint):
-    """Yields in words what belongs to a rank, and has no partner on others."""
+    """Yields in words what belongs to one rank, and so is not compared."""
     for key in sorted(map(str, checkpoint.optimizer.rank_dependent)):
         yield f"{checkpoint.folder}: {key} of the optimizer belongs to a rank: it is not compared"
     for problem in checkpoint.problems:

@@ -45,8 +45,8 @@ STOPPED = 143
 
 
 def wait_at_most(seconds: float) -> datetime.timedelta:
-    """Set the time after which all process groups made from now on, DeepSpeed's too, give up on a
-    silent rank. Returns it, for deepspeed.init_distributed(timeout=...)."""
+    """Set the timeout of all process groups made from now on, DeepSpeed's, too. Returns it, for
+    deepspeed.init_distributed(timeout=...)."""
     timeout = datetime.timedelta(seconds=seconds)
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout
@@ -54,8 +54,8 @@ def wait_at_most(seconds: float) -> datetime.timedelta:
 
 
 def watch_sigterm(device: torch.device) -> Callable[[], bool]:
-    """Returns stopping(), which says on all ranks alike whether any of them has received SIGTERM:
-    the signal reaches them at different moments, but they must stop after the same step."""
+    """Returns stopping(), which tells all ranks whether any of them has received SIGTERM: it
+    arrives at different moments, but all must stop after the same step."""
     received = []
     signal.signal(signal.SIGTERM, lambda *_: received.append(True))
 
@@ -68,7 +68,7 @@ def watch_sigterm(device: torch.device) -> Callable[[], bool]:
 
 
 def exit_together(finished: bool) -> NoReturn:
-    """Exit, all ranks together, with 0 if the job is done and 143 if it is to continue."""
+    """Exit on all ranks together: with 0 if the job is done, 143 if it is to be started again."""
     background.wait()
     dist.barrier()  # a rank that leaves early can take the others down
     dist.destroy_process_group()
@@ -90,7 +90,7 @@ def end_process(code: int) -> NoReturn:
 
 
 # --------------------------------------------------------------------------------------------------
-# checkpoints that are whole, or do not exist
+# checkpoints that are complete, or do not exist
 
 
 def save(
@@ -99,9 +99,8 @@ def save(
     client_state: dict[str, Any],
     keep: int | None = None,
 ) -> None:
-    """Call engine.save_checkpoint() on all ranks, under the name global_step<N>: whenever the job
-    dies, a folder of that name is whole, and on the disk. Machines may share `folder` or have a
-    disk each.
+    """Save a checkpoint as global_step<N>. Call it on all ranks. Whenever the job dies, a folder of
+    that name is complete. Machines may share `folder` or have a disk each.
 
     keep: how many of the newest checkpoints to keep; the others are removed, with what was
     converted from them, except those that `latest` and `latest_universal` name.
@@ -113,7 +112,7 @@ def save(
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints, and those that a pointer names."""
+    """Remove all but the `keep` newest checkpoints and those that `latest` files name."""
     pointers = (folder / "latest", folder / "latest_universal")
     kept = {path.read_text().strip() for path in pointers if path.is_file()}
     written = {
@@ -125,5 +124,5 @@ def remove_old(folder: Path, keep: int) -> None:
     for tag in written.keys() - kept:
         for path in (folder / f"{tag}_universal", folder / tag):
             if path.name not in kept and path.is_dir() and not path.is_symlink():
-                # A half-removed checkpoint must not have the name of a whole one.
+                # A half-removed checkpoint must not have the name of a complete one.
                 shutil.rmtree(path.rename(hidden(path, "removed")), ignore_errors=True)

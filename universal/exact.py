@@ -30,8 +30,8 @@ from universal.load.hooks import clip_by, has_efficient_linear
 
 
 def install(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Make engine.backward(), engine.step() and engine.get_global_grad_norm() exact from now on;
-    call this once. Raises ValueError if the engine's sums cannot be exact."""
+    """Make engine.backward(), engine.step() and engine.get_global_grad_norm() exact from now on.
+    Call it once. Raises ValueError if the engine's sums cannot be exact."""
     if Version(deepspeed.__version__) < Version("0.16.4"):
         raise ValueError(
             f"exact.py needs DeepSpeed 0.16.4 or newer, and finds {deepspeed.__version__}"
@@ -58,7 +58,7 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
         return loss
 
     def fill():
-        """Put the sums where ZeRO has its own, which it has divided by the number of ranks."""
+        """Replace ZeRO's sums, which it has divided by the number of ranks, with the exact ones."""
         for flat in zero.flats:
             if flat.tensor.grad is not None:
                 for piece in flat.pieces:
@@ -91,8 +91,7 @@ def round_gradients(
 
 
 class RoundedSum:
-    """The hook of a parameter: takes the gradient of a micro-batch, and returns what DeepSpeed gets
-    in its place.
+    """The hook of a parameter: it replaces a micro-batch's gradient with what DeepSpeed is to add.
 
     total: the sum of this rank's shares, after the last backward pass of a step; after add_up()
     that of all ranks, flat. DeepSpeed's mean is as good as that only where it divides exactly: CUDA
@@ -115,7 +114,7 @@ class RoundedSum:
         return self.total * dist.get_world_size()
 
     def shift(self) -> torch.Tensor:
-        """Returns 1.5 * 2^23 grids of each element."""
+        """Returns, for each element, 1.5 * 2^23 times its grid."""
         peak = torch.stack(self.shares).abs().amax(0)
         peak = peak.clamp(min=2.0**-100).nan_to_num(nan=math.inf)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
@@ -129,8 +128,8 @@ class RoundedSum:
 
 
 def add_up(sums: Collection[RoundedSum]) -> torch.Tensor:
-    """Make each total that of all ranks. Returns the norm of the whole gradient: every rank has all
-    of it, and sums the squares in the same order."""
+    """Sum each total over all ranks. Returns the norm of the whole gradient; each rank adds its
+    squares in the same order."""
     gradient = torch.cat([rounded_sum.total.flatten() for rounded_sum in sums])
     dist.all_reduce(gradient)
     parts = gradient.split([rounded_sum.total.numel() for rounded_sum in sums])

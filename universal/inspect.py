@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Say what is in a folder of checkpoints, and which a resume takes.
+"""Show what is in a folder of checkpoints, and which of them a resume takes.
 
     python -m universal.inspect checkpoints [--tag global_step100] [--ranks 3] [--quick] [--json]
 
-The folder is the one with the tags, or a checkpoint. Of the checkpoint that a resume would take,
-every checksum is compared; not so with --quick. --ranks prints how so many data-parallel ranks keep
-the batch. --json prints what look() returns. Exit code 0: all checkpoints are complete; 2: one is
+The folder is the one with the tags, or a checkpoint. Every checksum of the checkpoint that a resume
+would take is compared, but for --quick. --ranks prints how so many data-parallel ranks keep the
+batch. --json prints what look() returns. Exit code 0: all checkpoints are complete; 2: one is
 damaged or incomplete, or there is none. If the package is installed, the command is ds_inspect.
 """
 
@@ -41,12 +41,13 @@ SHOWN = 8  # tags, groups on the screen
 
 
 def look(folder: str, tag: str | None = None, quick: bool = False) -> dict[str, Any]:
-    """Lists what is in a folder: {"folder", "takes": the tag that a resume takes, or None, "says":
-    what it would print about the choice, "tags": {tag: facts_of(), and the following}}.
+    """Returns {"folder", "takes": the tag that a resume takes, or None, "says":
+    lines that it would print about the choice, "tags": {tag: facts}}.
 
-    "problem": why a resume would not load it, or None; "checked": whether checksums were compared;
-    "unread_damage": in copies of weights, which a resume does not read. Without facts_of(), if it
-    cannot be described. tag: look at this one alone. quick: compare no checksums.
+    Facts are those of facts_of(), if it can be described, and "problem": why a resume would not
+    load it, or None; "checked": whether checksums were compared; "unread_damage": damage in copies
+    of weights that a resume does not read. tag: look at this one alone. quick: compare no
+    checksums.
 
     Raises: CheckpointError, if there is no checkpoint; OSError.
     """
@@ -72,8 +73,8 @@ def look(folder: str, tag: str | None = None, quick: bool = False) -> dict[str, 
 
 
 def places_in(folder, tag):
-    """Returns the folders of tags, by tag, of a folder with tags or of a checkpoint. Raises
-    CheckpointError."""
+    """Returns {tag: its folder}. folder: with tags, or a checkpoint. Raises CheckpointError without
+    any."""
     if tag is not None:
         places = {tag: folder / tag} if (folder / tag).is_dir() else {}
     elif is_checkpoint(folder):
@@ -88,7 +89,7 @@ def places_in(folder, tag):
 
 
 def look_at(folder):
-    """Returns what is in the folder of a checkpoint, and the Checkpoint, or None."""
+    """Returns the facts of a checkpoint, and the Checkpoint; None if it cannot be described."""
     facts = {"problem": None, "checked": False, "unread_damage": []}
     try:
         described = describe(folder, WORKERS)
@@ -101,7 +102,7 @@ def look_at(folder):
 
 
 def damage_of(folder, checkpoint):
-    """What its checksums tell: three of the facts. checkpoint: None, if saved without ZeRO."""
+    """Compare checksums. Returns three of the facts. checkpoint: None if saved without ZeRO."""
     opened = keep_open()
     paths = paths_of(checkpoint) if checkpoint else folder.glob("*_states.pt")
 
@@ -127,8 +128,8 @@ def damage_of(folder, checkpoint):
 
 
 def weights_not_read(checkpoint):
-    """Returns (path, offset) of the trained weights in model states: a load reads the masters, and
-    may compare these with them."""
+    """Returns {(path, offset)} of weights in model states that a load does not read, as it reads
+    their masters."""
     places = set()
     if compares_weights(checkpoint):
         return places
@@ -146,7 +147,7 @@ def weights_not_read(checkpoint):
 
 
 def facts_of(described: Described) -> dict[str, Any]:
-    """Lists what is said about a checkpoint, in lists, dicts, numbers and text."""
+    """Returns what is shown about a checkpoint, as JSON can hold it."""
     checkpoint, raw = described
     model = raw.models[0]
     batch = batch_of(model)
@@ -183,7 +184,7 @@ def kind_of(checkpoint):
 
 
 def own_ranks_only(checkpoint: Checkpoint) -> str | None:
-    """Tells why it goes on only on the ranks that saved it; None if any number will do."""
+    """Says why only the ranks that saved a checkpoint can load it; None if any number can."""
     if checkpoint.layout and checkpoint.layout.unsaved:
         return f"no file holds {checkpoint.layout.unsaved}"
     reasons = [problem.text for problem in checkpoint.problems if problem.of_ranks]
@@ -197,8 +198,8 @@ def own_ranks_only(checkpoint: Checkpoint) -> str | None:
 
 
 def lines_of(view: dict[str, Any], ranks: int | None = None) -> Iterator[str]:
-    """Yields the lines of the screen. view: what look() returns. ranks: how many data-parallel ones
-    shall go on."""
+    """Yields the lines of the screen. view: from look(). ranks: the number of data-parallel ranks
+    that shall go on."""
     takes = view["takes"]
     yield f"{view['folder']}: a resume takes {takes or 'none'}"
     for text in view["says"]:
@@ -232,7 +233,7 @@ def state_in_words(facts):
 
 
 def rows_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields (label, text) of what is said about a checkpoint."""
+    """Yields (label, text) for each row of a checkpoint's table."""
     yield "saved by", f"DeepSpeed {facts['deepspeed']}"
     text = "{samples} in micro-batches of {micro}{doubt}"
     yield "batch", text.format(**facts["batch"]) if facts["batch"] else "its config does not tell"
@@ -256,7 +257,7 @@ def rows_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def settings_on(facts: dict[str, Any], ranks: int) -> Iterator[str]:
-    """Yields what to paste so that so many data-parallel ranks keep the batch."""
+    """Yields what to paste so that this number of data-parallel ranks keeps the batch."""
     if ranks < 1:
         raise CheckpointError(f"--ranks {ranks} is none")
     if facts["own_ranks_only"]:

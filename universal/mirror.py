@@ -59,7 +59,7 @@ SLACK = 1 << 16  # bytes by which the next step's file may be longer
 
 
 class FileState(NamedTuple):
-    """What tells a file's content from an older one's."""
+    """The time and size of a file, by which contents of one name are told apart."""
 
     written: int  # nanoseconds
     size: int  # bytes
@@ -80,8 +80,8 @@ def file_state(path: Path) -> FileState:
 
 
 class Mirror:
-    """The shards of a job, in memory. committed: the last step of these ranks that two machines
-    hold; 0, if there is none."""
+    """The shards of a job in memory, twice. committed: the last step that two machines hold; 0 if
+    there is none."""
 
     def __init__(
         self,
@@ -90,13 +90,13 @@ class Mirror:
         every: int = 1,
         wait: bool = False,
     ):
-        """Claims the folder on all ranks. folder: in each machine's memory, for this job alone.
+        """Claim the folder on all ranks. folder: in each machine's memory, for this job alone.
         every: steps from one copy to the next. wait: whether save() waits until two machines hold
         the step. Raises ValueError, on all ranks, if another job uses the folder or there is not
         enough room."""
         self.engine = engine
         self.every = every
-        self.wait = wait
+        self.waits = wait
         self.committed = 0
         self.thread = self.slot = None
         self.mapped = {}  # {inode: memory} of files that are written again and again
@@ -127,8 +127,8 @@ class Mirror:
             )
 
     def problem(self) -> str | None:
-        """Why the folder cannot be used. If it can, it is locked for as long as this process
-        lives."""
+        """Lock the folder for as long as this process lives. Returns why it cannot be used, or
+        None."""
         self.lock = os.open(self.folder, os.O_RDONLY)
         try:
             if self.leads:  # the kernel releases it however the process dies
@@ -151,9 +151,10 @@ class Mirror:
         return None
 
     def save(self, client_state: dict[str, Any]) -> int:
-        """Call it on all ranks after a step. If `every` divides the step, it is copied; with `wait`
-        two machines hold it when this returns, otherwise when the next save() does. If something
-        goes wrong on one rank, a line says so, and the step before stays.
+        """Copy a step if `every` divides it. Call it on all ranks after each step.
+
+        Two machines hold it when the next save() returns; with `wait`, when this one does. If
+        something goes wrong on one rank, a line says so, and the step before stays.
 
         Returns: `committed`.
         """
@@ -176,10 +177,10 @@ class Mirror:
             except Exception as error:
                 failure = error
             self.thread = begin(functools.partial(self.send, step, images, slot, failure))
-        return self.finish() if self.wait else self.committed
+        return self.finish() if self.waits else self.committed
 
     def images_of(self, client_state: dict[str, Any]) -> list[Image]:
-        """The files of this rank."""
+        """The Images of this rank's files. client_state: as of engine.save_checkpoint()."""
         save = functools.partial(
             self.engine.save_checkpoint, str(self.unfinished), "saved", client_state, False
         )
@@ -188,7 +189,7 @@ class Mirror:
         return [Image(path, content) for path, content in files]
 
     def copy(self, images: list[Image], slot: Path) -> None:
-        """Copy all that the files hold."""
+        """Copy all elements of the files into a slot, the folder of a step."""
         self.spare.mkdir(parents=True, exist_ok=True)
         slot.mkdir(exist_ok=True)
         for image in images:
@@ -199,7 +200,7 @@ class Mirror:
         after_save(self.engine, slot)
 
     def leave_out(self, files: list[tuple[Path, Any]]) -> None:
-        """Put empty tensors in the place of weights that need no copy."""
+        """Replace weights that a load makes from the masters with empty tensors."""
         for _, content in files:
             module = content.get("module") or {}
             module.update((name, self.derived[name]) for name in self.derived.keys() & module)
@@ -211,8 +212,8 @@ class Mirror:
         return self.committed
 
     def memory_of(self, path: Path, nbytes: int) -> torch.Tensor:
-        """A file's bytes, so many, uint8. In place of a new file that of the step before the last
-        is written again: fresh memory costs more than the copy into it."""
+        """The memory of a file, uint8. The file of the step before the last is reused, as new
+        memory costs more than the copy into it."""
         spare = self.spare / re.sub(r"\.pt\..*", ".pt", path.name)
         if spare.exists() and not path.exists():
             spare.rename(path)
@@ -225,8 +226,8 @@ class Mirror:
         return self.mapped[inode][:nbytes]
 
     def send(self, step: int, images: list[Image], slot: Path, failure: Exception | None) -> None:
-        """Complete the files of this rank, and exchange them with the other machines; in a thread.
-        Ranks meet after each part, so that all give up what one cannot do."""
+        """Complete this rank's files, and exchange them with the other machines; in a thread. Ranks
+        meet after each part: what one cannot do, all give up."""
         count, self.count = self.count, 0  # it may be wrong, if a rank fails here
         try:
             with all_or_none(self.meet):
@@ -252,7 +253,7 @@ class Mirror:
                 print_line(f"mirror.py: WARNING: step {step} is not copied: {one_line(error)}")
 
     def commit(self, step: int, slot: Path, names: list[str]) -> None:
-        """Two machines hold the slot. The one before gives its memory to the next."""
+        """Note that two machines hold the slot. The slot before becomes memory for the next."""
         with all_or_none(self.meet):
             for name in names if self.slot else []:
                 with contextlib.suppress(FileNotFoundError):
@@ -265,14 +266,14 @@ class Mirror:
         self.committed = step
 
     def remove(self, names: re.Pattern, kept: str = "") -> None:
-        """Remove what mirrors have written under such names on this machine, but for one."""
+        """Remove what has such a name in this machine's folder, but for `kept`."""
         for path in self.folder.iterdir() if self.leads else []:
             if names.fullmatch(path.name) and path.name != kept:
                 shutil.rmtree(path, ignore_errors=True)
 
     def gather(self, folder: str | os.PathLike) -> Path:
-        """Bring together what the machines hold. Returns the folder with the newest whole step:
-        this one or `folder`."""
+        """Give each machine what the others have. Returns the folder with the newest complete step:
+        this one or `folder`, on the disk."""
         self.finish()
         self.remove_damaged()
         disk = gather(folder)  # all ranks have removed theirs when it returns
@@ -296,8 +297,8 @@ class Mirror:
         return disk
 
     def remove_damaged(self) -> None:
-        """Remove what cannot be read, or does not match its checksums, from this machine's memory:
-        another machine has a copy. Each rank reads its share."""
+        """Remove damaged files from this machine's memory: another machine has a copy. Each rank
+        reads its share."""
         share = slice(self.machine_ranks.index(self.rank), None, len(self.machine_ranks))
         paths = sorted(self.folder.glob("step*/*.pt"))[share]
         self.ranks.meet()  # all have seen the same files
@@ -309,14 +310,13 @@ class Mirror:
                 path.unlink(missing_ok=True)
 
     def step_on(self, disk: Path) -> int:
-        """Returns the step of the checkpoint with which a resume from there begins; 0, if none is
-        complete."""
+        """Returns the step from which a resume from the disk would begin; 0 if there is none."""
         whole = (t.step for t in choose_tag(disk).to_try if self.problem_of(disk / t.name) is None)
         return next(whole, 0)
 
     def problem_of(self, checkpoint: Path) -> str | None:
-        """Why it does not load, even if its files match their checksums: say, one is of another
-        step."""
+        """Returns why a checkpoint would not load, though its files match their checksums, or
+        None."""
         try:
             reader.describe_for_load(checkpoint)
         except (CheckpointError, OSError) as error:
@@ -324,7 +324,7 @@ class Mirror:
         return None
 
     def close(self) -> None:
-        """The job is done: nothing of it stays in memory."""
+        """Remove all that the mirror has in memory: the job is done."""
         self.finish()
         self.ranks.meet()
         self.remove(OWN)
@@ -333,8 +333,8 @@ class Mirror:
 
 
 def derived_weights(engine: "deepspeed.DeepSpeedEngine") -> dict[str, torch.Tensor]:
-    """Returns an empty tensor, by its name in the module, for each weight that a load makes from
-    the masters at ZeRO-1 and 2, where the ranks have them all: it needs no copy, as at ZeRO-3."""
+    """Returns {name: empty tensor} of the weights that need no copy, as a load makes them from the
+    masters: of Adam at ZeRO-1 and 2."""
     known = Engine(engine)
     # Of other optimizers a state may depend on the rank, and DeepSpeed's own loader wants weights.
     if type(known.torch_optimizer) not in ADAMS or not known.has_known_optimizer():
@@ -350,9 +350,9 @@ def gather(folder: str | os.PathLike) -> Path:
     """Give each machine the files of the checkpoints in `folder` that it lacks, or of which others
     have newer ones. Returns the folder.
 
-    If a checkpoint was saved again under the same name, files of the first save are removed as soon
-    as the last save is whole. Raises ValueError if no machine has model states: a loader would find
-    nothing there, and start over.
+    If a checkpoint was saved again under its name, files of the earlier save are removed once the
+    later one is complete. Raises ValueError if no machine has model states: a loader would find no
+    checkpoint, and start over.
     """
     folder = Path(folder)
     ranks = ProcessGroup()
@@ -384,7 +384,7 @@ def gather(folder: str | os.PathLike) -> Path:
 
 
 def remove_left_over(checkpoints: set[Path]) -> None:
-    """Remove what earlier saves under their names have left in those that are whole."""
+    """Remove, from complete checkpoints, files that an earlier save under the same name left."""
     for checkpoint in checkpoints:
         with contextlib.suppress(CheckpointError):  # it is not complete
             for name in describe(checkpoint).checkpoint.files.left_over:
@@ -392,20 +392,20 @@ def remove_left_over(checkpoints: set[Path]) -> None:
 
 
 def machine_ids(folder: Path, ranks: ProcessGroup) -> list[tuple]:
-    """Returns, for every rank, an identity of the folder that it sees; ranks of one machine see the
-    same. Creates the folder."""
+    """Create the folder. Returns an identity of it for each rank, the same for ranks of a
+    machine."""
     folder.mkdir(parents=True, exist_ok=True)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # two hosts may have the same name
     return ranks.all_gather((boot, folder.stat().st_dev, folder.stat().st_ino))
 
 
 def map_file(path: Path, nbytes: int) -> torch.Tensor:
-    """A file's bytes, so many, uint8."""
+    """Map a file's first bytes into memory, as uint8."""
     return torch.from_file(str(path), True, nbytes, dtype=torch.uint8, device="cpu")
 
 
 def reserve(path: Path, nbytes: int) -> None:
-    """Take the room for a file now. Where there is none, its mapped memory is a bus error."""
+    """Reserve room for a file: to write into mapped memory without room is a bus error."""
     with open(path, "r+b") as file:
         if os.fstat(file.fileno()).st_blocks * 512 < nbytes:
             os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -417,9 +417,9 @@ def exchange(
     ranks: ProcessGroup,
     memory_of: Callable[[Path, int], torch.Tensor] = map_file,
 ) -> None:
-    """Send files, the same list on all ranks. All have arrived when it returns.
+    """Send files between ranks. All have arrived when it returns. transfers: the same on all ranks.
 
-    memory_of: the bytes of a file, so many, which may be new.
+    memory_of: maps a file, which it may create, into memory.
     """
     rank = ranks.rank
     begun = []

@@ -22,7 +22,7 @@ import math
 import os
 import random
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,8 +63,8 @@ PLACES_OF_MORE = 4  # 768 of an image of 3 x 224 x 224
 # 1. the samples of a step
 
 
-def tensors_in(value, name=""):
-    """The tensors in nested arguments, each with the last name on the way to it."""
+def tensors_in(value, name="") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors in nested arguments, each with the innermost key that leads to it."""
     if torch.is_tensor(value):
         yield name, value
     elif isinstance(value, Mapping):
@@ -76,14 +76,14 @@ def tensors_in(value, name=""):
 
 
 def scrambled(numbers):
-    """A hash of each int64; that of 0 is 0. Products wrap around."""
+    """Hash each number of an int64 tensor; 0 stays 0. Products wrap around."""
     numbers = (numbers ^ (numbers >> 29)) * 0x5851F42D4C957F2D
     numbers = (numbers ^ (numbers >> 32)) * 0x2545F4914F6CDD1D
     return numbers ^ (numbers >> 29)
 
 
 def sampled_places(size, most, device):
-    """The places that are looked at along a dimension, the same whatever follows them."""
+    """The places to look at along a dimension: of a longer one the same, and more behind them."""
     parts = [torch.arange(min(size, most), device=device)]
     begin, step = most, 2
     while begin < size:
@@ -93,10 +93,10 @@ def sampled_places(size, most, device):
 
 
 def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns [B]: a number below 2**32 for each row of a tensor [B, ...].
+    """Hash each row of a tensor [B, ...]. Returns numbers below 2**32, as [B].
 
-    Padding at the end of any dimension changes nothing: zeros, or the -100 of labels. mask: 0 for
-    other padding, which follows the micro-batch, if it has the shape of the samples [B, T].
+    Padding with zeros, or with the -100 of labels, at the end of a dimension changes nothing. mask:
+    0 for other padding, whose length the micro-batch decides; used if samples are [B, T], as it is.
     """
     rows = samples.detach().reshape(len(samples), *samples.shape[1:] or [1])
     if rows.is_complex():
@@ -120,7 +120,7 @@ def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Ten
 
 def generator_states():
     """Returns the states of the default generators: torch's, the device's, numpy's and Python's.
-    Those that a script makes are not seen."""
+    Generators that a script creates are not seen."""
     device = deepspeed.accelerator.get_accelerator()
     of_torch = [torch.get_rng_state(), device.get_rng_state().cpu()]
     _, keys, *position = numpy.random.get_state()
@@ -132,9 +132,9 @@ def generator_states():
 class ForwardPass:
     """A forward pass that waits for its loss.
 
-    digests: of each tensor with a row for each sample, mixed with those before it: [rows]. others:
-    the same of the other tensors: [1], or None. states: of the generators, before it; None if they
-    are not compared any more. draws: a hash of those that have changed.
+    digests: hashes [rows] of each tensor that has a row for each sample, mixed with those before
+    it. others: a hash [1] of all other tensors; None without any. states: of the generators before
+    this pass; None once they have been compared. draws: a hash of those that changed; else None.
     """
 
     digests: list = field(default_factory=list)
@@ -148,10 +148,10 @@ class ForwardPass:
 
 
 class Comparison:
-    """Rank 0's, of the steps in `rows`, which were trained before the load.
+    """A comparison, on rank 0, with `rows`: {step: Row as trained before the load}.
 
-    restored: what has been, in words. draws: those of all steps so far, before and now. gaps: by
-    how much each number of a step differs at most.
+    restored: what was restored, in words. draws: of all steps so far, before and now. gaps: {a
+    number's name: its largest difference so far}.
     """
 
     def __init__(self, rows, restored):
@@ -161,9 +161,8 @@ class Comparison:
         self.gaps = {}
 
     def differs(self, now):
-        """Say which number of a step differs by more than rounding, or at the last that none does.
-
-        Returns: whether one does.
+        """Compare a step. Prints the first number that differs by more than rounding; at the last,
+        that none does. Returns whether one does. now: the step's Row.
         """
         before = self.rows[now.step]
         trained = f"trained before on {ranks_in_words(before.ranks)}"
@@ -196,9 +195,8 @@ class Comparison:
         return False
 
     def growth(self, before, now):
-        """Returns by how much rounding may have grown: twice a step since the second one, which has
-        the first weights that differ. Where nothing has been added in another order, it does
-        not."""
+        """Returns the factor by which rounding may have grown: doubled each step from the third on,
+        as from the second on weights differ; 1 if nothing was added in another order."""
         same = before.ranks == now.ranks and before.micro_batch == now.micro_batch
         if same and not any(self.gaps.values()):
             return 1
@@ -279,8 +277,8 @@ def pairs_of(before, now, growth):
 class Proof:
     """Writes down the next steps of an engine, and compares those that were trained before.
 
-    last_step: of the proof, on all ranks alike. files, comparison: rank 0's alone. has_failed:
-    something has gone wrong, and a line has said so.
+    last_step: the last to be written down, the same on all ranks. files, comparison: on rank 0
+    alone. has_failed: whether an error was printed.
     """
 
     def __init__(self, engine):
@@ -293,8 +291,8 @@ class Proof:
         self.begin_step()
 
     def begin_step(self):
-        """Nothing has been seen of it: sums are 0, of 0 numbers. known: the part of the sums that
-        is in this process's memory."""
+        """Start a step with empty sums and counts: `sums` on the device, `known` for Python's
+        numbers."""
         shape = len(SUMMED), 2
         self.sums = torch.zeros(shape, dtype=torch.float64, device=self.engine.device)
         self.known = torch.zeros(shape, dtype=torch.float64).tolist()
@@ -341,7 +339,7 @@ class Proof:
                 forward.others = scrambled(others + hashes(tensor[None])) & 0xFFFFFFFF
 
     def see_draws(self):
-        """Whether the last forward pass has drawn random numbers, or what follows it has."""
+        """Note whether random numbers were drawn in the last forward pass, or since it."""
         forward = self.waiting[-1] if self.waiting else None
         if forward and forward.states:
             pairs = zip(forward.states, generator_states(), strict=True)
@@ -351,7 +349,7 @@ class Proof:
                 forward.states = None
 
     def see_output(self, output):
-        """A model may return its loss, of which around_backward() is called directly."""
+        """Note a model's output, which may be a loss whose backward() the script calls itself."""
         tensors = [tensor for _, tensor in tensors_in(output)]
         self.see_draws()
         for tensor in tensors[:1]:
@@ -360,18 +358,16 @@ class Proof:
                 tensor.register_hook(functools.partial(self.see_gradient, loss))
 
     def see_gradient(self, loss, gradient):
-        """Notes the gradient that a backward pass begins with. gradient: the weight of this loss;
-        0, if the micro-batch is computed again."""
+        """Note a loss by its gradient, which is its weight: 0 if the micro-batch is computed
+        again."""
         with harmless(self.engine.engine):
             has_weight = gradient.detach().squeeze() != 0
             self.add("output", loss * has_weight, has_weight)
             self.add_forward_passes(has_weight)
 
     def see_loss(self, loss, is_share, is_exact):
-        """Notes a loss. is_share: the losses of a step add up to their mean, as their caller has
-        divided them.
-
-        is_exact: the mean is that of the losses which are not 0.
+        """Note a loss. is_share: the caller has divided it, so that a step's losses add up to their
+        mean. is_exact: the mean is taken over the losses that are not 0.
         """
         has_weight = loss != 0
         count = has_weight if is_exact else 1
@@ -381,8 +377,8 @@ class Proof:
         self.add_forward_passes(has_weight)
 
     def add_forward_passes(self, has_weight=1):
-        """Adds the forward passes to the step's digests. has_weight: 0, if their micro-batch is
-        computed again, and so is not of the batch."""
+        """Add the waiting forward passes to the step's digests. has_weight: 0 if their micro-batch
+        is computed again, and so is no part of the batch."""
         for forward in self.waiting:
             for number, rows in enumerate(forward.digests):
                 self.add(number, rows.sum() * has_weight, len(rows) * has_weight)
@@ -393,7 +389,7 @@ class Proof:
         self.waiting.clear()
 
     def end_step(self, step):
-        """Add up what all ranks have seen. Rank 0 has the row."""
+        """Add up what all ranks have seen. Rank 0 writes the row, and compares it."""
         try:
             if self.engine.is_pipeline():  # its first stage, which sees samples, sees no loss
                 del self.waiting[batches.named_share(self.engine.engine).weighted :]
@@ -435,7 +431,7 @@ class Proof:
 
 
 def watch(wanted: bool = True) -> None:
-    """Proves every engine's saves and loads from now on, or none."""
+    """Start a proof at every save and load of every engine from now on; not if not wanted."""
     batches.watch_batches()
     deepspeed.DeepSpeedEngine.universal_proof = None  # of each engine
     deepspeed.DeepSpeedEngine.wants_universal_proof = wanted
@@ -445,7 +441,7 @@ def watch(wanted: bool = True) -> None:
 
 
 def install() -> None:
-    """Prove what DeepSpeed's own loader loads, without load_checkpoint()'s."""
+    """Start a proof also after loads by DeepSpeed's own loader, without load_checkpoint()."""
     watch()
     if deepspeed.DeepSpeedEngine.load_checkpoint is deepspeed_load:
         wrap_methods(load=around_load)
@@ -453,7 +449,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def harmless(engine):
-    """What goes wrong in this block costs the proof, and a line, but not the training."""
+    """Let an error in this block end the proof, with a line, and not the training."""
     try:
         yield
     except Exception as error:
@@ -468,7 +464,7 @@ def harmless(engine):
 
 
 def after_save(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
-    """The next steps of this engine belong to the checkpoint in a folder. Call it on all ranks."""
+    """Write this engine's next steps beside the checkpoint in a folder. Call it on all ranks."""
     if getattr(engine, "wants_universal_proof", False):
         with harmless(engine):
             proof = engine.universal_proof = engine.universal_proof or Proof(engine)
@@ -480,10 +476,10 @@ def after_save(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
 def after_load(
     engine: deepspeed.DeepSpeedEngine, folder: Path | None, resharded: bool, whole: bool = True
 ) -> None:
-    """The next steps of this engine may have been trained before. Call it on all ranks.
+    """Compare this engine's next steps with the checkpoint's. Call it on all ranks.
 
-    folder: of the checkpoint; None, if not all of it was loaded. resharded: by this package. whole:
-    whether all that the checkpoint holds was asked for.
+    folder: of the checkpoint; None if the optimizer was not loaded. resharded: whether this package
+    loaded it. whole: whether nothing else was left out.
     """
     restored = "the state was restored bit by bit"
     if not resharded:

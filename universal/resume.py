@@ -46,8 +46,8 @@ def install(proof: bool = True, background: bool = False) -> None:
     As with DeepSpeed's, a first start (no tag, and an absent or empty folder) finds nothing and
     continues. A command that has no script starts with the folder start/ on its PYTHONPATH.
 
-    proof: whether the steps after a checkpoint are written down, and compared when they are trained
-        again (proof.py).
+    proof: whether the steps after a checkpoint are written down, and compared when a resumed run
+        trains them again (proof.py).
     background: whether engine.save_checkpoint() returns before its files are on the disk
         (background.py).
 
@@ -71,21 +71,21 @@ def load_checkpoint(
     missing_ok: bool = False,
     timeout: float = TIMEOUT,
 ) -> tuple[str | None, dict | None]:
-    """Loads a checkpoint as engine.load_checkpoint() does, from any number of ranks, any ZeRO
-    stage, and converted.
+    """Load a checkpoint as engine.load_checkpoint() does, but saved by any number of ranks, at any
+    ZeRO stage, or converted.
 
-    Args, where they say more than DeepSpeed's:
-        tag: None for the one that `latest` names, or a later one, if it is complete; otherwise the
-            newest whole one. With load_universal in the config only converted ones count.
+    Args, where they differ from DeepSpeed's:
+        tag: None for the newest complete checkpoint: the one that `latest` names, a later one, or
+            else an earlier one. With load_universal in the config only converted ones count.
         load_module_strict: False lets new parameters keep their weights, with fresh optimizer
             states, leaves out those that are gone, and names both in a line.
-        missing_ok: return (None, None), as DeepSpeed does, if load_dir has none, not even damaged.
+        missing_ok: return (None, None), as DeepSpeed does, if load_dir has no checkpoint at all.
         timeout: seconds that a rank waits for another one.
 
-    Returns: (folder of the checkpoint, client state); on other ranks, rank 0's client state.
-    Raises: CheckpointError, on all ranks, if there is no such checkpoint, or it is damaged, not
-        whole, or of another model or optimizer; it never continues with initial values. The engine
-        may then be half loaded: do not train it.
+    Returns: (folder of the checkpoint, client state); rank 0's where other ranks had saved it.
+    Raises: CheckpointError, on all ranks, if there is no such checkpoint, or it is damaged,
+        incomplete, or of another model or optimizer. The engine may then be half loaded: do not
+        train it.
     """
     options = LoadOptions(
         load_module_strict=load_module_strict,
@@ -125,7 +125,7 @@ def load_next(engine, search, options, ranks):
 
 
 def check_requirements(load_dir, custom_load_fn):
-    """Raises CheckpointError if this DeepSpeed is too old, or an argument has no meaning here."""
+    """Raises CheckpointError if this DeepSpeed is too old, or an argument cannot be used."""
     version = deepspeed.__version__
     if Version(version) < Version(OLDEST_DEEPSPEED):
         raise CheckpointError(

@@ -12,14 +12,14 @@
     )
 
 accelerate, whose DataLoader Trainer uses, gives micro-batch m of a step to rank m % ranks. Where
-the ranks do not divide a step's micro-batches, the first ones follow once more, with a loss of
-weight 0, so that every rank has as many; so, too, in an epoch's last step, which has those that are
-left.
+the ranks do not divide a step's micro-batches, its first ones follow once more, with a loss of
+weight 0, so that every rank has the same number. The last step of an epoch, which may be shorter,
+is filled in the same way.
 
-A stream, an IterableDataset, is read by each rank from its begin, in the process that trains; its
-workers collate.
+Each rank reads a stream, an IterableDataset, from its start, in the process that trains; workers
+only collate.
 
-fill_steps() does it for a loop over accelerate's DataLoader, as in examples/accelerate_loop.py.
+fill_steps() does this for a loop over accelerate's DataLoader, as in examples/accelerate_loop.py.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ NUMBER = "num_items_in_batch"
 
 
 class Samples(data.Dataset):
-    """A stream has no numbers of samples: here each sample is its own."""
+    """A data set whose indices are the samples, for a stream: its samples have no numbers."""
 
     def __getitem__(self, sample: Any) -> Any:
         return sample
@@ -53,9 +53,9 @@ class Samples(data.Dataset):
 class FilledSteps:
     """A batch sampler: this rank's micro-batches of an epoch, as many in each step.
 
-    micro_batches: those of all ranks, without repeats; of a stream, samples in place of numbers.
-    length: how many; infinite of a stream. To be set before an epoch begins: its number, and the
-    first step to deal.
+    micro_batches: of all ranks, without repeats: lists of sample numbers; of a stream, of samples.
+    length: how many; infinite for a stream. epoch, begin: to be set before an epoch begins: its
+    number, and its first step to deal, from 0.
     """
 
     epoch = None
@@ -78,13 +78,13 @@ class FilledSteps:
         return -(-self.length // self.share.micro_batches)
 
     def count(self, step: int) -> int:
-        """Micro-batches of a step, on all ranks. step: of the epoch, from 0; of a stream, read."""
+        """Micro-batches of a step, on all ranks, without repeats. step: of the epoch, from 0."""
         before = step * self.share.micro_batches
         return min(self.share.micro_batches, self.number - before)
 
     def weights(self, step: int) -> list[float]:
-        """Returns the weights of the losses of this rank's micro-batches of a step, if DeepSpeed
-        takes their mean."""
+        """Returns the weights of this rank's losses in a step, of which DeepSpeed takes the
+        mean."""
         batches.DEALT.add(self.share.key)
         count = self.count(step)
         places = self.share.accumulation * self.share.ranks
@@ -92,7 +92,7 @@ class FilledSteps:
         return [places / count if number < count else 0.0 for number in numbers]
 
     def all_weights(self) -> Iterator[float]:
-        """Yields the weights of the steps from `begin` on, without an end."""
+        """Yields the weights of all micro-batches from the step `begin` on, without an end."""
         return itertools.chain.from_iterable(map(self.weights, itertools.count(self.begin)))
 
     def __len__(self):
@@ -120,8 +120,8 @@ class FilledSteps:
             yield from itertools.islice(filled, self.share.rank, places, self.share.ranks)
 
     def check_sizes(self, step, end):
-        """Raises ValueError, on all ranks, unless the step, which ends before this micro-batch, has
-        the batch; an epoch's last may have less."""
+        """Raises ValueError, on all ranks, unless a step's micro-batches have the named size; an
+        epoch's last one may be smaller. end: the number of the micro-batch after the step."""
         batch, named = self.share.batch, self.share.micro_batch
         sizes = [*map(len, step)]
         if end >= self.length or self.length == math.inf:
@@ -140,8 +140,8 @@ def fill_steps(
 ) -> FilledSteps:
     """Let accelerate's DataLoader deal the same samples in each step, on any number of ranks.
 
-    loader: prepared; of Samples(), to deal those of a stream. Raises ValueError if what it deals
-    depends on the number of ranks.
+    loader: from prepare(); for a stream, with Samples() as its data set. Raises ValueError if what
+    it deals would depend on the number of ranks.
     """
     sampler = loader.batch_sampler  # of this rank, around that of all; on a single rank that alone
     whole = getattr(sampler, "batch_sampler", sampler)
@@ -168,7 +168,7 @@ def fill_steps(
 
 
 class Repeat(dict):
-    """A micro-batch that is computed again: Trainer counts none of its samples."""
+    """A micro-batch that is computed again. Trainer sees tensors without samples, to count none."""
 
     def __init__(self, inputs: dict):
         self.inputs = inputs
@@ -177,7 +177,7 @@ class Repeat(dict):
 
 
 class AnyRanks:
-    """Comes before Trainer in the list of base classes.
+    """A base class that keeps Trainer's batch; it comes before Trainer.
 
     Its methods raise ValueError where the batch would not be kept, and say what to change.
     """
@@ -245,7 +245,7 @@ class AnyRanks:
         return self.filled_steps.share.batch
 
     def begin_training(self):
-        """The engine has been made, and may have loaded a checkpoint."""
+        """Set the first epoch and step to deal, once the engine may have loaded a checkpoint."""
         share = batches.share(self.model_wrapped)
         filled_steps = self.filled_steps
         trained = self.state.global_step
@@ -266,7 +266,7 @@ class AnyRanks:
         self.say_new_rate()
 
     def say_new_rate(self):
-        """Tell of a schedule that Trainer has made for another number of steps."""
+        """Print a line if Trainer has made the schedule for another number of steps than before."""
         schedule = self.lr_scheduler
         step = self.state.global_step
         if not step or not hasattr(schedule, "lr_lambdas"):
@@ -295,7 +295,7 @@ class AnyRanks:
             )
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: Any) -> tuple:
-        """A step's micro-batches of this rank, and the number of tokens on all ranks."""
+        """A step's micro-batches of this rank, and what Trainer counts as num_items_in_batch."""
         if self.step_weights:
             raise ValueError(f"{type(self).__name__}.training_step() does not call AnyRanks'")
         filled_steps = self.filled_steps
@@ -326,7 +326,7 @@ class AnyRanks:
     def training_step(self, model: Any, inputs: dict, *args: Any, **options: Any) -> torch.Tensor:
         self.loss_weight = self.step_weights.pop(0)
         self.is_weighted = False
-        # By this Trainer divides the losses that its version takes for means.
+        # Trainer divides by this what its version takes for mean losses.
         self.current_gradient_accumulation_steps = 1
         inputs = getattr(inputs, "inputs", inputs)
         loss = super().training_step(model, inputs, *args, **options)
@@ -366,14 +366,14 @@ class AnyRanks:
 
 
 def on_any_ranks(trainer: type) -> type:
-    """A Trainer of the same name."""
+    """Returns a class of the same name with AnyRanks before Trainer."""
     if issubclass(trainer, AnyRanks):
         return trainer
     return type(trainer.__name__, (AnyRanks, trainer), {"__module__": trainer.__module__})
 
 
 def batch_config(batch: str, arguments: Any) -> dict[str, Any]:
-    """What DeepSpeed's config says of a batch, by TrainingArguments. Raises ValueError."""
+    """DeepSpeed's config of a batch, for these TrainingArguments. Raises ValueError."""
     if not batch.isdecimal():
         raise ValueError(f"UNIVERSAL_BATCH={batch} is no number of samples")
     return batches.config(int(batch), arguments.per_device_train_batch_size, arguments.world_size)

@@ -28,7 +28,7 @@ def install_universal(deepspeed):
 
 
 def keep_batch(integration):
-    """Trainer rejects "train_batch_size" on other ranks; here it wins, as in DeepSpeed."""
+    """Let the config's "train_batch_size" decide, as in DeepSpeed, where Trainer rejects it."""
     process = integration.HfTrainerDeepSpeedConfig.trainer_config_process
 
     def trainer_config_process(self, args, *rest, **named):
@@ -46,7 +46,7 @@ def keep_batch(integration):
 
 
 def keep_any_batch(trainer):
-    """Every Trainer keeps the batch, on any number of ranks."""
+    """Put AnyRanks before every Trainer, if UNIVERSAL_BATCH is set."""
     if ANY_RANKS in os.environ:
         ours = import_ours("universal.trainer")
         trainer.Trainer = ours.on_any_ranks(trainer.Trainer)
@@ -54,8 +54,8 @@ def keep_any_batch(trainer):
 
 
 class AfterImport:
-    """Calls a function as soon as its module is imported. It asks only the finders behind it;
-    another such finder does the same, so both work."""
+    """Calls a function as soon as its module is imported. It asks only the finders behind it, so
+    two work together."""
 
     functions = {
         "deepspeed": install_universal,
