@@ -67,7 +67,7 @@ def train(environments, script, saves, *words):
 
 
 def launched(command, environments):
-    """In the place of the tester's subprocesses: forked ranks, which have imported torch."""
+    """Forked ranks, which have imported torch, in place of the tester's subprocesses."""
     ranks = len(environments)
     result = launch(Path.cwd(), ranks, train, environments, *command, limit=300, grace=3)
     return result.code, result.out + result.errors
@@ -84,7 +84,7 @@ def bits_at_the_end(out, *_):
 
 
 def killed(script, saves, more, ranks, points, work):
-    """[what became of each killed run], as ckpt-chaos writes it down."""
+    """Returns what became of each killed run, as ckpt-chaos writes it down."""
     from ckpt_chaos import byo
 
     signature = byo._signature
