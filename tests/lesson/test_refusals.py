@@ -58,7 +58,7 @@ REFUSED = {
     "examples.train_tp_sp": [
         (3, f"{TP} 3", f"--n_head 4 does not divide by {TP} 3 x {SP} 1"),
         (2, f"{SP} 2 --seq_len 15", f"--seq_len 15 does not divide by {SP} 2"),
-        (2, f"{TP} 4 --elastic", "2 ranks are too few: 4 share a micro-batch"),
+        (2, f"{TP} 4 --elastic", "2 ranks do not divide by 4"),
     ],
     "examples.train_3d": [
         (3, f"{PP} 2", "3 ranks do not divide by 2"),

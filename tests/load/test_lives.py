@@ -27,16 +27,6 @@ def live(tmp_path):
     return live
 
 
-def test_the_newer_of_two_sets_under_one_name(live, tmp_path):
-    """The older one has more steps and another dtype: somebody went back, and saved under the name
-    again."""
-    live(2, 0)
-    live(4, 1, stage=3, bf16=True, name="last")  # step 6
-    (tmp_path / "c" / "latest").write_text("checkpoint-2")
-    live(2, 3, name="last")  # step 4, an hour later
-    assert live(0, 4)["step"] == 4
-
-
 def test_a_step_that_was_given_up(live, tmp_path):
     """`latest` names a torn save; before it comes the last one that came back, and not one of the
     run given up."""

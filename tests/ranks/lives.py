@@ -1,10 +1,10 @@
 """Random histories of a training job, which dies in the middle of its saves and goes on as another
 one: play(seed, folder).
 
-Each of its lives (life.py) has other ranks and another ZeRO stage than the one before, and names of
-checkpoints come again. In its fatal save each rank has a place of its own, drawn by the seed, where
-it dies, or finds the disk full. So a seed's folders are the same in every run. Between two lives
-someone converts, copies, moves, or edits `latest`.
+Each of its lives (life.py) has ranks and a ZeRO stage of its own, and names of checkpoints come
+again at the same stage. In its fatal save each rank has a place of its own, drawn by the seed,
+where it dies, or finds the disk full. So a seed's folders are the same in every run. Between two
+lives someone converts, copies, moves, or edits `latest`.
 
 What must be loaded. A save that came back on all ranks is a promise, and so is an edited `latest`.
 
@@ -226,14 +226,16 @@ def plan_life(draw, before, saves):
         every = before.every
         name = before.name
     ranks = draw.randint(1, 4)
-    stages = [stage for stage in (1, 2, 3) if not before or stage != before.stage]
+    stage = draw.choice([1, 2, 3])
+    bf16 = draw.random() < 0.1
     plan = Plan(
         ranks=ranks,
-        stage=draw.choice(stages),
-        bf16=draw.random() < 0.1,
+        stage=stage,
+        bf16=bf16,
         steps=STEPS,
         every=every,
-        name=name,
+        # Two saves of other stages or dtypes under one name are refused.
+        name=f"{name.partition('.')[0]}.{stage}.{bf16:d}",
         saves=saves,
         fatal=saves + draw.randint(0, 3),
         full=draw.random() < 0.2,

@@ -170,7 +170,7 @@ def files_of_save(
 def new_memory(nbytes: int) -> torch.Tensor:
     """Memory to copy into, uint8, at the beginning of a page, and pinned for a GPU. torch itself
     would pin a power of two."""
-    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")
     memory = memory[-memory.data_ptr() % PAGE :][:nbytes]
     if torch.cuda.is_available():
         cuda = torch.cuda.cudart()
