@@ -84,8 +84,7 @@ def load_checkpoint(
 
     Returns: (folder of the checkpoint, client state); rank 0's where other ranks had saved it.
     Raises: CheckpointError, on all ranks, if there is no such checkpoint, or it is damaged,
-        incomplete, or of another model or optimizer. The engine may then be half loaded: do not
-        train it.
+        incomplete, or of another model or optimizer. Do not train the engine then.
     """
     options = LoadOptions(
         load_module_strict=load_module_strict,

@@ -166,15 +166,8 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
         if isinstance(error, Refused) and (tag == name or not tags):
             raise error
         says.append(f"{tag} is passed over: {type(error).__name__}: {error}")
-    given_up = {
-        tag
-        for tag in tags
-        for later in tags
-        if later.is_saved and later.step < tag.step and later.written > tag.written + BETWEEN_SAVES
-    }
-    if not name:  # copies have no usable times
-        given_up = set()
-    tags.sort(key=lambda tag: (tag not in given_up, tag.step, tag.is_saved), reverse=True)
+    left = given_up(tags) if name else set()  # copies have no usable times
+    tags.sort(key=lambda tag: (tag not in left, tag.step, tag.is_saved), reverse=True)
     named = [tag for tag in tags if tag.name == name]
     later = []
     if named:
@@ -194,6 +187,16 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
     candidates = [name] if name else saved or names
     meant = candidates[0] if len(candidates) == 1 else ""
     return Choice([*dict.fromkeys([*later, *named, *tags])], says, meant)
+
+
+def given_up(tags):
+    """The tags that a run has gone back behind: of more steps than one that was saved later."""
+    return {
+        tag
+        for tag in tags
+        for later in tags
+        if later.is_saved and later.step < tag.step and later.written > tag.written + BETWEEN_SAVES
+    }
 
 
 def read_tags(folder, names):
