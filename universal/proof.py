@@ -294,8 +294,9 @@ class Proof:
         """Start a step with empty sums and counts: `sums` on the device, `known` for Python's
         numbers."""
         shape = len(SUMMED), 2
-        self.sums = torch.zeros(shape, dtype=torch.float64, device=self.engine.device)
-        self.known = torch.zeros(shape, dtype=torch.float64).tolist()
+        with torch.inference_mode(False):  # a validation saves, and a training step adds
+            self.sums = torch.zeros(shape, dtype=torch.float64, device=self.engine.device)
+        self.known = [[0.0, 0.0] for _ in SUMMED]
         self.waiting = []  # forward passes
         self.has_loss = False
 

@@ -133,6 +133,17 @@ def saves_at_each_step():
 
 
 @story
+def saved_in_a_validation():
+    """In inference_mode(): what the proof then makes is added to in training."""
+    engine = new_engine()
+    train(engine, KIND, range(1, SAVED + 1))
+    with torch.inference_mode():
+        engine.save_checkpoint(".", tag="t")
+    train_more(engine, 2)
+    assert steps_in() == [3, 4]
+
+
+@story
 def of_another_save():
     """A file whose rows do not begin at the next step is not this checkpoint's."""
     engine = saved_engine(2)
