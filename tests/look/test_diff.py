@@ -3,7 +3,6 @@ what it converts into; what was changed is what is named, and by how much."""
 
 import argparse
 import math
-import re
 import shutil
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import universal.diff
-from tests.support import ROOT
 from tests.support.commands import command, failed, no_permission
 from tests.support.files import MODEL, each_state, edit, flip, load
 from tests.support.harms import halve
@@ -106,18 +104,6 @@ def test_bits(pair, tmp_path):
         assert not view["same"] and view["equal"] == view["tensors"] - 1
         assert [(found.elements, found.absolute) for found in view["gaps"]] == [(2, gap)]
         assert diff(output, other, 1e-6)["same"] == (gap < 1e-6)
-
-
-def test_what_is_not_finite(pair, capsys):
-    """The page's block in Python."""
-    page = (ROOT / "docs" / "inspect.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-    for folder in pair:
-        exec(code.replace("global_step100", str(folder)), {})
-    assert not capsys.readouterr().out
-    change(pair[1] / "zero" / "b" / "exp_avg.pt", lambda b: b[2:3].fill_(math.inf))
-    exec(code.replace("global_step100", str(pair[1])), {})
-    assert capsys.readouterr().out == "exp_avg of b is not finite\n"
 
 
 CHANGES = {
