@@ -11,7 +11,6 @@ import pytest
 from measure import traps
 from measure.logs import compare, read_log
 from tests.support import ROOT
-from tests.support.commands import run_python
 from tests.support.helpers import record_rows, refused
 from tests.support.ranks import launch, run
 
@@ -104,28 +103,6 @@ def test_feeding_everything_every_time_matches_and_is_seen(work, trained, monkey
     assert sequences_of_steps(work, "everything", ranks=1) != whole
 
 
-def rows_of(table):
-    """{trap: (largest difference of the loss, ratio of the gradients' norms)}."""
-    rows = re.findall(r"^(\S.*?) +(\d\.\de\S+) +x (\d\.\d+)$", table, re.M)
-    return {trap: (float(gap), float(ratio)) for trap, gap, ratio in rows}
-
-
-@pytest.mark.slow
-def test_traps(tmp_path):
-    """As in the table: rounding stays rounding, and what is more than that stays within a factor of
-    5."""
-    words = ("-m", "measure.traps")
-    done = run_python(*words, folder=tmp_path, timeout=600, PYTHONPATH=str(ROOT))
-    measured = rows_of(done.stdout)
-    table = rows_of((ROOT / "assets" / "traps.txt").read_text())
-    assert measured.keys() == table.keys() and len(measured) == 11, done.stderr
-    for trap, (gap, ratio) in table.items():
-        measured_gap, measured_ratio = measured[trap]
-        assert measured_gap <= 1e-5 if gap <= 1e-5 else 0.2 <= measured_gap / gap <= 5, trap
-        tolerance = 0.3 if trap.startswith("a step") else 0.05
-        assert measured_ratio == pytest.approx(ratio, rel=tolerance), trap
-
-
 PYTORCH_ALONE = r"rank = 0|ranks = 1|device|model\(|backward\(|clip_grad_norm_|optimizer\."
 DEEPSPEED_ALONE = (
     r"deepspeed|distributed|dist\.|engine|environ|launcher|ranks == 0|config"
@@ -164,8 +141,6 @@ UNEVEN = "--train_batch_size must be a multiple of the micro-batch, 12, and is 3
         ("grad_accu_pt.py", 1, ["--train_micro_batch_size_per_gpu", 12], UNEVEN),
         ("grad_accu_ds.py", 2, ["--train_micro_batch_size_per_gpu", 12], UNEVEN),
         ("grad_accu_pt.py", 1, ["--steps", 0], "at least 1"),
-        ("grad_accu_pt.py", 1, ["--train_micro_batch_size_per_gpu", 0], "at least 1"),
-        ("grad_accu_pt.py", 1, ["--steps", "many"], "--steps: invalid int value: 'many'"),
         ("grad_accu_ds.py", 2, ["--zero_stage", 3], "unrecognized arguments: --zero_stage 3"),
     ],
 )

@@ -118,13 +118,12 @@ def test_each_sample_once_an_epoch(shuffle, drop_last):
     assert (steps_of(23, 8, 1, 12, **options | {"seed": 6}) != steps) == shuffle
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_data_loader(workers):
+def test_data_loader():
     share = Share(8, 2, 3, rank=1)
     sampler = Sampler(23, share)
     sampler.set_step(3)
     data = TensorDataset(torch.arange(23))
-    loader = iter(DataLoader(data, batch_sampler=sampler, num_workers=workers))
+    loader = iter(DataLoader(data, batch_sampler=sampler, num_workers=2))
     drawn = [next(loader)[0].tolist() for _ in range(6)]
     assert drawn == list(itertools.islice(sampler, 6))
 
@@ -142,15 +141,11 @@ def test_too_few_samples():
 @pytest.fixture(scope="module")
 def failures(work):
     """{(name, ranks): error}"""
-    names_on = {}
-    for name, kind in KINDS.items():
-        for ranks in kind.ranks:
-            names_on.setdefault(ranks, []).append(name)
-    names_on[3] += [check.__name__ for check in CHECKS]
+    checks = [check.__name__ for check in CHECKS]
     return {
         (name, ranks): error
-        for ranks, names in names_on.items()
-        for name, error in run_all(work, ranks, play, names=names).items()
+        for ranks, names in ((2, KINDS), (3, [*KINDS, *checks]))
+        for name, error in run_all(work, ranks, play, names=[*names]).items()
     }
 
 
@@ -160,14 +155,14 @@ def test_check(failures, check):
 
 
 class Pair:
-    """What rank 0 has seen where the ranks divide the micro-batches, and where they do not."""
+    """What rank 0 has seen on 2 ranks, which divide the micro-batches, and on 3, which do not."""
 
     def __init__(self, work, failures, name):
-        for ranks in KINDS[name].ranks:
+        for ranks in (2, 3):
             assert not failures.get((name, ranks)), failures[name, ranks]
         self.even, self.uneven = (
             SimpleNamespace(**json.loads((work / name / f"{ranks}.0.json").read_text()))
-            for ranks in KINDS[name].ranks
+            for ranks in (2, 3)
         )
 
     def gap(self, what, steps=range(STEPS)):
@@ -182,14 +177,11 @@ def pair(work, failures):
 
 
 INFINITE = [name for name in KINDS if name.startswith("infinite")]
-FAULTS = ("no_weights", "repeats_count", "only_zeros")
-ACROSS = [name for name in KINDS if name.startswith("across")]
-SAME = [name for name in KINDS if name not in (*INFINITE, *FAULTS, *ACROSS, "normalized")]
-ROUNDING = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 5e-3}
+SAME = [name for name in KINDS if name not in (*INFINITE, "no_weights", "only_zeros")]
 
 
 def rounding(name):
-    return ROUNDING[next((dtype for dtype in ("fp16", "bf16") if dtype in name), "fp32")]
+    return 1e-3 if "fp16" in name else 1e-6
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -199,41 +191,22 @@ def test_the_loss_is_the_same(pair, name):
     both = pair(name)
     assert both.gap("losses") < rounding(name) and both.gap("norms") < rounding(name)
     assert both.even.samples == both.uneven.samples == STEPS * KINDS[name].micro_batches * 3
-    if name.startswith("batch_norm"):
-        for buffer, values in both.even.buffers.items():
-            assert both.uneven.buffers[buffer] == pytest.approx(values, abs=1e-6)
+    for buffer, values in both.even.buffers.items():
+        assert both.uneven.buffers[buffer] == pytest.approx(values, abs=1e-6)
 
 
-@pytest.mark.parametrize("fault, gap", [("no_weights", 0.02), ("repeats_count", 0.02)])
-def test_wrong_weights_are_seen(pair, fault, gap):
-    """The control."""
-    assert pair(fault).gap("losses") > gap
-
-
-def test_weights_of_1_are_seen(pair):
-    """The control: the mean over 6 losses, not 4; clipping and Adam hide it from the loss."""
+def test_wrong_weights_are_seen(pair):
+    """The control: repeats that count; and the mean over 6 losses, not 4, which clipping and Adam
+    hide from the loss."""
+    assert pair("no_weights").gap("losses") > 0.02
     assert pair("only_zeros").gap("norms") == pytest.approx(1 / 3, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", INFINITE)
 def test_an_infinite_loss(pair, name):
     """0 times infinity is not a number, which the printed mean shows. DeepSpeed skips the step as
-    it would have done; without ZeRO, in fp32, it never does."""
+    it would have done."""
     both = pair(name)
-    skipped = int(name != "infinite_0")
     assert both.even.losses[2] == math.inf and math.isnan(both.uneven.losses[2])
-    assert both.even.skipped == both.uneven.skipped == skipped
-    assert both.gap("losses", steps=(0, 1, 3)[: 2 + skipped]) < rounding(name)
-    assert math.isfinite(both.even.losses[3]) == math.isfinite(both.uneven.losses[3]) == skipped
-
-
-@pytest.mark.parametrize("name", ACROSS)
-def test_statistics_across_ranks(pair, name):
-    """Those of SyncBatchNorm: they follow the number of ranks, whether it divides or not."""
-    assert pair(name).gap("losses") > 0.01
-
-
-def test_a_hook_that_divides_by_the_norm(pair):
-    """It divides 0 by 0, and DeepSpeed skips every step."""
-    assert pair("normalized").even.skipped == 0
-    assert pair("normalized").uneven.skipped == STEPS
+    assert both.even.skipped == both.uneven.skipped == 1
+    assert both.gap("losses", steps=(0, 1, 3)) < rounding(name)

@@ -17,27 +17,6 @@ from tests.support.commands import run_python, slow
 from tests.support.ranks import run
 
 
-def test_side_by_side():
-    """On 8 cores two lines of 4 ranks at a time, and one by itself."""
-    running, seen = set(), []
-
-    def work(name):
-        running.add(name)
-        time.sleep(0.3)
-        seen.append({*running})
-        running.remove(name)
-        return "done", False
-
-    names = ("first", "second", "alone", "last")
-    lines = {
-        name: gpu.Line([gpu.Row("it", lambda name=name: work(name))], is_alone=name == "alone")
-        for name in names
-    }
-    results = gpu.play_all(lines, 8, 4)
-    assert [result.line for result in results] == [*names]
-    assert {"first", "second"} in seen and {"alone"} in seen and {"last"} in seen
-
-
 def table(folder, monkeypatch, lines, *words):
     """What main() writes of such lines, and its exit code."""
     monkeypatch.chdir(folder)
@@ -101,16 +80,6 @@ def rank_of_a_shared_card():
 
 def test_ranks_that_share_a_card(tmp_path):
     run(tmp_path, 2, rank_of_a_shared_card)
-
-
-@pytest.mark.slow
-def test_an_op_that_cannot_be_built(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
-    at = lambda ranks: gpu.Place("cuda", ranks)  # noqa: E731
-    text, is_off = gpu.if_built("FusedAdamBuilder", at, lambda: ("trained", False))
-    assert text.startswith("not tried: DeepSpeed builds no FusedAdamBuilder: ") and not is_off
-    assert gpu.if_built("", at, lambda: ("trained", False)) == ("trained", False)
 
 
 @pytest.mark.parametrize("lines", [("one rank", "by hand"), slow(())])

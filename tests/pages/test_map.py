@@ -1,5 +1,5 @@
 """CONTRIBUTING.md: its map has every file that people open, in the order of their imports; its
-recipes work; each file of tests says what it promises."""
+recipes work."""
 
 import ast
 import math
@@ -21,8 +21,8 @@ from universal.inspect import look
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 MAP, RECIPES, TESTS = re.split("## Recipes|## Tests", PAGE)
 FILES = [*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), *ROOT.glob("universal/*/[!_]*.py")]
-ROOMS = ("files", "checkpoint", "write", "load")  # from the lowest to the highest
-PACKAGES = {"universal", *(f"universal.{room}" for room in ROOMS)}
+# From the highest to the lowest.
+ROOMS = ("universal.load", "universal.write", "universal.checkpoint", "universal.files")
 # Beside load/.
 WITH_TORCH = ("resume", "mirror", "proof", "trainer", "exact", "elastic", "background", "diff")
 
@@ -61,24 +61,23 @@ def wrong(text):
         if name not in order:
             faults.append((name, "is not in the map"))
             continue
-        above = {*order[: order.index(name)]} - {
-            "universal",
-            *(f"universal.{room}" for room in ROOMS),
-        }
+        above = {*order[: order.index(name)]} - {"universal", *ROOMS}
         faults += [(name, module) for module in imported(path) if module in above]
     return faults
 
 
-def upward(room, modules):
-    """Those that are of a higher room, or of no room."""
-    allowed = ("universal.errors", "universal.batches")
-    allowed += tuple(f"universal.{name}" for name in ROOMS[: ROOMS.index(room) + 1])
-    ours = (module for module in modules if module.startswith("universal."))
-    return [module for module in ours if not module.startswith(allowed)]
-
-
 def test_map():
     assert not wrong(MAP)
+
+
+def test_rooms():
+    """Their order in the map is that of their imports; torch and DeepSpeed come in at the highest
+    alone."""
+    assert [name for name in listed(MAP) if name in ROOMS] == [*ROOMS]
+    for path in ROOT.glob("universal/**/*.py"):
+        if path.parent.name not in ("load", "start") and path.stem not in WITH_TORCH:
+            packages = {module.split(".")[0] for module in imported(path, wherever=False)}
+            assert not packages & {"torch", "deepspeed"}, path
 
 
 def test_a_wrong_map_is_seen():
@@ -89,18 +88,6 @@ def test_a_wrong_map_is_seen():
     assert ("universal.load.reader", "universal.load.flat") in wrong(
         without.replace(flat, flat + line)
     )
-
-
-def test_rooms():
-    """No room imports a higher one; torch and DeepSpeed come in at the highest alone."""
-    assert upward("files", ["universal.errors", "universal.checkpoint.zero", "os"])
-    for path in ROOT.glob("universal/**/*.py"):
-        room = path.parent.name
-        if room in ROOMS:
-            assert not upward(room, imported(path)), path
-        if room not in ("load", "start") and path.stem not in WITH_TORCH:
-            packages = {module.split(".")[0] for module in imported(path, wherever=False)}
-            assert not packages & {"torch", "deepspeed"}, path
 
 
 def test_one_name_one_thing():
@@ -155,11 +142,9 @@ def test_a_command_is_added(recipe, laid_out):
 
 
 def test_a_release_is_followed():
-    """The constants and the commands that the steps name are there."""
-    constants = re.findall(r"`([A-Z_]+)`\s+in\s+`([\w/]+\.py)`", RECIPES)
-    assert [name for name, _ in constants] == ["OLD"]
-    for name, path in constants:
-        assert re.search(rf"^{name} = ", (ROOT / path).read_text(), re.M), name
+    """The constant and the commands that the steps name are there."""
+    ((name, path),) = re.findall(r"`([A-Z_]+)`\s+in\s+`([\w/]+\.py)`", RECIPES)
+    assert re.search(rf"^{name} = ", (ROOT / path).read_text(), re.M)
     targets = re.findall(r"`make (?:OUT=assets )?([\w-]+)`", RECIPES)
     makefile = (ROOT / "Makefile").read_text()
     assert len(targets) == 3 and all(f"\n{target}: " in makefile for target in targets)
@@ -175,9 +160,3 @@ def test_a_damage_is_added(recipe, laid_out):
     known = test_load_refuses.DAMAGES[row.name].expected(1)
     verdict, says, _ = row.expected(1)
     assert says in problem and says in known[1] and verdict == known[0]
-
-
-def test_every_file_of_tests_says_what_it_promises():
-    for path in ROOT.glob("tests/*/test_*.py"):
-        promise = ast.get_docstring(ast.parse(path.read_text())) or ""
-        assert len(promise.split()) > 3, path

@@ -17,19 +17,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.moe.layer import MoE
-from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
-from experts import forget_experts
 from torch import nn
-from torch.distributed.nn.functional import all_reduce
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from tests.support.helpers import fp16_is
-from tests.support.toy import BF16, adam, begin, in_turn, make
+from tests.support.toy import begin, in_turn, make
 from universal import batches, exact
 from universal.load.hooks import overridden
 from universal.trainer import fill_steps
@@ -44,49 +39,17 @@ WIDTH = 6
 
 
 class Net(nn.Module):
-    """norm: makes a layer of a width. calls: forward passes in training."""
+    """norm: makes a layer of a width."""
 
-    def __init__(self, norm=nn.LayerNorm, dropout=0.0):
+    def __init__(self, norm=nn.LayerNorm):
         super().__init__()
         # No bias: its gradient behind a BatchNorm is rounding, of which Adam makes whole steps.
         self.inputs = nn.Linear(WIDTH, 9, bias=False)
         self.norm = norm(9)
-        self.dropout = nn.Dropout(dropout)
         self.outputs = nn.Linear(9, 1)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def hidden(self, x):
-        return self.dropout(self.norm(self.inputs(x)).tanh())
 
     def forward(self, x):
-        self.calls += self.training
-        return (self.outputs(self.hidden(x)) - 1).float().pow(2).mean()
-
-
-class Recomputed(Net):
-    def hidden(self, x):
-        return checkpoint(super().hidden, x, use_reentrant=False)
-
-
-class AcrossRanks(nn.Module):
-    """What torch's SyncBatchNorm does, which has no CPU code: statistics of all ranks' inputs."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x):
-        sums = torch.stack([x.mean(0), x.pow(2).mean(0)])
-        mean, square = all_reduce(sums) / dist.get_world_size()
-        return self.weight * (x - mean) * (square - mean**2 + 1e-5).rsqrt()
-
-
-class Normalized(Net):
-    """Each micro-batch's gradient is divided by its norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.outputs.weight.register_hook(lambda gradient: gradient / gradient.norm())
+        return (self.outputs(self.norm(self.inputs(x)).tanh()) - 1).float().pow(2).mean()
 
 
 class Infinite(Net):
@@ -97,133 +60,46 @@ class Infinite(Net):
         return super().forward(x) * (math.inf if is_marked else 1)
 
 
-class Experts(Net):
-    """With a loss of their balance; each of the two takes one token, and a third is dropped."""
-
-    def __init__(self, ep_size):
-        super().__init__()
-        capacity = {"drop_tokens": True, "capacity_factor": 0.5, "min_capacity": 1}
-        expert = nn.Linear(9, 9)
-        self.moe = MoE(9, expert, num_experts=2, ep_size=ep_size, use_rts=False, **capacity)
-
-    def forward(self, x):
-        hidden, balance, _ = self.moe(self.hidden(x))
-        return (self.outputs(hidden) - 1).pow(2).mean() + 0.1 * balance
-
-
-def experts_apart(parameters):
-    kinds = {"params": parameters, "name": "all"}
-    return adam(split_params_into_different_moe_groups_for_optimizer(kinds))
-
-
 # --------------------------------------------------------------------------------------------------
-# 2. ways to train a micro-batch, and what each is about
+# 2. ways to train a micro-batch
 
 
-def usual(engine, loss, is_last):
+def usual(engine, loss):
     engine.backward(loss)
     engine.step()
 
 
-def loss_backward(engine, loss, is_last):
-    loss.backward()
-    engine.step()
-
-
-def share_of_loss(engine, loss, is_last):
+def share_of_loss(engine, loss):
     """As accelerate and Trainer do."""
     engine.backward(loss / engine.gradient_accumulation_steps(), scale_wrt_gas=False)
     engine.step()
 
 
-def tells_the_boundary(engine, loss, is_last):
-    engine.set_gradient_accumulation_boundary(is_last)
-    usual(engine, loss, is_last)
-
-
-def steps_at_the_boundary(engine, loss, is_last):
-    engine.backward(loss)
-    if is_last:
-        engine.step()
-
-
-def evaluates(engine, loss, is_last):
-    usual(engine, loss, is_last)
-    engine.eval()
-    with torch.no_grad():
-        engine(samples(99, 0))
-    engine.train()
-
-
 class Kind(NamedTuple):
     """micro_batches: of a step; with 4, rank 2 of 3 has repeats alone. config: more of DeepSpeed's.
-    seeds: whether dropout follows the micro-batch. weigh: the weight that is used, of the true one
-    and the share. ranks: that divide the micro-batches, and that do not."""
+    weigh: the weight that is used, of the true one."""
 
     net: Callable = Net
     stage: int = 1
     train: Callable = usual
     config: dict[str, Any] = {}
-    optimizer: Callable = adam
     micro_batches: int = 8
-    seeds: bool = False
-    weigh: Callable = lambda weight, share: weight
-    ranks: tuple[int, int] = (2, 3)
-
-
-def batch_norm():
-    return Net(nn.BatchNorm1d)
-
-
-def with_dropout():
-    return Net(dropout=0.3)
-
-
-def recomputed():
-    return Recomputed(dropout=0.3)
-
-
-def across_ranks():
-    return Net(AcrossRanks)
+    weigh: Callable = lambda weight: weight
 
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
-ON_CPU = {"zero": {"offload_optimizer": {"device": "cpu"}}}
-APART = {"optimizer": experts_apart, "micro_batches": 10, "ranks": (2, 4)}
 KINDS = {
     "stage_0": Kind(stage=0),
     "stage_1": Kind(),
     "stage_2": Kind(stage=2),
     "stage_3": Kind(stage=3),
-    "more_ranks": Kind(micro_batches=2),
-    "bf16": Kind(stage=2, config=BF16),
     "fp16": Kind(stage=2, config=FP16),
-    "batch_norm": Kind(batch_norm, micro_batches=4),
-    "batch_norm_3": Kind(batch_norm, stage=3, micro_batches=4),
-    "dropout": Kind(with_dropout, stage=2, seeds=True),
-    "recomputed": Kind(recomputed, stage=3, seeds=True),
-    "loss_backward": Kind(stage=3, train=loss_backward),
+    "batch_norm": Kind(lambda: Net(nn.BatchNorm1d), micro_batches=4),
     "share_of_loss": Kind(stage=2, train=share_of_loss),
-    "boundary": Kind(stage=2, train=tells_the_boundary),
-    "unmanaged": Kind(train=steps_at_the_boundary, config={"managed_gradient_accumulation": False}),
-    "evaluates": Kind(stage=3, train=evaluates),
-    "communication_bf16": Kind(stage=2, config={"communication_data_type": "bf16"}),
-    "offload": Kind(stage=2, config=ON_CPU),
-    "offload_3": Kind(stage=3, config=ON_CPU),
-    "experts": Kind(lambda: Experts(1), optimizer=experts_apart),
-    "experts_apart": Kind(lambda: Experts(2), stage=2, **APART),
     "infinite": Kind(Infinite),
-    "infinite_0": Kind(Infinite, stage=0),
-    "infinite_3": Kind(Infinite, stage=3),
-    "infinite_bf16": Kind(Infinite, stage=2, config=BF16),
     "infinite_fp16": Kind(Infinite, stage=2, config=FP16),
-    "across_2_ranks": Kind(across_ranks, ranks=(1, 2)),
-    "across_3_ranks": Kind(across_ranks, ranks=(1, 3)),
-    "across_4_ranks": Kind(across_ranks, ranks=(1, 4)),
-    "normalized": Kind(Normalized),
-    "no_weights": Kind(micro_batches=4, weigh=lambda weight, share: 1.0),
-    "repeats_count": Kind(micro_batches=4, weigh=lambda weight, share: share.weight),
-    "only_zeros": Kind(micro_batches=4, weigh=lambda weight, share: float(weight > 0)),
+    "no_weights": Kind(micro_batches=4, weigh=lambda weight: 1.0),
+    "only_zeros": Kind(micro_batches=4, weigh=lambda weight: float(weight > 0)),
 }
 
 
@@ -237,9 +113,8 @@ def samples(step, m):
 
 
 def engine_of(kind):
-    forget_experts()
     config = batches.config(kind.micro_batches * MICRO, MICRO) | kind.config
-    return make(kind.stage, kind.net, kind.optimizer, batch=None, clip=0.5, **config)
+    return make(kind.stage, kind.net, batch=None, clip=0.5, **config)
 
 
 def train_step(engine, kind, step):
@@ -247,11 +122,9 @@ def train_step(engine, kind, step):
     total = torch.zeros(2, dtype=torch.float64)
     dtype = next(engine.module.parameters()).dtype
     share = batches.share(engine)
-    for place, (m, weight) in enumerate(share, 1):
-        if kind.seeds:
-            torch.manual_seed(100 * step + m)
+    for m, weight in share:
         loss = engine(samples(step, m).to(dtype))
-        kind.train(engine, kind.weigh(weight, share) * loss, place == share.accumulation)
+        kind.train(engine, kind.weigh(weight) * loss)
         total += torch.tensor([weight * loss.item(), weight])
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
@@ -291,43 +164,16 @@ def counters():
     assert saved["ds_config"]["train_batch_size"] is None
 
 
-def timer_of_a_pipeline():
-    layers = [nn.Linear(WIDTH, 1)]
-    kind = Kind(lambda: PipelineModule(layers, num_stages=1, loss_fn=nn.functional.mse_loss))
-    with overridden(groups, mpu=None):  # a pipeline leaves its own there
-        engine = engine_of(kind)
-        assert engine.batch_timer.batch_size == 27
-        batches.share(engine)
-        assert engine.batch_timer.batch_size == 24
-
-
 def other_accumulation():
-    for changes, words in (
-        ({"gradient_accumulation_steps": 4}, "need 3 accumulation steps, and the config says 4"),
-        ({batches.TRUE_BATCH: 13}, "13 does not divide into micro-batches of 3"),
-    ):
-        engine = engine_of(Kind(config=changes))
-        with pytest.raises(ValueError, match=words):
-            batches.share(engine)
-
-
-def data_efficiency(**parts):
-    return {"data_efficiency": {"enabled": True, "seed": 1, **parts}}
-
-
-SCHEDULE = {"min_difficulty": 2, "max_difficulty": 10, "schedule_type": "fixed_root"}
-SCHEDULE["schedule_config"] = {"total_curriculum_step": 9, "difficulty_step": 1, "root_degree": 1}
-METRIC = {"difficulty_type": "value", "clustering_type": "single_cluster", **SCHEDULE}
-CURRICULUM = {"enabled": True, "data_cluster_path": "clusters", "curriculum_metrics": {"m": METRIC}}
-SAMPLING = {"enabled": True, "num_epochs": 9, "num_workers": 0, "curriculum_learning": CURRICULUM}
+    engine = engine_of(Kind(config={"gradient_accumulation_steps": 4}))
+    with pytest.raises(ValueError, match="need 3 accumulation steps, and the config says 4"):
+        batches.share(engine)
 
 
 def training_data():
-    """DeepSpeed's own loader draws 27 samples a step, with its curriculum and without it."""
-    engine = engine_of(Kind(config=data_efficiency(data_sampling=SAMPLING)))
-    engine.training_data = TensorDataset(torch.randn(99, WIDTH))
-    loader = engine.deepspeed_io(engine.training_data, num_local_io_workers=0)
-    assert loader.data_sampler.global_batch_size == 27
+    """DeepSpeed's own loader would draw 27 samples a step."""
+    engine = engine_of(Kind())
+    engine.training_data = range(99)
     with pytest.raises(ValueError, match="give a DataLoader a batches.Sampler"):
         batches.share(engine)
 
@@ -339,7 +185,8 @@ def random_ltd():
     options = {"enabled": True, "total_layer_num": 3, "random_ltd_layer_num": 2}
     options |= {"random_ltd_layer_id": [0, 1], "random_ltd_schedule": schedule}
     routing = {"enabled": True, "random_ltd": options}
-    kind = Kind(config=data_efficiency(data_routing=routing))
+    efficiency = {"enabled": True, "seed": 1, "data_routing": routing}
+    kind = Kind(config={"data_efficiency": efficiency})
     engine = engine_of(kind)
     train_step(engine, kind, 1)
     assert engine.random_ltd_scheduler.state["consumed_layer_tokens"] == 24 * (2 * 4 + 1 * 8)
@@ -351,7 +198,6 @@ def random_ltd():
 
 def named(micro_batches=8, ranks=None, net=Net, **options):
     """An engine of which no loop deals the batch yet."""
-    forget_experts()
     batches.DEALT.clear()
     config = batches.config(micro_batches * MICRO, MICRO, ranks)
     return make(1, net, batch=None, **config | options)
@@ -359,12 +205,12 @@ def named(micro_batches=8, ranks=None, net=Net, **options):
 
 def old_loop(engine):
     for place in range(engine.gradient_accumulation_steps()):
-        usual(engine, engine(samples(1, 3 * place + dist.get_rank())), None)
+        usual(engine, engine(samples(1, 3 * place + dist.get_rank())))
 
 
 def new_loop(engine, *sharers):
     for m, weight in batches.share(engine, *sharers):
-        usual(engine, weight * engine(samples(1, m)), None)
+        usual(engine, weight * engine(samples(1, m)))
 
 
 def is_trained(engine, loop=old_loop):
@@ -444,23 +290,6 @@ def two_engines():
     is_stopped(make(1, Net, batch=None, **batches.config(21, MICRO)), 21, 27)
 
 
-def loader_of_initialize():
-    def draw(engine):
-        data = iter(engine.training_dataloader)
-        for _ in range(engine.gradient_accumulation_steps()):
-            usual(engine, engine(next(data)), None)
-
-    def with_loader(micro_batches):
-        engine = named(micro_batches)
-        engine.training_data = torch.randn(99, WIDTH)
-        loader = engine.deepspeed_io(engine.training_data, num_local_io_workers=0)
-        engine.training_dataloader = loader
-        return engine
-
-    is_stopped(with_loader(8), 24, 27, draw)
-    is_trained(with_loader(9), draw)
-
-
 def pipeline():
     def net():
         return PipelineModule([nn.Linear(WIDTH, 1)], num_stages=1, loss_fn=weighed)
@@ -478,7 +307,9 @@ def pipeline():
     with overridden(groups, mpu=None):
         is_stopped(named(net=net), 24, 27, train_batch)
         is_trained(named(9, net=net), train_batch)
-        is_trained(named(net=net), dealt)
+        engine = named(net=net)
+        is_trained(engine, dealt)
+        assert engine.batch_timer.batch_size == 24
 
 
 def shared_micro_batches():
@@ -528,10 +359,9 @@ def filled_steps():
             is_stopped(engine, 24, 27)
 
 
-CHECKS = (counters, timer_of_a_pipeline, other_accumulation, training_data, random_ltd)
-CHECKS += (batch_of_trainers,)
+CHECKS = (counters, other_accumulation, training_data, random_ltd, batch_of_trainers)
 CHECKS += (loop_that_was_left, changed_after_initialize, another_batch_by_name, two_engines)
-CHECKS += (loader_of_initialize, pipeline, shared_micro_batches, exact_sums, filled_steps)
+CHECKS += (pipeline, shared_micro_batches, exact_sums, filled_steps)
 
 
 def play(*names):
