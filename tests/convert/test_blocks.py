@@ -203,34 +203,30 @@ class Terminal(io.StringIO):
         return True
 
 
-def fetch(path, progress):
-    fetching = reader.TensorReader()
-    (extent,) = saved(path, [torch.rand(1000)])
-    fetching.request(torch.empty(1000), extent)
-    fetching.fetch(progress)
-    assert not fetching.requests
-
-
-@pytest.mark.parametrize("patience", [10, 0])
-@pytest.mark.parametrize("stdout, rank", [(Terminal, 0), (Terminal, 1), (io.StringIO, 0)])
-def test_a_bar(tmp_path, monkeypatch, patience, stdout, rank):
-    """If it takes long, on a terminal, on one rank."""
-    monkeypatch.setattr(reader, "LONG", patience)
-    monkeypatch.setattr(sys, "stdout", stdout())
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    fetch(tmp_path / "x", progress=rank == 0)
-    shown = "4.00k/4.00k" in sys.stderr.getvalue()
-    assert shown == (not patience and stdout is Terminal and not rank)
-
-
 class HungUp(Terminal):
     def write(self, text):
         raise OSError(5, "Input/output error")
 
 
-@pytest.mark.parametrize("stdout, stderr", [(Terminal(), HungUp()), (None, None)])
-def test_a_bar_stops_nothing(tmp_path, monkeypatch, stdout, stderr):
-    monkeypatch.setattr(reader, "LONG", 0)
-    monkeypatch.setattr(sys, "stdout", stdout)
-    monkeypatch.setattr(sys, "stderr", stderr)
-    fetch(tmp_path / "x", progress=True)
+@pytest.mark.parametrize(
+    "patience, progress, stream, shown",
+    [
+        (0, True, Terminal(), True),
+        (10, True, Terminal(), False),
+        (0, False, Terminal(), False),
+        (0, True, io.StringIO(), False),
+        (0, True, HungUp(), False),
+        (0, True, None, False),
+    ],
+)
+def test_a_bar(tmp_path, monkeypatch, patience, progress, stream, shown):
+    """If it takes long, on a terminal, on one rank; without one, the load goes on."""
+    monkeypatch.setattr(reader, "LONG", patience)
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    fetching = reader.TensorReader()
+    (extent,) = saved(tmp_path / "x", [torch.rand(1000)])
+    fetching.request(torch.empty(1000), extent)
+    fetching.fetch(progress)
+    assert not fetching.requests
+    assert ("4.00k/4.00k" in stream.getvalue() if stream else False) == shown

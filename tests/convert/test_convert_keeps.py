@@ -3,17 +3,14 @@ laid out by hand."""
 
 import argparse
 import enum
-import functools
 import os
 import pathlib
+import pickle
 import resource
 import socket
 import subprocess
 import sys
-import types
-import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque
-from datetime import UTC, date, datetime, timedelta
 
 import numpy
 import pytest
@@ -23,7 +20,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from tests.support import ROOT
 from tests.support.commands import converter
 from tests.support.conversions import assert_equal_to_deepspeed
-from tests.support.files import MODEL, content, edit, load, random_weights, states
+from tests.support.files import MODEL, content, load, random_weights, states
 from tests.support.lay_out import lay_out
 from tests.support.toy import same
 from universal import convert
@@ -73,7 +70,7 @@ def test_momentum_that_ranks_hold_whole(laid_out, tmp_path):
         assert torch.equal(momentum["param"], tensor)
 
 
-@pytest.mark.parametrize("stage, sockets, files", [(1, 0, 48), (3, 0, 48), (1, 60, 96)])
+@pytest.mark.parametrize("stage, sockets, files", [(3, 0, 48), (1, 60, 96)])
 def test_small_pieces_of_many_ranks(tmp_path, stage, sockets, files):
     """Of 48 ranks, as DeepSpeed puts them together; and the same bytes when no more than so many
     files may be open, of which some are sockets."""
@@ -93,14 +90,10 @@ def test_small_pieces_of_many_ranks(tmp_path, stage, sockets, files):
 
 
 def test_torch_reads_the_result_in_each_of_its_ways(laid_out, tmp_path):
-    """Mapped into memory, and with weights alone; zipfile, too."""
+    """Mapped into memory, and with weights alone."""
     convert(laid_out(1), tmp_path / "u")
-    for path in (tmp_path / "u").rglob("*.pt"):
-        with zipfile.ZipFile(path) as archive:
-            assert archive.testzip() is None
-        if path.parent.parent.name == "zero":
-            for mapped in (False, True):
-                assert repr(torch.load(path, weights_only=True, mmap=mapped)) == repr(load(path))
+    for path in (tmp_path / "u").glob("zero/*/*.pt"):
+        assert repr(torch.load(path, weights_only=True, mmap=True)) == repr(load(path))
 
 
 class Colour(enum.Enum):
@@ -125,93 +118,45 @@ class Attribute:
 
 
 def client_state():
+    holds_itself = ([], [])
+    holds_itself[0].append(holds_itself)
     return {
         "numpy": [numpy.float64(0.5), numpy.arange(6).reshape(2, 3), numpy.random.get_state()],
         "generators": [numpy.random.RandomState(4), numpy.random.default_rng(3)],
         "arguments": argparse.Namespace(lr=1e-3, path=pathlib.PosixPath("/x")),
         "containers": [{1, 2}, frozenset({3}), b"\xff\0", bytearray(b"x"), range(3), 1j],
-        "more": [defaultdict(list, a=[1]), Counter("aab"), deque([1, 2], 5)],
-        "types": [defaultdict(int, a=1), OrderedDict(b=2), Outer.Inner, int, len],
-        "times": [datetime(2026, 1, 2, tzinfo=UTC), timedelta(3), date.max],
-        "space": types.SimpleNamespace(a=1),
-        "dtypes": [torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.strided],
-        "device": torch.device("cpu"),
-        "bytes": torch.get_rng_state(),
-        "tensors": [torch.ones(2).to(dtype) for dtype in (torch.uint32, torch.complex128)],
+        "more": [defaultdict(list, a=[1]), Counter("aab"), deque([1, 2], 5), OrderedDict(b=2)],
+        "dtypes": [torch.bfloat16, torch.float8_e4m3fn, torch.strided, torch.device("cpu")],
+        "uint32": torch.ones(3).to(torch.uint32),
+        "unknown": [Colour.RED, os.getcwd, Outer(), Outer.Inner(), Attribute(pathlib.Path, "home")],
+        "itself": holds_itself,
     }
 
 
-def plain(value):
-    """What == compares, and its type."""
-    if isinstance(value, (numpy.ndarray, torch.Tensor)):
-        return type(value), value.dtype, value.tolist()
-    if isinstance(value, numpy.random.RandomState):
-        return type(value), plain(value.get_state(legacy=False))
-    if isinstance(value, numpy.random.Generator):
-        return type(value), plain(value.bit_generator.state)
-    if isinstance(value, dict):
-        return type(value), [(key, plain(inner)) for key, inner in value.items()]
-    if isinstance(value, (list, tuple)):
-        return type(value), [plain(inner) for inner in value]
-    return type(value), value
-
-
-@pytest.mark.parametrize("older", [False, True], ids=["numpy 2", "numpy 1"])
-def test_ordinary_client_states(laid_out, older):
-    """They load equal."""
-    wanted = client_state()
-    source = laid_out(1, model=lambda model: model.update(mine=wanted))
-    if older:
-        with zipfile.ZipFile(source / MODEL) as archive:
-            archived = {name: archive.read(name) for name in archive.namelist()}
-        with zipfile.ZipFile(source / MODEL, "w") as archive:
-            for name, data in archived.items():
-                archive.writestr(name, data.replace(b"numpy._core", b"numpy.core"))
-    assert plain(converted(source)["mine"]) == plain(wanted)
-
-
-def test_unknown_classes(laid_out, tmp_path):
-    """They go on as they came, whatever getattr is to be called with, and so do sparse buffers,
-    what get_extra_state() returned, and what holds itself."""
-    holds_itself = ([], [])
-    holds_itself[0].append(holds_itself)
-    things = [Colour.RED, os.getcwd, Outer(), Outer.Inner(), Attribute(pathlib.Path, "home")]
-    things.append(holds_itself)
+def test_ordinary_client_states_and_unknown_classes(laid_out, tmp_path):
+    """They go on as they came, to the last byte of their pickles, whatever getattr is to be called
+    with; so do sparse buffers, and what get_extra_state() returned."""
+    mine = client_state()
 
     def add(model):
         module = {"sparse": torch.eye(3).to_sparse(), "extra": {1: 2}}
-        model.update(mine=things, buffer_names=["sparse"], module=module)
+        model.update(mine=mine, buffer_names=["sparse"], module=module)
 
     def by_getattr(shard):
         stage = Attribute(ZeroStageEnum, "gradients")
-        shard["optimizer_state_dict"].update(mine=things, zero_stage=stage)
+        shard["optimizer_state_dict"].update(mine=mine, zero_stage=stage)
 
-    model = converted(laid_out(2, add, by_getattr))
+    source = laid_out(2, add, by_getattr)
+    model = converted(source)
     assert torch.equal(model["module"].pop("sparse").to_dense(), torch.eye(3))
     assert model["module"] == {"extra": {1: 2}}
     optimizer = load(tmp_path / "u" / "zero" / "optimizer_state.pt")
     assert optimizer["zero_stage"] is ZeroStageEnum.gradients
-    for got in (model["mine"], optimizer["mine"]):
-        assert got[:2] == things[:2] and type(got[2]) is Outer and got[4] == pathlib.Path.home
-        assert type(got[3]) is Outer.Inner and got[3].x == 5 and got[5][0][0] is got[5]
-
-
-def test_deeply_nested(laid_out):
-    """Deeper than torch.save can go by itself."""
-    levels = 20_000
-    limit = sys.getrecursionlimit()
-    source = laid_out(1)
-    nested = functools.reduce(lambda inner, _: [inner], range(levels), [])
-    try:
-        sys.setrecursionlimit(3 * levels)
-        edit(source, MODEL, lambda model: model.update(mine=nested))
-    finally:
-        sys.setrecursionlimit(limit)
-    nested = converted(source)["mine"]
-    while nested:
-        (nested,) = nested
-        levels -= 1
-    assert not levels
+    saved = load(source / MODEL)
+    for side in (saved, model, optimizer):
+        assert same(side["mine"].pop("uint32"), mine["uint32"])
+    wanted = pickle.dumps(saved["mine"])
+    assert pickle.dumps(model["mine"]) == wanted == pickle.dumps(optimizer["mine"])
 
 
 @pytest.mark.parametrize("stage", [1, 3])

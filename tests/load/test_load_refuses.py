@@ -22,7 +22,6 @@ from tests.support.files import flip
 from tests.support.harms import (
     FIRST_MODEL,
     LAST_MODEL,
-    LATER_LAST_MODEL,
     LATER_MODELS,
     LATER_SHARD_1,
     MODELS,
@@ -42,7 +41,6 @@ from tests.support.harms import (
     from_later,
     half_converted,
     half_of_later,
-    halve,
     in_order,
     link,
     load_with,
@@ -53,7 +51,6 @@ from tests.support.harms import (
     no_states,
     of_conversion,
     remove,
-    rename,
     save,
     save_half,
     save_in_old_format,
@@ -126,9 +123,7 @@ FILES = {
 }
 HARMS = {
     "missing": (Path.unlink, "is missing"),
-    "renamed": (rename, "is missing"),
     "empty": (lambda path: cut(path, 0), "is damaged"),
-    "half": (halve, "is damaged"),
     "truncated": (truncate, "is damaged"),
 }
 TO_FILES = [
@@ -138,7 +133,6 @@ TO_FILES = [
 ]
 
 NOT_ZERO = "model_states.pt does not hold what a ZeRO checkpoint does"
-NO_SUCH_FILE = "whole, but DeepSpeed writes no such file, and it has no checksums"
 MAY_BELONG = "it may belong to the checkpoint, as the shards of experts do, or not"
 NOBODY_MAKES = "zero/ is what tells a universal checkpoint, and nobody makes an empty one"
 TRAINERS = "t/trainer_state.json t/rng_state_0.pth t/scheduler.pt t/model.safetensors t/.t.pt.swp"
@@ -152,7 +146,11 @@ WHOLE_FILES = [
         refused(),
         at_3=unknowable(),
     ),
-    Damage("shard_in_the_old_format", each(SHARD_1, save_in_old_format), either(NO_SUCH_FILE)),
+    Damage(
+        "shard_in_the_old_format",
+        each(SHARD_1, save_in_old_format),
+        refused("save again without that option"),
+    ),
     Damage("another_optimizer_file", write("t/other_optim_states.pt"), either(MAY_BELONG)),
     Damage("empty_zero_folder", folder_called("t/zero"), either(NOBODY_MAKES)),
     Damage("model_is_a_list", each(MODELS, save([1])), refused(NOT_ZERO)),
@@ -193,17 +191,11 @@ READ_FROM_SHARDS = either("at ZeRO-1 it is a weight, which is read from the shar
 NOT_NEEDED = "the end of the archive is damaged, and not what a reader needs of it"
 BITS = [
     Damage("bit_of_a_tensor", each(SHARD_1, flip_bit()), SHARD_1_DAMAGED),
-    Damage("bit_of_the_smallest_tensor", each(SHARD_1, flip_bit(number=0, at=0)), SHARD_1_DAMAGED),
     Damage("bit_of_the_step", each(SHARD_0, flip_bit(number=0, at=0)), SHARD_0_DAMAGED),
     Damage("bit_of_a_pickle", each(SHARD_1, flip_bit("data.pkl")), SHARD_1_DAMAGED),
     Damage(
         "bit_of_a_models_pickle",
         each(FIRST_MODEL, flip_bit("data.pkl", at=0.3)),
-        MODEL_DAMAGED,
-    ),
-    Damage(
-        "bit_of_the_last_models_pickle",
-        each(LAST_MODEL, flip_bit("data.pkl", at=0.7)),
         MODEL_DAMAGED,
     ),
     Damage("bits_of_all_in_a_model", each(FIRST_MODEL, flip_all), MODEL_DAMAGED),
@@ -213,11 +205,6 @@ BITS = [
         "bit_of_a_converted_fp32",
         of_conversion("fp32"),
         refused("a.weight/fp32.pt is damaged"),
-    ),
-    Damage(
-        "bit_of_a_converted_exp_avg_sq",
-        of_conversion("exp_avg_sq"),
-        refused("a.weight/exp_avg_sq.pt is damaged"),
     ),
     Damage(
         "converted_exp_avg_missing",
@@ -237,15 +224,9 @@ TAGS = [
         load_with(tag="nope"),
         refused("nope does not exist; in . there is: later, t"),
     ),
-    Damage("tag_is_a_file", load_with(write("file"), tag="file"), refused("does not exist")),
     Damage("tag_empty", load_with(tag=""), refused()),
     Damage("tag_a_number", load_with(move("t", "7"), tag=7), loads("7")),
     Damage("tag_with_a_slash", load_with(move("t", "run/t"), tag="run/t"), loads("run/t")),
-    Damage(
-        "tag_with_a_slash_beside_another",
-        load_with(move("later", "run/t"), tag="run/t"),
-        loads("run/t"),
-    ),
     Damage(
         "folder_absent",
         load_with(tag=None, load_dir="nowhere"),
@@ -261,17 +242,12 @@ IN_ORDER = (1, 2, 3)
 LATEST = {
     "absent": untagged(latest=None),
     "binary": untagged(latest="\xff\xfe\x00\x81"),
-    "empty": untagged(latest=""),
     "with_line_ends": untagged(latest="later\r\n"),
-    "a_folder": untagged(folder_called("latest"), latest=None),
     "half_saved": untagged(half_of_later, latest="half"),
 }
 NEIGHBOURS = {
     "a_list": save([1, 2]),
-    "a_text": lambda path: path.write_text("hello"),
-    "a_folder": Path.mkdir,
     "without_steps": save({"global_steps": None}),
-    "with_steps_in_words": save({"global_steps": "nine"}),
     "old": save({"global_steps": 9}, _use_new_zipfile_serialization=False),
     "half_converted": half_converted,
 }
@@ -314,11 +290,6 @@ UNTAGGED = [
         PASSED_OVER,
     ),
     Damage(
-        "newest_lacks_a_shard_and_latest_is_behind",
-        untagged(each(LATER_SHARD_1, Path.unlink), latest="t", hours=BEHIND),
-        PASSED_OVER,
-    ),
-    Damage(
         "newest_has_a_flipped_bit",
         untagged(each(LATER_SHARD_1, flip), hours=IN_ORDER),
         PASSED_OVER,
@@ -326,11 +297,6 @@ UNTAGGED = [
     Damage(
         "newest_has_flipped_bits_in_its_models",
         untagged(each(LATER_MODELS, flip_all), hours=IN_ORDER),
-        loads(says="passed over"),
-    ),
-    Damage(
-        "newest_has_a_model_cut_short",
-        untagged(each(LATER_LAST_MODEL, truncate), hours=IN_ORDER),
         loads(says="passed over"),
     ),
 ]
@@ -347,7 +313,6 @@ def without(where, keys, outcome, at_3=None):
 
 OTHER_STATES = refused("rank_1_mp_rank_00_optim_states.pt has other optimizer states")
 UINT32 = torch.tensor([1, 2], dtype=torch.uint32)
-FLOAT8 = torch.ones(3).to(torch.float8_e4m3fn)
 ALWAYS = either("DeepSpeed always writes it; what it says can be had without, if one cares to")
 REFUSED = refused()
 LOADS = loads()
@@ -358,8 +323,6 @@ CONTENTS = [
     Damage("moments_missing", edited(SHARDS, no_states), refused("there is no optimizer state of")),
     Damage("class_that_nobody_has", class_of_nobody, refused("gone_module")),
     Damage("client_state_with_uint32", client_state(UINT32), LOADS),
-    Damage("client_state_with_float8", client_state(FLOAT8), LOADS),
-    Damage("client_state_with_a_sparse_tensor", client_state(torch.eye(3).to_sparse()), LOADS),
     *without("models", "param_shapes global_steps skipped_steps module", REFUSED),
     *without("models", "buffer_names shared_params dp_world_size ds_config", ALWAYS),
     *without("models", "optimizer mp_world_size ds_version lr_scheduler global_samples", LOADS),

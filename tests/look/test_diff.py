@@ -13,7 +13,7 @@ import torch
 import universal.diff
 from tests.support.commands import command, failed, no_permission
 from tests.support.files import MODEL, each_state, edit, flip, load
-from tests.support.harms import halve
+from tests.support.harms import truncate
 from tests.support.lay_out import lay_out
 from universal import convert
 from universal.diff import diff
@@ -255,7 +255,7 @@ def test_damage(pair, tmp_path):
     failed(compared(output, source), 2, "universal.diff: error: ", "fp32.pt is damaged")
     failed(compared(output, output), 2, "universal.diff: error: ", "fp32.pt is damaged")
     (path,) = source.glob("*rank_1*optim*")
-    halve(path)
+    truncate(path)
     failed(compared(source, output), 2, path.name)
 
 

@@ -41,7 +41,6 @@ FIRST_MODEL = Files("model_states.pt", slice(1))
 LAST_MODEL = Files("model_states.pt", slice(-1, None))
 LATER_SHARD_1 = SHARD_1._replace(tag="later")
 LATER_MODELS = MODELS._replace(tag="later")
-LATER_LAST_MODEL = LAST_MODEL._replace(tag="later")
 
 
 def each(files, harm):
@@ -106,10 +105,6 @@ def move(tag, to):
 
 
 # What is missing, cut off, or has a bit that is another.
-
-
-def rename(path):
-    path.rename(f"{path}.old")
 
 
 def cut(path, end):
