@@ -113,19 +113,7 @@ def results(folder, output):
     return content(output), [message for message in messages if "left over" in message]
 
 
-EXPERTS = {"optimizer_state_dict": {"expert": os.getcwd}}
-CHANGES = {
-    "none": lambda path: None,
-    "earlier": lambda path: os.utime(path, (0, 0)),
-    "later": lambda path: os.utime(path, (path.stat().st_mtime + 5,) * 2),  # as a copy may have it
-    "damage": lambda path: os.truncate(path, 999),
-    "experts": lambda path: edit(path.parent, path.name, lambda shard: shard.update(EXPERTS)),
-}
 # Ranks, stage and dtype of both saves.
-AGAIN = {
-    "zero1_on_fewer_ranks": ((4, 1), (2, 1)),
-    "zero3_on_fewer_ranks": ((4, 3), (2, 3)),
-}
 OTHERWISE = {
     "zero1_then_zero3": ((4, 1), (2, 3)),
     "zero3_then_zero1": ((4, 3), (2, 1)),
@@ -149,19 +137,17 @@ def test_saved_again_otherwise(saved, tmp_path, before, after):
     assert results(old, tmp_path / "got")[0] == wanted
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("before, after", AGAIN.values(), ids=AGAIN)
-def test_saved_again(saved, tmp_path, before, after, change):
-    """By fewer ranks, or without experts: the newest counts."""
-    old = saved("old", *before)
-    new = saved("new", *after, step=50 if change == "earlier" else 200)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_saved_again(saved, tmp_path, stage):
+    """By fewer ranks, or without experts: the newest counts. What is left over is not looked
+    into."""
+    old = saved("old", 4, stage)
+    new = saved("new", 2, stage, step=200)
     (old / "layer_0_expert_0_mp_rank_00_model_states.pt").touch()
     wanted, nothing = results(new, tmp_path / "wanted")
     left = set(os.listdir(old)) - set(os.listdir(new))
     shutil.copytree(new, old, dirs_exist_ok=True)
-    for name in left:
-        if "expert" not in name or change == "earlier":
-            CHANGES[change](old / name)
+    os.truncate(old / max(left), 999)
     files = content(old)
     got, (text,) = results(old, tmp_path / "got")
     assert got == wanted and content(old) == files and not nothing
