@@ -201,23 +201,20 @@ def test_a_shard_that_is_missing_or_of_another_step(saved, tmp_path, stage):
     not_converted(old, f"{shard} is missing")
 
 
-@pytest.mark.parametrize("name", ["a[b]", "run+1", "with space", "trailing/"])
-def test_any_folder_name(source, tmp_path, name):
+def test_any_folder_name(source, tmp_path):
     """No character in a path means anything, and a trailing slash changes nothing."""
-    convert(f"{source}/", f"{tmp_path}/out/{name}")
-    assert (tmp_path / "out" / "latest_universal").read_text() == name.strip("/")
-    assert len(list((tmp_path / "out" / name / "zero").rglob("exp_avg.pt"))) == 3
+    convert(f"{source}/", f"{tmp_path}/out/a[b] +1/")
+    assert (tmp_path / "out" / "latest_universal").read_text() == "a[b] +1"
+    assert len(list((tmp_path / "out" / "a[b] +1" / "zero").rglob("exp_avg.pt"))) == 3
 
 
 NOT_UNIVERSAL = "is not a universal checkpoint"
 POINTER = "latest_universal is the name of the file"
 OUTPUTS = {
     "the_input": ("run1/later/global_step200", NOT_UNIVERSAL),
-    "above_the_input": ("run1/later", NOT_UNIVERSAL),
     "universal_that_holds_the_input": ("run1", NOT_UNIVERSAL),
     "link_to_it": ("link", NOT_UNIVERSAL),
     "universal_with_something_else": ("other", NOT_UNIVERSAL),
-    "above_all": ("", NOT_UNIVERSAL),
     "root": ("/", NOT_UNIVERSAL),
     "name_of_the_pointer": ("latest_universal", POINTER),
     "folder_in_the_place_of_the_pointer": ("taken/u", POINTER),

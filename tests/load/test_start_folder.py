@@ -89,28 +89,22 @@ def test_costs_nothing_where_deepspeed_is_not_imported():
     assert int(with_it) - int(without) <= 25  # sitecustomize, and what of importlib it names
 
 
-@pytest.mark.parametrize("ours_first", [True, False])
-def test_runs_another_sitecustomize(copy, theirs, tmp_path, ours_first):
-    """Python runs the first of that name. The one behind it is not lost, the one before it is left
-    alone."""
-    write(tmp_path / "other" / SITE, "print('other')\n")
-    path = [copy(), tmp_path / "other"]
-    words = python("import deepspeed", *(path if ours_first else path[::-1]), theirs)
-    assert words == ["other", "deepspeed", "installed"][: 3 if ours_first else 2]
-
-
-@pytest.mark.parametrize("how", ["link", "slash", "twice"])
-def test_however_the_folder_is_named(copy, theirs, tmp_path, how):
-    folder = copy()
-    write(tmp_path / "other" / SITE, "print('other')\n")
-    (tmp_path / "link").symlink_to(folder)
-    names = {
-        "link": [tmp_path / "link"],
-        "slash": [f"{folder}/"],
-        "twice": [folder, f"{folder}/"],
+@pytest.mark.parametrize("how", ["ours first", "theirs first", "link", "twice"])
+def test_runs_another_sitecustomize(copy, theirs, tmp_path, how):
+    """Python runs the first of that name. The one behind it is not lost, however our folder is
+    named; the one before it is left alone."""
+    ours = copy()
+    other = tmp_path / "other"
+    write(other / SITE, "print('other')\n")
+    (tmp_path / "link").symlink_to(ours)
+    path = {
+        "ours first": [ours, other],
+        "theirs first": [other, ours],
+        "link": [tmp_path / "link", other],
+        "twice": [ours, f"{ours}/", other],
     }
-    words = python("import deepspeed", *names[how], tmp_path / "other", theirs)
-    assert words == ["other", "deepspeed", "installed"]
+    words = python("import deepspeed", *path[how], theirs)
+    assert words == ["other", "deepspeed", "installed"][: 2 if how == "theirs first" else 3]
 
 
 def test_hides_nobodys_module(copy, theirs, tmp_path):

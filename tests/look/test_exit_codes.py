@@ -19,15 +19,12 @@ LOG = "step,loss,val_loss,lr\n1,{0},,0.1\n"
 CASES = {
     "inspect, complete": (universal.inspect.main, "c", 0),
     "inspect, damage": (universal.inspect.main, "damaged", 2),
-    "inspect, none": (universal.inspect.main, "absent", 2),
     "inspect, a wrong word": (universal.inspect.main, "c --ranks x", 2),
     "diff, equal": (universal.diff.main, "c u", 0),
     "diff, different": (universal.diff.main, "c other", 1),
     "diff, damage": (universal.diff.main, "c damaged", 2),
-    "diff, none": (universal.diff.main, "c absent", 2),
     "diff, without ZeRO": (universal.diff.main, "c plain", 2),
     "converter": (ds_to_universal.main, "--input_folder c --output_folder new", 0),
-    "converter, damage": (ds_to_universal.main, "--input_folder damaged --output_folder new", 2),
     "converter, a file in the way": (
         ds_to_universal.main,
         "--input_folder c --output_folder a/b",

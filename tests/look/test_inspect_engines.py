@@ -2,13 +2,11 @@
 itself; and that a load, or a conversion, loses no bit."""
 
 import json
-import tarfile
 
 import experts
 import kinds
 import pytest
 
-from tests.support import ROOT
 from tests.support.conversions import convert_with_deepspeed
 from tests.support.ranks import run
 from universal import convert
@@ -106,16 +104,3 @@ def test_model_parallel(tmp_path, name):
     source = tmp_path / "c" / "global_step3"
     convert(source, tmp_path / "u")
     assert diff(source, tmp_path / "u")["same"]
-
-
-@pytest.mark.parametrize("name, pipeline", [("tp2-pp2-dp2", 2), ("tp2-dp2-no-pipeline", 1)])
-def test_megatron(tmp_path, name, pipeline):
-    """What Megatron-DeepSpeed itself has saved."""
-    with tarfile.open(ROOT / "tests" / "data" / f"megatron-{name}.tar.xz") as archive:
-        archive.extractall(tmp_path)  # of this repository
-    facts = facts_in(tmp_path)
-    stages = " x pipeline 2" if pipeline == 2 else ""
-    assert facts["kind"] == f"ZeRO-1, {4 * pipeline} ranks (tensor 2{stages} x data 2)"
-    assert facts["tensors"] == 28 and facts["batch"]["samples"] == 16
-    assert {"args", "iteration", "rng_state"} <= {*facts["client_state"]}
-    assert diff(tmp_path, tmp_path / "global_step2")["same"]
