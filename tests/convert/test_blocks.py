@@ -183,21 +183,6 @@ def test_many_at_once(tmp_path, monkeypatch, seed, short):
             assert all(torch.equal(filled, wanted[: len(filled)]) for filled, wanted in pairs)
 
 
-def test_near_ranges_are_one_read(tmp_path, monkeypatch):
-    """Of 64 KB at most between them, and 4 MB in all."""
-    (extent,) = saved(tmp_path / "x", [torch.arange(1 << 21)])
-    reads = []
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *read: reads.append(read) or preadv(*read))
-    fetching = reader.TensorReader()
-    for start in (0, 5000, 9000, 30_000, 700_000):
-        fetching.request(torch.empty(100, dtype=torch.int64), extent, start)
-    fetching.request(torch.empty(1 << 20, dtype=torch.int64), extent, 1 << 20)
-    fetching.fetch()
-    assert len(reads) == 3 + 2
-    fetching.check()
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True

@@ -139,7 +139,6 @@ def test_what_megatron_leaves_out(saved):
     assert files.pop(MODEL) != files_after.pop(MODEL) and files == files_after
     info = before.pop("universal_checkpoint_info")
     completed = after.pop("universal_checkpoint_info")
-    assert completed.keys() - info.keys() == {"parameter_with_sub_params", "sub_param_shard_widths"}
     assert repr(before) == repr(after)
     assert all(completed[key] == info[key] for key in info.keys() - spoilt.keys())
 

@@ -272,17 +272,10 @@ UNTAGGED = [
         untagged(latest="t", hours=BEHIND),
         loads("later", "was written after it"),
     ),
-    Damage("somebody_goes_back", untagged(latest="t", hours=IN_ORDER), loads()),
-    Damage("the_other_is_of_an_earlier_run", untagged(latest="t", hours=(2, 1, 2)), loads()),
     Damage(
         "latest_names_what_is_gone",
         untagged(latest="nope", hours=IN_ORDER),
         loads("later", GONE),
-    ),
-    Damage(
-        "somebody_went_back_and_latest_is_gone",
-        untagged(latest="nope", hours=(2, 1, 1)),
-        loads(says=GONE),
     ),
     Damage(
         "newest_lacks_a_shard",

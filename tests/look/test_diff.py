@@ -56,38 +56,39 @@ def test_the_same(pair):
     assert (done.code, done.err) == (0, "") and "11 of 11 tensors equal bit by bit" in done.out
 
 
+@pytest.fixture
+def twins(laid_out, tmp_path):
+    """A converted checkpoint, and its copy."""
+    convert(laid_out(1, add_more), tmp_path / "u")
+    return tmp_path / "u", shutil.copytree(tmp_path / "u", tmp_path / "v")
+
+
 @pytest.mark.parametrize("chunk", [4, 1 << 20])
-def test_numbers(pair, monkeypatch, chunk):
+def test_numbers(twins, monkeypatch, chunk):
     """The largest gap of a tensor, in whichever piece it is, how many elements differ, and what the
     tolerance permits."""
-    source, output = pair
     monkeypatch.setattr(universal.diff, "PIECE", chunk)
-    before = load(output / "zero" / "c" / "fp32.pt")
-    number = torch.zeros(5, 3)
-    number[1, 1], number[4, 2] = 0.5, -0.25
-    change(output / "zero" / "a" / "exp_avg.pt", lambda tensor: tensor.add_(number))
-    change(output / "zero" / "c" / "fp32.pt", lambda tensor: tensor[3:].fill_(math.nan))
-    view = diff(source, output)
-    of_c, of_a = view["gaps"]
-    assert (of_c.name, of_c.absolute, of_c.elements) == ("c fp32", math.inf, 1)
-    assert (of_a.name, of_a.elements, of_a.of) == ("a exp_avg", 2, 15)
-    assert of_a.absolute == pytest.approx(0.5, rel=1e-6)
-    saved = load(output / "zero" / "a" / "exp_avg.pt")["param"][1, 1]
-    last = load(output / "zero" / "a" / "exp_avg.pt")["param"][4, 2].double()
-    shares = [0.5 / saved.item(), 0.25 / max(abs(last), abs(last + 0.25)).item()]
-    assert of_a.relative == pytest.approx(max(shares), rel=1e-6)
-    assert view["equal"] == view["tensors"] - 2 and not view["others"]
-    torch.save(before, output / "zero" / "c" / "fp32.pt")
-    assert compared(source, output, "--tolerance", 0.6).code == 0
-    done = compared(source, output, "--tolerance", 0.4)
+    moment, masters = "zero/a/exp_avg.pt", "zero/c/fp32.pt"
+    for folder in twins:
+        change(folder / moment, lambda tensor: tensor.fill_(2))
+    changed = twins[1] / moment
+    change(changed, lambda tensor: tensor.put_(torch.tensor([4, 14]), torch.tensor([2.5, 1.5])))
+    view = diff(*twins)
+    assert view["gaps"] == [("a exp_avg", 0.5, 0.25, 2, 15)]
+    assert view["equal"] == view["tensors"] - 1 and not view["others"]
+    assert compared(*twins, "--tolerance", 0.6).code == 0
+    done = compared(*twins, "--tolerance", 0.4)
     assert done.code == 1 and "5.0e-01" in done.out and "DIFFERENT" in done.out
+    change(twins[1] / masters, lambda tensor: tensor[3:].fill_(math.nan))
+    of_c, of_a = diff(*twins)["gaps"]
+    assert (of_c.name, of_c.absolute, of_c.elements) == ("c fp32", math.inf, 1)
+    assert of_a.elements == 2
 
 
-def test_bits(pair, tmp_path):
+def test_bits(twins):
     """Equal is what has the same bits: -0 is not 0, whatever it is less 0; NaN is NaN. A tolerance
     permits numbers to be so far apart, and no NaN beside a number."""
-    _, output = pair
-    other = shutil.copytree(output, tmp_path / "v")
+    output, other = twins
     nan = torch.tensor(math.nan).view(torch.int32)
     for number, changed, gap in (
         (0.0, -0.0, 0.0),

@@ -253,17 +253,6 @@ def test_what_a_resume_takes(tags):
         look(tags.parent)
 
 
-def test_left_over(laid_out):
-    """Saved again by fewer ranks: the larger shards do not count, and are named."""
-    source = laid_out(1)
-    (shard,) = source.glob("*rank_1_*optim*")
-    left = source / shard.name.replace("rank_1_", "rank_2_")
-    shutil.copy(shard, left)
-    found = facts_in(source)
-    assert "2 ranks" in found["kind"] and found["problem"] is None
-    assert left.name in str(found["notes"])
-
-
 def test_there_is_none(tmp_path):
     for words in ((tmp_path,), (tmp_path / "absent",), (tmp_path, "--tag", "s1")):
         failed(inspected(*words), 2, "universal.inspect: error: ", "holds no checkpoint")
