@@ -46,9 +46,7 @@ def test_data_parallel(tmp_path, stage, dtype, ranks, variant):
     assert load(ours / "zero" / "wte.weight" / "step.pt").item() == 3
     optimizer = load(ours / "zero" / "optimizer_state.pt")
     expected = load(tmp_path / "theirs" / "zero" / "optimizer_state.pt")
-    scaler = optimizer["loss_scaler"]
-    assert type(scaler) is type(expected["loss_scaler"])
-    assert vars(scaler) == vars(expected["loss_scaler"])
+    assert vars(optimizer["loss_scaler"]) == vars(expected["loss_scaler"])
     for key in ("param_groups", "dynamic_loss_scale"):
         assert optimizer[key] == expected[key]
     model = load(ours / MODEL)

@@ -38,12 +38,11 @@ def test_folder_above(source, monkeypatch):
         shutil.rmtree(result)
         (above / "latest_universal").unlink()
 
-    for folder in (above, f"{above}/", tag, f"{tag}/"):
-        converts(folder)
+    converts(f"{above}/")
     # This folder is the checkpoint itself, whatever `latest` says.
     (tag / "latest").write_text("another")
     monkeypatch.chdir(tag)
-    for folder in (tag, ".", ".."):
+    for folder in (f"{tag}/", ".", ".."):
         converts(folder)
     shutil.copytree(tag, above / "a later one")
     not_converted(above, "`latest` names none", "begins with a later one")
@@ -53,7 +52,6 @@ def test_folder_above(source, monkeypatch):
     not_converted(above, "`latest` names gone, and a resume begins with a later one")
     nothing = "holds no *_optim_states.pt: it is no ZeRO checkpoint, nor a folder above"
     not_converted(above.parent, nothing)
-    assert sorted(os.listdir(above)) == ["a later one", "global_step500", "latest"]
 
 
 def test_command_line(source, tmp_path):
@@ -155,14 +153,18 @@ def test_saved_again(saved, tmp_path, stage):
 def test_nvme_left_over(laid_out, tmp_path):
     """The folder of swapped states counts unless the config says that there are none."""
 
-    def on(device):
-        config = {"zero_optimization": {"offload_optimizer": {"device": device}}}
+    def on(config):
         source = laid_out(3, model=lambda model: model.update(ds_config=config))
         (source / "offloaded_tensors").mkdir()
         return source
 
-    not_converted(on("nvme"), "has NVMe-offloaded states, which are not converted")
-    convert(on("cpu"), tmp_path / "u")
+    for config in (device_config("nvme"), "of a path alone"):
+        not_converted(on(config), "has NVMe-offloaded states, which are not converted")
+    convert(on(device_config("cpu")), tmp_path / "u")
+
+
+def device_config(device):
+    return {"zero_optimization": {"offload_optimizer": {"device": device}}}
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -3,6 +3,7 @@ is wrong and in which file, the batch, and how other ranks keep it; without torc
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from tests.support.files import (
     with_bit_flipped,
 )
 from tests.support.lay_out import lay_out
-from universal import CheckpointError, convert, inspect
+from universal import CheckpointError, convert, elastic, inspect
 from universal.batches import Share, cures
 from universal.checkpoint import facts
 from universal.checkpoint.describe import describe
@@ -372,3 +373,10 @@ def test_without_torch(source):
     )
     done = run_python("-c", code, source)
     assert done.stdout == "set()\n", done.stderr
+
+
+def test_exit_codes():
+    """The page's table has what there is."""
+    page = (ROOT / "docs" / "inspect.md").read_text()
+    rows = re.findall(r"^\| (\d[\d, ]*) \|", page, re.M)
+    assert rows == ["0", "1", "2", f"130, {elastic.STOPPED}"]
