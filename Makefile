@@ -104,7 +104,7 @@ test-all: test
 	$(MAKE) chaos POINTS=2
 
 clean:
-	rm -rf .venv-versions .venv-trainers .venv-clients-cli logs out runs ckpt_* $(CKPT) docs/class.ipynb
+	rm -rf .venv-versions .venv-trainers .venv-clients-cli logs out runs ckpt_* $(CKPT) docs/class.ipynb build *.egg-info
 
 assets: .venv/installed
 	$(MAKE) OUT=assets demo elastic exact 3d resume

@@ -314,7 +314,7 @@ class Saver:
             with all_or_none(meet):
                 if is_published and published:
                     published()
-        self.end(place)
+                self.end(place)  # the next save's folder might not be locked yet
         if self.group.rank == 0:
             print_line(f"universal: {place.name} is saved")
 

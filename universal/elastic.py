@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from universal import background
+from universal.checkpoint.tags import POINTERS, named_by_latest
 from universal.write.publish import hidden
 
 if TYPE_CHECKING:
@@ -113,8 +114,7 @@ def save(
 
 def remove_old(folder: Path, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints and those that `latest` files name."""
-    pointers = (folder / "latest", folder / "latest_universal")
-    kept = {path.read_text().strip() for path in pointers if path.is_file()}
+    kept = {named_by_latest(folder, [pointer]) for pointer in POINTERS}
     written = {
         path.parent.name: path.stat().st_mtime
         for path in folder.glob("global_step*/*_states.pt")

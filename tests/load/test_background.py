@@ -3,6 +3,7 @@ waits for a copy of memory alone."""
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
 import signal
@@ -546,3 +547,54 @@ def test_elastic(tmp_path):
     run(tmp_path, 2, job)
     assert folders_in(tmp_path / "c") == ["global_step2", "global_step3"]
     run(tmp_path, 2, resume, 1, 3)
+
+
+def test_old_ones_go_last(tmp_path):
+    """Where the new one cannot be named, none of the old ones is removed."""
+
+    def job():
+        engine = start(1)
+        for step in (1, 2):
+            if is_rank(0) and step == 2:
+                plant("published", no_space, "latest")
+            train(engine, step)
+            elastic.save(engine, "c", {"step": step}, keep=1)
+            background.wait()
+        dist.barrier()
+
+    assert "c/global_step2 is not saved" in run(tmp_path, 2, job)
+    assert "global_step1" in folders_in(tmp_path / "c")
+
+
+def test_a_machine_that_sees_late(tmp_path):
+    """What another one has renamed, on NFS, say."""
+
+    def job():
+        engine = start(1)
+        if is_rank(1):
+            call_of(background, "states_of", 2, no_such_file)
+        train_and_save(engine, [1])
+        background.wait()
+        dist.barrier()
+
+    def no_such_file(*_):
+        raise FileNotFoundError
+
+    assert "c/step1 is saved" in run(tmp_path, 2, job)
+
+
+def test_a_rank_that_saves_again_at_once(tmp_path):
+    """Under the same name, where the file system has no locks: who still cleans up after the save
+    before leaves its new folder alone."""
+
+    def job():
+        engine = start(1)
+        if is_rank(0):
+            call_of(background, "sweep", 1, lambda *_: time.sleep(0.5))
+        background.lock = functools.partial(os.open, flags=os.O_RDONLY)
+        for step in (1, 2):
+            engine.save_checkpoint("c", "last", {"step": step})
+        background.wait()
+        dist.barrier()
+
+    assert run(tmp_path, 2, job).count("c/last is saved") == 2

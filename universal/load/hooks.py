@@ -83,12 +83,13 @@ def meeting_before_collectives(meet: Callable[[Sequence[int]], None]) -> Iterato
             values = (*args, *options.values())
             groups = [value for value in values if isinstance(value, dist.ProcessGroup)]
             meet(dist.get_process_group_ranks(groups[0] if groups else None))
-            return operation(*args, **options)
+            return operation and operation(*args, **options)
 
         return run
 
-    names = [name for name in COLLECTIVES if hasattr(backend, name)]
-    with overridden(backend, **{name: met_before(getattr(backend, name)) for name in names}):
+    operations = {name: getattr(backend, name) for name in COLLECTIVES if hasattr(backend, name)}
+    operations["barrier"] = None  # they have met
+    with overridden(backend, **{name: met_before(operations[name]) for name in operations}):
         yield
 
 
@@ -142,11 +143,11 @@ def gathering_in_place(optimizer: Any) -> Iterator[None]:
     backend = deepspeed.comm.comm.cdb
 
     def gather(tensor_list, group, **_):
+        works = []
         backend.barrier(group=group)
-        works = [
-            dist.broadcast(part, rank, group, async_op=True)
-            for rank, part in zip(dist.get_process_group_ranks(group), tensor_list, strict=True)
-        ]
+        # A loop: where a rank can fail from here on, another one waits.
+        for rank, part in zip(dist.get_process_group_ranks(group), tensor_list, strict=True):
+            works.append(dist.broadcast(part, rank, group, async_op=True))
         for work in works:
             work.wait()
 
