@@ -136,7 +136,7 @@ def test_keep(tmp_path):
     for keep, latest, gone in (
         (3, "global_step80", "global_step20"),
         (2, "global_step80", "global_step40 global_step40_universal"),
-        (1, "global_step60", ""),
+        (1, "./global_step60/", ""),
     ):
         (tmp_path / "latest").write_text(latest)
         elastic.remove_old(tmp_path, keep)

@@ -549,23 +549,6 @@ def test_elastic(tmp_path):
     run(tmp_path, 2, resume, 1, 3)
 
 
-def test_old_ones_go_last(tmp_path):
-    """Where the new one cannot be named, none of the old ones is removed."""
-
-    def job():
-        engine = start(1)
-        for step in (1, 2):
-            if is_rank(0) and step == 2:
-                plant("published", no_space, "latest")
-            train(engine, step)
-            elastic.save(engine, "c", {"step": step}, keep=1)
-            background.wait()
-        dist.barrier()
-
-    assert "c/global_step2 is not saved" in run(tmp_path, 2, job)
-    assert "global_step1" in folders_in(tmp_path / "c")
-
-
 def test_a_machine_that_sees_late(tmp_path):
     """What another one has renamed, on NFS, say."""
 

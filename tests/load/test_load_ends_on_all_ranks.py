@@ -169,6 +169,28 @@ def test_an_error_before_all_have_met(tmp_path):
     run(tmp_path, 3, main, patch=patch)
 
 
+def test_rank_0_goes_last(tmp_path):
+    """It may have the store of all; where that is gone, torch prints a page for whoever asks."""
+
+    def late(store, place, timeout):
+        store.set(f"{place} {os.environ['RANK']}", "")
+        if place == "end" and is_rank(1):
+            time.sleep(1)
+        meet_at(store, place, timeout)
+
+    def patch():
+        collective.meet_at = late
+
+    def main():
+        torch.distributed.init_process_group("gloo")
+        with collective.process_group(60):
+            raise MemoryError("planted")
+
+    meet_at = collective.meet_at
+    errors = launch(tmp_path, 2, main, patch=patch, limit=30, grace=10).errors
+    assert "MemoryError: planted" in errors and "frame #" not in errors
+
+
 def test_what_it_needs(monkeypatch):
     """A DeepSpeed that is too old, and a second copy of the package, are each one line before
     anything is read."""
