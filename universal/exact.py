@@ -26,7 +26,7 @@ from packaging.version import Version
 
 from universal import batches
 from universal.load.engine import Engine
-from universal.load.hooks import clip_by, has_efficient_linear
+from universal.load.hooks import clip_by
 
 
 def install(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -42,7 +42,7 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
         raise ValueError(
             "exact.py needs ZeRO 1, 2 or 3 and fp32: the sums of other types have too few bits"
         )
-    if zero.stage == 3 and has_efficient_linear(engine):  # its matrix product rounds differently
+    if zero.stage == 3 and zero.has_efficient_linear():  # its matrix product rounds differently
         raise ValueError(
             'exact.py needs "memory_efficient_linear": False in the zero_optimization of the config'
         )

@@ -280,15 +280,15 @@ class Mirror:
         saved = self.ranks.on_rank_0(lambda: self.step_on(disk))
         files = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
         counts = Counter(slot for slot, _ in self.ranks.union(files))
-        whole = [slot for slot, count in counts.items() if slot.endswith(f".{count}")]
-        newest = max([f"step{saved:09}", *whole])
+        complete = [slot for slot, count in counts.items() if slot.endswith(f".{count}")]
+        newest = max([f"step{saved:09}", *complete])
         self.remove(OWN, newest)
         gather(self.folder)
         problem = self.ranks.on_rank_0(lambda: self.problem_of(self.folder / newest))
         if problem is None:
             return self.folder
         if counts and self.rank == 0:
-            if newest in whole:
+            if newest in complete:
                 print_line(f"mirror.py: {problem}")
             print_line(
                 "mirror.py: no newer step is complete in memory: "
@@ -311,8 +311,8 @@ class Mirror:
 
     def step_on(self, disk: Path) -> int:
         """Returns the step from which a resume from the disk would begin; 0 if there is none."""
-        whole = (t.step for t in choose_tag(disk).to_try if self.problem_of(disk / t.name) is None)
-        return next(whole, 0)
+        tags = choose_tag(disk).to_try
+        return next((tag.step for tag in tags if self.problem_of(disk / tag.name) is None), 0)
 
     def problem_of(self, checkpoint: Path) -> str | None:
         """Returns why a checkpoint would not load, though its files match their checksums, or
@@ -445,4 +445,4 @@ def exchange(
             if rank == transfer.target:
                 # Otherwise an old copy would pass for a new one.
                 os.utime(path, ns=(transfer.state.written, transfer.state.written))
-                path.rename(folder / transfer.name)  # it is whole, or does not exist
+                path.rename(folder / transfer.name)  # it is complete, or does not exist

@@ -475,17 +475,17 @@ def after_save(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
 
 
 def after_load(
-    engine: deepspeed.DeepSpeedEngine, folder: Path | None, resharded: bool, whole: bool = True
+    engine: deepspeed.DeepSpeedEngine, folder: Path | None, resharded: bool, left_out: bool = False
 ) -> None:
     """Compare this engine's next steps with the checkpoint's. Call it on all ranks.
 
     folder: of the checkpoint; None if the optimizer was not loaded. resharded: whether this package
-    loaded it. whole: whether nothing else was left out.
+    loaded it. left_out: whether the load was told to leave out something else.
     """
     restored = "the state was restored bit by bit"
     if not resharded:
         restored = "DeepSpeed's own loader restored the state"
-    elif not whole:
+    elif left_out:
         restored = "what was not left out was restored bit by bit"
     engine.universal_proof = None
     if folder and getattr(engine, "wants_universal_proof", False):

@@ -118,8 +118,8 @@ def load_next(engine, search, options, ranks):
         folder = path and Path(path)
     if path:
         resharded = wrapped.is_resharded
-        whole = options.load_module_strict and options.load_lr_scheduler_states
-        after_load(engine, folder if options.load_optimizer_states else None, resharded, whole)
+        left_out = not (options.load_module_strict and options.load_lr_scheduler_states)
+        after_load(engine, folder if options.load_optimizer_states else None, resharded, left_out)
     return path, client_state
 
 

@@ -144,8 +144,8 @@ def fill_steps(
     it deals would depend on the number of ranks.
     """
     sampler = loader.batch_sampler  # of this rank, around that of all; on a single rank that alone
-    whole = getattr(sampler, "batch_sampler", sampler)
-    order = getattr(whole, "sampler", None)
+    global_sampler = getattr(sampler, "batch_sampler", sampler)
+    order = getattr(global_sampler, "sampler", None)
     if (
         isinstance(loader.dataset, data.IterableDataset)
         or getattr(sampler, "num_processes", 1) != share.ranks
@@ -157,9 +157,9 @@ def fill_steps(
             "split_batches, batch_rebalance, group_by_length; a stream, too, but in AnyRanks"
         )
     if stream is None:
-        filled_steps = FilledSteps(whole, share, len(whole))
+        filled_steps = FilledSteps(global_sampler, share, len(global_sampler))
     else:
-        streamed = data.BatchSampler(stream, share.micro_batch, whole.drop_last)
+        streamed = data.BatchSampler(stream, share.micro_batch, global_sampler.drop_last)
         filled_steps = FilledSteps(streamed, share, math.inf)
     batches.DEALT.discard(share.key)  # until its weights are asked for
     # torch allows no other one after __init__(), as a loader that has begun would not see it.

@@ -251,19 +251,19 @@ def describe_shards(first, paths, model, experts, pool, opened):
         ]
 
     def read(rank):
-        """Returns {flat tensor: Held} of a rank, and its shared_rest()."""
+        """Returns {flat tensor: SliceState} of a rank, and its shared_rest()."""
         shard = first if rank == 0 else read_shard(paths[rank])
         check_group_count(shard, shapes)
         with naming(paths[rank]):
-            held = {
+            slices = {
                 flat_cut.name: read_slice(shard, rank, flat_cut, trust_mapping, opened)
                 for flat_cut in flat_cuts
                 if rank in flat_cut.team.ranks
             }
-            scalars = {name: of_flat.scalars for name, of_flat in held.items()}
-            return held, shared_rest(shard, scalars, opened)
+            scalars = {name: of_flat.scalars for name, of_flat in slices.items()}
+            return slices, shared_rest(shard, scalars, opened)
 
-    held, rests = zip(*pool.map(read, range(len(paths))), strict=True)
+    slices, rests = zip(*pool.map(read, range(len(paths))), strict=True)
     param_groups = first.optimizer["param_groups"]
     group_of = {flat: i for i, group in enumerate(param_groups) for flat in group["params"]}
     parameters = {}
@@ -271,7 +271,7 @@ def describe_shards(first, paths, model, experts, pool, opened):
     with naming(paths[0]):
         for flat_cut in flat_cuts:
             number = flat_cut.number
-            of_flat = {path: of[flat_cut.name] for path, of in zip(paths, held, strict=True)}
+            of_flat = {path: of[flat_cut.name] for path, of in zip(paths, slices, strict=True)}
             joined, others = join_slices(flat_cut, of_flat, shapes[number], group_of.get(number))
             parameters |= joined
             lost |= dict.fromkeys(others, NOT_CUT)
@@ -364,7 +364,7 @@ def join_all(folder, ranks, tensor, pipeline, opened):
     if kind:
         problems.append(Problem(True, f"{folder}: no file holds {UNSAVED[kind]}"))
     layout = Layout(
-        optimizer_class=kind or first.shard.optimizer_class,
+        optimizer_kind=kind or first.shard.optimizer_kind,
         shards=first.model["dp_world_size"],
         dtype=first.dtype,
         tensor=tensor,

@@ -79,10 +79,11 @@ def for_another_degree(info: dict) -> dict:
     return {key: value for key, value in info.items() if key not in OF_ONE_DEGREE}
 
 
-class Whole(NamedTuple):
-    """The whole parameter that ranks have parts of.
+class PartMap(NamedTuple):
+    """How the ranks' parts make up a parameter.
 
-    blocks: where its elements are in the parts; None if it is the mean of the parts.
+    shape: of the parameter. blocks: where its elements are in the parts; None if it is the mean of
+    the parts.
     """
 
     shape: tuple
@@ -154,17 +155,17 @@ class TensorParallel:
             return parts[0]
         if any(part.states.keys() != parts[0].states.keys() for part in parts):
             raise self.error(f"tensor-parallel ranks have other states of {name} than rank 0")
-        whole = self.whole(name, [part.shape for part in parts])
-        numel = math.prod(whole.shape)
+        part_map = self.part_map(name, [part.shape for part in parts])
+        numel = math.prod(part_map.shape)
         states = {}
         for key in parts[0].states:
             sources = tuple(part.states[key] for part in parts)
-            self.check_cover(name, whole, sources, numel)
+            self.check_cover(name, part_map, sources, numel)
             if self.degree == 1 and not self.affine_params and numel == sources[0].numel:
                 states[key] = sources[0]
             else:
-                states[key] = Joined(f"{key} of {name}", sources, whole.blocks, numel)
-        return parts[0]._replace(shape=whole.shape, states=states)
+                states[key] = Joined(f"{key} of {name}", sources, part_map.blocks, numel)
+        return parts[0]._replace(shape=part_map.shape, states=states)
 
     def join_tensor(self, name: str, parts: list[Tensor]) -> Tensor:
         """Join the tensors under one name in the ranks' modules, such as a frozen parameter."""
@@ -176,17 +177,17 @@ class TensorParallel:
         joined = self.join(name, parameters)
         return contiguous(parts[0].dtype, joined.states["frozen"], joined.shape)
 
-    def check_cover(self, name, whole, sources, numel):
-        """Raises CheckpointError if the parts do not make up the whole's `numel` elements."""
+    def check_cover(self, name, part_map, sources, numel):
+        """Raises CheckpointError if the parts do not make up the parameter's `numel` elements."""
         dtypes = {source.dtype for source in sources}
         fitting = [
             block.part < len(sources) and block.fits(sources[block.part])
-            for block in whole.blocks or ()
+            for block in part_map.blocks or ()
         ]
         covered = numel <= sum(source.numel for source in sources) and all(fitting)
         if len(dtypes) > 1 or not covered:
             raise self.error(f"the shards of {name} do not cover its elements exactly once")
-        if whole.blocks is None and not dtypes <= AVERAGED:
+        if part_map.blocks is None and not dtypes <= AVERAGED:
             raise self.error(f"{name} is of {dtypes.pop()}, of which there is no mean")
 
     def matched(self, name: str) -> dict[str, Any]:
@@ -197,10 +198,10 @@ class TensorParallel:
         matched[AFFINE] = self.match(self.affine_params, name)
         return matched
 
-    def whole(self, name: str, shapes: Sequence[tuple]) -> Whole:
-        """The Whole of a parameter. shapes: of the ranks' parts. Raises CheckpointError.
+    def part_map(self, name: str, shapes: Sequence[tuple]) -> PartMap:
+        """The PartMap of a parameter. shapes: of the ranks' parts. Raises CheckpointError.
 
-        One rank alone has the whole, perhaps with a padded vocabulary.
+        A single rank has all of it, perhaps with a padded vocabulary.
         """
         matched = self.matched(name)
         if self.match(self.info.get(UNKNOWN, {}), name):
@@ -213,11 +214,11 @@ class TensorParallel:
         if matched[REPLICATED]:
             strides = contiguous_strides(shapes[0])
             blocks = [Block(i, shapes[0], strides, 0, strides, 0) for i in range(self.degree)]
-            return Whole(shapes[0], tuple(blocks))
+            return PartMap(shapes[0], tuple(blocks))
         # Every rank has the whole, but computed its own, such as a LayerNorm that is not
         # synchronized: take the mean.
         if matched[AVERAGE]:
-            return Whole(shapes[0], None)
+            return PartMap(shapes[0], None)
         # Q, K and V in one matrix, or a gate and its value: each is cut by itself, so a rank has a
         # part of each.
         if matched[SUB_PARAMS] and not matched[TWO_SUB_PARAMS]:
@@ -237,7 +238,7 @@ class TensorParallel:
         # The vocabulary was padded to a multiple of the ranks.
         if matched[VOCABULARY]:
             shape = (self.info["original_vocab_size"], *shape[1:])
-        return Whole(shape, blocks)
+        return PartMap(shape, blocks)
 
     def cut_info(self, name: str, shape: tuple) -> dict:
         """What DeepSpeed's universal loader needs to cut a parameter. shape: of the whole."""
@@ -288,7 +289,7 @@ class TensorParallel:
                     whole_offset=whole_offset,
                 )
                 blocks.append(block)
-        return Whole(tuple(entry["logical_shape"]), tuple(blocks))
+        return PartMap(tuple(entry["logical_shape"]), tuple(blocks))
 
     def join_sub_params(self, name, shapes, sub_params):
         """Join parts of a parameter made of sub-parameters, each of which is cut by itself."""
@@ -309,4 +310,4 @@ class TensorParallel:
             shape[shape.index(-1)] = total // max(-math.prod(shape), 1)
         if math.prod(shape) != total:
             raise self.error(f"{name} has {total} elements, which do not make up {shape}")
-        return Whole(tuple(shape), blocks_along(dim, shape, widths))
+        return PartMap(tuple(shape), blocks_along(dim, shape, widths))

@@ -41,14 +41,14 @@ class Parameter(NamedTuple):
 class Layout(NamedTuple):
     """How ranks cut a checkpoint. DeepSpeed's own loader restores it on this layout alone.
 
-    optimizer_class: the class of DeepSpeed's optimizer: one for ZeRO-1 and 2, one for ZeRO-3, and
+    optimizer_kind: the class of DeepSpeed's optimizer: one for ZeRO-1 and 2, one for ZeRO-3, and
     one for bf16 with fp32 sums; "" if there is PyTorch's own alone; or a key of UNSAVED.
     shards: the number of data-parallel ranks, each with a shard; 1 without ZeRO. dtype: of the
     weights, "bf16", "fp16" or "fp32"; also "fp32" if no file says fp16. tensor, pipeline: the
     degrees.
     """
 
-    optimizer_class: str
+    optimizer_kind: str
     shards: int
     dtype: str
     tensor: int
@@ -57,7 +57,7 @@ class Layout(NamedTuple):
     @property
     def unsaved(self) -> str | None:
         """What DeepSpeed saves in no file, in words; None if it saves all."""
-        return UNSAVED.get(self.optimizer_class)
+        return UNSAVED.get(self.optimizer_kind)
 
     def reads_files_of(self, saved: "Layout") -> bool:
         """Whether DeepSpeed's own loader, on this layout, finds the files that the other saved.

@@ -67,7 +67,7 @@ STAGE_1_OR_2 = {
 class SavedShard(NamedTuple):
     """What one rank saved of the optimizer, in the same form at every stage.
 
-    stage: 1, 2 or 3. optimizer_class: of DeepSpeed's optimizer. content: as it was saved.
+    stage: 1, 2 or 3. optimizer_kind: of DeepSpeed's optimizer. content: as it was saved.
     optimizer: the state dict of PyTorch's optimizer. Lists with an entry for each flat tensor:
     masters, in fp32; slice_sizes: elements of one rank's slice, with its padding; ranks: the number
     of ranks that it is cut for.
@@ -75,7 +75,7 @@ class SavedShard(NamedTuple):
 
     path: Path
     stage: int
-    optimizer_class: str
+    optimizer_kind: str
     content: dict
     optimizer: dict
     masters: list[Tensor]
@@ -331,7 +331,7 @@ def check_mapping(shard: SavedShard, flat_cut: FlatCut, begin: int) -> None:
 # 3. the shards of all ranks
 
 
-class Held(NamedTuple):
+class SliceState(NamedTuple):
     """The optimizer's state of one tensor, sorted by its form.
 
     states: {name: Tensor} with a value for each element, "fp32" first. scalars: {name: value, or
@@ -343,33 +343,33 @@ class Held(NamedTuple):
     others: dict
 
 
-def held_of(masters: Tensor, state: dict, longest: int, opened: OpenFile) -> Held:
-    """Sort an optimizer's state of a tensor into a Held. masters: the tensor's fp32 elements.
+def slice_state(masters: Tensor, state: dict, longest: int, opened: OpenFile) -> SliceState:
+    """Sort an optimizer's state of a tensor into a SliceState. masters: the tensor's fp32 elements.
     longest: the number of elements that a state may have with padding."""
-    held = Held({"fp32": masters}, {}, {})
+    result = SliceState({"fp32": masters}, {}, {})
     numels = range(masters.numel, longest + 1)
     for key, value in state.items():
         tensor = tensor_of(value)
         if tensor is None and masters.numel > 1 and holds_elements(value, {masters.numel, longest}):
-            held.others[key] = value
+            result.others[key] = value
         elif tensor is None:
-            held.scalars[key] = value
+            result.scalars[key] = value
         elif key not in ("fp32", "step") and (
             tensor.size == masters.size
             or len(tensor.size) == len(masters.size) == 1
             and tensor.numel in numels
         ):
-            held.states[key] = tensor
+            result.states[key] = tensor
         elif tensor.numel == 1:
-            held.scalars[key] = read_scalar(value, opened)
+            result.scalars[key] = read_scalar(value, opened)
         else:
-            held.others[key] = tensor
-    return held
+            result.others[key] = tensor
+    return result
 
 
 def read_slice(
     shard: SavedShard, rank: int, flat_cut: FlatCut, trust_mapping: bool, opened: OpenFile
-) -> Held:
+) -> SliceState:
     """A rank's optimizer state of its slice of a flat tensor. Raises CheckpointError.
 
     trust_mapping: compare param_slice_mappings, too.
@@ -381,23 +381,25 @@ def read_slice(
     begin = flat_cut.team.ranks.index(rank) * share
     if trust_mapping and shard.stage < 3:
         check_mapping(shard, flat_cut, begin)
-    held = held_of(shard.masters[number], shard.optimizer["state"].get(number, {}), share, opened)
-    step = number_in(held.scalars.get("step"))
+    result = slice_state(
+        shard.masters[number], shard.optimizer["state"].get(number, {}), share, opened
+    )
+    step = number_in(result.scalars.get("step"))
     expect({"step": step}, {"step": (NoneType, int, float)}, shard.path)
-    return held
+    return result
 
 
 def join_slices(
-    flat_cut: FlatCut, held: dict[Path, Held], shapes: dict, group_number: int | None
+    flat_cut: FlatCut, slices: dict[Path, SliceState], shapes: dict, group_number: int | None
 ) -> tuple[dict, set]:
     """Join the ranks' slices of a flat tensor. Returns its parameters by name, and the names of
     states that are not cut like the weights.
 
-    held: of all ranks, by the paths of their shards. Raises: CheckpointError, if they do not fit.
+    slices: of all ranks, by the paths of their shards. Raises: CheckpointError, if they do not fit.
     """
-    others = set().union(*(of_rank.others for of_rank in held.values()))
-    (first_path, first), *_ = held.items()
-    for path, of_rank in held.items():
+    others = set().union(*(of_rank.others for of_rank in slices.values()))
+    (first_path, first), *_ = slices.items()
+    for path, of_rank in slices.items():
         if of_rank.states.keys() - others != first.states.keys() - others:
             raise CheckpointError(f"{path} has other optimizer states than {first_path.name}")
         for key in of_rank.states.keys() - others:
@@ -405,7 +407,7 @@ def join_slices(
                 raise CheckpointError(
                     f"{path}: {key} of {flat_cut.name} is not what it is in {first_path.name}"
                 )
-    of_team = [[*held.values()][rank] for rank in flat_cut.team.ranks]
+    of_team = [[*slices.values()][rank] for rank in flat_cut.team.ranks]
     share = flat_cut.share
     numels = [max(0, min(flat_cut.numel - i * share, share)) for i in range(len(of_team))]
     momentum = uncut_momentum(of_team, flat_cut.cuts) if "momentum_buffer" in others else {}
@@ -434,12 +436,12 @@ def uncut_momentum(of_ranks, cuts):
     the tensors have another length.
     """
     momentum = {}
-    for rank, held in enumerate(of_ranks):
+    for rank, of_rank in enumerate(of_ranks):
         numels = {}
         for name, cut in cuts.items():
             if rank * cut.share - cut.numel < cut.origin < (rank + 1) * cut.share:
                 numels[name] = cut.numel
-        tensor = (held.states | held.others).get("momentum_buffer")
+        tensor = (of_rank.states | of_rank.others).get("momentum_buffer")
         if tensor is None:
             continue
         if tensor.size != (sum(numels.values()),):

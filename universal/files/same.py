@@ -7,8 +7,8 @@ from typing import Any
 from universal.files.joined import strided
 from universal.files.sources import ByteReader, Extent, Record, nbytes_of, width
 from universal.files.torch_file import (
-    Named,
     Stub,
+    StubType,
     Tensor,
     has_gaps,
     tensor_of,
@@ -50,7 +50,7 @@ def pairs_within(a, b):
     if isinstance(a, Stub) and isinstance(b, Stub):
         contents = [(type(x), x.args, x.state, x.items, x.entries) for x in (a, b)]
         return [*zip(*contents, strict=True)]
-    if isinstance(a, Named) and isinstance(b, Named):
+    if isinstance(a, StubType) and isinstance(b, StubType):
         names = [(x.__module__, x.__qualname__) for x in (a, b)]
         return [] if names[0] == names[1] else None
     numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (a, b))

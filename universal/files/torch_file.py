@@ -116,14 +116,14 @@ BUILT = {
 }
 
 
-class Named(type):
+class StubType(type):
     """A class of which only the name is known.
 
     It is made anew for every file, so that no pickle reaches what another one has read.
     """
 
 
-class Stub(metaclass=Named):
+class Stub(metaclass=StubType):
     """An instance of a class that is never imported. It is pickled again as it was read."""
 
     def __new__(cls, *args):
@@ -147,19 +147,19 @@ class Stub(metaclass=Named):
         return stub, (type(self), self.args, self.called, self.state, self.items, self.entries)
 
 
-def named(module: str, name: str) -> Named:
-    return Named(name, (Stub,), {"__module__": module, "__qualname__": name})
+def stub_type(module: str, name: str) -> StubType:
+    return StubType(name, (Stub,), {"__module__": module, "__qualname__": name})
 
 
 # A class that this package names itself, and writes.
-known_class = functools.cache(named)
+known_class = functools.cache(stub_type)
 
 # So that Python's own pickle can take a description from one process to another.
-copyreg.pickle(Named, lambda cls: (named, (cls.__module__, cls.__qualname__)))
+copyreg.pickle(StubType, lambda cls: (stub_type, (cls.__module__, cls.__qualname__)))
 
 
 def stub(
-    cls: Named,
+    cls: StubType,
     args: tuple,
     called: bool = False,
     state: Any = None,
@@ -314,7 +314,7 @@ class Unpickler(pickle.Unpickler):
         if not (module + name).isprintable():
             raise ValueError("a class has an impossible name")
         if (module, name) not in self.classes:
-            self.classes[module, name] = named(module, name)
+            self.classes[module, name] = stub_type(module, name)
             if name == "getattr" and module in ("__builtin__", "builtins"):
                 self.classes[module, name].__new__ = self.attribute
         return self.classes[module, name]
@@ -325,7 +325,7 @@ class Unpickler(pickle.Unpickler):
         Pickles call it for a class inside a class; those of Python 3.11.0 to 3.11.3 for a member of
         an enum, too.
         """
-        if isinstance(parent, Named):
+        if isinstance(parent, StubType):
             return self.find_class(parent.__module__, f"{parent.__qualname__}.{name}")
         return Stub.__new__(cls, parent, name)
 

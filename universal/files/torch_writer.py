@@ -13,7 +13,16 @@ from typing import Any, BinaryIO, NamedTuple
 
 from universal.errors import CheckpointError, naming
 from universal.files.sources import SHORT, ByteReader, Record, Source, append_crc, nbytes_of, width
-from universal.files.torch_file import DTYPES, KINDS, Named, Size, Stub, Tensor, known_class, stub
+from universal.files.torch_file import (
+    DTYPES,
+    KINDS,
+    Size,
+    Stub,
+    StubType,
+    Tensor,
+    known_class,
+    stub,
+)
 
 
 class Pickled(NamedTuple):
@@ -143,7 +152,7 @@ class Pickler:
             text = value.encode("utf-8", "surrogatepass")
             self.data += b"X" + struct.pack("<I", len(text)) + text
             self.remember(key)
-        elif kind is Named:
+        elif kind is StubType:
             yield from self.write_name(value)
         elif kind in (list, dict):
             self.data += b"]" if kind is list else b"}"

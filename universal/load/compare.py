@@ -10,7 +10,7 @@ from universal.checkpoint.types import Checkpoint
 from universal.errors import CheckpointError
 from universal.load.collective import say
 from universal.load.engine import Engine
-from universal.load.hooks import LoadOptions, lacks_norm
+from universal.load.hooks import LoadOptions
 from universal.load.parts import Parts
 from universal.load.reader import SavedOptimizer, unpack, unpack_optimizer
 
@@ -62,7 +62,7 @@ def compare_parameters(
     # In the order of their names, so that all ranks tell of the same one.
     for name in sorted(checkpoint.parameters.keys() & engine.parameters.keys()):
         saved = checkpoint.parameters[name]
-        shape = parts.wholes[name].shape
+        shape = parts.maps[name].shape
         if not has_saved_shape(shape, saved, checkpoint.is_universal):
             raise CheckpointError(
                 f"{name} is {shape} here, and {saved.shape} in the checkpoint: to resize it, begin "
@@ -171,7 +171,7 @@ def misfits_of_optimizer(engine, checkpoint, model, saved, resharded):
         )
     if engine.keeps_second_optimizer():
         yield "DeepSpeed restores no state that offload_optimizer.ratio leaves on the GPU"
-    if saved.settings.get("clip_grad") and lacks_norm(engine.optimizer):
+    if saved.settings.get("clip_grad") and not engine.computes_norm():
         yield "saved with gradient clipping, for which compute_grad_norm=false leaves no norm"
     if saved.left_out:
         yield f"converted without {', '.join(saved.left_out)} of the optimizer"

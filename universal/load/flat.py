@@ -72,7 +72,7 @@ class NewShard(NamedTuple):
     settings: dict
 
 
-def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+def full_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of a parameter or buffer, also where ZeRO-3 has left an empty tensor."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
@@ -85,6 +85,6 @@ def is_same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 def is_alike(target: torch.Tensor | None, shape: tuple, dtype: str) -> bool:
     """Whether a tensor of this shape and dtype can be copied into the target; no quantized one."""
-    if target is None or whole_shape(target) != shape:
+    if target is None or full_shape(target) != shape:
         return False
     return target.is_floating_point() == getattr(torch, dtype).is_floating_point

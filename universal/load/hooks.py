@@ -174,9 +174,9 @@ def gathering_at_once() -> Iterator[None]:
         while waiting:
             (group, _), pairs = waiting.popitem()
             parts = torch.cat([part.flatten() for _, part in pairs])
-            whole = parts.new_empty(dist.get_world_size(group), len(parts))
-            gather_one(whole.view(-1), parts, group=group)
-            columns = whole.split([part.numel() for _, part in pairs], dim=1)
+            gathered = parts.new_empty(dist.get_world_size(group), len(parts))
+            gather_one(gathered.view(-1), parts, group=group)
+            columns = gathered.split([part.numel() for _, part in pairs], dim=1)
             for (output, _), column in zip(pairs, columns, strict=True):
                 output.view(column.shape).copy_(column)
 
@@ -233,16 +233,6 @@ def begin_step(engine: deepspeed.DeepSpeedEngine) -> None:
     """Start a new optimizer step: reset DeepSpeed's count of micro-batches, which no file holds."""
     engine.micro_steps = 0
     engine._unmanaged_backward_count = 0
-
-
-def lacks_norm(optimizer: Any) -> bool:
-    """Whether a DeepSpeed optimizer computes no norm of the gradients, so that it cannot clip."""
-    return not getattr(optimizer, "compute_grad_norm", True)
-
-
-def has_efficient_linear(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Whether linear layers compute their matrix products in DeepSpeed's own way at ZeRO-3."""
-    return engine._config.zero_config.memory_efficient_linear
 
 
 def partition_of(parameter: torch.Tensor | None) -> Partition | None:

@@ -15,8 +15,8 @@ import torch
 from universal.checkpoint.tensor_parallel import (
     AFFINE,
     INFO_KEY,
+    PartMap,
     TensorParallel,
-    Whole,
     for_another_degree,
 )
 from universal.checkpoint.types import Checkpoint
@@ -25,26 +25,26 @@ from universal.files.joined import Joined, part_of
 from universal.files.sources import Extent, Source
 from universal.load.collective import ProcessGroup
 from universal.load.engine import Engine
-from universal.load.flat import whole_shape
+from universal.load.flat import full_shape
 from universal.load.reader import unpack
 
 
 class Parts(NamedTuple):
     """This tensor-parallel rank's part of every parameter that it has.
 
-    rank, degree: of tensor parallelism. wholes: by the parameter's name.
+    rank, degree: of tensor parallelism. maps: by the parameter's name.
     """
 
     rank: int
     degree: int
-    wholes: dict[str, Whole]
+    maps: dict[str, PartMap]
 
     def source(self, name: str, whole: Source, numel: int) -> Source:
         """A Source of this rank's part of a parameter, or of a state of it.
 
         whole: the Source of the whole. numel: of the part.
         """
-        blocks = self.wholes[name].blocks
+        blocks = self.maps[name].blocks
         if isinstance(whole, Joined) and self.is_cut_alike(whole, blocks, numel):
             return whole.parts[self.rank]
         if isinstance(whole, Joined) and self.rank:  # tensor-parallel rank 0 compares them
@@ -52,7 +52,7 @@ class Parts(NamedTuple):
         own = self.own_blocks(name)
         if numel == whole.numel and all(block.is_in_place for block in own):
             return whole
-        return part_of(whole, self.wholes[name].shape, own, numel)
+        return part_of(whole, self.maps[name].shape, own, numel)
 
     def is_cut_alike(self, whole, blocks, numel):
         """Whether the checkpoint has the same parts as this engine, so that none is joined.
@@ -65,17 +65,17 @@ class Parts(NamedTuple):
 
     def own_blocks(self, name):
         """Returns this rank's blocks of a parameter."""
-        return [block for block in self.wholes[name].blocks or () if block.part == self.rank]
+        return [block for block in self.maps[name].blocks or () if block.part == self.rank]
 
     def cuts(self, name: str, shape: tuple) -> bool:
         """Whether tensor() can cut this rank's part from a tensor of this shape."""
-        whole = self.wholes.get(name)
-        return whole is not None and whole.shape == shape and bool(self.own_blocks(name))
+        part_map = self.maps.get(name)
+        return part_map is not None and part_map.shape == shape and bool(self.own_blocks(name))
 
     def tensor(self, name: str, whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Cut this rank's part from a whole tensor. target: the parameter or buffer to fill."""
         flat = whole.contiguous().flatten()
-        part = torch.zeros(whole_shape(target), dtype=whole.dtype)
+        part = torch.zeros(full_shape(target), dtype=whole.dtype)
         for block in self.own_blocks(name):
             piece = flat.as_strided(block.shape, block.whole_stride, block.whole_offset)
             part.as_strided(block.shape, block.stride, block.offset).copy_(piece)
@@ -87,7 +87,7 @@ def parts_of(engine: Engine, checkpoint: Checkpoint, ranks: ProcessGroup) -> Par
     degree = engine.layout().tensor
     rank = engine.tensor_rank
     names = dict(engine.module.named_parameters())  # the frozen ones, too
-    shapes = {engine.global_name(name): whole_shape(names[name]) for name in names}
+    shapes = {engine.global_name(name): full_shape(names[name]) for name in names}
     of_ranks = {rank: shapes}
     if degree > 1:
         for of_rank, others in ranks.all_gather((rank, shapes)):
@@ -98,15 +98,15 @@ def parts_of(engine: Engine, checkpoint: Checkpoint, ranks: ProcessGroup) -> Par
     joiner = TensorParallel(info, degree, "this engine")
     if checkpoint.layout is None or checkpoint.layout.tensor != degree:
         check_same_cuts(joiner, TensorParallel(saved, 1, checkpoint.folder), shapes)
-    wholes = {}
+    maps = {}
     for name in shapes:
         if any(name not in of_rank for of_rank in of_ranks.values()):
             raise CheckpointError(f"not every tensor-parallel rank has a part of {name}")
         shapes_of_parts = [of_ranks[i][name] for i in range(degree)]
-        wholes[name] = joiner.whole(name, shapes_of_parts)
+        maps[name] = joiner.part_map(name, shapes_of_parts)
         parts = [Extent("float32", None, 0, math.prod(shape)) for shape in shapes_of_parts]
-        joiner.check_cover(name, wholes[name], parts, math.prod(wholes[name].shape))
-    return Parts(rank, degree, wholes)
+        joiner.check_cover(name, maps[name], parts, math.prod(maps[name].shape))
+    return Parts(rank, degree, maps)
 
 
 def check_same_cuts(joiner, saved, names):

@@ -47,7 +47,7 @@ def convert(
     files back before they are published. The others are flags of ds_to_universal.py.
 
     Returns: {"source": the tag's folder, "output", "parameters", "bytes", "seconds"}.
-    Raises: CheckpointError, if the input is not a whole checkpoint, or the output folder holds
+    Raises: CheckpointError, if the input is not a complete checkpoint, or the output folder holds
         something else; OSError, if a disk fails. Nothing has then appeared at output_folder.
     """
     began = time.perf_counter()
