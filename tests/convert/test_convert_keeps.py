@@ -32,28 +32,6 @@ def converted(source):
     return load(source.parent / "u" / MODEL)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_frozen_parameter_that_is_a_view(laid_out, stage):
-    """A frozen parameter whose elements do not follow each other keeps its numbers, and its table
-    stays behind."""
-    table = torch.arange(40.0).view(5, 8)
-    frozen = {
-        "columns": table[:, :4],
-        "transposed": table.t(),
-        "rows": table[1:3],
-        "last": table[:, 7],
-    }
-    shapes = OrderedDict((name, tensor.shape) for name, tensor in frozen.items())
-
-    def add(model):
-        model.update(module=frozen, frozen_param_shapes=shapes, frozen_param_fragments=frozen)
-
-    module = converted(laid_out(stage, model=add))["module"]
-    assert module.keys() == frozen.keys()
-    assert all(torch.equal(module[name], tensor) for name, tensor in frozen.items())
-    assert module["rows"].untyped_storage().nbytes() == 16 * 4
-
-
 def test_momentum_that_ranks_hold_whole(laid_out, tmp_path):
     """Muon's before ZeRO-3: of every matrix of which a rank has a part."""
     wanted = random_weights()
@@ -70,18 +48,18 @@ def test_momentum_that_ranks_hold_whole(laid_out, tmp_path):
         assert torch.equal(momentum["param"], tensor)
 
 
-@pytest.mark.parametrize("stage, sockets, files", [(3, 0, 48), (1, 60, 96)])
-def test_small_pieces_of_many_ranks(tmp_path, stage, sockets, files):
-    """Of 48 ranks, as DeepSpeed puts them together; and the same bytes when no more than so many
-    files may be open, of which some are sockets."""
+@pytest.mark.parametrize("stage", [1, 3])
+def test_small_pieces_of_many_ranks(tmp_path, stage):
+    """Of 48 ranks, as DeepSpeed puts them together; and the same bytes when no more than 96 files
+    may be open, of which 60 are sockets."""
     shapes = [OrderedDict((f"layer{i}.weight", torch.Size((7, 11 + i))) for i in range(10))]
     lay_out(tmp_path / "c", shapes, 48, stage)
     assert_equal_to_deepspeed(tmp_path / "c", tmp_path)
 
     def few():
         os.closerange(3, 1024)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-        kept.extend(socket.socket() for _ in range(sockets))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
+        kept.extend(socket.socket() for _ in range(60))
 
     kept = []
 

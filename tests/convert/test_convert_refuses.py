@@ -174,7 +174,6 @@ def test_names_that_lead_elsewhere(laid_out, name):
 # In place of {} the line has the folder.
 ERRORS = {
     "disk": (OSError(errno.EIO, "EIO"), "EIO: '{}/c/"),
-    "permission": (PermissionError(errno.EACCES, "EACCES"), "EACCES: '{}/c/"),
     "memory": (MemoryError(), "out of memory"),
 }
 

@@ -26,12 +26,6 @@ def check_where(done, place):
     assert done.stdout.split()[-3:] == words, done.stderr
 
 
-def check_refused(done, reason):
-    """In one line, and with exit code 2."""
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert reason in done.stderr
-
-
 def test_pip_installs_it_and_touches_nothing_else(tmp_path):
     """From a copy of what git tracks, in which it leaves nothing. torch and DeepSpeed are there
     already, and will do. The commands are there."""
@@ -71,19 +65,17 @@ def test_a_copy_beside_a_script(tmp_path):
 
 
 def test_errors_of_the_command(tmp_path):
-    """One line, and 2: no command, one that is not found, an interpreter without DeepSpeed."""
-    for flags, command, reason in (
-        ((), (), "no command was given"),
-        ((), ["nowhere.py"], "nowhere.py: No such file or directory"),
-        (["-S"], ["true"], f"{sys.executable} has no deepspeed"),
-    ):
-        done = python(*flags, "-m", "universal", *command, folder=tmp_path, path=ROOT)
-        check_refused(done, reason)
-
-
-def test_a_path_that_pythonpath_cannot_hold(tmp_path):
-    """Between paths it has a colon: the command would start, and nothing would be installed."""
+    """One line, and 2: no command, one that is not found, an interpreter without DeepSpeed; a path
+    with a colon, which PYTHONPATH has between paths: nothing would be installed."""
     folder = tmp_path / "9:30"
     shutil.copytree(ROOT / "universal", folder / "universal")
-    done = python("-m", "universal", "true", folder=folder)
-    check_refused(done, f"{folder}/universal/start cannot be on PYTHONPATH, which has : between")
+    colon = f"{folder}/universal/start cannot be on PYTHONPATH, which has : between"
+    for place, flags, command, reason in (
+        (ROOT, (), (), "no command was given"),
+        (ROOT, (), ["nowhere.py"], "nowhere.py: No such file or directory"),
+        (ROOT, ["-S"], ["true"], f"{sys.executable} has no deepspeed"),
+        (folder, (), ["true"], colon),
+    ):
+        done = python(*flags, "-m", "universal", *command, folder=place)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert reason in done.stderr

@@ -83,10 +83,6 @@ def test_costs_nothing_where_deepspeed_is_not_imported():
     heavy = {"torch", "deepspeed", "universal", "transformers"}
     code = f"import sys, json; print(*{heavy} & {{*sys.modules}})"
     assert python(code, START) == []
-    new = "import sys; print(len(sys.modules))"
-    (with_it,) = python(new, START)
-    (without,) = python(new)
-    assert int(with_it) - int(without) <= 25  # sitecustomize, and what of importlib it names
 
 
 @pytest.mark.parametrize("how", ["ours first", "theirs first", "link", "twice"])
