@@ -159,7 +159,12 @@ WHOLE_FILES = [
         each(SHARD_1, from_later),
         refused("rank_1_mp_rank_00_optim_states.pt is at optimizer step 4"),
     ),
-    Damage("last_model_of_another_step", each(LAST_MODEL, from_later), refused("step")),
+    Damage(
+        "last_model_of_another_step",
+        each(LAST_MODEL, from_later),
+        refused("step"),
+        at_3=refused("model_states.pt has other global_steps"),
+    ),
     Damage(
         "models_of_another_step",
         in_order(each(MODELS, from_later), all_at_once),
