@@ -53,7 +53,7 @@ again = accumulation * ranks - micro_batches  # so some compute a micro-batch ag
 
 
 class GPT(nn.Module):
-    """Over bytes, in sequences of 32, of torch's own layers."""
+    """A GPT over bytes, in sequences of 32, of torch's own layers."""
 
     def __init__(self):
         super().__init__()

@@ -164,8 +164,8 @@ class Norm(nn.LayerNorm):
 
 
 def build(args, loss_function, *shape):
-    """Every rank builds the whole GPT, so that training starts the same on every layout, and keeps
-    its part."""
+    """Build the whole GPT on every rank, so that training starts the same on every layout, and keep
+    this rank's part."""
     stages = args.pipeline_parallel
     tensor = args.tensor_parallel
     ranks = dist.get_world_size()
@@ -199,8 +199,8 @@ def build(args, loss_function, *shape):
 
 
 def describe_cuts(width, number_of_norm):
-    """How to join the ranks' parts, by patterns of the parameters' names; DeepSpeed saves this with
-    them."""
+    """Returns how to join the ranks' parts, by patterns of the parameters' names; DeepSpeed saves
+    it."""
     qkv = (width, width, width)
     return {
         "universal_checkpoint_version": 0.2,

@@ -1,6 +1,6 @@
 """Trains like train.py, in a job whose machines die and join. The same command starts it and, on
-whatever ranks are left, continues from the newest whole checkpoint, on the disk or in the machines'
-memory. Start it from the root of the repository:
+whatever ranks are left, continues from the newest complete checkpoint, on the disk or in the
+machines' memory. Start it from the root of the repository:
 
     torchrun --standalone --nproc-per-node 4 -m examples.train_elastic --elastic \
         --run_name elastic --checkpoint_dir ckpt_elastic
@@ -39,7 +39,7 @@ def argument_parser(description):
     parser.add_argument(
         "--elastic",
         action="store_true",
-        help="start, or go on from the newest whole checkpoint of any layout",
+        help="start, or go on from the newest complete checkpoint of any layout",
     )
     parser.add_argument(
         "--keep",
@@ -176,7 +176,8 @@ def start_exact(args, ranks):
 
 
 def start_mirror(engine, args):
-    """MIRROR_ROOT: with one for each, ranks of one machine stand for several."""
+    """Start a mirror in this machine's memory. MIRROR_ROOT: ranks that have one each stand for
+    several machines."""
     job = "_".join(Path(args.checkpoint_dir).resolve().parts[1:])
     folder = Path(os.environ.get("MIRROR_ROOT", "/dev/shm"), job)
     with exit_on_error():

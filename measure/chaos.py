@@ -50,7 +50,7 @@ TOLD = r"^train\.py: error: .*; without --resume the run begins at step 1$"
 
 
 def train(environments, script, saves, *words):
-    """What a rank does, from its first import to the end of its threads."""
+    """Train on a rank, from its first import to the end of its threads."""
     environment = environments[int(os.environ["RANK"])]
     os.environ |= {key: environment[key] for key in environment if key.startswith("CKPT_CHAOS")}
     if "CKPT_CHAOS_WATCH" in environment:
@@ -109,7 +109,7 @@ def killed(script, saves, more, ranks, points, work):
 
 
 def verdict(result):
-    """The column that a run counts in; "wrong" for none."""
+    """The column in which a run counts; "wrong" if it fits none."""
     outcome = result["outcome"]
     if outcome["raised"]:
         has_none = outcome["newest_complete_step"] == 0

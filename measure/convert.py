@@ -37,7 +37,7 @@ COLUMNS = "{:>4}{:>7}{:>7} |{:>8}{:>11}{:>8} |{:>16}{:>9} |{:>9}{:>14}"
 
 
 class Run(NamedTuple):
-    """A whole process, and the disk behind it."""
+    """A process, from its start to its end, and the disk behind it."""
 
     seconds: float
     megabytes: float  # of its largest process
@@ -64,12 +64,12 @@ def commands(source, output):
 
 
 def data_seconds(run):
-    """What our converter says that it has taken after its start."""
+    """The seconds that our converter says it has taken after its start."""
     return float(run.output.split(" in ")[1].split()[0])
 
 
 def measure(work, stage, ranks):
-    """The cells of a line of the table."""
+    """Returns the cells of a line of the table."""
     source = work / "source"
     output = work / "output"
     net = GPT(n_layer=12, n_head=12, n_embd=768, seq_len=1024, dropout=0.1)

@@ -56,7 +56,7 @@ def kill_while(job, folder, pattern):
 
 
 def kill_the_first(job):
-    """Its agent holds the rendezvous, and without that the others end themselves. A scheduler
+    """Kill node 1, which holds the rendezvous: the other agents end themselves, and a scheduler
     starts them again."""
     job.kill("node 1")
     for node in job.nodes.values():

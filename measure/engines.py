@@ -401,7 +401,7 @@ def cell(saved, loaded):
 
 
 def table(rows):
-    """One line a row: numbers, and the letters of errors and warnings, which follow."""
+    """Returns the lines of the table: numbers, and letters of errors and warnings, which follow."""
     letters = {}
     width = max(map(len, rows))
     lines = ["  ".join(["engine".ljust(width), *COLUMNS])]

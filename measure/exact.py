@@ -27,7 +27,7 @@ HERE = Path.cwd()
 
 
 class Life(NamedTuple):
-    """A job that trains on so many ranks, and ends after that step."""
+    """A job that trains on so many ranks, and ends after a step."""
 
     last: int
     ranks: int
@@ -64,7 +64,7 @@ def on_other_ranks(stage, how):
 
 
 def draw(path):
-    """One rank, and how far those in turn are from it, without --exact and with it."""
+    """Draw one rank's loss, and how far the others are from it, with --exact and without."""
     logs = {
         how: [plot.read_log(f"logs/zero1_{what} {how}.csv") for what in (BASELINE, IN_TURN)]
         for how in HOW

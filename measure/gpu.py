@@ -134,7 +134,7 @@ def be_a_rank():
 
 
 def prepare():
-    """What a rank does before its script."""
+    """Prepare a rank, before its script runs."""
     from deepspeed.accelerator import get_accelerator
 
     device = get_accelerator()
@@ -309,7 +309,7 @@ def rounding(at, ranks):
 
 
 def exact(at, ranks):
-    """Every bit, also on 7 ranks, by which CUDA does not divide exactly."""
+    """Compare every bit, also on 7 ranks, by which CUDA does not divide exactly."""
     counts = (ranks, 7, ranks - 1, 2, 1)
     return Line([row_of(EXACT, at(ranks), at(count), 0.0) for count in counts])
 
@@ -351,7 +351,7 @@ def trainer(at, ranks):
 
 
 def words(at, ranks):
-    """README's, by the deepspeed launcher; those for a CPU, though there are GPUs."""
+    """The README's words: those for the deepspeed launcher; or for a CPU, though there are GPUs."""
     few = "--steps 2 --train_batch_size 64 --train_micro_batch_size_per_gpu 8".split()
     launcher = Path(sys.executable).with_name("deepspeed")
     cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
@@ -376,7 +376,7 @@ def words(at, ranks):
 
 
 def costs(what, stage, ranks_of):
-    """A line of what measure/card.py prints."""
+    """Returns a line of what measure/card.py prints."""
 
     def line(at, ranks):
         count = ranks_of(max(1, torch.cuda.device_count()))
@@ -394,13 +394,13 @@ def costs(what, stage, ranks_of):
 
 
 def memory():
-    """A folder of memory, if it has room for what measure/card.py saves."""
+    """Returns a folder of memory, if it has room for what measure/card.py saves."""
     shared = "/dev/shm"
     return shared if Path(shared).is_dir() and shutil.disk_usage(shared).free > 50e9 else "."
 
 
 def optimizers(config, op, flags):
-    """A line of an optimizer, if DeepSpeed can build it."""
+    """Returns a line of an optimizer, if DeepSpeed can build it."""
 
     def line(at, ranks):
         rows = []
@@ -466,7 +466,8 @@ def play(name, line):
 
 
 def play_all(lines, cores, ranks):
-    """The results of {name: Line}, in this order. Each takes as many cores as there are ranks."""
+    """Returns the results of {name: Line}, in this order. Each takes as many cores as there are
+    ranks."""
     running = {}  # {future: cores}
     futures = []
     with ThreadPoolExecutor(len(lines)) as threads:

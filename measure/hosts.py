@@ -63,7 +63,7 @@ class HostsJob(Job):
         threading.Thread(target=self.watch, daemon=True).start()
 
     def pull(self, name, rank=None):
-        """The cable; a rank that was frozen until then goes on."""
+        """Pull the cable; a rank that was frozen until then goes on."""
         sh(f"ip link set port{self.hosts[name]} down")
         time.sleep(0.5)  # a step that was done can be on its way to the log
         if rank:
@@ -161,7 +161,7 @@ def cut(job, what, name, *caught, ranks=2):
 
 
 def full(job):
-    """Something else fills the disk before a save, and is removed after it has failed."""
+    """Fill the disk before a save, and empty it after the save has failed."""
     filler = DISK / "filler"
     since = time.time()
     subprocess.run(f"dd if=/dev/zero of={filler} bs=64k".split(), capture_output=True)

@@ -85,7 +85,7 @@ def pairs(first, second):
 
 
 def measure(what, ours, limit, rounds, cold):
-    """A line of the table."""
+    """Measure a line of the table."""
     seconds = {"ours": [], "limit": []}
     peak = 0
     for _ in range(rounds):
@@ -99,7 +99,8 @@ def measure(what, ours, limit, rounds, cold):
 
 
 def measure_many_ranks(folder, stage):
-    """Two lines: 19 million parameters in the shards of 512 ranks, and the same with itself."""
+    """Measure two lines: 19 million parameters in the shards of 512 ranks, and the same with
+    itself."""
     net = GPT(n_layer=24, n_head=16, n_embd=256, seq_len=1024, dropout=0.1)
     lay_out(folder, groups_of(net), 512, stage, SHARED)
     for module, *folders in (("inspect", folder), ("diff", folder, folder)):
@@ -137,7 +138,7 @@ def main():
 
 
 def measure_differing(first, second):
-    """A line: other ranks, another stage, and every number is another."""
+    """Measure a line where other ranks and another stage saved, and every number differs."""
     took, printed = timed(of_package("diff", first, second))
     equal, total = re.search(r"(\d+) of (\d+) tensors equal", printed).groups()
     assert equal == "0" < total

@@ -57,7 +57,7 @@ def train(script, stage, layout, name, folder, *arguments):
 
 
 def difference(baseline, name):
-    """The largest of any step's training or validation loss."""
+    """Returns the largest difference of any step's training or validation loss."""
     return max(largest(FOLDER, baseline, name, ("loss", "val_loss")).values())
 
 

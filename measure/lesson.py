@@ -57,7 +57,7 @@ def compare(old, new):
 
 
 def seconds_of(cell):
-    """How long it ran, by the kernel's messages."""
+    """The seconds that a cell ran, by the kernel's messages."""
     times = cell.metadata.execution
     begin = datetime.fromisoformat(times["iopub.execute_input"].removesuffix("Z"))
     end = datetime.fromisoformat(times["iopub.status.idle"].removesuffix("Z"))

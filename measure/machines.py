@@ -174,7 +174,7 @@ class Job:
         self.nodes[name].workers()[0].process.suspend()
 
     def step(self):
-        """The last one in the log."""
+        """The last step in the log."""
         return max((int(row["step"]) for row in rows_of(self.log) if row["ranks"]), default=0)
 
     def is_over(self):
@@ -262,8 +262,7 @@ class Job:
 
 
 def train_alone(train, name, last):
-    """What a job is compared with: the same training up to that step on one rank, to which nothing
-    happens."""
+    """Train up to that step on one rank, to which nothing happens: what a job is compared with."""
     with tempfile.TemporaryDirectory() as folder:
         train = [*train, "--run_name", name, "--checkpoint_dir", folder]
         limit = 900 + last

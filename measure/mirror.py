@@ -195,7 +195,7 @@ def seconds_of(*actions):
 
 
 def costs(save, finish, compute):
-    """A round of one way: seconds."""
+    """Returns the seconds of a round of one way."""
     row = []
     for step in (idle, compute):
         work = time.process_time()
@@ -206,7 +206,7 @@ def costs(save, finish, compute):
 
 
 def step_times(save, finish, disk):
-    """Seconds of steps that sleep, and save."""
+    """Returns the seconds of steps that sleep, and save."""
     seconds = []
     for _ in range(STEPS):
         remove_old(disk)
@@ -220,7 +220,7 @@ def step_times(save, finish, disk):
 
 
 def measure_ways(stage, memory, disk):
-    """What each rank does; rank 0 prints the costs."""
+    """Measure all ways, on every rank; rank 0 prints the costs."""
     resume.SHAPE["n_layer"] = LAYERS
     engine = resume.make_engine(BATCH, BATCH // int(os.environ["WORLD_SIZE"]), stage)
     compute = computing(engine)

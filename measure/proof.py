@@ -36,7 +36,7 @@ def timed(function, times):
 
 
 def measure(name):
-    """What every rank does."""
+    """Measure steps with the proof and without, on every rank."""
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()

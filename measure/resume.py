@@ -91,7 +91,7 @@ def cost(work):
 
 
 def train(folder, way=None):
-    """What each rank does; rank 0 prints the losses, and what loading has cost every rank."""
+    """Train on every rank; rank 0 prints the losses, and what loading has cost each rank."""
     # Of other weights on each rank: what is resumed must come from the checkpoint.
     torch.manual_seed(int(os.environ["RANK"]) if way else 0)
     engine = make_engine(BATCH, 1, STAGE, way == "DeepSpeed")
@@ -178,7 +178,7 @@ def made(frozen, stage):
 
 
 def save(folder, stage, frozen):
-    """What each rank does."""
+    """Save on every rank."""
     engine = made(frozen, stage)
     if not frozen:
         tokens = torch.randint(256, (1, LENGTH + 1))
@@ -217,7 +217,7 @@ def load_by_turns(folder, stage, frozen, peer, peer_begins):
 
 
 def compare(folder, stage, frozen, ranks, peer):
-    """The cells of a row. Memory is that of a first load, which nobody has prepared."""
+    """Returns the cells of a row. Memory is that of a first load, which nobody has prepared."""
     rounds = []
     sizes = [0, 0]
     for peer_begins in (False, True):

@@ -27,13 +27,14 @@ def shares(micro_batches, ranks):
 
 
 def efficiency(micro_batches, ranks):
-    """Micro-batches of a step, by what the ranks compute in its time."""
+    """The part of the ranks' work that counts: a step's micro-batches, of those that are
+    computed."""
     share = Share(micro_batches, 1, ranks)
     return micro_batches / (share.accumulation * ranks)
 
 
 def divisor(micro_batches, ranks):
-    """The most of these ranks that divide the micro-batches."""
+    """The largest number of ranks, of at most so many, that divides the micro-batches."""
     return max(n for n in range(1, ranks + 1) if micro_batches % n == 0)
 
 

@@ -149,7 +149,7 @@ def play_column(folder, column):
 
 
 def difference(folder, name):
-    """The largest of the losses; NaN, if there is one. Infinite if a rate or a step differs."""
+    """The largest difference of a loss; NaN if one is. Infinite if a rate or a step differs."""
     losses, rates = (compare(folder, "saved", name, column) for column in ("loss", "lr"))
     if max(rates.values()) > 1e-12 or max(losses) != 20:
         return float("inf")

@@ -135,8 +135,8 @@ def play(version, folder, stage, jobs):
 
 
 def install(folder, *packages):
-    """Into a folder to put on PYTHONPATH: these alone. All else, torch too, is that of this Python.
-    Returns the folder."""
+    """Install these alone into a folder to put on PYTHONPATH; all else, torch too, is that of this
+    Python. Returns the folder."""
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     if not folder.exists():
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -147,7 +147,8 @@ def install(folder, *packages):
 
 
 def elsewhere(function, arguments, *paths, limit, **environment):
-    """What "measure.module.function" returns in a Python that has these first on its path."""
+    """Returns what "measure.module.function" returns in a Python with these folders first on its
+    path."""
     module = function.rpartition(".")[0]
     code = f"import json, {module}; print(json.dumps({function}(*{arguments})))"
     process = subprocess.run(
@@ -174,7 +175,7 @@ def run(version, folder, stage, jobs):
 
 
 def commands(version, stage):
-    """JOBS of that version."""
+    """Returns the commands of JOBS for that version."""
     old = tuple(map(int, version.split("."))) < (0, 19, 3)
     flag = "--zero3_before_0_19_3" if old and stage == 3 else ""
     new = f"../../{NEW}/ZeRO-{stage}/zero"
@@ -182,7 +183,7 @@ def commands(version, stage):
 
 
 def difference(folder, name, other):
-    """The largest; NaN, if there is one."""
+    """The largest difference of a loss; NaN if one is."""
     gaps = torch.tensor(list(compare(folder, other, name).values()))
     return float(f"{gaps.max():.1e}")
 
@@ -208,7 +209,8 @@ def off(row, columns=OURS + ALONE, bound=ROUNDING):
 
 
 def is_wrong(row):
-    """An error; or universal is off, and DeepSpeed alone is not; or what was not loaded is near."""
+    """Whether a result is an error; or universal is off, and DeepSpeed alone is not; or what was
+    not loaded is near."""
     if any(isinstance(value, str) for value in off(row).values()):
         return True
     return bool(off(row, OURS) and not off(row, ALONE)) or not off(row, ["not loaded"], FAR)
@@ -234,7 +236,7 @@ def table(head, rows):
 
 
 def write(output, everything, notes):
-    """One line a version."""
+    """Write one line for each version."""
     rows = {
         version: {column: [row[column] for row in stages.values()] for column in COLUMNS}
         for version, stages in everything.items()

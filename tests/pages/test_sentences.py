@@ -15,7 +15,7 @@ OURS = sorted(
 # A preposition or a conjunction that nothing stands before, or a literal.
 FRAGMENT = re.compile(
     r"(Of|That|Those|In|As|By|With|Without|For|From|At|On|To|But|Which|Whose|Where|When|If|Once"
-    r"|None|Beside|Until)\b|[^A-Z]"
+    r"|None|Beside|Until|Into|And|Or|Over|Under|Ahead|After|Before|Both)\b|[^A-Z]"
 )
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -133,7 +133,8 @@ def read_parameter(folder, group_number, scalars, opened):
 
 
 def check_states(folder, parameters, flats):
-    """Raises CheckpointError if a parameter lacks a state that another of its flat tensor has."""
+    """Raises CheckpointError if a parameter lacks a state that another one of its flat tensor
+    has."""
     keys = {}
     for name, parameter in parameters.items():
         keys.setdefault(flats[name], set()).update(parameter.states)

@@ -241,7 +241,7 @@ class TensorParallel:
         return PartMap(shape, blocks)
 
     def cut_info(self, name: str, shape: tuple) -> dict:
-        """What DeepSpeed's universal loader needs to cut a parameter. shape: of the whole."""
+        """What DeepSpeed's universal loader needs to cut a parameter of this shape."""
         matched = self.matched(name)
         if matched[AFFINE] or matched[REPLICATED] or matched[AVERAGE]:
             return {}

@@ -82,7 +82,7 @@ def cure_of_groups(engine):
 
 
 def has_saved_shape(shape, saved, universal):
-    """Whether a saved parameter may have this shape, of the whole."""
+    """Whether a saved parameter, joined from all parts, may have this shape."""
     # DeepSpeed's converter may leave only the number of elements.
     return shape == saved.shape or universal and saved.shape == (math.prod(shape),)
 
