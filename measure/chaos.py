@@ -4,11 +4,11 @@
 
 ckpt-chaos 0.1.8 (PyPI) knows neither DeepSpeed nor this repository. It runs a command, notes which
 files it opens, renames and removes, and then kills a fresh run ahead of each, or cuts the file in
-half and kills; the resume must go on from the newest whole checkpoint, and end with every bit of a
-run that nothing happened to. One line for each way to train:
+half and kills; the resume must go on from the newest complete checkpoint, and end with every bit of
+a run that nothing happened to. One line for each way to train:
 
     points   runs that were killed
-    same     went on from the newest whole checkpoint, and ended with the same bits
+    same     went on from the newest complete checkpoint, and ended with the same bits
     begun    of these, those that had no whole checkpoint yet, and began again
     told     had none, and train.py --resume ended with one line that says how to begin
 """

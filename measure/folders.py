@@ -66,7 +66,7 @@ def draw_row(axis, y, label, holders, followed, gap):
 
 
 def connect(axis, pieces, y, whole, whole_y, style):
-    """Connects every piece with its part of the whole, and draws an arrow along."""
+    """Connect every piece with its place in the parameter, and draw an arrow."""
     start, end = whole
     scale = (end - start) / sum(right - left for left, right in pieces)
     for left, right in pieces:

@@ -242,9 +242,11 @@ def train(place, flags):
 
 
 def check(flags, source, place, most, kind="", more=""):
-    """How far a run on a place is from the one that has saved on `source`. kind: "_universal",
-    converted; "_forgotten", converted, without the optimizer's first moments, which must be seen.
-    more: flags of the second one."""
+    """Train on `source`, resume on `place`, and tell how far the losses are apart.
+
+    kind: what is resumed: "", the checkpoint; "_universal", it converted; "_forgotten", it
+    converted without the optimizer's first moments, which must be seen. more: flags of the resume.
+    """
     base, losses = train(source, flags)
     words = f"{flags} --resume --checkpoint_dir {base} --checkpoint_tag {SAVED}{kind} {more}"
     if kind and losses.isfinite().all():
@@ -264,8 +266,8 @@ def check(flags, source, place, most, kind="", more=""):
 
 @functools.cache
 def build(op):
-    """Why DeepSpeed cannot build an op, in one line; None if it can. A build is never ended: it
-    would leave a lock behind."""
+    """Returns in a line why DeepSpeed cannot build an op; None if it can. A build is never ended:
+    it would leave a lock behind."""
     code = f"import torch; from deepspeed.ops.op_builder import {op}; {op}().load(verbose=False)"
     environment = os.environ | {"DS_ACCELERATOR": "cuda"}
     with open(f"{op}.log", "w") as log:

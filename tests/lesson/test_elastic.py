@@ -1,5 +1,5 @@
-"""Killed, stopped, hung, joined: the same command goes on from the newest whole checkpoint, and no
-step is lost, done twice, or different in one bit."""
+"""Killed, stopped, hung, joined: the same command goes on from the newest complete checkpoint,
+and no step is lost, done twice, or different in one bit."""
 
 import ast
 import os

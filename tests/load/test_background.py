@@ -282,7 +282,7 @@ def saved_again(state, event, rank, tag):
 
 
 def once_more(left, tag):
-    """The next job finds the newest whole checkpoint, and saves under the same tag."""
+    """The next job finds the newest complete checkpoint, and saves under the same tag."""
     resume(1, left)
     engine = start(1)
     train_and_save(engine, [3], tag)
@@ -319,8 +319,8 @@ def is_quick(case):
 @pytest.mark.parametrize("tag", ["step{}", "last"])
 @pytest.mark.parametrize("ranks, rank, state, event", [only_if(is_quick(c), *c) for c in CASES])
 def test_states(tmp_path, ranks, rank, state, event, tag):
-    """The newest whole checkpoint is found, nothing of anybody else is gone, and the training goes
-    on, or ends with a line."""
+    """The newest complete checkpoint is found, nothing of anybody else is gone, and the training
+    goes on, or ends with a line."""
     result = launch(tmp_path, ranks, saved_again, state, event, rank, tag, grace=5)
     named = tag.format(2)
     lines = [line for line in result.out.splitlines() if "not saved" in line]

@@ -62,13 +62,15 @@ OPTIMIZERS = {
 
 
 class Job(NamedTuple):
-    """Train; after step SAVED save <name>/global_step3, and <name>/truth.pt: what the engine holds.
+    """A training that saves <name>/global_step3 after step SAVED, and what the engine holds as
+    <name>/truth.pt.
 
     load: a tag below <name>, from which a model of another seed goes on instead. What it holds then
     is in <name>/<label>.pt, and with save_again it is saved as <name>/<label>_again. stock: by
     DeepSpeed's own universal loader. The losses after step SAVED are in <name>/<label>.json.
     accumulate: the dtype in which gradients are summed. fresh: the optimizer's states are not
-    loaded."""
+    loaded.
+    """
 
     name: str
     stage: int
@@ -167,7 +169,7 @@ def load(engine, job):
 
 
 def train(engine, step):
-    """The mean loss of all ranks, each of which has every so manieth row."""
+    """The mean loss of all ranks, each of which has every N-th row of N ranks."""
     rows = torch.randn(BATCH, 9, generator=torch.Generator().manual_seed(step))
     rows = rows[dist.get_rank() :: dist.get_world_size()]
     dtype = engine.module.single.dtype

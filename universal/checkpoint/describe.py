@@ -288,8 +288,9 @@ def check_group_count(shard, shapes):
 def other_steps(ranks, parameters):
     """Returns a list with a Problem if the optimizer is of another step than the module.
 
-    A run that began with weights alone saves such. At ZeRO-3 only the files' times tell it from a
-    save that was killed between model states and shards: raises CheckpointError for that.
+    A run that began with weights alone is right to save such a checkpoint. At ZeRO-3 only the
+    files' times tell it from a save that was killed between model states and shards: raises
+    CheckpointError for that.
     """
     model, path, stage = ranks[0].model, ranks[0].files[0], ranks[0].shard.stage
     if kind_with_unsaved(config_of(model, "zero_optimization")):

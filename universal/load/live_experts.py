@@ -28,7 +28,7 @@ def global_name(module: Any, name: str) -> str:
 def rank_among(parameters: list, rank: int) -> int:
     """This rank's number among the ranks that share out a parameter group.
 
-    parameters: the group's. rank: the data-parallel rank, which it is without experts.
+    parameters: the group's. rank: the data-parallel rank, which is the result for all but experts.
     """
     if parameters and is_moe_param(parameters[0]):
         return groups._get_expert_data_parallel_rank(parameters[0].group_name)
