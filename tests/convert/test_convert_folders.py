@@ -62,10 +62,10 @@ def test_command_line(source, tmp_path):
     assert done.out.startswith(f"{source} -> {source}_universal: 3 parameters")
     flags = "--inject_missing_state --keep_temp_folder --verify".split()
     workers = "--num_extract_workers 4 --num_merge_workers 4".split()
-    output = tmp_path / "u"
+    output = tmp_path / "out" / "a[b] +1"  # no character of a path means anything
     done = converter(f"{source}/", output, *workers, *flags)
     assert done.code == 0 and done.out.startswith(f"{source} -> {output}: 3 parameters")
-    assert content(output) == content(f"{source}_universal")
+    settled(output, content(f"{source}_universal"))
     shutil.copytree(source, tmp_path / "d")
     failed(converter(tmp_path), 2, "`latest` names none, and a resume begins with c: name")
     done = converter(tmp_path / "no", tmp_path / "v")
@@ -198,13 +198,6 @@ def test_a_shard_that_is_missing_or_of_another_step(saved, tmp_path, stage):
     not_converted(old, f"{shard} is at optimizer step 150.0", "at 200.0")
     os.unlink(shard)
     not_converted(old, f"{shard} is missing")
-
-
-def test_any_folder_name(source, tmp_path):
-    """No character in a path means anything, and a trailing slash changes nothing."""
-    convert(f"{source}/", f"{tmp_path}/out/a[b] +1/")
-    assert (tmp_path / "out" / "latest_universal").read_text() == "a[b] +1"
-    assert len(list((tmp_path / "out" / "a[b] +1" / "zero").rglob("exp_avg.pt"))) == 3
 
 
 NOT_UNIVERSAL = "is not a universal checkpoint"

@@ -198,11 +198,6 @@ BITS = [
     Damage("bit_of_a_tensor", each(SHARD_1, flip_bit()), SHARD_1_DAMAGED),
     Damage("bit_of_the_step", each(SHARD_0, flip_bit(number=0, at=0)), SHARD_0_DAMAGED),
     Damage("bit_of_a_pickle", each(SHARD_1, flip_bit("data.pkl")), SHARD_1_DAMAGED),
-    Damage(
-        "bit_of_a_models_pickle",
-        each(FIRST_MODEL, flip_bit("data.pkl", at=0.3)),
-        MODEL_DAMAGED,
-    ),
     Damage("bits_of_all_in_a_model", each(FIRST_MODEL, flip_all), MODEL_DAMAGED),
     Damage("bit_of_a_buffer_or_weight", each(FIRST_MODEL, flip), READ_FROM_SHARDS, refused()),
     Damage("bit_of_a_directory", each(SHARD_1, flip_in_directory), either(NOT_NEEDED)),

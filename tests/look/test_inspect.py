@@ -20,7 +20,6 @@ from tests.support.files import (
     each_state,
     edit,
     flip,
-    load,
     records,
     with_bit_flipped,
 )
@@ -28,7 +27,6 @@ from tests.support.lay_out import lay_out
 from universal import CheckpointError, convert, elastic, inspect
 from universal.batches import Share, cures
 from universal.checkpoint import facts
-from universal.checkpoint.describe import describe
 from universal.inspect import look
 from universal.write.console import short
 
@@ -89,24 +87,6 @@ def test_facts(source, tmp_path):
     )
     of_universal = facts_in(tmp_path / "u")
     assert of_universal == found | {"kind": "universal"}
-
-
-def test_dtypes(source):
-    """Files tell bf16 from other dtypes by their names, and the weights fp16 from fp32, whose files
-    are read alike."""
-    layouts = [describe(source).checkpoint.layout]
-    for path in source.glob("bf16_*"):
-        torch.save(load(path), path.with_name(path.name.removeprefix("bf16_")))
-        path.unlink()
-    for dtype in (torch.float16, torch.float32):
-
-        def change(model, dtype=dtype):
-            model["module"] = {name: x.to(dtype) for name, x in model["module"].items()}
-
-        edit(source, "*_model_*", change)
-        layouts.append(describe(source).checkpoint.layout)
-    assert [layout.dtype for layout in layouts] == ["bf16", "fp16", "fp32"]
-    assert layouts[1].reads_files_of(layouts[2]) and not layouts[1].reads_files_of(layouts[0])
 
 
 def test_command(source):
