@@ -68,13 +68,13 @@ def test_tolerance(logs):
     write(logs / "nan.csv", dict.fromkeys(range(6, 11), float("nan")))
     # One name in two folders.
     (logs / "again").mkdir()
-    (logs / "again" / "base.csv").symlink_to(logs / "same.csv")
-    off = "plot.py: off differs by 9.8e-04 at step 8 (training), more than 0.0001\n"
+    (logs / "again" / "base.csv").symlink_to(logs / "off.csv")
+    off = "differs by 9.8e-04 at step 8 (training), more than 0.0001\n"
     assert plot(logs, "base.csv", "off.csv", "--tolerance", 0.3).code == 0
     for run, tolerance, code, words in (
         ("same.csv", 0, 0, "PASS: 0.0e+00 <= 0\n"),
-        ("again/base.csv", 0, 0, "PASS: 0.0e+00 <= 0\n"),
-        ("off.csv", 1e-4, 1, off),
+        ("again/base.csv", 1e-4, 1, f"plot.py: again/base.csv {off}"),
+        ("off.csv", 1e-4, 1, f"plot.py: off {off}"),
         ("short.csv", 0, 1, "plot.py: the runs end at different steps: {'base': 10, 'short': 8}\n"),
         ("nan.csv", 1e9, 1, "plot.py: nan differs by inf at step 6 (training), more than 1e+09\n"),
     ):
