@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from tests.support import ROOT
 from tests.support.commands import converter
 from tests.support.conversions import assert_equal_to_deepspeed
-from tests.support.files import MODEL, content, load, random_weights, states
+from tests.support.files import MODEL, SHAPES, content, load, states
 from tests.support.lay_out import lay_out
 from tests.support.toy import same
 from universal import convert
@@ -34,7 +34,7 @@ def converted(source):
 
 def test_momentum_that_ranks_hold_whole(laid_out, tmp_path):
     """Muon's before ZeRO-3: of every matrix of which a rank has a part."""
-    wanted = random_weights()
+    wanted = {name: torch.rand(shape) for group in SHAPES for name, shape in group.items()}
 
     def add(shard):
         mappings = shard["optimizer_state_dict"]["param_slice_mappings"]

@@ -91,9 +91,9 @@ def forked(work, limit=120):
     return end
 
 
-def start(main, *words, before=lambda: None, **environment):
-    """forked() with main(), which these words are given on its command line; before() is called
-    ahead of it."""
+def command(main, *words, before=lambda: None, **environment):
+    """What main() has done in a process of its own, which these words are given on its command
+    line: the exit code, and what it printed. before() is called ahead of it."""
 
     def work():
         os.environ.update(environment)
@@ -101,24 +101,15 @@ def start(main, *words, before=lambda: None, **environment):
         before()
         main()
 
-    return forked(work)
+    return forked(work)()
 
 
-def command(main, *words, **options):
-    """What start() says in the end: the exit code, and what it printed."""
-    return start(main, *words, **options)()
-
-
-def start_converter(source, output=None, *flags, **options):
-    """start() with ds_to_universal.py."""
+def converter(source, output=None, *flags, **options):
+    """command() with ds_to_universal.py."""
     words = ["--input_folder", source, *flags]
     if output is not None:
         words += ["--output_folder", output]
-    return start(ds_to_universal.main, *words, **options)
-
-
-def converter(*arguments, **options):
-    return start_converter(*arguments, **options)()
+    return command(ds_to_universal.main, *words, **options)
 
 
 def at_event(number, which, act=kill):

@@ -58,11 +58,6 @@ def folders_in(folder):
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
-def random_weights():
-    """Of SHAPES."""
-    return {name: torch.rand(shape) for group in SHAPES for name, shape in group.items()}
-
-
 def parameters_in(zero):
     """The names of those that have a folder in the zero/ of a universal checkpoint."""
     return {str(path.parent.relative_to(zero)) for path in zero.rglob("fp32.pt")}
