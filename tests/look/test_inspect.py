@@ -23,7 +23,6 @@ from tests.support.files import (
     records,
     with_bit_flipped,
 )
-from tests.support.lay_out import lay_out
 from universal import CheckpointError, convert, elastic, inspect
 from universal.batches import Share, cures
 from universal.checkpoint import facts
@@ -203,32 +202,23 @@ def test_without_permission(laid_out, tmp_path):
 # several tags
 
 
-@pytest.fixture
-def tags(tmp_path):
-    """s1, s2, s3, saved in this order, and `latest`."""
-    for tag in ("s1", "s2", "s3"):
-        lay_out(tmp_path / tag, [{"a": torch.Size((5, 3))}], 2, 1)
-        for path in tmp_path.glob(f"{tag}/*"):
-            os.utime(path, (int(tag[1]) * 100, int(tag[1]) * 100))
-    (tmp_path / "latest").write_text("s3")
-    return tmp_path
-
-
-def test_what_a_resume_takes(tags):
+def test_what_a_resume_takes(laid_out, tmp_path):
     """The newest whole one, as load_checkpoint() tries them; --tag looks at one alone."""
-    shutil.copytree(tags / "s2", tags / "x")
-    assert look(tags)["takes"] == "s3"
-    (shard,) = tags.glob("s3/*rank_1_*optim*")
+    source = laid_out(1)
+    other = shutil.copytree(source, tmp_path / "other")
+    (tmp_path / "latest").write_text("c")
+    assert look(tmp_path)["takes"] == "c"
+    (shard,) = source.glob("*rank_1_*optim*")
     shard.unlink()
-    done = inspected(tags)
+    done = inspected(tmp_path)
     assert done.code == 2 and f"{shard} is missing" in " ".join(done.out.split())
-    assert look(tags)["takes"] not in (None, "s3")
-    assert inspected(tags, "--tag", "s1").code == 0
-    assert inspected(tags, "--tag", "s3").code == 2
+    assert "a resume takes other\n" in done.out
+    assert inspected(tmp_path, "--tag", "other").code == 0
+    assert inspected(tmp_path, "--tag", "c").code == 2
     # A checkpoint is a folder, too; and Trainer's output has one folder of them for each.
-    assert look(tags / "s1")["takes"] == "s1"
+    assert look(other)["takes"] == "other"
     with pytest.raises(CheckpointError, match="holds no checkpoint, but folders in it do: "):
-        look(tags.parent)
+        look(tmp_path.parent)
 
 
 def test_there_is_none(tmp_path):
