@@ -154,6 +154,14 @@ def half_a_step_unmanaged(stage):
     micro_batch(engine)
     engine.step()
     assert engine.global_samples == samples + dist.get_world_size()
+    engine = make(stage, seed=5, zero={"offload_optimizer": {"device": "cpu"}}, **UNMANAGED)
+    micro_batch(engine)
+    load(engine)
+    left = (
+        vars(engine.optimizer).get(f"_offload_{name}_param_ids")
+        for name in ("accumulated", "boundary")
+    )
+    assert not any(left)  # what the next step does not use, it would add
 
 
 def grow(engine):
