@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from tests.support import ROOT
 from tests.support.commands import converter
 from tests.support.conversions import assert_equal_to_deepspeed
-from tests.support.files import MODEL, SHAPES, content, load, states
+from tests.support.files import MODEL, content, edit, load, states
 from tests.support.lay_out import lay_out
 from tests.support.toy import same
 from universal import convert
@@ -32,9 +32,11 @@ def converted(source):
     return load(source.parent / "u" / MODEL)
 
 
-def test_momentum_that_ranks_hold_whole(laid_out, tmp_path):
+def test_momentum_that_ranks_hold_whole(tmp_path):
     """Muon's before ZeRO-3: of every matrix of which a rank has a part."""
-    wanted = {name: torch.rand(shape) for group in SHAPES for name, shape in group.items()}
+    # On 3 ranks: a ends where rank 1 begins, and c is on ranks 1 and 2.
+    shapes = [OrderedDict(a=torch.Size((4, 3)), b=torch.Size((5,)), c=torch.Size((19,)))]
+    wanted = {name: torch.rand(shape) for name, shape in shapes[0].items()}
 
     def add(shard):
         mappings = shard["optimizer_state_dict"]["param_slice_mappings"]
@@ -42,7 +44,9 @@ def test_momentum_that_ranks_hold_whole(laid_out, tmp_path):
             matrices = [wanted[name].flatten() for name in names]
             state["momentum_buffer"] = torch.cat([torch.empty(0), *matrices])
 
-    converted(laid_out(1, shard=add))
+    lay_out(tmp_path / "c", shapes, 3, 1)
+    edit(tmp_path / "c", "*_optim_*", add)
+    converted(tmp_path / "c")
     for name, tensor in wanted.items():
         momentum = load(tmp_path / "u" / "zero" / name / "momentum_buffer.pt")
         assert torch.equal(momentum["param"], tensor)

@@ -411,13 +411,13 @@ def join_slices(
     share = flat_cut.share
     numels = [max(0, min(flat_cut.numel - i * share, share)) for i in range(len(of_team))]
     momentum = uncut_momentum(of_team, flat_cut.cuts) if "momentum_buffer" in others else {}
-    if momentum:
-        others.remove("momentum_buffer")
     extents = {
         key: tuple(map(extent_of, (of_rank.states[key] for of_rank in of_team), numels))
         for key in first.states
         if key == "fp32" or key not in others
     }
+    if momentum:
+        others.remove("momentum_buffer")
     parameters = {}
     for name, cut in flat_cut.cuts.items():
         states = {key: Slices(extents[key], cut) for key in extents}
