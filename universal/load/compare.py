@@ -31,6 +31,16 @@ HARMLESS = {
     "base_momentum",
     "max_momentum",
     "swa_lr",
+    # What steps add: of Prodigy, D-Adaptation.
+    "d_hat",
+    "d_denom",
+    "d_de_nom",
+    "d_numerator",
+    "numerator_weighted",
+    "g0_norm",
+    "gsq_weighted",
+    "sk_l1",
+    "sk_sq_weighted",
 }
 SAME_AS = {"bias_correction": "amsgrad"}  # one Adam has the one, another the other
 WIDE = ("bf", "32", "None")  # parts of names of dtypes that need no loss scale
@@ -151,8 +161,7 @@ def misfits_of_optimizer(engine, checkpoint, model, saved, resharded):
     """Yields, in words, how the checkpoint's optimizer differs from the engine's."""
     names = telling_names(engine.param_groups)
     saved_names = telling_names(saved.param_groups)
-    known = engine.names_in_optimizer()  # its step may add some, as Prodigy's does
-    if saved_names and (names - saved_names or saved_names - names - known):
+    if saved_names and saved_names != names:
         yield (
             f"of another optimizer: it has {sorted(saved_names)}, that of the engine "
             f"{sorted(names)}"
@@ -163,12 +172,6 @@ def misfits_of_optimizer(engine, checkpoint, model, saved, resharded):
             f"that of the engine {len(engine.param_groups)}{cure_of_groups(engine)}"
         )
     parameters = checkpoint.parameters
-    states = {key for name in parameters for key in parameters[name].states} - {"fp32"}
-    if engine.is_torchs_optimizer() and states - known:
-        yield (
-            f"of another optimizer: it has the states {sorted(states)}, and that of the engine "
-            f"knows no {', '.join(sorted(states - known))}"
-        )
     if engine.keeps_second_optimizer():
         yield "DeepSpeed restores no state that offload_optimizer.ratio leaves on the GPU"
     if saved.settings.get("clip_grad") and not engine.computes_norm():

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The layers of a pipeline that a rank has, and their tied parameters."""
 
-import operator
 from collections.abc import Callable
 
 import torch
@@ -19,15 +18,6 @@ def layers_of(module: torch.nn.Module) -> dict[str, str]:
         names[layer] = name
     layers = enumerate(module.forward_funcs, module._local_start)
     return {str(number): names[layer] for number, layer in layers if layer in names}
-
-
-def shared_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """This rank's parameters that several pipeline stages have, and keep the same."""
-    return [
-        operator.attrgetter(path)(module.tied_modules[key])
-        for key, paths in getattr(module, "tied_weight_attrs", {}).items()
-        for path in paths
-    ]
 
 
 def check_tied(module: torch.nn.Module, local_name: LocalName, saved: dict, strict: bool) -> None:
