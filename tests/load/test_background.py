@@ -516,21 +516,33 @@ def test_too_little_memory(tmp_path):
 
 @pytest.mark.parametrize("code", [0, 2])
 def test_pinned_memory(monkeypatch, code):
-    """Where there is a GPU, exactly what is needed is pinned, and released before it is freed. If
-    it cannot be, it is memory all the same."""
+    """For a GPU exactly what is needed is pinned once it has been copied into, on that GPU, and
+    released before it is freed. If it cannot be, it is memory all the same."""
     pinned = []
+    gpu = torch.device("cuda", 3)
     cuda = SimpleNamespace(
         cudaHostRegister=lambda *place: pinned.append(place) or code,
         cudaHostUnregister=lambda pointer: pinned.append(pointer),
     )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    memory = snapshots.new_memory(1_000_003)
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda device: contextlib.nullcontext(pinned.append(device))
+    )
+    saver = object.__new__(background.Saver)
+    saver.memory = {}
+    image = SimpleNamespace(path=Path("a.pt"), room=1_000_003, copy=lambda memory: None)
+    for new in (1, 0):  # by the second save it has been pinned
+        unpinned = []
+        assert saver.copy([image], unpinned) is None and len(unpinned) == new
+    memory = saver.memory.popitem()[1]
     pointer = memory.data_ptr()
     assert memory.numel() == 1_000_003 and pointer % snapshots.PAGE == 0
-    assert pinned == [(pointer, 1_000_003, 0)]
+    background.write_images([], None, [memory], torch.device("cpu"))
+    assert not pinned
+    background.write_images([], None, [memory], gpu)
+    assert pinned == [gpu, (pointer, 1_000_003, 0)]
     del memory
-    assert pinned[1:] == ([] if code else [pointer])
+    assert pinned[2:] == ([] if code else [pointer])
 
 
 def test_elastic(tmp_path):

@@ -168,16 +168,21 @@ def files_of_save(
 
 
 def new_memory(nbytes: int) -> torch.Tensor:
-    """Memory to copy into, uint8, at the beginning of a page, and pinned for a GPU. torch itself
-    would pin a power of two."""
+    """Memory to copy into, uint8, at the beginning of a page."""
     memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")
-    memory = memory[-memory.data_ptr() % PAGE :][:nbytes]
-    if torch.cuda.is_available():
-        cuda = torch.cuda.cudart()
-        if not int(cuda.cudaHostRegister(memory.data_ptr(), nbytes, 0)):  # or it takes longer
+    return memory[-memory.data_ptr() % PAGE :][:nbytes]
+
+
+def pin(memory: torch.Tensor, device: torch.device) -> None:
+    """Pin memory, all of it and no more, for later copies from a GPU; torch itself would pin a
+    power of two. It takes seconds a GB."""
+    if device.type != "cuda":
+        return
+    cuda = torch.cuda.cudart()
+    with torch.cuda.device(device):  # a new thread would begin to use the first one
+        if not int(cuda.cudaHostRegister(memory.data_ptr(), len(memory), 0)):  # or copies are slow
             unpin = weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr())
             unpin.atexit = False
-    return memory
 
 
 def copies_done() -> None:
