@@ -180,7 +180,7 @@ def facts_of(described: Described) -> dict[str, Any]:
 def kind_of(checkpoint):
     if checkpoint.is_universal:
         return "universal"
-    return f"ZeRO-{checkpoint.stage}, {checkpoint.layout.in_words(checkpoint.ranks, ' ranks')}"
+    return f"ZeRO-{checkpoint.stage}, {checkpoint.layout.in_words(' ranks')}"
 
 
 def own_ranks_only(checkpoint: Checkpoint) -> str | None:

@@ -76,7 +76,6 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
     description = Checkpoint(
         folder=folder,
         stage=None,
-        ranks=None,
         layout=None,
         parameters=parameters,
         module=module_state(models[0]),

@@ -19,7 +19,6 @@ from universal.checkpoint.module_states import (
     common_entries,
     config_of,
     degrees_of,
-    dtype_of_weights,
     files_of_layers,
     keep_untrained,
     module_state,
@@ -186,7 +185,6 @@ def describe_one_rank(folder, mp_rank, paths, pool, opened):
         read = functools.partial(read_own_states, first_path=model_paths[0], first=model)
         fragments, client_states = zip(*pool.map(read, model_paths), strict=True)
     parameters, rests, lost = describe_shards(shard, shards, model, experts, pool, opened)
-    dtype = dtype_of_weights(model, shards[0].name.startswith("bf16_"))
     problems = []
     if model["module"] is not None:
         model = model | {"module": model["module"] | experts.state}
@@ -200,9 +198,7 @@ def describe_one_rank(folder, mp_rank, paths, pool, opened):
             )
             problems.append(Problem(True, text))
     files = [*model_paths, *experts.files, *shards]
-    return ModelParallelRank(
-        model, dtype, shard, parameters, rests, lost, problems, files, client_states
-    )
+    return ModelParallelRank(model, shard, parameters, rests, lost, problems, files, client_states)
 
 
 def may_be_on_nvme(model):
@@ -367,14 +363,13 @@ def join_all(folder, ranks, tensor, pipeline, opened):
     layout = Layout(
         optimizer_kind=kind or first.shard.optimizer_kind,
         shards=first.model["dp_world_size"],
-        dtype=first.dtype,
+        is_bf16=first.shard.path.name.startswith("bf16_"),
         tensor=tensor,
         pipeline=pipeline,
     )
     description = Checkpoint(
         folder=folder,
         stage=first.shard.stage,
-        ranks=first.model["dp_world_size"],
         layout=layout,
         parameters=parameters,
         module=module_state(models[0]),

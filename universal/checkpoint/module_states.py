@@ -147,18 +147,6 @@ def config_of(model: dict, *keys: str) -> dict:
     return config if isinstance(config, dict) else {}
 
 
-def dtype_of_weights(model: dict, is_bf16: bool) -> str:
-    """Returns Layout.dtype. is_bf16: whether the shards' names begin with bf16_."""
-    if is_bf16:
-        return "bf16"
-    weights = (model["module"] or {}).items()
-    halves = [
-        name for name, value in weights if getattr(tensor_of(value), "dtype", "") == "float16"
-    ]
-    named = config_of(model, "fp16").get("enabled") is True
-    return "fp16" if named or {*halves} - {*model["buffer_names"]} else "fp32"
-
-
 def client_state_of(model: dict) -> dict:
     """What the script has passed to save_checkpoint()."""
     return {key: value for key, value in model.items() if key not in OF_DEEPSPEED}

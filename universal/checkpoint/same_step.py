@@ -18,7 +18,7 @@ def compares_weights(checkpoint: Checkpoint) -> bool:
     scalars = [parameter.scalars for parameter in checkpoint.parameters.values()]
     counts_steps = any("step" in known for known in (*checkpoint.optimizer.param_groups, *scalars))
     doubts = not all(problem.loses_state for problem in checkpoint.problems)
-    return checkpoint.stage != 0 and (doubts or not counts_steps)
+    return doubts or not counts_steps
 
 
 def check_same_step(checkpoint: Checkpoint) -> None:

@@ -42,15 +42,14 @@ class Layout(NamedTuple):
     """How ranks cut a checkpoint. DeepSpeed's own loader restores it on this layout alone.
 
     optimizer_kind: the class of DeepSpeed's optimizer: one for ZeRO-1 and 2, one for ZeRO-3, and
-    one for bf16 with fp32 sums; "" if there is PyTorch's own alone; or a key of UNSAVED.
-    shards: the number of data-parallel ranks, each with a shard; 1 without ZeRO. dtype: of the
-    weights, "bf16", "fp16" or "fp32"; also "fp32" if no file says fp16. tensor, pipeline: the
-    degrees.
+    one for bf16 with fp32 sums; or a key of UNSAVED. shards: the number of data-parallel ranks,
+    each with a shard. is_bf16: whether the weights are, as the files' names tell. tensor, pipeline:
+    the degrees.
     """
 
     optimizer_kind: str
     shards: int
-    dtype: str
+    is_bf16: bool
     tensor: int
     pipeline: int
 
@@ -59,17 +58,9 @@ class Layout(NamedTuple):
         """What DeepSpeed saves in no file, in words; None if it saves all."""
         return UNSAVED.get(self.optimizer_kind)
 
-    def reads_files_of(self, saved: "Layout") -> bool:
-        """Whether DeepSpeed's own loader, on this layout, finds the files that the other saved.
-
-        Their names tell bf16 from fp16 and fp32, but not fp16 from fp32.
-        """
-        same_prefix = (self.dtype == "bf16") == (saved.dtype == "bf16")
-        return same_prefix and self._replace(dtype=saved.dtype) == saved
-
-    def in_words(self, data: int, unit: str = "") -> str:
-        """The number of ranks in words: 8 (tensor 2 x data 4). data: the data-parallel ones."""
-        degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "data": data}
+    def in_words(self, unit: str = "") -> str:
+        """The number of ranks in words: 8 (tensor 2 x data 4)."""
+        degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.shards}
         product = " x ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
         shared = f" ({product})" if self.tensor * self.pipeline > 1 else ""
         number = math.prod(degrees.values())
@@ -134,15 +125,14 @@ class PackedStates(NamedTuple):
 class Checkpoint(NamedTuple):
     """A checkpoint without its data. It can be pickled, to send it to other processes.
 
-    stage: of ZeRO, 1 to 3; 0 without it. ranks: the number of data-parallel ranks that saved it.
-    These and layout are None for a universal checkpoint, which is not cut. parameters: by name.
+    stage: of ZeRO, 1 to 3. It and layout are None for a universal checkpoint, which is not cut.
+    parameters: by name.
     problems: what a load or a conversion loses. client_states_differ: whether a rank has saved
     another client state than rank 0. packed: added by reader.describe_for_load().
     """
 
     folder: Path
     stage: int | None
-    ranks: int | None
     layout: Layout | None
     parameters: dict[str, Parameter]
     module: ModuleState
@@ -155,11 +145,6 @@ class Checkpoint(NamedTuple):
     @property
     def is_universal(self) -> bool:
         return self.layout is None
-
-    @property
-    def cuts_each_parameter(self) -> bool:
-        """Whether every rank has a part of each parameter, as at ZeRO-3."""
-        return self.stage == 3
 
     @property
     def is_data_parallel(self) -> bool:

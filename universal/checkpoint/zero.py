@@ -86,13 +86,12 @@ class SavedShard(NamedTuple):
 class ModelParallelRank(NamedTuple):
     """What a model-parallel rank has saved, joined from its data-parallel ranks.
 
-    model: rank 0's model states; its module has no trained parameters. dtype: as in Layout. shard:
-    rank 0's. rests: {path of a shard: its shared_rest()}. lost: {name of a state that is not cut:
-    why}. files: rank 0's model states first. client_states: of each rank that has saved one.
+    model: rank 0's model states; its module has no trained parameters. shard: rank 0's. rests:
+    {path of a shard: its shared_rest()}. lost: {name of a state that is not cut: why}. files: rank
+    0's model states first. client_states: of each rank that has saved one.
     """
 
     model: dict
-    dtype: str
     shard: SavedShard
     parameters: dict
     rests: dict[Path, dict]
