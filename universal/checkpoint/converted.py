@@ -15,7 +15,6 @@ from universal.checkpoint.module_states import module_state, read_model_states
 from universal.checkpoint.types import (
     Checkpoint,
     Described,
-    Files,
     OptimizerState,
     Parameter,
     RawStates,
@@ -23,7 +22,6 @@ from universal.checkpoint.types import (
 from universal.checkpoint.zero import OPTIMIZER
 from universal.errors import CheckpointError
 from universal.files.schema import expect
-from universal.files.sources import OpenFile
 from universal.files.torch_file import extent_of, load, read_scalar, tensor_of, trim_storage
 
 PARAM_GROUPS = {"param_groups": OPTIMIZER["param_groups"]}
@@ -44,7 +42,7 @@ def file_name(name: str) -> str:
     )
 
 
-def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Described:
+def describe_universal(folder: Path, pool: Executor) -> Described:
     """Describe the universal checkpoint in a folder.
 
     Raises: CheckpointError, if files are missing or damaged.
@@ -62,12 +60,12 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
     path = folder / "zero" / "optimizer_state.pt"
     optimizer = expect(load(path), dict, path)
     param_groups = read_param_groups(path, optimizer)
-    step = read_step(path, optimizer, opened)
+    step = read_step(path, optimizer)
     group_of = {flat: i for i, group in enumerate(param_groups) for flat in group["params"]}
 
     def read(name, flat):
         states = path.parent / file_name(name)
-        return read_parameter(states, group_of.get(flat), step, opened)
+        return read_parameter(states, group_of.get(flat), step)
 
     read_all = pool.map(read, flats, flats.values())
     parameters = dict(zip(flats, read_all, strict=True))
@@ -80,7 +78,8 @@ def describe_universal(folder: Path, pool: Executor, opened: OpenFile) -> Descri
         parameters=parameters,
         module=module_state(models[0]),
         optimizer=OptimizerState(param_groups, {}, {}, {}),
-        files=Files(paths[0], []),
+        model_states=paths[0],
+        left_over=[],
         problems=[],
     )
     return Described(description, RawStates(models, optimizer))
@@ -102,24 +101,24 @@ def read_param_groups(path, optimizer):
     return expect(optimizer, PARAM_GROUPS, path)["param_groups"]
 
 
-def read_step(path, optimizer, opened):
+def read_step(path, optimizer):
     """Returns {"step": of all parameters} from the shard that DeepSpeed's converter leaves of
     ZeRO-3; {} if there is none."""
     if "fp32_flat_groups" not in optimizer:
         return {}
     expect(optimizer, {"optimizer_state_dict": OPTIMIZER}, path)
     state = optimizer["optimizer_state_dict"]["state"].get(0, {})
-    return {"step": read_scalar(state["step"], opened)} if "step" in state else {}
+    return {"step": read_scalar(state["step"])} if "step" in state else {}
 
 
-def read_parameter(folder, group_number, scalars, opened):
+def read_parameter(folder, group_number, scalars):
     """Read a Parameter: each file in its folder is one of its states."""
     tensors = {}
     masters = folder / "fp32.pt"
     for path in [masters, *sorted(set(folder.glob("*.pt")) - {masters})]:
         content = load(path)
         if path.stem == "step":
-            scalars = {"step": read_scalar(content, opened)}
+            scalars = {"step": read_scalar(content)}
         else:
             expect(content, (tensor_of, {"param": tensor_of}), path)
             tensors[path.stem] = tensor_of(content["param"] if type(content) is dict else content)

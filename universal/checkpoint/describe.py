@@ -34,7 +34,6 @@ from universal.checkpoint.types import (
     UNSAVED,
     Checkpoint,
     Described,
-    Files,
     Layout,
     Problem,
     RawStates,
@@ -56,7 +55,7 @@ from universal.checkpoint.zero import (
 from universal.errors import CheckpointError, Refused, naming
 from universal.files.same import is_same
 from universal.files.schema import expect
-from universal.files.sources import OpenFile, keep_open
+from universal.files.sources import ByteReader
 from universal.files.torch_file import load, number_in, tensor_of
 
 # Seconds; the largest gap between the times of successive files of one save, or of its copy.
@@ -67,7 +66,6 @@ MODEL_STATES_FILE = "mp_rank_00_model_states.pt"
 def describe(
     folder: str | Path,
     workers: int = 4,
-    opened: OpenFile | None = None,
 ) -> Described:
     """Describe the checkpoint in a folder. Runs no code that is in it.
 
@@ -77,13 +75,12 @@ def describe(
         if it was saved without ZeRO, or twice.
     """
     folder = Path(folder)
-    opened = opened or keep_open()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist")
     shards = find_shards(folder)
     if (folder / "zero").is_dir() and not shards:
         with ThreadPoolExecutor(workers) as pool:
-            return describe_universal(folder, pool, opened)
+            return describe_universal(folder, pool)
     check_one_save(folder)
     if is_without_zero(folder):
         raise Refused(
@@ -98,7 +95,7 @@ def describe(
             nothing = "copy them, as at ZeRO-3 they hold the weights"
         raise CheckpointError(f"{folder} holds no *_optim_states.pt: {nothing}")
     with ThreadPoolExecutor(workers) as pool:
-        return describe_zero(folder, *shards.values(), pool, opened)
+        return describe_zero(folder, *shards.values(), pool)
 
 
 def is_without_zero(folder: Path) -> bool:
@@ -138,7 +135,7 @@ def find_shards(folder: Path) -> dict:
 
 def left_over(checkpoint: Checkpoint) -> list[str]:
     """Returns a list with a line about files of an earlier save; without such, an empty one."""
-    names = checkpoint.files.left_over
+    names = checkpoint.left_over
     if not names:
         return []
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -154,14 +151,14 @@ def paths_of(checkpoint: Checkpoint) -> list[Path]:
     paths = [*folder.glob("*_states.pt")]
     if checkpoint.is_universal:
         paths += folder.glob("zero/**/*.pt")
-    return sorted(path for path in paths if path.name not in checkpoint.files.left_over)
+    return sorted(path for path in paths if path.name not in checkpoint.left_over)
 
 
 # --------------------------------------------------------------------------------------------------
 # 1. the data-parallel ranks of one model-parallel rank
 
 
-def describe_one_rank(folder, mp_rank, paths, pool, opened):
+def describe_one_rank(folder, mp_rank, paths, pool):
     """Describe one model-parallel rank from its shards. paths: {data-parallel rank: path}."""
     shard = read_shard(paths[min(paths)])
     ranks = max(shard.ranks)
@@ -184,7 +181,7 @@ def describe_one_rank(folder, mp_rank, paths, pool, opened):
     if shard.stage == 3:
         read = functools.partial(read_own_states, first_path=model_paths[0], first=model)
         fragments, client_states = zip(*pool.map(read, model_paths), strict=True)
-    parameters, rests, lost = describe_shards(shard, shards, model, experts, pool, opened)
+    parameters, rests, lost = describe_shards(shard, shards, model, experts, pool)
     problems = []
     if model["module"] is not None:
         model = model | {"module": model["module"] | experts.state}
@@ -227,7 +224,7 @@ def model_states_of(folder, mp_rank, shard):
     return [folder / f"zero_pp_rank_{rank}_{name}" for rank in range(max(shard.ranks))]
 
 
-def describe_shards(first, paths, model, experts, pool, opened):
+def describe_shards(first, paths, model, experts, pool):
     """Join the shards of all data-parallel ranks. Returns {name: Parameter}, {path of a shard: its
     shared_rest()}, and {name of a state that is not cut: why}.
 
@@ -252,12 +249,12 @@ def describe_shards(first, paths, model, experts, pool, opened):
         check_group_count(shard, shapes)
         with naming(paths[rank]):
             slices = {
-                flat_cut.name: read_slice(shard, rank, flat_cut, trust_mapping, opened)
+                flat_cut.name: read_slice(shard, rank, flat_cut, trust_mapping)
                 for flat_cut in flat_cuts
                 if rank in flat_cut.team.ranks
             }
             scalars = {name: of_flat.scalars for name, of_flat in slices.items()}
-            return slices, shared_rest(shard, scalars, opened)
+            return slices, shared_rest(shard, scalars)
 
     slices, rests = zip(*pool.map(read, range(len(paths))), strict=True)
     param_groups = first.optimizer["param_groups"]
@@ -310,18 +307,18 @@ def other_steps(ranks, parameters):
 # 2. tensor and pipeline parallelism
 
 
-def describe_zero(folder, shards, pool, opened):
+def describe_zero(folder, shards, pool):
     """Describe a ZeRO checkpoint. shards: {model-parallel rank: {data-parallel rank: path}}."""
     lowest = min(shards)
-    first = describe_one_rank(folder, lowest, shards[lowest], pool, opened)
+    first = describe_one_rank(folder, lowest, shards[lowest], pool)
     tensor, pipeline = degrees_of(first.model, len(shards), folder)
     check_complete(folder, shards, tensor, pipeline)
     others = range(1, tensor * pipeline)
     ranks = [
         first,
-        *(describe_one_rank(folder, i, shards[i], pool, opened) for i in others),
+        *(describe_one_rank(folder, i, shards[i], pool) for i in others),
     ]
-    return join_all(folder, by_stage(ranks, tensor), tensor, pipeline, opened)
+    return join_all(folder, by_stage(ranks, tensor), tensor, pipeline)
 
 
 def by_stage(ranks, tensor):
@@ -336,7 +333,7 @@ def by_stage(ranks, tensor):
     return [ranks[i] for i in sorted(range(len(ranks)), key=numbers.__getitem__)]
 
 
-def join_all(folder, ranks, tensor, pipeline, opened):
+def join_all(folder, ranks, tensor, pipeline):
     """Join all ModelParallelRanks into a Described."""
     first = ranks[0]
     info = first.model.get(INFO_KEY)
@@ -351,7 +348,7 @@ def join_all(folder, ranks, tensor, pipeline, opened):
     if modules[0] is None:
         nothing = None  # as DeepSpeed has it
         used.update(itertools.chain(*files_of_layers(folder, tensor).values()))
-        modules = untied_modules(folder, tensor, parameters, opened)
+        modules = untied_modules(folder, tensor, parameters)
     module, more_problems = join_modules(folder, modules, ranks[0].model, joiner)
     problems += other_groups(folder, ranks, tensor) + untied + more_problems
     problems += joiner.problems + unused_patterns(joiner)
@@ -374,19 +371,21 @@ def join_all(folder, ranks, tensor, pipeline, opened):
         parameters=parameters,
         module=module_state(models[0]),
         optimizer=optimizer,
-        files=Files(first.files[0], names_beside(folder, used)),
+        model_states=first.files[0],
+        left_over=names_beside(folder, used),
         problems=[*(problem for rank in ranks for problem in rank.problems), *problems],
         client_states_differ=not all(is_same(client_states[0], s) for s in client_states[1:]),
     )
     return Described(description, RawStates(models, first.shard.content))
 
 
-def untied_modules(folder, tensor, parameters, opened):
+def untied_modules(folder, tensor, parameters):
     """Returns what a pipeline's layers hold besides these parameters, tied ones included, as {name:
     value} of each tensor-parallel rank."""
     modules = modules_of_layers(folder, tensor, parameters)
+    reader = ByteReader()
     return [
-        trimmed(without_tied(module, rank, parameters, opened))
+        trimmed(without_tied(module, rank, parameters, reader))
         for rank, module in enumerate(modules)
     ]
 

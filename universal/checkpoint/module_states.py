@@ -231,7 +231,6 @@ def module_state(model: dict) -> ModuleState:
     return ModuleState(
         tensors={name: value for name, value in module.items() if isinstance(value, Tensor)},
         objects=[name for name, value in module.items() if not isinstance(value, Tensor)],
-        frozen=model.get("frozen_param_shapes") or {},
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from universal.checkpoint.rounded import has_values_of
 from universal.checkpoint.types import Problem
 from universal.files.joined import Joined
-from universal.files.sources import OpenFile
+from universal.files.sources import ByteReader
 from universal.files.torch_file import has_gaps, tensor_of
 
 
@@ -21,7 +21,7 @@ def problem_of_untied(folder: Path, name: str) -> Problem:
     return Problem(True, text, of_ranks=True)
 
 
-def without_tied(module: dict, rank: int, parameters: dict, opened: OpenFile) -> dict:
+def without_tied(module: dict, rank: int, parameters: dict, reader: ByteReader) -> dict:
     """Remove tied parameters from what the files of a pipeline's layers hold.
 
     An entry is tied if it has the values of a tied parameter of that name: an untied layer may use
@@ -38,6 +38,6 @@ def without_tied(module: dict, rank: int, parameters: dict, opened: OpenFile) ->
             return False
         rest = entry.partition(".")[2]
         same_key = [name for name in parts if name.split(".", 2)[2] == rest]
-        return any(has_values_of(weight, parts[name], opened) for name in same_key)
+        return any(has_values_of(weight, parts[name], reader) for name in same_key)
 
     return {entry: value for entry, value in module.items() if not is_of_tied(entry)}

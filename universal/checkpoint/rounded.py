@@ -5,7 +5,7 @@ import math
 import struct
 
 from universal.files.joined import strided
-from universal.files.sources import ByteReader, OpenFile, Source, width
+from universal.files.sources import ByteReader, Source, width
 from universal.files.torch_file import Tensor
 
 ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
@@ -13,14 +13,13 @@ FIRST = 64  # elements of a weight that are compared with its masters
 SAMPLES = 4  # places in a slice: the first may be the padding of an embedding
 
 
-def has_values_of(weight: Tensor, masters: Source, opened: OpenFile) -> bool:
+def has_values_of(weight: Tensor, masters: Source, reader: ByteReader) -> bool:
     """Whether a weight is its masters, rounded. A few elements of each rank's slice are compared;
     True if the dtypes cannot be."""
     if math.prod(weight.size) != masters.numel:
         return False
     if masters.dtype != "float32" or weight.dtype not in ROUNDED:
         return True
-    reader = ByteReader(opened)
     in_order = strided("a weight", weight)  # stored in another order, as channels_last may be
     start = 0
     for part in masters.ranges(0, masters.numel):

@@ -9,7 +9,7 @@ from universal.checkpoint.types import Checkpoint
 from universal.errors import CheckpointError
 from universal.files.joined import Joined
 from universal.files.schema import expect
-from universal.files.sources import keep_open
+from universal.files.sources import ByteReader
 from universal.files.torch_file import load, tensor_of
 
 
@@ -25,7 +25,7 @@ def check_same_step(checkpoint: Checkpoint) -> None:
     """Compare some elements of the weights with their masters. Raises CheckpointError."""
     if not compares_weights(checkpoint):
         return
-    opened = keep_open()
+    reader = ByteReader()
     for rank, module in enumerate(saved_modules(checkpoint)):
         for name, parameter in checkpoint.parameters.items():
             weight = tensor_of(module.get(name))
@@ -34,16 +34,16 @@ def check_same_step(checkpoint: Checkpoint) -> None:
                 masters = masters.parts[rank]
             if weight is None or weight.numel != masters.numel:  # at ZeRO-3 it is empty
                 continue
-            if not has_values_of(weight, masters, opened):
+            if not has_values_of(weight, masters, reader):
                 text = f"{checkpoint.folder}: model states and shards are of different steps"
-                if left_over := checkpoint.files.left_over:
+                if left_over := checkpoint.left_over:
                     text += f"; older ones may be in the way: {', '.join(left_over)}"
                 raise CheckpointError(text)
 
 
 def saved_modules(checkpoint: Checkpoint) -> list[dict]:
     """Returns the module that each tensor-parallel rank saved, as {name: value}, with weights."""
-    path = checkpoint.files.model_states
+    path = checkpoint.model_states
     degree = checkpoint.layout.tensor if checkpoint.layout else 1
     paths = [
         path.with_name(path.name.replace("_rank_00_", f"_rank_{i:02d}_")) for i in range(degree)

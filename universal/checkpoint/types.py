@@ -71,13 +71,11 @@ class ModuleState(NamedTuple):
     """What the module's state holds besides trained parameters.
 
     tensors: {name: Tensor}: buffers, frozen parameters, tensors of get_extra_state() or of a
-    state_dict hook. objects: the names of what is no tensor. frozen: {name: shape} of frozen
-    parameters, which DeepSpeed lists at ZeRO-2 and 3 alone: otherwise empty.
+    state_dict hook. objects: the names of what is no tensor.
     """
 
     tensors: dict
     objects: list[str]
-    frozen: dict
 
 
 class OptimizerState(NamedTuple):
@@ -92,14 +90,6 @@ class OptimizerState(NamedTuple):
     extra_states: dict
     extra_keys: dict
     rank_dependent: dict
-
-
-class Files(NamedTuple):
-    """The files of a checkpoint. model_states: rank 0's file. left_over: names of what an earlier
-    save left in the folder."""
-
-    model_states: Path
-    left_over: list[str]
 
 
 class Problem(NamedTuple):
@@ -126,9 +116,9 @@ class Checkpoint(NamedTuple):
     """A checkpoint without its data. It can be pickled, to send it to other processes.
 
     stage: of ZeRO, 1 to 3. It and layout are None for a universal checkpoint, which is not cut.
-    parameters: by name.
-    problems: what a load or a conversion loses. client_states_differ: whether a rank has saved
-    another client state than rank 0. packed: added by reader.describe_for_load().
+    parameters: by name. model_states: rank 0's file. left_over: names of what an earlier save left
+    in the folder. problems: what a load or a conversion loses. client_states_differ: whether a rank
+    has saved another client state than rank 0. packed: added by reader.describe_for_load().
     """
 
     folder: Path
@@ -137,7 +127,8 @@ class Checkpoint(NamedTuple):
     parameters: dict[str, Parameter]
     module: ModuleState
     optimizer: OptimizerState
-    files: Files
+    model_states: Path
+    left_over: list[str]
     problems: list[Problem]
     client_states_differ: bool = False
     packed: PackedStates | None = None

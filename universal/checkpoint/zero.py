@@ -16,7 +16,7 @@ from universal.checkpoint.types import OptimizerState, Parameter, Problem
 from universal.errors import CheckpointError
 from universal.files.same import holds_elements, is_same
 from universal.files.schema import expect, is_natural
-from universal.files.sources import ByteRange, Extent, OpenFile
+from universal.files.sources import ByteRange, Extent
 from universal.files.torch_file import (
     Stub,
     Tensor,
@@ -170,7 +170,7 @@ def is_computed_anew(key: str, param_groups: list[dict]) -> bool:
     return key == "RMS" and all("relative_step" in group for group in param_groups)
 
 
-def shared_rest(shard: SavedShard, scalars: dict[str, dict], opened: OpenFile) -> dict:
+def shared_rest(shard: SavedShard, scalars: dict[str, dict]) -> dict:
     """Returns {(place, name): value} of all that ranks should have the same of: hyperparameters,
     scalars, and what is in neither.
 
@@ -184,7 +184,7 @@ def shared_rest(shard: SavedShard, scalars: dict[str, dict], opened: OpenFile) -
     }
     extra = extra_states(shard.optimizer) | extra_keys(shard.optimizer)
     rest |= {(None, key): value for key, value in extra.items()}
-    rest = {key: read_scalar(value, opened) for key, value in rest.items()}
+    rest = {key: read_scalar(value) for key, value in rest.items()}
     return rest | {(name, key): of[key] for name, of in scalars.items() for key in of}
 
 
@@ -342,7 +342,7 @@ class SliceState(NamedTuple):
     others: dict
 
 
-def slice_state(masters: Tensor, state: dict, longest: int, opened: OpenFile) -> SliceState:
+def slice_state(masters: Tensor, state: dict, longest: int) -> SliceState:
     """Sort an optimizer's state of a tensor into a SliceState. masters: the tensor's fp32 elements.
     longest: the number of elements that a state may have with padding."""
     result = SliceState({"fp32": masters}, {}, {})
@@ -360,15 +360,13 @@ def slice_state(masters: Tensor, state: dict, longest: int, opened: OpenFile) ->
         ):
             result.states[key] = tensor
         elif tensor.numel == 1:
-            result.scalars[key] = read_scalar(value, opened)
+            result.scalars[key] = read_scalar(value)
         else:
             result.others[key] = tensor
     return result
 
 
-def read_slice(
-    shard: SavedShard, rank: int, flat_cut: FlatCut, trust_mapping: bool, opened: OpenFile
-) -> SliceState:
+def read_slice(shard: SavedShard, rank: int, flat_cut: FlatCut, trust_mapping: bool) -> SliceState:
     """A rank's optimizer state of its slice of a flat tensor. Raises CheckpointError.
 
     trust_mapping: compare param_slice_mappings, too.
@@ -380,9 +378,7 @@ def read_slice(
     begin = flat_cut.team.ranks.index(rank) * share
     if trust_mapping and shard.stage < 3:
         check_mapping(shard, flat_cut, begin)
-    result = slice_state(
-        shard.masters[number], shard.optimizer["state"].get(number, {}), share, opened
-    )
+    result = slice_state(shard.masters[number], shard.optimizer["state"].get(number, {}), share)
     step = number_in(result.scalars.get("step"))
     expect({"step": step}, {"step": (NoneType, int, float)}, shard.path)
     return result

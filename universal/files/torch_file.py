@@ -25,7 +25,6 @@ from universal.files.schema import is_natural, is_shape
 from universal.files.sources import (
     ByteReader,
     Extent,
-    OpenFile,
     Record,
     Source,
     checksum,
@@ -358,12 +357,12 @@ def verify(path: Path) -> None:
             raise CheckpointError(f"{path} is damaged: {name} does not match its checksum")
 
 
-def read_scalar(value: Any, opened: OpenFile | None = None) -> Any:
+def read_scalar(value: Any) -> Any:
     """Read and check a one-element tensor: its bytes become its storage. Others are unchanged."""
     tensor = tensor_of(value)
     if tensor is None or tensor.numel != 1:
         return value
-    reader = ByteReader(opened)
+    reader = ByteReader(open_file)
     data = reader.read(extent_of(tensor), 0, 1)
     reader.check()
     return contiguous(tensor.dtype, bytes(data), tensor.size)

@@ -20,7 +20,7 @@ from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import NEXT_STEPS, Checkpoint, RawStates
 from universal.checkpoint.zero import lost_states
 from universal.errors import CheckpointError, naming
-from universal.files.sources import ByteReader, Extent, check_all, keep_open, nbytes_of
+from universal.files.sources import ByteReader, Extent, nbytes_of
 from universal.files.torch_file import contiguous, verify
 from universal.files.torch_writer import Pickled, pickled, write_pt
 from universal.write.console import bar
@@ -51,17 +51,16 @@ def convert(
         something else; OSError, if a disk fails. Nothing has then appeared at output_folder.
     """
     began = time.perf_counter()
-    opened = keep_open()
     source = find_tag(input_folder)
     output_folder = output_folder or f"{os.path.abspath(source)}_universal"
     output = Path(os.path.realpath(output_folder))
     check_output(Path(os.path.realpath(source)), output)
-    checkpoint, raw = describe(source, num_extract_workers, opened)
+    checkpoint, raw = describe(source, num_extract_workers)
     complain(checkpoint, strict)
     files = files_of(checkpoint, raw, zero3_before_0_19_3)
     with unfinished(output) as folder:
         make_folders(folder, files)
-        check_all(write_output(folder, files, opened, num_merge_workers, progress), opened)
+        write_output(folder, files, num_merge_workers, progress)
         finish(folder, source, output, files if check else {})
     return {
         "source": source,
@@ -104,8 +103,8 @@ def jobs_of(files):
     return [names[i : i + count] for i in range(0, len(names), count)]
 
 
-def write_output(folder, files, opened, workers, progress):
-    """Write the files. Returns ByteReader.spans, for check_all()."""
+def write_output(folder, files, workers, progress):
+    """Write the files, and compare what was read with its checksums."""
 
     def write_job(job, reader):
         for name in job:
@@ -113,12 +112,12 @@ def write_output(folder, files, opened, workers, progress):
         return sum(size_of(files[name]) for name in job)
 
     jobs = jobs_of(files)
-    reader = ByteReader(opened)
+    reader = ByteReader()
     total = sum(map(size_of, files.values()))
     with bar(total, progress) as show_more:
         for nbytes in reader.in_threads(jobs, write_job, workers):
             show_more(nbytes)
-    return reader.spans
+    reader.check()
 
 
 def finish(folder, source, output, to_verify):
