@@ -12,9 +12,9 @@ import whole_and_refused
 import universal
 from tests.support.case import cases_of, play, test_case  # noqa: F401
 from tests.support.helpers import run_all
+from universal.checkpoint.types import OptimizerState
 from universal.load import compare
 from universal.load.engine import Engine
-from universal.load.reader import SavedOptimizer
 
 CASES = cases_of(whole_and_refused)
 
@@ -44,7 +44,7 @@ def test_optimizers_of_torch(saved):
     known = SimpleNamespace(states={"fp32": 0, **states}, group_number=0)
     checkpoint = SimpleNamespace(parameters={"weight": known})
     model = {"global_steps": 1, "skipped_steps": 0}
-    content = SavedOptimizer(optimizer.param_groups, {}, None, {}, {})
+    content = OptimizerState(optimizer.param_groups, {}, {}, {})
     takers = set()
     for kind in TORCHS:
         engine = object.__new__(Engine)

@@ -83,13 +83,16 @@ class OptimizerState(NamedTuple):
 
     param_groups: hyperparameters. extra_states: entries of its "state" that belong to no parameter.
     extra_keys: entries beside "state" and "param_groups". rank_dependent: {name: why} of states
-    that differ between ranks, or are not cut like the weights.
+    that differ between ranks, or are not cut like the weights. settings: those of flat.SETTINGS.
+    left_out: names of states that the converter had no place for. reader.py adds these two.
     """
 
     param_groups: list[dict]
     extra_states: dict
     extra_keys: dict
     rank_dependent: dict
+    settings: dict = {}
+    left_out: list | None = None
 
 
 class Problem(NamedTuple):
@@ -106,7 +109,7 @@ class Problem(NamedTuple):
 
 
 class PackedStates(NamedTuple):
-    """The bytes of two files for reader.unpack(): rank 0's model states, and a SavedOptimizer."""
+    """The bytes of two files for reader.unpack(): rank 0's model states, and an OptimizerState."""
 
     model: bytes
     optimizer: bytes

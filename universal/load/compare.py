@@ -6,13 +6,13 @@ import operator
 
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.module_states import config_of
-from universal.checkpoint.types import Checkpoint
+from universal.checkpoint.types import Checkpoint, OptimizerState
 from universal.errors import CheckpointError
 from universal.load.collective import say
 from universal.load.engine import Engine
 from universal.load.hooks import LoadOptions
 from universal.load.parts import Parts
-from universal.load.reader import SavedOptimizer, unpack, unpack_optimizer
+from universal.load.reader import unpack, unpack_optimizer
 
 # Hyperparameters that change how a step is computed, but not its result.
 HARMLESS = {
@@ -146,7 +146,7 @@ def check_any_trained(checkpoint: Checkpoint, optimized: set[str], present: set[
 
 
 def compare_optimizer(
-    engine: Engine, checkpoint: Checkpoint, model: dict, saved: SavedOptimizer, resharded: bool
+    engine: Engine, checkpoint: Checkpoint, model: dict, saved: OptimizerState, resharded: bool
 ) -> None:
     """Raises CheckpointError if the checkpoint is of another optimizer, or lacks its states.
 
@@ -194,8 +194,8 @@ def misfits_of_optimizer(engine, checkpoint, model, saved, resharded):
         yield f"there is no optimizer state of {bare[0]}"
 
 
-def in_groups_of(engine: Engine, checkpoint: Checkpoint) -> tuple[dict, SavedOptimizer]:
-    """Returns the model states and the SavedOptimizer, with an entry for each parameter group of
+def in_groups_of(engine: Engine, checkpoint: Checkpoint) -> tuple[dict, OptimizerState]:
+    """Returns the model states and the OptimizerState, with an entry for each parameter group of
     the engine.
 
     DeepSpeed splits a group if a rank has many experts, so their number may change. Raises:

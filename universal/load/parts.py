@@ -10,8 +10,6 @@ elements are in the whole.
 import math
 from typing import NamedTuple
 
-import torch
-
 from universal.checkpoint.tensor_parallel import (
     AFFINE,
     INFO_KEY,
@@ -21,8 +19,9 @@ from universal.checkpoint.tensor_parallel import (
 )
 from universal.checkpoint.types import Checkpoint
 from universal.errors import CheckpointError
-from universal.files.joined import Joined, part_of
+from universal.files.joined import Joined, part_of, strided
 from universal.files.sources import Extent, Source
+from universal.files.torch_file import Tensor, contiguous
 from universal.load.collective import ProcessGroup
 from universal.load.engine import Engine
 from universal.load.flat import full_shape
@@ -72,14 +71,10 @@ class Parts(NamedTuple):
         part_map = self.maps.get(name)
         return part_map is not None and part_map.shape == shape and bool(self.own_blocks(name))
 
-    def tensor(self, name: str, whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Cut this rank's part from a whole tensor. target: the parameter or buffer to fill."""
-        flat = whole.contiguous().flatten()
-        part = torch.zeros(full_shape(target), dtype=whole.dtype)
-        for block in self.own_blocks(name):
-            piece = flat.as_strided(block.shape, block.whole_stride, block.whole_offset)
-            part.as_strided(block.shape, block.stride, block.offset).copy_(piece)
-        return part
+    def tensor(self, name: str, whole: Tensor, shape: tuple) -> Tensor:
+        """This rank's part of a tensor. shape: of the part."""
+        source = self.source(name, strided(name, whole), math.prod(shape))
+        return contiguous(whole.dtype, source, shape)
 
 
 def parts_of(engine: Engine, checkpoint: Checkpoint, ranks: ProcessGroup) -> Parts:
