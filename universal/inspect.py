@@ -29,8 +29,7 @@ from universal.checkpoint.same_step import check_same_step, compares_weights
 from universal.checkpoint.tags import choose_tag, is_checkpoint, list_tags
 from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Described
 from universal.errors import CheckpointError, Refused
-from universal.files.sources import checksum, keep_open
-from universal.files.torch_file import load, records_of, tensor_of
+from universal.files.torch_file import damages_in, load, tensor_of
 from universal.write.console import counted, in_one_line, print_screen, short, wrapped
 
 WORKERS = 4
@@ -103,21 +102,16 @@ def look_at(folder):
 
 def damage_of(folder, checkpoint):
     """Compare checksums. Returns three of the facts. checkpoint: None if saved without ZeRO."""
-    opened = keep_open()
     paths = paths_of(checkpoint) if checkpoint else folder.glob("*_states.pt")
 
-    def damages_in(path):
+    def look_into(path):
         try:
-            return {
-                (path, record.offset): f"{path} is damaged: {name} does not match its checksum"
-                for name, record in records_of(path).items()
-                if record.crc not in (checksum(opened, record, 0, record.nbytes), None)
-            }
+            return {(path, record.offset): text for record, text in damages_in(path)}
         except CheckpointError as error:
             return {(path, None): str(error)}
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        damages = dict(ChainMap(*pool.map(damages_in, paths)))
+        damages = dict(ChainMap(*pool.map(look_into, paths)))
     unread = weights_not_read(checkpoint) if damages and checkpoint else set()
     needed = [text for place, text in damages.items() if place not in unread]
     return {

@@ -16,7 +16,7 @@ import pickletools
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -349,12 +349,19 @@ def records_of(path: Path) -> dict[str, Record]:
         return {name: record_of(path, file, info, name) for name, info in infos}
 
 
-def verify(path: Path) -> None:
-    """Read a file, and check every record's checksum, if it has any. Raises CheckpointError."""
+def damages_in(path: Path) -> Iterator[tuple[Record, str]]:
+    """Read a file. Yields each record that does not match its checksum, and a line that says so.
+    Raises CheckpointError."""
     opened = keep_open()
     for name, record in records_of(path).items():
         if record.crc not in (checksum(opened, record, 0, record.nbytes), None):
-            raise CheckpointError(f"{path} is damaged: {name} does not match its checksum")
+            yield record, f"{path} is damaged: {name} does not match its checksum"
+
+
+def verify(path: Path) -> None:
+    """Raises CheckpointError if a file's record does not match its checksum, if it has any."""
+    for _, text in damages_in(path):
+        raise CheckpointError(text)
 
 
 def read_scalar(value: Any) -> Any:

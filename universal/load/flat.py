@@ -83,6 +83,14 @@ def is_same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(tensor.view(dtype), other.view(dtype))
 
 
+def is_same_live(a: Any, b: Any) -> bool:
+    """Whether both are torch's tensors, and are the same."""
+    if not (torch.is_tensor(a) and torch.is_tensor(b)):
+        return False
+    same = (a.dtype, a.shape) == (b.dtype, b.shape)
+    return same and is_same_bits(*(tensor.detach().cpu().flatten() for tensor in (a, b)))
+
+
 def is_alike(target: torch.Tensor | None, shape: tuple, dtype: str) -> bool:
     """Whether a tensor of this shape and dtype can be copied into the target; no quantized one."""
     if target is None or full_shape(target) != shape:
