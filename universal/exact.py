@@ -116,7 +116,7 @@ class RoundedSum:
     def shift(self) -> torch.Tensor:
         """Returns, for each element, 1.5 * 2^23 times its grid."""
         peak = torch.stack(self.shares).abs().amax(0)
-        peak = peak.clamp(min=2.0**-100).nan_to_num(nan=math.inf)
+        peak = peak.clamp(min=2.0**-100).nan_to_num(nan=math.inf, posinf=math.inf)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         limit = peak / torch.frexp(peak).mantissa  # the next power of two, exactly
         assert (peak <= limit).all(), (

@@ -14,7 +14,7 @@ import torch
 
 import universal
 from tests.support.commands import is_rank, slow
-from tests.support.ranks import last_error, launch, run
+from tests.support.ranks import launch, run
 from tests.support.toy import begin, make
 from universal import resume as resume_module
 from universal.checkpoint import zero
@@ -102,15 +102,12 @@ def resume():
     "module, function, rank",
     [
         # Rank 0 alone describes.
-        (reader, "pack_model_states", "0"),
         (reader, "pack_optimizer", "0"),
         (reader, "check_same_step", "0"),
         (zero, "differences", "0"),
         (loader, "choose_tag", "0"),
-        (loader, "why_own_ranks", "1"),
         (loader, "check_compatible", "1"),
         (reshard, "read_states", "1"),
-        (reshard, "assemble", "1"),
     ],
 )
 def test_our_own_bug_is_no_damage(saved, module, function, rank):
@@ -202,13 +199,3 @@ def test_what_it_needs(monkeypatch):
     monkeypatch.setattr(loader.deepspeed.DeepSpeedEngine, "universal", copy, raising=False)
     with pytest.raises(universal.CheckpointError, match=f"two copies of universal: {copy} is"):
         universal.install()
-
-
-def test_a_launch_that_hangs_tells_what_its_ranks_said(tmp_path):
-    def say_and_hang():
-        print(f"rank {os.environ['RANK']} has come so far")
-        time.sleep(60)
-
-    result = launch(tmp_path, 2, say_and_hang, limit=2)
-    assert all(f"rank {rank} has come so far" in result.err for rank in (0, 1)), result.err
-    assert last_error(result.err) == "TimeoutError: not done after 2 seconds"

@@ -1,13 +1,12 @@
 """universal/proof.py: the next steps of a checkpoint are written down, and compared when they are
 trained again; a fault after the load is named at its first or second step. That nothing is named
-where there is no fault, random_engines.py sees, too."""
+where there is no fault, lives.py and random_engines.py see, too."""
 
+import functools
 import math
 import re
 from pathlib import Path
 
-import lives
-import proof_rounding
 import pytest
 import torch
 from proof_engines import FAULTS, KINDS, OF_REPEATS, SAVED, SOUND, play
@@ -26,8 +25,10 @@ def first(work):
 
 @pytest.fixture(scope="module")
 def lines_on(work, first):
-    """lines_on(ranks): {fault: the lines about steps that are trained again}."""
+    """lines_on(ranks): {fault: the lines about steps that are trained again}. 12 micro-batches on 5
+    ranks: 3 of the 15 places have no weight."""
 
+    @functools.cache
     def again(ranks):
         parts = run(work, ranks, play, "again", *FAULTS).split("== ")[1:]
         return {part.split()[0]: re.findall("^.*trained before.*$", part, re.M) for part in parts}
@@ -35,28 +36,17 @@ def lines_on(work, first):
     return again
 
 
-@pytest.fixture(scope="module")
-def lines_on_5(lines_on):
-    """12 micro-batches on 5 ranks: 3 of the 15 places have no weight."""
-    return lines_on(5)
-
-
-@pytest.fixture(scope="module")
-def lines_on_4(lines_on):
-    return lines_on(4)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault(lines_on_5, fault):
-    (line,) = lines_on_5[fault]
+def test_fault(lines_on, fault):
+    (line,) = lines_on(5)[fault]
     assert FAULTS[fault].says in line
     assert line.startswith("universal: NOTE") == FAULTS[fault].says.startswith("NOTE")
     assert ("dropout follows the rank" in line) == line.startswith("universal: NOTE")
 
 
 @pytest.mark.parametrize("kind", SOUND)
-def test_rounding(lines_on_5, kind):
-    (line,) = lines_on_5[kind]
+def test_rounding(lines_on, kind):
+    (line,) = lines_on(5)[kind]
     steps = min(KINDS[kind].steps, 10)
     assert f"steps {SAVED + 1} to {SAVED + steps}, trained before on 4 ranks, now on 5:" in line
     most = {"fp32": 1e-6, "fp16": 1e-3}.get(KINDS[kind].dtype, 1e-2)
@@ -106,7 +96,6 @@ SAYS = {
         "WARNING: step 3, trained before on 2 ranks: the loss was nan, and is nan: there is nothing"
     ],
     "forward_tried_again": ["steps 3 to 4, trained before"],
-    "diverged": ["WARNING: step 3, trained before on 2 ranks: the loss was 0.2185828, and is nan"],
 }
 
 
@@ -213,31 +202,8 @@ def test_a_hash_takes_any_dtype(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first, second", [(4, 2), (2, 4)])
-@pytest.mark.parametrize("start", range(0, 30, 6))
-def test_no_false_warning_of_transformers(tmp_path, start, first, second):
-    """5 x 2 x 6 x 7 resumes."""
-    seeds = [str(100 * first + seed) for seed in range(start, start + 6)]
-    run(tmp_path, first, proof_rounding.play, "save", *seeds)
-    output = run(tmp_path, second, proof_rounding.play, "load", *seeds)
-    lines = re.findall("^.*trained before.*$", output, re.M)
-    assert len(lines) == len(seeds) * len(proof_rounding.SAVED)
-    assert all("differs by at most" in line for line in lines), lines
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 110))
-def test_no_false_warning_of_random_lives(tmp_path, seed):
-    lines = [line for line in lives.play(seed, tmp_path) if "trained before" in line]
-    assert lines and all("differs by at most" in line for line in lines), lines
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_on_4_ranks(lines_on_4, fault):
-    if fault in OF_REPEATS:
-        assert lines_on_4[fault] == []
-        return
-    (line,) = lines_on_4[fault]
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in OF_REPEATS])
+def test_fault_on_4_ranks(lines_on, fault):
+    (line,) = lines_on(4)[fault]
     assert FAULTS[fault].says.replace("NOTE", "WARNING") in line
     assert ("it is the dropout" in line) == FAULTS[fault].says.startswith("NOTE")

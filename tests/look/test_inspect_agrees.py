@@ -1,5 +1,5 @@
 """inspect and load_checkpoint() agree on which checkpoint is taken, and on what is damaged: over
-every row of test_load_refuses.py. Over random lives, lives.py compares them."""
+every row of test_load_refuses.py."""
 
 import os
 import shutil

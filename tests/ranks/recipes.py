@@ -16,7 +16,7 @@ from tests.support.toy import Net, falling, make, read_truth, snapshot, train
 
 SECTION = (ROOT / "docs/troubleshooting.md").read_text().split("## Recipes")[1].split("\n## ")[0]
 RATE, WEIGHTS, STATES = re.findall(r"^```python\n(.*?)^```", SECTION, re.M | re.S)
-BASE_RATES, FROM_MODULE, IN_BF16 = re.findall(r"`((?:scheduler|torch|model)\.[^`]*)`", SECTION)
+BASE_RATES, FROM_MODULE, *_ = re.findall(r"`((?:scheduler|torch|model)\.[^`]*)`", SECTION)
 FOLDER = "checkpoints"
 TAG = "global_step100"
 
