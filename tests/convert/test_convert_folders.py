@@ -25,10 +25,10 @@ def test_folder_above(source, monkeypatch):
     """What Trainer, Lightning and accelerate write: `latest`, or the only tag in a folder, says
     what is meant. The output stands beside it, also where the input is the folder that one is
     in."""
-    above = source.parent / "checkpoint-500"
+    above = source.parent / "run" / "checkpoint-500"
     tag = above / "global_step500"
     result = above / "global_step500_universal"
-    above.mkdir()
+    above.mkdir(parents=True)
     source.rename(tag)
 
     def converts(folder):

@@ -204,21 +204,23 @@ def test_without_permission(laid_out, tmp_path):
 
 def test_what_a_resume_takes(laid_out, tmp_path):
     """The newest whole one, as load_checkpoint() tries them; --tag looks at one alone."""
-    source = laid_out(1)
-    other = shutil.copytree(source, tmp_path / "other")
-    (tmp_path / "latest").write_text("c")
-    assert look(tmp_path)["takes"] == "c"
+    run = tmp_path / "run"
+    run.mkdir()
+    source = laid_out(1).rename(run / "c")
+    other = shutil.copytree(source, run / "other")
+    (run / "latest").write_text("c")
+    assert look(run)["takes"] == "c"
     (shard,) = source.glob("*rank_1_*optim*")
     shard.unlink()
-    done = inspected(tmp_path)
+    done = inspected(run)
     assert done.code == 2 and f"{shard} is missing" in " ".join(done.out.split())
     assert "a resume takes other\n" in done.out
-    assert inspected(tmp_path, "--tag", "other").code == 0
-    assert inspected(tmp_path, "--tag", "c").code == 2
+    assert inspected(run, "--tag", "other").code == 0
+    assert inspected(run, "--tag", "c").code == 2
     # A checkpoint is a folder, too; and Trainer's output has one folder of them for each.
     assert look(other)["takes"] == "other"
     with pytest.raises(CheckpointError, match="holds no checkpoint, but folders in it do: "):
-        look(tmp_path.parent)
+        look(tmp_path)
 
 
 def test_there_is_none(tmp_path):
