@@ -1,16 +1,11 @@
 """Tensor, pipeline and sequence parallelism, alone and together: from scratch every layout tracks
 one rank, and a checkpoint of any layout goes on on any other. Dropout and clipping are on."""
 
-import shutil
-
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import universal
 from measure.logs import largest, read_log
 from tests.support.commands import slow
-from tests.support.conversions import assert_equal_to_deepspeed
-from tests.support.files import edit
 from tests.support.ranks import run
 from universal.batches import Share
 from universal.checkpoint.next_steps import read_rows
@@ -132,30 +127,6 @@ def test_pipelines_that_do_not_divide_the_micro_batches(work, pipeline):
     samples = samples_of_next_steps(work, "flat")
     assert len(samples) == 2
     assert samples_of_next_steps(work, "three_pipelines") == samples
-
-
-def test_a_stage_without_a_parameter_group(work, pipeline, tmp_path):
-    """DeepSpeed's universal loader goes by number: such a checkpoint is not converted."""
-    lists = (
-        "param_shapes single_partition_of_fp32_groups group_paddings param_slice_mappings "
-        "param_groups"
-    ).split()
-
-    def drop_one(state):
-        optimizer = state.get("optimizer_state_dict") or {}
-        for groups in (state, optimizer, optimizer.get("base_optimizer_state", {})):
-            for name in groups.keys() & lists:
-                del groups[name][1]
-
-    shutil.copytree(work / "three" / "global_step2", tmp_path / "c")
-    edit(tmp_path / "c", "*mp_rank_0[23]_*", drop_one)
-    with pytest.raises(universal.CheckpointError, match="a pipeline stage lacks a parameter group"):
-        universal.convert(tmp_path / "c", tmp_path / "u")
-
-
-def test_bit_equal_to_deepspeed(work, pipeline, tmp_path):
-    """DeepSpeed's converter, where it is right, writes the same for what these scripts save."""
-    assert_equal_to_deepspeed(work / "three" / "global_step2", tmp_path)
 
 
 def test_tensorboard(work, pipeline):

@@ -9,7 +9,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import train
 import universal
@@ -27,15 +26,10 @@ SLOW = [slow(*kind) for kind in LONG]
 RUNS = pytest.mark.parametrize("stage, dtype, steps", [*SHORT, *SLOW])
 
 
-def as_on_a_gpu():
-    torch.serialization.location_tag = lambda storage: "cuda:0"
-
-
 @pytest.fixture(scope="module")
 def saved(work):
     """saved(stage, dtype, steps): a run on 4 ranks, with a checkpoint after half of the steps; that
-    one, converted. Returns (the run's name, its flags). What ZeRO-2 saves says that it was on a
-    GPU."""
+    one, converted. Returns (the run's name, its flags)."""
 
     @functools.cache
     def train(stage, dtype, steps):
@@ -47,8 +41,7 @@ def saved(work):
             f"{SIZE} {micro} --zero_stage {stage} --dtype {dtype} --steps {steps} "
             f"--checkpoint_dir {name} --checkpoint_interval {half}"
         ).split()
-        patch = as_on_a_gpu if stage == 2 else record_rows(name)
-        run(work, 4, "train.py", *flags, "--run_name", name, patch=patch)
+        run(work, 4, "train.py", *flags, "--run_name", name, patch=record_rows(name))
         tag = work / name / f"global_step{half}"
         universal.convert(tag, f"{tag}_universal")
         resume = f"--checkpoint_interval 1000 --resume --checkpoint_tag {tag.name}"
@@ -95,14 +88,6 @@ def test_same_ranks_zero_checkpoint(work, saved, stage, dtype, steps):
     assert_identical(work, name, f"{name}_4", steps)
 
 
-@pytest.mark.parametrize("stage, dtype, steps", [SHORT[2], slow(*SHORT[0]), slow(*SHORT[1]), *SLOW])
-def test_same_ranks_universal_checkpoint(work, saved, stage, dtype, steps):
-    """The same through a universal checkpoint."""
-    name, flags = saved(stage, dtype, steps)
-    run(work, 4, "train.py", *as_universal(flags), "--run_name", f"{name}_uc4")
-    assert_identical(work, name, f"{name}_uc4", steps)
-
-
 @RUNS
 def test_half_the_ranks(work, halved, stage, dtype, steps):
     """The ZeRO checkpoint of 4 ranks on 2, without a conversion: 1e-5 in fp32, 1e-2 in bf16."""
@@ -112,10 +97,6 @@ def test_half_the_ranks(work, halved, stage, dtype, steps):
     for column in ("loss", "val_loss"):
         gaps = compare(work, name, resumed, column)
         assert max(gaps) == steps and max(gaps.values()) <= (1e-5 if dtype == "fp32" else 1e-2)
-    # A machine without a GPU has read what a GPU saved.
-    if stage == 2:
-        file = work / name / f"global_step{steps // 2}" / "mp_rank_00_model_states.pt"
-        assert b"cuda:0" in file.read_bytes()
 
 
 CHANGES = [
@@ -217,13 +198,6 @@ def test_every_sequence_once(work, halved):
     name, resumed, _ = halved(1, "fp32", 20)
     assert each_row_once(work, name, 4, range(1, 21), 24, 16)
     assert each_row_once(work, resumed, 2, range(11, 21), 24, 16)
-
-
-def test_data_differ_at_every_step():
-    args = train.argument_parser().parse_args([])
-    text, _, _ = train.load_text(None, args.seq_len)
-    batches = [train.micro_batch(args, text, step, 0)[0] for step in range(1, 50)]
-    assert len({tuple(batch.flatten().tolist()) for batch in batches}) == 49
 
 
 # -----------------------------------------------------------------------------

@@ -10,8 +10,7 @@ import torch
 import whole_and_refused
 
 import universal
-from tests.support.case import cases_of, play, test_case  # noqa: F401
-from tests.support.helpers import run_all
+from tests.support.case import cases_of, test_case  # noqa: F401
 from universal.checkpoint.types import OptimizerState
 from universal.load import compare
 from universal.load.engine import Engine
@@ -55,14 +54,3 @@ def test_optimizers_of_torch(saved):
             takers.add(kind.__name__)
     alike = ({"Adam", "AdamW"}, {"Adamax", "RAdam"})
     assert takers == next((names for names in alike if saved.__name__ in names), {saved.__name__})
-
-
-@pytest.mark.parametrize("name", whole_and_refused.LOW_BIT)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_states_of_few_bits(tmp_path, name, stage):
-    """The packages themselves, where they are installed."""
-    pytest.importorskip(name.partition(".")[0])
-    cases = {name: whole_and_refused.LOW_BIT[name]}
-    for phase, ranks in (("save", 2), ("load", 2), ("load", 3)):
-        failures = run_all(tmp_path, ranks, play, cases, phase, stage, names=cases)
-        assert not failures, failures[name]

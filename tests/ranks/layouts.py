@@ -7,7 +7,7 @@ import itertools
 import shutil
 from pathlib import Path
 
-import stage_0
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -16,6 +16,7 @@ from models import Vocabulary, count_rank
 from optimizers import momentum
 from torch import nn
 
+import universal
 from tests.support.case import (
     Case,
     case,
@@ -28,13 +29,14 @@ from tests.support.case import (
 )
 from tests.support.files import flip, records
 from tests.support.toy import (
-    BF16,
     differences,
     falling,
     is_rank_0,
     make,
+    read_truth,
     same,
     save_of_rank,
+    save_truth,
     snapshot,
     torch_optimizer,
     train,
@@ -92,14 +94,6 @@ CUTS = {
         "partition_config": {"use_default_specs": False, "layer_specs": SPECS},
     }
 }
-KINDS = {
-    "adam": {"optimizer": two_groups, "scheduler": falling, "clip": 0.5},
-    "amsgrad": {"optimizer": lambda ps: torch.optim.AdamW(ps, lr=0.01, amsgrad=True)},
-    "momentum": {"optimizer": momentum},
-    "partly frozen": {"net": PartlyFrozen, "scheduler": falling},
-    "bf16": BF16,
-    "Muon": {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "torch_adam": True}}},
-}
 
 
 def reset_mesh(degree):
@@ -113,11 +107,9 @@ def reset_mesh(degree):
 
 
 def halves(stage, degree, seed=1, **options):
-    """An engine of so many tensor-parallel ranks. stage: of ZeRO, or one of stage_0.KINDS."""
+    """An engine of so many tensor-parallel ranks."""
     mpu = reset_mesh(degree)
     options |= CUTS if mpu else {}
-    if isinstance(stage, str):
-        return stage_0.engine_of(stage, seed, PartlyFrozen, mpu=mpu, **options)
     return make(stage, seed=seed, mpu=mpu, **{"net": Halves} | options)
 
 
@@ -133,10 +125,8 @@ def save_halves(stage, **options):
 
 
 def held_by(engine):
-    """The snapshot, without what DeepSpeed cannot gather: Muon's states, before ZeRO-3."""
-    is_muon = "muon" in type(torch_optimizer(engine)).__name__.lower()
-    truth = stage_0.snapshot(engine, not is_muon or engine.zero_optimization_stage() == 3)
-    return truth
+    """The snapshot, without what DeepSpeed cannot gather: Muon's states."""
+    return snapshot(engine, "muon" not in type(torch_optimizer(engine)).__name__.lower())
 
 
 def joined(snapshots):
@@ -171,40 +161,34 @@ def truth_of(tag="cut", degree=1):
     return part_of(whole, degree), held[0][1]
 
 
-def load_halves(source, stage, **options):
-    """What engines at `source` have saved. Every state is that which was saved, and the loss goes
-    on."""
+def load_halves(stage, **options):
+    """Every state is that which was saved, and the loss goes on: by TP 2 and DP 2 into TP 2, DP 2
+    and DP 3."""
     for tag, degree in itertools.product(("cut", "whole"), degrees()):
         engine = halves(stage, degree, seed=5, **options)
         assert load(engine, tag)["word"] == tag
-        now = held_by(engine)
         truth, losses = truth_of(tag, degree)
-        truth = stage_0.rounded(truth, now)
-        if isinstance(stage, str) and not ("fp16" in source and "fp16" in stage):
-            del truth["scale"]
-        lost = differences(truth, now)
-        assert not lost, (stage, tag, degree, lost)
-        assert options or not isinstance(stage, str) or "down.bias exp_avg" in truth
+        lost = differences(truth, held_by(engine))
+        assert not lost, (tag, degree, lost)
         gap = max(abs(train(engine, step) - loss) for step, loss in enumerate(losses, 2))
-        exact = (source, tag, degree) == (stage, "cut", 2)
         # Of Muon's matrices, each tensor-parallel rank makes its part orthogonal.
-        coarse = any(word in f"{source} {stage} {options}" for word in ("16", "Muon"))
-        rounding = 1e-6 if not coarse else 1e-2 if options else 2e-2
-        assert gap <= (0 if exact else rounding), (stage, tag, degree, gap)
+        rounding = 1e-2 if options == MUON else 1e-6
+        assert gap <= (0 if (tag, degree) == ("cut", 2) else rounding), (tag, degree, gap)
+    ranks = dist.get_world_size()
+    assert printed(f"written by 2 ranks (tensor 2), loaded on {ranks} without conversion")
+    if on_own_ranks():
+        assert printed("whole, written by 2 ranks, loaded on 2 (tensor 2) without conversion")
 
 
-def kinds():
-    """{name: Case}: every optimizer, by TP 2 and DP 2 into TP 2, DP 2 and DP 3."""
-    cases = {}
-    for name, options in KINDS.items():
-        # DeepSpeed's Muon at ZeRO-3 wants DP alone.
-        stages = (1, 2) if name == "Muon" else (1, 2, 3)
-        quick = (3,) if name in ("amsgrad", "partly frozen") else (1,)
-        quick_ranks = (2, 3) if name == "adam" else (2,)
-        save = functools.partial(save_halves, **options)
-        play = lambda stage, options=options: load_halves(stage, stage, **options)  # noqa: E731
-        cases[f"tensor parallel, {name}"] = Case(save, play, stages, quick, quick_ranks)
-    return cases
+def kind(stages, quick_stages, quick_ranks, **options):
+    save, play = (functools.partial(act, **options) for act in (save_halves, load_halves))
+    return Case(save, play, stages, quick_stages, quick_ranks)
+
+
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "torch_adam": True}}}
+adam = kind((1, 2, 3), (1,), (2, 3), optimizer=two_groups, scheduler=falling, clip=0.5)
+partly_frozen = kind((1, 2, 3), (3,), (2,), net=PartlyFrozen, scheduler=falling)
+muon = kind((1, 2), (1,), (2,), **MUON)  # at ZeRO-3 DeepSpeed's wants DP alone
 
 
 def tensor_parallel(stages=(1, 2, 3), quick_stages=(1,), save=save_halves, ranks=(2,)):
@@ -250,28 +234,6 @@ def of_each_rank(stage):
         rank = dist.get_rank()
         assert load(engine)["rank"] == rank
         assert engine.module.calls.tolist() == [12.0 + rank] * 3
-
-
-@tensor_parallel(quick_stages=(2,))
-def weights_alone(stage):
-    for degree in degrees():
-        for options in ({"load_optimizer_states": False}, {"load_module_only": True}):
-            engine = halves(stage, degree, seed=5)
-            load(engine, "cut", **options)
-            truth, _ = truth_of("cut", degree)
-            kept = {key: truth[key] for key in truth if "exp_avg" not in key}
-            lost = {*differences(kept, snapshot(engine))}
-            assert lost <= {"groups", "steps", "scale", "scheduler", "counters"}, lost
-
-
-@tensor_parallel()
-def says_which_layout(stage):
-    load(halves(stage, 1), "cut")
-    ranks = dist.get_world_size()
-    assert printed(f"written by 2 ranks (tensor 2), loaded on {ranks} without conversion")
-    if on_own_ranks():
-        load(halves(stage, 2), "whole")
-        assert printed("whole, written by 2 ranks, loaded on 2 (tensor 2) without conversion")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -464,8 +426,7 @@ def stages_of(stages, layers, seed=1):
     return make(1, net, by_dimensions, seed, scheduler=falling, batch=6)
 
 
-MATRICES_FIRST = [LayerSpec(nn.Linear, 8, 8, bias=False), LayerSpec(nn.LayerNorm, 8)]
-LAYERS = {"norm last": MATRICES_FIRST, "norm first": MATRICES_FIRST[::-1]}
+PARTS = [LayerSpec(nn.Linear, 8, 8, bias=False), LayerSpec(nn.LayerNorm, 8)]
 
 
 def train_stages(engine, step):
@@ -481,36 +442,32 @@ class Both(nn.Sequential):
 
 
 def save_stages(_):
-    stages_of(1, MATRICES_FIRST).save_checkpoint(".", tag="one stage")
-    for name, layers in (*LAYERS.items(), ("every group", [LayerSpec(Both)] * 2)):
+    stages_of(1, PARTS).save_checkpoint(".", tag="one stage")
+    for tag, layers in {"apart": PARTS, "every group": [LayerSpec(Both)] * 2}.items():
         engine = stages_of(2, layers)
         for step in (0, 1):
             train_stages(engine, step)
-        engine.save_checkpoint(".", tag=name)
-        torch.save([train_stages(engine, step) for step in (2, 3)], f"{name}.losses")
-        dist.barrier()
+        engine.save_checkpoint(".", tag)
+        save_truth([train_stages(engine, step) for step in (2, 3)], f"{tag}.losses")
+
+
+def check_stages(engine, tag, tolerance):
+    load(engine, tag)
+    losses = enumerate(read_truth(f"{tag}.losses"), 2)
+    gaps = [abs(train_stages(engine, step) - loss) for step, loss in losses]
+    assert max(gaps) <= tolerance, gaps
 
 
 @case(save_stages, stages=(1,), quick_ranks=(2, 3))
 def a_stage_without_a_parameter_group(stage):
     """Its only group has the number of another one: on the same stages, or not at all."""
     cure = "give each stage a parameter of every group"
-    for name, layers in LAYERS.items():
-        refused(stages_of(1, layers), f"has another: {cure}: it loads on its own ranks", tag=name)
-        if on_own_ranks():
-            engine = stages_of(2, layers, seed=5)
-            load(engine, name)
-            for group in engine.optimizer.param_groups:
-                assert group["weight_decay"] in (0.0, 0.1) and group["lr"] < 0.01
-            losses = torch.load(f"{name}.losses")
-            gaps = [abs(train_stages(engine, 2 + i) - loss) for i, loss in enumerate(losses)]
-            assert not max(gaps), (name, gaps)
+    refused(stages_of(1, PARTS), f"has another: {cure}: it loads on its own ranks", tag="apart")
     if on_own_ranks():
-        refused(stages_of(2, MATRICES_FIRST), f"; {cure}", tag="one stage")
-    whole = [LayerSpec(Both)] * 2
+        check_stages(stages_of(2, PARTS, seed=5), "apart", 0)
+        refused(stages_of(2, PARTS), f"; {cure}", tag="one stage")
+    if is_rank_0():
+        with pytest.raises(universal.CheckpointError, match=cure):
+            universal.convert("apart", "u")
     for stages in degrees():
-        engine = stages_of(stages, whole, seed=5)
-        load(engine, "every group")
-        losses = [train_stages(engine, step) for step in (2, 3)]
-        gaps = [abs(a - b) for a, b in zip(losses, torch.load("every group.losses"), strict=True)]
-        assert max(gaps) <= 1e-6, gaps
+        check_stages(stages_of(stages, [LayerSpec(Both)] * 2, seed=5), "every group", 1e-6)

@@ -233,18 +233,6 @@ class Vocabulary(nn.Module):
         self.word = state["word"]
 
 
-class WithVocabulary(Net):
-    def __init__(self):
-        super().__init__()
-        self.vocabulary = Vocabulary()
-
-
-@case(saved(net=WithVocabulary))
-def extra_state_without_tensors(stage):
-    engine = restored(stage, net=WithVocabulary)
-    assert engine.module.vocabulary.word == "1"
-
-
 def count_rank(engine):
     engine.module.calls += dist.get_rank()
 
@@ -321,14 +309,10 @@ def save_experts(stage):
     engine.save_checkpoint(".", tag="t")
 
 
-@case(save_experts, stages=(0, 1), quick_stages=(0,), quick_ranks=(2, 3))
+@case(save_experts, stages=(0,), quick_ranks=(2, 3))
 def experts(stage):
     """Without ZeRO install() leaves them to DeepSpeed, which loads them on the ranks that saved."""
     engine = make(stage, Experts, groups_of_experts, seed=5)
-    if stage:
-        load(engine)
-        check_same_state(engine.module, "truth.0")
-        return
     refused(engine, "of experts, only those of")
     if on_own_ranks():
         with overridden(DeepSpeedEngine, load_checkpoint=None):  # as it was, after that

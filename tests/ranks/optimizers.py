@@ -1,6 +1,5 @@
 """Another optimizer than the one that was saved; optimizers that keep what few keep."""
 
-import functools
 import warnings
 
 import numpy as np
@@ -40,22 +39,13 @@ def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def save_of_two_optimizers(stage):
-    train_and_save(stage)
-    train_and_save(stage, "momentum", optimizer=momentum)
-
-
-@case(save_of_two_optimizers)
+@case(saved(optimizer=momentum))
 def another_optimizer(stage):
     """Before anything is loaded."""
-    optim = torch.optim
-    # Fewer states, others, and other numbers.
-    for other in (optim.SGD, optim.Adagrad, optim.RAdam):
-        engine = make(stage, optimizer=functools.partial(other, lr=0.1))
-        before = snapshot(engine, states=False)
-        refused(engine, "of another optimizer: it has", "load_optimizer_states=False")
-        assert not differences(before, snapshot(engine, states=False)), other
-    refused(make(stage), "another optimizer", tag="momentum")
+    engine = make(stage)
+    before = snapshot(engine, states=False)
+    refused(engine, "of another optimizer: it has", "load_optimizer_states=False")
+    assert not differences(before, snapshot(engine, states=False))
 
 
 def parameters_of(optimizer):
@@ -205,15 +195,6 @@ def converted_without_a_state(stage):
     check_weights_restored(engine)
 
 
-@case(saved(scheduler=falling, zero={"elastic_checkpoint": True}), stages=(1, 2))
-def elastic_checkpoint(stage):
-    """Shards without padding and without hyper-parameters, which DeepSpeed writes at ZeRO-1 and 2
-    when told to: the scheduler knows the rate of the next step."""
-    for elastic in (True, False):
-        engine = restored(stage, scheduler=falling, zero={"elastic_checkpoint": elastic})
-        assert {group["lr"] for group in engine.optimizer.param_groups} == {0.01 * (1 / 3)}
-
-
 @case(saved(optimizer=torch.optim.Adagrad), quick_stages=(1, 3))
 def loaded_twice(stage):
     """DeepSpeed makes Adagrad anew with every load."""
@@ -228,5 +209,6 @@ ELASTIC = {"zero": {"elastic_checkpoint": True}, "optimizer": torch.optim.Adagra
 
 @case(saved(scheduler=falling, **ELASTIC), stages=(1, 2))
 def elastic_checkpoint_of_adagrad(stage):
-    """The scheduler sets the rates of an optimizer that DeepSpeed has replaced: none is taken."""
+    """ZeRO-1 and 2 then save no hyper-parameters. The scheduler sets the rates of an optimizer that
+    DeepSpeed has replaced: none is taken."""
     restored(stage, scheduler=falling, **ELASTIC)

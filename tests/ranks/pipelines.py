@@ -135,7 +135,7 @@ class Frozen(PartlyFrozen):
 
 def save_partly_frozen(stage):
     """Over a save of a tensor-parallel rank more, whose files of layers stay."""
-    engine = partly_frozen(2, zero=stage)
+    engine = partly_frozen(2)
     for tag, rank in (("two saves", 1), ("t", 1), ("t", 0)):
         train_pipeline(engine)
         axis = f"model_{rank:02}"
@@ -143,16 +143,15 @@ def save_partly_frozen(stage):
             engine.save_checkpoint(".", tag=tag)
     engine.save_checkpoint(".", tag="two saves")
     save_of_rank(state_of(engine))
-    if stage:
-        convert()
+    convert()
 
 
 @case(save_partly_frozen, stages=(1,), quick_ranks=(2, 3))
 def frozen_layers_of_a_pipeline(stage):
     """They are in the files of the layers."""
     truth = operator.or_(*truths_of_ranks())
-    for tag, stages in itertools.product("tu" if stage else "t", degrees()):
-        engine = partly_frozen(stages, zero=stage, seed=5)
+    for tag, stages in itertools.product("tu", degrees()):
+        engine = partly_frozen(stages, seed=5)
         load(engine, tag)
         state = state_of(engine)
         assert state.keys() <= truth.keys()
@@ -179,7 +178,7 @@ def tied_by_function(stages, which, **options):
 
 def save_tied_by_function(stage):
     for which in TIED_BY_FUNCTION:
-        engine = tied_by_function(1 if which == "end" else 2, which, zero=stage)
+        engine = tied_by_function(1 if which == "end" else 2, which)
         train_pipeline(engine)
         if which == "apart" and dist.get_rank():
             engine.module.tied_modules["tied"].scale += 1
@@ -193,7 +192,7 @@ TIED_BY_FUNCTION = ("begin", "end", "apart", "begin, end")
 @case(save_tied_by_function, stages=(1,), quick_ranks=(2, 3))
 def tied_layers_with_a_function(stage):
     for which, stages in itertools.product(TIED_BY_FUNCTION, degrees()):
-        engine = tied_by_function(stages, which, zero=stage, seed=5)
+        engine = tied_by_function(stages, which, seed=5)
         unsaved = "not in the checkpoint (2): tied_modules.tied.bias"
         words = {
             "apart": stages == 1 and "0.scale and 2.scale are of one tied layer, and differ",

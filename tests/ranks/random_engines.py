@@ -1,33 +1,33 @@
-"""Random models, optimizers and ZeRO options, saved on some ranks and loaded on others or on the
-same: outcomes_of(seeds, folder).
+"""Random models, optimizers and ZeRO options, saved on some ranks and loaded on others, or on the
+same: random_layouts.failures_of() plays them.
 
-An engine is wrong when load_checkpoint() returns and anything it holds is not what was saved:
-weights, masters, states, frozen parameters, buffers, extra state, hyper-parameters, step counts,
-scheduler, counters, client state; when the losses of two more steps are others; or when the proof
-finds one of ten that is. wanted() says which of them must load."""
+After a load everything is what it was: weights, masters, states, frozen parameters, buffers, extra
+state, hyper-parameters, step counts, scheduler, counters, client state; the losses of two more
+steps; what the proof says of ten. What is converted is what the live engine held, file by file."""
 
 import contextlib
-import functools
 import io
+import os
 import random
-import re
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+import stage_0
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import universal
-from tests.support import toy
-from tests.support.helpers import run_all
+from tests.support import files, toy
+from tests.support.case import convert
+from tests.support.helpers import fp16_is
 from tests.support.toy import (
+    BF16_OPTIMIZER,
     RARE_DTYPES,
     ExtraState,
-    begin,
     differences,
     falling,
-    in_turn,
     is_rank_0,
     make,
     read_truth,
@@ -49,95 +49,102 @@ OPTIMIZERS = {
     "ASGD": {},
     "Rprop": {},
 }
-NAMES = ["w", "a-b", "x[0]", "y+", "ünï", "sla/sh", "s p"]
+NAMES = ["w", "a-b", "x[0]", "y+", "ünï", "sla/sh", "s p", "star*", "quote'\"", "back\\slash"]
+CPU = {"device": "cpu"}
 # It is trained with samples of 5 numbers.
-train = functools.partial(toy.train, forward=functools.partial(toy.forward, width=5))
+train = partial(toy.train, forward=partial(toy.forward, width=5))
 
 
 # --------------------------------------------------------------------------------------------------
 # 1. what the engine of a seed is, and what is done with it
 
 
-class Side(NamedTuple):
-    """How it is cut, where it is saved or where it is loaded. zero: more of zero_optimization."""
-
-    stage: int
-    ranks: int
-    zero: dict
-
-
 class Plan(NamedTuple):
-    """later: another checkpoint is saved after it. converted: what is loaded is its conversion.
-    options: of load_checkpoint()."""
+    """saved, loaded: on how many ranks, in a tuple. stages, configs: of the engines that save and
+    load. later: another checkpoint is saved after it. converted: what is loaded is its conversion.
+    told: options of load_checkpoint()."""
 
     seed: int
-    saved: Side
-    loaded: Side
+    saved: tuple
+    loaded: tuple
+    stages: tuple
+    configs: tuple
+    precision: str
     optimizer: str
     groups: int
-    bf16: bool
+    empty_groups: int
     parts: list[str]
-    shapes: list[list[int]]
+    shapes: dict
     tag: str
     later: bool
     converted: bool
-    options: dict
+    told: dict
+
+    def is_convertible(self):
+        """Two optimizers keep what belongs to no single element."""
+        return self.optimizer not in ("ASGD", "NAdam")
+
+    def is_round_robin(self):
+        """DeepSpeed then misreads the masters and states of a live engine."""
+        return any(config["zero"].get("round_robin_gradients") for config in self.configs)
 
 
 def plan(seed):
     draw = random.Random(seed)
-    stages = [(1, 1), (2, 2), (3, 3), *((a, b) for a in (1, 2, 3) for b in (1, 2, 3))]
-    stage, to = draw.choice(stages)
-    ranks = draw.randint(1, 4)
-    optimizer = draw.choice(["AdamW"] * 6 + list(OPTIMIZERS))
-    other_ranks = draw.choice([ranks, 1, 2, 3, 4])
-    # DeepSpeed makes Adagrad anew, and of one group.
-    groups = 1 if optimizer == "Adagrad" else draw.randint(1, 3)
-    bf16 = draw.random() < 0.3
+    stages = (draw.randint(1, 3), draw.randint(1, 3))
+    ranks = (draw.randint(1, 4), draw.randint(1, 4))
+    precision = draw.choice(["fp32", "fp32", "bf16", "fp16"])
+    optimizer = draw.choice(["AdamW"] * 3 + list(OPTIMIZERS))
+    is_adagrad = optimizer == "Adagrad"  # DeepSpeed makes it anew, and of one group
     parts = [part for part in ("shared", "frozen", "tied", "extra") if draw.random() < 0.5]
-    shapes = [
-        [draw.choice([1, 2, 3, 5, 8]) for _ in range(draw.randint(1, 3))]
-        for _ in range(draw.randint(1, 5))
-    ]
-    zero = draw_zero_options(draw, stage)
-    other_zero = draw_zero_options(draw, to)
-    tag = draw.choice(["t", "epoch1/step2", "a tag"])
-    later = draw.random() < 0.5
-    converted = draw.random() < 0.2
-    options = [{}] * 6 + [{"load_optimizer_states": False}, {"load_module_only": True}]
+    configs = tuple(config_of(draw, *side, precision) for side in zip(stages, ranks, strict=True))
+    if draw.random() < 0.2:  # the very layout
+        stages, ranks, configs = (both[:1] * 2 for both in (stages, ranks, configs))
+    told = [{}] * 6 + [{"load_optimizer_states": False}, {"load_module_only": True}]
     return Plan(
         seed=seed,
-        saved=Side(stage, ranks, zero),
-        loaded=Side(to, other_ranks, other_zero),
+        saved=ranks[:1],
+        loaded=ranks[1:],
+        stages=stages,
+        configs=configs,
+        precision=precision,
         optimizer=optimizer,
-        groups=groups,
-        bf16=bf16,
+        groups=1 if is_adagrad else draw.randint(1, 3),
+        empty_groups=0 if is_adagrad else draw.choice([0, 0, 2]),
         parts=parts,
-        shapes=shapes,
-        tag=tag,
-        later=later,
-        converted=converted,
-        options=draw.choice(options),
+        shapes={
+            name: [draw.choice([1, 2, 3, 5, 8]) for _ in range(draw.randint(1, 3))]
+            for name in draw.sample(NAMES, draw.randint(1, 5))
+        },
+        tag=draw.choice(["t", "epoch1/step2", "a tag"]),
+        later=draw.random() < 0.5,
+        converted=draw.random() < 0.2 and optimizer not in ("ASGD", "NAdam"),
+        told=draw.choice(told),
     )
 
 
-def draw_zero_options(draw, stage):
+def config_of(draw, stage, ranks, precision):
+    """More of an engine's config."""
+    if stage == 1 and precision == "bf16" and draw.random() < 0.5:
+        return BF16_OPTIMIZER | {"zero": {}}
     if stage == 3:
-        return {
+        zero = {
             "sub_group_size": draw.choice([10**9, 1, 20]),
             "stage3_param_persistence_threshold": draw.choice([0, 10, 10**5]),
+            # Each pair of 4 ranks has a second copy of the parameters.
+            "zero_hpz_partition_size": draw.choice([1, 2]) if ranks == 4 else 1,
         }
-    return {
-        "round_robin_gradients": draw.random() < 0.3,
-        "elastic_checkpoint": draw.random() < 0.2,
-    }
-
-
-def wanted(plan):
-    """The one outcome that is right: all load but those of the two optimizers that keep what
-    belongs to no single element, where they were to be converted."""
-    convertible = plan.optimizer not in ("ASGD", "NAdam")
-    return "right" if convertible or not plan.converted else "not converted"
+    else:
+        zero = {
+            "round_robin_gradients": draw.random() < 0.3,
+            "elastic_checkpoint": draw.random() < 0.2,
+            "parameter_alignment": draw.random() < 0.2,
+        }
+    if draw.random() < 0.2:
+        zero["offload_optimizer"] = CPU
+        if stage == 3:
+            zero["offload_param"] = CPU
+    return stage_0.PRECISIONS[precision] | {"zero": zero}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -147,10 +154,11 @@ def wanted(plan):
 class Model(nn.Module):
     def __init__(self, parts, shapes):
         super().__init__()
-        weights = {name: torch.randn(shape) for name, shape in zip(NAMES, shapes, strict=False)}
-        self.weights = nn.ParameterDict(weights)
+        self.weights = nn.ParameterDict({name: torch.randn(shapes[name]) for name in shapes})
+        self.unused = nn.Parameter(torch.randn(2, 3))
+        self.register_buffer("scratch", torch.randn(4), persistent=False)
         if "tied" in parts:
-            self.again = nn.ParameterDict({"w": self.weights["w"]})
+            self.again = nn.ParameterDict({"w": self.first()})
         if "frozen" in parts:
             self.frozen = nn.Parameter(torch.randn(4, 9)[:, 2:7], requires_grad=False)
         if "shared" in parts:
@@ -158,53 +166,57 @@ class Model(nn.Module):
         if "extra" in parts:
             self.extra = ExtraState(RARE_DTYPES)
 
+    def first(self):
+        return next(iter(self.weights.values()))
+
     def forward(self, x):
         x = x.flatten()
         total = sum((p * x[i % len(x)]).sin().mean() for i, p in enumerate(self.weights.values()))
         if hasattr(self, "frozen"):
             total = total * (1 + self.frozen.float().cos().mean())
         if hasattr(self, "norm"):  # the same on every rank, as it looks at nothing of the batch
-            element = self.weights["w"].float().flatten()[:1]
+            element = self.first().float().flatten()[:1]
             total = total + self.norm(element.expand(4, 3) + torch.eye(4, 3)).pow(3).mean()
         return total.float().pow(2)
 
 
-def engine_of(plan, side, seed):
+def engine_of(plan, side):
     def make_optimizer(parameters):
-        groups = split_groups(parameters, plan.groups)
+        groups = split_groups(parameters, plan.groups) + [{"params": []}] * plan.empty_groups
         return getattr(torch.optim, plan.optimizer)(groups, **OPTIMIZERS[plan.optimizer])
 
+    universal.install()
+    fp16_is(True)()
     return make(
-        side.stage,
+        plan.stages[side],
         lambda: Model(plan.parts, plan.shapes),
         make_optimizer,
-        seed,
-        side.zero,
-        bf16={"enabled": plan.bf16},
+        seed=side,
         clip=1.0,
         scheduler=falling,
+        **plan.configs[side],
     )
 
 
 def save(plan):
-    """What came of it: "saved", or the line that says why it is not converted."""
-    engine = engine_of(plan, plan.saved, seed=1)
+    engine = engine_of(plan, 0)
     for step in (0, 1):
         train(engine, step)
     client_state = {"word": plan.seed, "rare": torch.ones(2, dtype=torch.uint16)}
     engine.save_checkpoint(".", tag=plan.tag, client_state=client_state)
-    save_truth(snapshot(engine))
+    truth = snapshot(engine)
+    save_truth(truth)
     losses = [train(engine, 2)]
     if plan.later:
         engine.save_checkpoint(".", tag="a later one")
     save_truth([*losses, train(engine, 3)], "losses.pt")
     train_on(engine)
-    if plan.converted and is_rank_0():
-        try:
+    if plan.is_convertible():
+        convert(plan.tag, "universal")
+        check_converted(plan, truth)
+    elif is_rank_0():
+        with pytest.raises(universal.CheckpointError, match="belongs to no single element"):
             universal.convert(plan.tag, "universal")
-        except universal.CheckpointError as error:
-            return f"not converted: {error}"
-    return "saved"
 
 
 def train_on(engine):
@@ -213,87 +225,80 @@ def train_on(engine):
         train(engine, step)
 
 
+def converted_states(folder):
+    """{"NAME STATE": tensor} of a converted checkpoint."""
+    zero = Path(folder, "zero")
+    paths = {
+        path: f"{path.parent.relative_to(zero)} {path.stem}" for path in zero.glob("*/**/*.pt")
+    }
+    contents = {name: files.load(path) for path, name in paths.items()}
+    return {name: c["param"] if isinstance(c, dict) else c for name, c in contents.items()}
+
+
+def check_converted(plan, truth):
+    """One file for each state of each parameter, and no other; in the module everything else, under
+    each of its names and in its dtype."""
+    names = [name.removesuffix(" fp32") for name in truth if name.endswith(" fp32")]
+    states = {key: truth[key] for key in truth if key.startswith(tuple(f"{n} " for n in names))}
+    rest = {key for key in truth if torch.is_tensor(truth[key])}
+    rest = {key: truth[key] for key in rest - {*states, *names, "scratch"}}
+    same = {key.replace("norm.", "same."): rest[key] for key in rest if key.startswith("norm.")}
+    module = files.load(Path("universal", files.MODEL))["module"]
+    assert module.keys() == (rest | same).keys() and not differences(rest | same, module)
+    for scalars in truth["steps"]:
+        states |= {f"{name} step": torch.tensor(scalars["step"]) for name in names}
+    converted = converted_states("universal")
+    assert converted.keys() == states.keys()
+    assert plan.is_round_robin() or not differences(states, converted)
+    if not plan.configs[0]["zero"].get("elastic_checkpoint"):
+        groups = files.load("universal/zero/optimizer_state.pt")["param_groups"]
+        assert [group | {"params": 0} for group in groups] == [
+            group | {"params": 0} for group in truth["groups"]
+        ]
+
+
 def load(plan):
-    """What came of it: "right", what is wrong, or why it was refused."""
-    engine = engine_of(plan, plan.loaded, seed=2)
+    engine = engine_of(plan, 1)
     train(engine, 9)
     expected = "universal" if plan.converted else plan.tag
     tag = expected if plan.converted or plan.later or plan.seed % 2 else None
-    try:
-        path, client_state = universal.load_checkpoint(engine, ".", tag, **plan.options)
-    except universal.CheckpointError as error:
-        return f"refused: {error}"
-    wrong = differences(comparable(plan, read_truth()), snapshot(engine))
-    if path != expected:
-        wrong.append(path)
-    if client_state["word"] != plan.seed or client_state["rare"].tolist() != [1, 1]:
-        wrong.append("client state")
-    if not plan.options:
-        losses = zip((2, 3), read_truth("losses.pt"), strict=True)
-        gap = max(abs(train(engine, step) - loss) for step, loss in losses)
-        if gap > (0 if plan.saved == plan.loaded else 2e-2 if plan.bf16 else 1e-5):
-            wrong.append(f"loss {gap}")
-        train_on(engine)
-    return f"WRONG: {wrong}" if wrong else "right"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        path, client_state = universal.load_checkpoint(engine, ".", tag, **plan.told)
+        check_loaded(plan, engine)
+    assert Path(path) == Path(expected)
+    assert client_state["word"] == plan.seed and client_state["rare"].tolist() == [1, 1]
+    # When the loss scale grows, ZeRO-3 reports another gradient norm than ZeRO-1.
+    if is_rank_0() and not plan.told and plan.precision != "fp16":
+        (proof,) = (line for line in printed.getvalue().splitlines() if "trained before" in line)
+        assert "the loss differs by at most" in proof, proof
 
 
-def comparable(plan, truth):
-    """What must be as it was. DeepSpeed misreads the masters and states of a live engine with
-    round_robin_gradients."""
+def check_loaded(plan, engine):
+    """It holds what was saved; and what it saves, converted, is what the first one was."""
+    opened = {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+    assert not [path for path in opened if path.endswith(".pt")]
+    truth = read_truth()
     masters = {name for name in truth if name.endswith(" fp32")}
-    states = {name for name in truth if " " in name.replace("s p", "")} - masters
-    left_out = set()
-    if any(side.zero.get("round_robin_gradients") for side in (plan.saved, plan.loaded)):
-        left_out |= masters | states
-    if plan.options:  # the optimizer is a new one
-        left_out |= states | {"groups", "steps", "counters", "scheduler"}
-    return {name: value for name, value in truth.items() if name not in left_out}
-
-
-def play(phase, *seeds):
-    """What every rank does."""
-
-    def play_engine(seed):
-        job = plan(int(seed))
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            outcome = {"save": save, "load": load}[phase](job)
-        proofs = re.findall("^.*trained before.*$", said.getvalue(), re.M)
-        if is_rank_0() and phase == "load" and outcome == "right" and not job.options:
-            (proof,) = proofs
-            outcome = "right" if "the loss differs by at most" in proof else f"WRONG: {proof}"
-        Path(f"{phase}.{dist.get_rank()}").write_text(outcome)
-
-    begin()
-    universal.install()
-    in_turn(seeds, play_engine)
-
-
-# --------------------------------------------------------------------------------------------------
-# 3. what came of it
-
-
-def outcome_of(folder, phase, failed):
-    """What came of a phase for one engine."""
-    if failed:
-        return f"FAILED: {failed.strip().splitlines()[-1]}"
-    outcomes = {path.read_text() for path in folder.glob(f"{phase}.*")}
-    if phase == "save":  # rank 0 converts
-        outcomes = outcomes - {"saved"} or outcomes
-    if len(outcomes) > 1:
-        return f"FAILED: not all ranks say the same: {outcomes}"
-    return outcomes.pop()
-
-
-def outcomes_of(seeds, folder):
-    """{seed: what came of it}. All engines of a number of ranks are saved in one launch, and loaded
-    in one."""
-    outcomes = {}
-    left = {str(seed): plan(seed) for seed in seeds}
-    for phase, side in (("save", "saved"), ("load", "loaded")):
-        for ranks in (1, 2, 3, 4):
-            names = [name for name in left if getattr(left[name], side).ranks == ranks]
-            failed = run_all(folder, ranks, play, phase, names=names)
-            for name in names:
-                outcomes[int(name)] = outcome_of(folder / name, phase, failed.get(name))
-        left = {name: job for name, job in left.items() if outcomes[int(name)] == "saved"}
-    return outcomes
+    states = {n for n in truth if n.startswith(tuple(m.removesuffix("fp32") for m in masters))}
+    left_out = {"scratch"}
+    if plan.precision == "bf16":  # a constant, of which BF16_Optimizer has none
+        left_out.add("scale")
+    if plan.is_round_robin():
+        left_out |= states
+    if plan.told:  # the optimizer is a new one
+        left_out |= (states - masters) | {"groups", "steps", "counters", "scheduler", "scale"}
+    lost = {*differences(truth, snapshot(engine))} - left_out
+    assert not lost, lost
+    if plan.told:
+        return
+    if plan.is_convertible():
+        engine.save_checkpoint("again", tag="t", save_latest=False)
+        convert("again/t", "again/u")
+        first, again = map(converted_states, ("universal", "again/u"))
+        assert first.keys() == again.keys() and not differences(first, again)
+    losses = zip((2, 3), read_truth("losses.pt"), strict=True)
+    gap = max(abs(train(engine, step) - loss) for step, loss in losses)
+    sides = [(plan.saved, plan.loaded), plan.stages, plan.configs]
+    is_same = all(before == now for before, now in sides)
+    assert gap <= (0 if is_same else 1e-5 if plan.precision == "fp32" else 2e-2), gap
+    train_on(engine)

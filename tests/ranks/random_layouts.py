@@ -295,7 +295,7 @@ def load(plan):
 
 
 def play(module, phase, *seeds):
-    """What every rank does. module: this one, or random_pipelines."""
+    """What every rank does. module: this one, random_pipelines, or random_engines."""
     begin()
     in_turn(seeds, lambda seed: getattr(module, phase)(module.plan(int(seed))))
 
@@ -304,7 +304,7 @@ def failures_of(module, seeds, folder):
     """{seed: error} of those that were not loaded as they were saved."""
     failures = {}
     for phase, side in (("save", "saved"), ("load", "loaded")):
-        for ranks in (1, 2, 4):
+        for ranks in (1, 2, 3, 4):
             plans = {str(seed): module.plan(seed) for seed in seeds if str(seed) not in failures}
             names = [name for name in plans if math.prod(getattr(plans[name], side)) == ranks]
             failures |= run_all(folder, ranks, play, module, phase, names=names)

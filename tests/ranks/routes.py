@@ -2,7 +2,6 @@
 assemble for themselves, and DeepSpeed's own loader, on the ranks that saved."""
 
 import contextlib
-import itertools
 import os
 import time
 from pathlib import Path
@@ -66,10 +65,21 @@ class Matrices(Net):
 
 MUON = {"net": Matrices, "optimizer": {"type": "Muon", "params": {"lr": 1e-2, "torch_adam": True}}}
 MUON_BF16 = MUON | BF16_OPTIMIZER
-IN_MEMORY = MUON | {"zero": {"reduce_scatter": False, "save_muon_momentum_buffer_in_memory": True}}
+NOT_SCATTERED = {"reduce_scatter": False}
+IN_PARTS = MUON | {"zero": NOT_SCATTERED}
+IN_MEMORY = MUON | {"zero": NOT_SCATTERED | {"save_muon_momentum_buffer_in_memory": True}}
+OFFLOADED = MUON | {"zero": NOT_SCATTERED | {"offload_optimizer": {"device": "cpu"}}}
 
 
 # DeepSpeed cannot gather all states.
+@case(saved_with_losses(steps=3, states=False, **IN_PARTS), quick_stages=(1, 3), quick_ranks=(2, 3))
+def muon_at_each_stage(stage):
+    """At ZeRO-1 and 2 a rank keeps whole momenta; with offload, and at ZeRO-3, parts of them."""
+    check_losses(resumed(stage, **IN_PARTS), begin=3)
+    check_losses(resumed(stage, **OFFLOADED), begin=3, exact=False)
+    check_losses(resumed(4 - stage, **IN_PARTS), begin=3, exact=False)
+
+
 @case(saved_with_losses(steps=3, states=False, **MUON_BF16), stages=(1,), quick_ranks=(2, 3))
 def muon_on_bf16_optimizer(stage):
     """It cuts the momentum like the masters; ZeRO-1 and 2 keep whole matrices."""
@@ -305,10 +315,8 @@ def tied_layers_with_parameters_of_their_own(stage):
     truths = truths_of_ranks()
     biases = [state["tied_modules.tied.bias"] for state, _ in truths]
     assert not torch.equal(*biases)
-    for strict, states in itertools.product((True, False), repeat=2):
-        engine = untied(1, stage, seed=5)
-        told = {"load_module_strict": strict, "load_optimizer_states": states}
-        refused(engine, f"{reason}: it loads on its own ranks only", **told)
+    for told in ({}, {"load_module_strict": False, "load_optimizer_states": False}):
+        refused(untied(1, stage, seed=5), f"{reason}: it loads on its own ranks only", **told)
     if on_own_ranks():
         truth, losses = truths[dist.get_rank()]
         for states in (False, True):
@@ -376,26 +384,6 @@ def an_optimizer_that_nobody_knows(stage):
         "parameter groups": {"optimizer": two_groups},
     }.items():
         refused(unknown(make(stage, **options)), reason)
-
-
-def save_for_every_route(stage):
-    train_and_save(stage, "even")
-    train_and_save(stage, "uneven", optimizer=SliceNorm)
-    save_pipeline(LayerSpec(nn.Linear, 8, 8))
-
-
-@case(save_for_every_route, stages=(1,), quick_ranks=(2,))
-def another_batch_on_every_route(stage):
-    if not on_own_ranks():
-        return
-    loads = [("even", make(stage, batch=24))]
-    loads.append(("uneven", make(stage, batch=24, optimizer=SliceNorm)))
-    loads += [("t", pipeline(n, LayerSpec(nn.Linear, 8, 8), batch=24)) for n in (1, 2)]
-    for tag, engine in loads:
-        PRINTED.truncate(0)
-        load(engine, tag)
-        count = PRINTED.getvalue().count("the global batch was 12, and is 24 now: to keep 12, ")
-        assert count == is_rank_0(), (tag, PRINTED.getvalue())
 
 
 # --------------------------------------------------------------------------------------------------

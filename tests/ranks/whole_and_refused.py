@@ -3,8 +3,6 @@ cannot be restored, and is refused by the reason that is true."""
 
 import contextlib
 import functools
-import importlib
-import itertools
 import shutil
 from pathlib import Path
 
@@ -31,17 +29,20 @@ from tests.support.case import (
     saved_with_losses,
     train_and_save,
 )
-from tests.support.files import edit
+from tests.support.files import edit, flip
 from tests.support.toy import (
     BF16,
     ExtraState,
     Net,
     differences,
     falling,
+    is_elementwise,
     is_rank_0,
     make,
     read_truth,
     save_truth,
+    snapshot,
+    train,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -318,6 +319,43 @@ def put_away(stage):
     check_restored(engine)
 
 
+PRECISIONS = {"fp32": {}, "bf16": BF16}
+
+
+def save_beside_damage(stage):
+    for tag, options in PRECISIONS.items():
+        train_and_save(stage, tag, **options)
+        if is_rank_0():
+            Path("truth.pt").rename(f"{tag}.pt")
+            shutil.copytree(tag, f"damaged {tag}")
+            for shard in Path(f"damaged {tag}").glob("*zero_pp_rank_1_*optim_states.pt"):
+                flip(shard)
+
+
+def places_of(engine):
+    """The masters and states, by their addresses."""
+    states = engine.optimizer.optimizer.state.items()
+    tensors = [tensor for masters, state in states for tensor in (masters, *state.values())]
+    return [tensor.data_ptr() for tensor in tensors if is_elementwise(tensor)]
+
+
+@case(save_beside_damage, quick_stages=(1, 2, 3), quick_ranks=(2,))
+def states_stay_where_they_are(stage):
+    """So that a card need not hold both. Damage leaves all as it was, in an engine that has stepped
+    and in one that has not."""
+    for tag, options in PRECISIONS.items():
+        engine = make(stage, seed=5, **options)
+        for _ in range(2):
+            before = snapshot(engine)
+            refused(engine, "is damaged", tag=f"damaged {tag}")
+            assert not differences(before, snapshot(engine))
+            train(engine, 7)
+        places = places_of(engine)
+        load(engine, tag)
+        assert len(places) >= 3 and places_of(engine) == places
+        check_restored(engine, f"{tag}.pt")
+
+
 @case(stages=(1, 3), quick_stages=(1,))
 def a_new_scheduler(stage):
     engine = make(stage, scheduler=falling)
@@ -534,46 +572,3 @@ def nothing_trained_has_its_name(stage):
     ):
         for to in {stage, 1}:
             refused(make(to, renamed, seed=5), *lists, **options)
-
-
-# --------------------------------------------------------------------------------------------------
-# Optimizers of packages, with states of few bits
-
-
-class Wide(nn.Module):
-    """Its parameters fill the blocks of such states, on each rank."""
-
-    def __init__(self):
-        super().__init__()
-        widths = [8, 64, 64, 64, 64, 64]
-        layers = [nn.Linear(*pair, bias=False) for pair in itertools.pairwise(widths)]
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x):
-        return self.layers(x).tanh().pow(2).mean()
-
-
-def low_bit_case(name):
-    """It goes on exactly on its own ranks, and is refused elsewhere, by DeepSpeed's own loader."""
-    package, _, kind = name.partition(".")
-
-    def optimizer(parameters):
-        return getattr(importlib.import_module(f"{package}.optim"), kind)(parameters, lr=1e-3)
-
-    options = {"net": Wide, "optimizer": optimizer}
-
-    @case(saved_with_losses(states=False, **options))
-    def load_low_bit(stage):
-        if on_own_ranks():
-            check_losses(resumed(stage, **options))
-        else:
-            engine = make(stage, **options)
-            refused(engine, "is not cut like the weights: it loads on its own ranks only")
-
-    return load_low_bit
-
-
-LOW_BIT = {
-    name: low_bit_case(name)
-    for name in ("bitsandbytes.Adam8bit", "bitsandbytes.AdamW32bit", "torchao.AdamW8bit")
-}
