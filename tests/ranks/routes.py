@@ -90,6 +90,10 @@ def muon_on_bf16_optimizer(stage):
 def muon_with_its_momentum_in_memory(stage):
     """ZeRO-3 looks for it in a buffer of its own, which DeepSpeed's loader leaves at zero."""
     check_losses(resumed(stage, **IN_MEMORY), begin=3)
+    if on_own_ranks():
+        engine = unknown(make(stage, seed=5, **IN_MEMORY))  # which DeepSpeed's loader gets
+        load(engine)
+        check_losses(engine, begin=3)
 
 
 # --------------------------------------------------------------------------------------------------
