@@ -9,8 +9,6 @@ from universal import convert
 from universal.diff import diff
 from universal.inspect import look
 
-SCRIPT = "tests/ranks/model_parallel.py"
-
 
 def facts_in(folder):
     view = look(folder)
@@ -29,18 +27,23 @@ def test_experts(work):
     assert diff(work / "moe", work / "moe")["same"]
 
 
+FLAGS = (
+    "--zero_stage 3 --tensor_parallel 2 --n_layer 1 --n_embd 32 --n_head 4 --seq_len 16 --steps 1 "
+    "--train_batch_size 8 --train_micro_batch_size_per_gpu 2 --checkpoint_dir c "
+    "--checkpoint_interval 1"
+).split()
 LAYOUTS = {
-    "ZeRO-3, 4 ranks (tensor 2 x data 2)": ("autotp", 3, 2),
-    "ZeRO-1, 4 ranks (tensor 2 x pipeline 2)": ("pipeline", 2, 2),
+    "ZeRO-3, 4 ranks (tensor 2 x data 2)": (4, "examples.train_tp_sp", *FLAGS),
+    "ZeRO-1, 8 ranks (tensor 2 x pipeline 2 x data 2)": (8, "tests/ranks/model_parallel.py", "c"),
 }
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_model_parallel(tmp_path, kind):
-    run(tmp_path, 4, SCRIPT, tmp_path / "c", *LAYOUTS[kind])
+    run(tmp_path, *LAYOUTS[kind])
     facts = facts_in(tmp_path / "c")
     assert facts["kind"] == kind
     assert facts["batch"] == {"samples": 8, "micro": facts["batch"]["micro"], "doubt": ""}
-    source = tmp_path / "c" / "global_step3"
+    (source,) = (tmp_path / "c").glob("global_step*")
     convert(source, tmp_path / "u")
     assert diff(source, tmp_path / "u")["same"]
