@@ -187,7 +187,7 @@ def tensor_parallel():
 
 
 def pipeline():
-    layers = layouts.LAYERS["norm last"]
+    layers = layouts.PARTS
     save(layouts.stages_of(2, layers), layouts.train_stages)
     return layouts.stages_of(2, layers, seed=5)
 
