@@ -43,20 +43,32 @@ BATCH_ATTRIBUTES = {
     "batch_timer": "batch_size",  # a pipeline's
     "random_ltd_scheduler": "global_batch_size",
 }
-# How to keep a batch, by the package whose code calls a step or a load; "" for any.
+# How to keep a batch, by what a name has in it: of a module that calls a step or a load, of a file
+# beside a checkpoint, or of a key in its client state.
 CURES = {
-    "transformers": (
+    ("transformers", "trainer_state.json"): (
         "under a Trainer, put `UNIVERSAL_BATCH={batch} python -m universal` before the command, "
         "with per_device_train_batch_size={micro}"
     ),
-    "accelerate": (
+    ("accelerate", "random_states_"): (
         "with accelerate, `config |= batches.config({batch}, {micro})` for the plugin, `steps = "
         "trainer.fill_steps(loader, batches.share(model))` after prepare(), `steps.epoch, "
         "steps.begin = divmod(step, steps.per_epoch)` in place of what skips micro-batches, `for "
         "inputs, weight in zip(loader, steps.all_weights()):` and `accelerator.backward(weight * "
         "loss)`, with `from universal import batches, trainer`"
     ),
-    "": (
+    ("lightning",): (
+        "with Lightning, `config |= batches.config({batch}, {micro})`, `accumulate_grad_batches="
+        'config.pop("gradient_accumulation_steps")`, and the lines (1) to (4) of '
+        "examples/lightning_module.py, with `from universal import batches`"
+    ),
+    ("deepspeed.runtime.pipe",): (
+        "in a pipeline, `config |= batches.config({batch}, {micro}, ranks)` for so many "
+        "data-parallel ranks, and `engine.train_batch((inputs(m), (targets(m), torch.tensor(weight"
+        "))) for m, weight in batches.share(engine))` with a loss_fn that multiplies by the weight"
+        ", with `from universal import batches`"
+    ),
+    ("",): (
         "in a loop of your own, `config |= batches.config({batch}, {micro})`, `for m, weight in "
         "batches.share(engine):` with micro-batch m of the step, and `engine.backward(weight * "
         "loss)`, with `from universal import batches`"
@@ -81,13 +93,11 @@ class Share:
     is_exact: bool = False
 
     def __post_init__(self):
-        rest = self.batch % self.micro_batch
-        if rest or not self.batch:
-            below = self.batch - rest
-            nearest = f"{below} or {below + self.micro_batch}" if below else self.micro_batch
+        fitting = largest_divisor(self.batch or 1, self.micro_batch)
+        if fitting != self.micro_batch or not self.batch:
             raise ValueError(
                 f"a batch of {self.batch} does not divide into micro-batches of "
-                f"{self.micro_batch}; the nearest that does: {nearest}"
+                f"{self.micro_batch}, but into those of {fitting}"
             )
 
     @property
@@ -236,7 +246,7 @@ def checked_step(engine, step, *args, **options):
         raise ValueError(
             f"the config names a batch of {share.batch}, and this step trains {trained} samples, "
             f"{share.micro_batch} x {steps} accumulation steps x {share.ranks} ranks. To keep "
-            f"{share.batch}: {'; or '.join(cures(share.batch, share.micro_batch))}"
+            + "\n  ".join([f"{share.batch}:", *cures(share.batch, share.micro_batch)])
         )
     return step(engine, *args, **options)
 
@@ -254,13 +264,14 @@ def name_batch(engine, set_batch, batch):
     engine.config = engine._config._param_dict = written | changes
 
 
-def cures(batch: int, micro_batch: int) -> list[str]:
-    """Says how to keep a batch on any number of ranks; what fits the calling code comes first."""
-    callers = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)}
-    packages = {"", *(name.partition(".")[0] for name in callers)}
-    micro = largest_divisor(batch, micro_batch)
-    fitting_first = sorted(CURES, key=lambda package: package not in packages)
-    return [CURES[package].format(batch=batch, micro=micro) for package in fitting_first]
+def cures(batch: int | None, micro_batch: int, *names: str) -> list[str]:
+    """Says how to keep a batch on any number of ranks; what fits the calling code, or a checkpoint
+    with these names, comes first. batch: None for one that the reader has to choose."""
+    callers = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)]
+    seen = "\n".join([*names, *callers])
+    micro = largest_divisor(batch, micro_batch) if batch else micro_batch
+    fitting_first = sorted(CURES, key=lambda signs: not any(sign in seen for sign in signs))
+    return [CURES[signs].format(batch=batch or "BATCH", micro=micro) for signs in fitting_first]
 
 
 def largest_divisor(batch: int, most: int) -> int:

@@ -13,6 +13,8 @@ import argparse
 import contextlib
 import json
 import os
+import re
+import shlex
 import sys
 from collections import ChainMap
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ from typing import Any
 
 from universal import batches
 from universal.checkpoint.describe import describe, left_over, paths_of
-from universal.checkpoint.facts import batch_of, doubt_of
+from universal.checkpoint.facts import CHOOSE, batch_of, doubt_of
 from universal.checkpoint.module_states import client_state_of, config_of
 from universal.checkpoint.next_steps import read_rows
 from universal.checkpoint.same_step import check_same_step, compares_weights
@@ -34,6 +36,7 @@ from universal.write.console import counted, in_one_line, print_screen, short, w
 
 WORKERS = 4
 SHOWN = 8  # tags, groups on the screen
+CLIENT_FILES = ("trainer_state.json", "random_states_0.pkl")
 
 # --------------------------------------------------------------------------------------------------
 # 1. what is in a folder
@@ -81,10 +84,20 @@ def places_in(folder, tag):
     else:
         places = {name: folder / name for name in list_tags(folder)}
     if not places:
-        below = sorted({path.parent.name for path in folder.glob("*/latest")})
-        more = f", but folders in it do: {', '.join(below)}" if below and tag is None else ""
+        below = sorted(folder.glob("*/latest"), key=numbers_in)
+        more = ""
+        if below and tag is None:
+            *_, newest = [path.parent for path in below]
+            more = (
+                f", but {counted(len(below), 'folder')} in it do: `python -m universal.inspect "
+                f"{shlex.quote(str(newest))}` looks at the newest"
+            )
         raise CheckpointError(f"{folder / (tag or '')} holds no checkpoint{more}")
     return places
+
+
+def numbers_in(latest):
+    return [*map(int, re.findall(r"\d+", latest.parent.name))]
 
 
 def look_at(folder):
@@ -165,10 +178,19 @@ def facts_of(described: Described) -> dict[str, Any]:
         "tensors": len(checkpoint.parameters),
         "elements": sum(p.states["fp32"].numel for p in checkpoint.parameters.values()),
         "client_state": sorted(map(str, client_state_of(model))),
+        "client_signs": client_signs(checkpoint),
         "next_steps": steps and [steps[0], steps[-1]],
         "own_ranks_only": own_ranks_only(checkpoint),
         "notes": notes,
     }
+
+
+def client_signs(checkpoint):
+    """Returns the names, for batches.cures(), by which one knows whose code saved a checkpoint."""
+    folder = checkpoint.folder.absolute().parent
+    beside = [name for name in CLIENT_FILES if (folder / name).exists()]
+    is_pipeline = any(checkpoint.folder.glob("layer_*"))
+    return [*beside, "deepspeed.runtime.pipe"] if is_pipeline else beside
 
 
 def kind_of(checkpoint):
@@ -258,13 +280,18 @@ def settings_on(facts: dict[str, Any], ranks: int) -> Iterator[str]:
         raise CheckpointError(f"it resumes on its own ranks only: {facts['own_ranks_only']}")
     if not facts["batch"]:
         raise CheckpointError("its config names no batch")
-    batch, micro, _ = facts["batch"].values()
-    try:
-        share = batches.Share(batch, micro, ranks)
-    except ValueError as error:
-        raise CheckpointError(error) from error
-    yield from wrapped(f"on {counted(ranks, 'data-parallel rank')}: {share}")
-    yield from (f"  {cure}" for cure in batches.cures(batch, micro))
+    batch, micro, doubt = facts["batch"].values()
+    heading = f"the batch was {batch}{doubt}: {CHOOSE}"
+    if not doubt:
+        try:
+            share = batches.Share(batch, micro, ranks)
+        except ValueError as error:
+            raise CheckpointError(error) from error
+        heading = f"on {counted(ranks, 'data-parallel rank')}: {share}"
+    yield from wrapped(heading)
+    names = facts["client_signs"] + facts["client_state"]
+    cures = batches.cures(None if doubt else batch, micro, *names)
+    yield from (f"  {cure}" for cure in cures)
 
 
 def main():

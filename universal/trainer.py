@@ -208,10 +208,11 @@ class AnyRanks:
             micro_batch = self.args.per_device_train_batch_size
             batch = micro_batch * self.args.gradient_accumulation_steps * ranks
             raise ValueError(
-                "AnyRanks keeps the batch that DeepSpeed's config names, such as that of now: "
-                f"`config |= batches.config({batch}, {micro_batch})`, `TrainingArguments(deepspeed="
-                f"config, per_device_train_batch_size={micro_batch}, gradient_accumulation_steps="
-                'config["gradient_accumulation_steps"], ...)`'
+                "AnyRanks keeps the batch that DeepSpeed's config names: `config |= batches.config("
+                f"BATCH, {micro_batch})`, `TrainingArguments(deepspeed=config, "
+                f"per_device_train_batch_size={micro_batch}, gradient_accumulation_steps="
+                'config["gradient_accumulation_steps"], ...)`. BATCH is what the run had that goes '
+                f"on (`python -m universal.inspect` prints it); a new one would have {batch} now"
             )
         batch, micro_batch = config[batches.TRUE_BATCH], config["train_micro_batch_size_per_gpu"]
         share = batches.Share(batch, micro_batch, ranks, rank)

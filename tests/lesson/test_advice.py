@@ -13,7 +13,8 @@ import sys
 import pytest
 
 from tests.support import ROOT
-from tests.support.ranks import launch, run
+from tests.support.ranks import last_error, launch, run
+from universal import batches
 from universal.inspect import lines_of, look
 
 START = """
@@ -43,17 +44,21 @@ def log(step, loss, rate):
         with open("rows.json", "w") as file:
             json.dump(rows, file)
 torch.manual_seed(0)
-net = Net()
+net = model = Net()
 DATA = [{"x": torch.tensor([float(i)])} for i in range(96)]
 PER_RANK = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
 """
-OWN = """
+ENGINE = """
 config = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}}}
 config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
-config["zero_optimization"] = {"stage": 2}
+config["zero_optimization"] = {"stage": 1}
 config |= PER_RANK
 engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
 done = 3 if engine.load_checkpoint("ck", "step_3" if os.path.exists("ck") else None)[0] else 0
+"""
+OWN = (
+    ENGINE
+    + """
 for step in range(done + 1, 7):
     total = 0
     rate = engine.get_lr()[0]
@@ -68,6 +73,35 @@ for step in range(done + 1, 7):
     if step == 3 and not done:
         engine.save_checkpoint("ck", "step_3")
 """
+)
+PIPELINE = (
+    """
+from deepspeed.pipe import PipelineModule
+class Seen(torch.nn.Linear):
+    def forward(self, x):
+        SEEN.extend(x.flatten().tolist())
+        return super().forward(x / 100)
+def weighed(output, labels):
+    target, weight = labels
+    return weight * (output - target).pow(2).sum(1).mean()
+def inputs(m):
+    begin = 16 * (step - 1) + 2 * m
+    return torch.stack([sample["x"] for sample in DATA[begin : begin + 2]])
+def targets(m):
+    return torch.ones(2, 3)
+ranks = RANKS
+net = PipelineModule([Seen(1, 3)], num_stages=1, loss_fn=weighed)
+"""
+    + ENGINE
+    + """
+for step in range(done + 1, 7):
+    rate = engine.get_lr()[0]
+    engine.train_batch((inputs(m), (targets(m), torch.tensor(1.0))) for m in range(RANK, 9, RANKS))
+    log(step, engine.agg_train_loss.item(), rate)
+    if step == 3 and not done:
+        engine.save_checkpoint("ck", "step_3")
+"""
+)
 ACCELERATE = """
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, PartialState
 from accelerate.utils import DataLoaderConfiguration
@@ -79,7 +113,7 @@ plugin = DeepSpeedPlugin(hf_ds_config=config)
 accelerator = Accelerator(deepspeed_plugin=plugin, dataloader_config=in_order)
 loader = torch.utils.data.DataLoader(DATA, batch_size=2, shuffle=True)
 optimizer = torch.optim.AdamW(net.parameters(), 0.01)
-model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 steps = None
 step = 3 if os.path.exists("ck") else 0
 saves = not step
@@ -124,9 +158,11 @@ trainer.train(resume_from_checkpoint=resumed)
 # Each with the folder of its checkpoint.
 SCRIPTS = {
     "own": (OWN, "ck"),
+    "pipeline": (PIPELINE, "ck"),
     "accelerate": (ACCELERATE, "ck/pytorch_model"),
     "Trainer": (TRAINER, "ck/checkpoint-3/global_step3"),
 }
+README, CLIENTS = ((ROOT / name).read_text() for name in ("README.md", "docs/clients.md"))
 HALF = ["from universal import batches", "config |= batches.config(16, 2)"]
 
 
@@ -141,6 +177,30 @@ def pasted(script, pieces):
         line = re.search(rf"^ *({re.escape(beginning)}[ .(_,].*)", script, re.M)
         script = script[: line.start(1)] + piece + script[line.end(1) :]
     return script
+
+
+def of_page(reader):
+    """What README.md or docs/clients.md says, in pieces, with this run's numbers."""
+    if reader == "own":
+        (sizes, imported), *lines = re.findall(r"^\+ *(.*?)(?:,  # (.*))?$", README, re.M)
+        sizes = sizes.replace("128", "16").replace("micro_batch=4", "micro_batch=2")
+        return [imported, f"config |= {{{sizes}}}", *(line for line, _ in lines)]
+    if reader == "pipeline":
+        return []
+    section = re.search(rf"^## {reader}\b(.*?)```python\n(.*?)```(.*?)^## ", CLIENTS, re.M | re.S)
+    before, block, after = (text.replace("24", "16") for text in section.groups())
+    if reader == "Trainer":
+        return [
+            f"config |= {{}}\n{block}",
+            "trainer = MyTrainer(model=net, args=args, train_dataset=DATA, callbacks=[Log()])",
+        ]
+    (sizes, weights) = re.findall("`(.*?\\))`[ ,]", before + after)[:2]
+    return [
+        *filter(None, block.splitlines()),
+        f"config |= {{{sizes}}}",
+        f"for inputs, weight in {weights}:",
+        "accelerator.backward(weight * loss)",
+    ]
 
 
 def behind(command):
@@ -158,6 +218,20 @@ def behind(command):
     return start
 
 
+def rows_in(folder, begin=0):
+    """{step: row} of a run, without its first steps."""
+    rows = json.loads((folder / "rows.json").read_text())
+    return {row[0]: row for row in rows if row[0] > begin}
+
+
+def check_equal(rows, whole):
+    for (step, loss, rate, samples), (_, loss_before, *before) in zip(
+        rows.values(), whole.values(), strict=True
+    ):
+        assert [rate, samples] == before and len(samples) == 16, step
+        assert loss == pytest.approx(loss_before, rel=1e-6), step
+
+
 @pytest.mark.parametrize("reader", SCRIPTS)
 def test_pasted(tmp_path, reader):
     from transformers import Trainer  # noqa: F401
@@ -168,31 +242,25 @@ def test_pasted(tmp_path, reader):
         (tmp_path / "script.py").write_text(pasted(START + script, pieces))
         return launch(tmp_path, ranks, tmp_path / "script.py", patch=patch, grace=20)
 
-    def rows():
-        return dict(enumerate(json.loads((tmp_path / "rows.json").read_text())[-3:], 4))
-
     trained = play(4)
     assert not trained.code, trained.errors
-    whole = rows()
+    whole = rows_in(tmp_path, 3)
     # By the load's line, the error of who follows half of it, and inspect.
     warned = play(3)
     (cure,) = re.findall("the global batch was 16, and is 12 now: to keep 16, (.*)", warned.out)
-    assert [row[-1] for row in rows().values()] != [row[-1] for row in whole.values()]
+    assert [row[-1] for row in rows_in(tmp_path).values()] != [row[-1] for row in whole.values()]
     stopped = play(3, *HALF)
-    assert (
-        f"this step trains 18 samples, 2 x 3 accumulation steps x 3 ranks. To keep 16: {cure}"
-        in (stopped.err)
-    )
+    trained = "this step trains 18 samples, 2 x 3 accumulation steps x 3 ranks. To keep 16:"
+    assert f"{trained}\n  {cure}\n" in stopped.err
     assert stopped.codes == {0: 1, 1: 1, 2: 1}
-    assert f"  {cure}" in [*lines_of(look(tmp_path / folder), 3)]
+    lines = [*lines_of(look(tmp_path / folder), 3)]
+    assert lines.index(f"  {cure}") == len(lines) - len(batches.CURES)
     code = re.findall("`(.*?)`", cure)
-    kept = play(3, patch=behind(*code)) if reader == "Trainer" else play(3, *code)
-    assert not kept.code, kept.errors
-    for (step, loss, rate, samples), (_, loss_before, *before) in zip(
-        rows().values(), whole.values(), strict=True
-    ):
-        assert [rate, samples] == before and len(samples) == 16, step
-        assert loss == pytest.approx(loss_before, rel=1e-6), step
+    for pieces in filter(None, (code, of_page(reader))):
+        is_command = pieces[0].startswith("UNIVERSAL_BATCH=")
+        kept = play(3, patch=behind(*pieces)) if is_command else play(3, *pieces)
+        assert not kept.code, kept.errors
+        check_equal(rows_in(tmp_path), whole)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -266,5 +334,41 @@ def test_trainer(tmp_path, saved, kind):
         assert not (tmp_path / "rows.json").exists()
         return
     assert not done.code, done.errors
-    counts = [len(row[-1]) for row in json.loads((tmp_path / "rows.json").read_text())]
+    counts = [len(row[-1]) for row in rows_in(tmp_path).values()]
     assert counts == ([16, 16, 9] * 2 if kind.startswith("last") else [16] * 6)
+
+
+# {what is refused: (changes of the script, what gives way to what the error says)}
+STEPS = 'gradient_accumulation_steps=config["gradient_accumulation_steps"]'
+REFUSED = {
+    "batches.config(BATCH, ": (ANY_RANKS[1:], [("config |= PER_RANK", "`(.*?)`")]),
+    "TrainingArguments has ": (
+        [*ANY_RANKS, (STEPS, "gradient_accumulation_steps=2")],
+        [("gradient_accumulation_steps=2", r"wants (\w+=\d+)")],
+    ),
+    "the DataLoader's batch_size is 4": (
+        [*ANY_RANKS, ("trainer = type", "args.per_device_train_batch_size = 4\ntrainer = type")],
+        [
+            ("batches.config(16, 2)", "`(batches.*?)`"),
+            ("per_device_train_batch_size=2", "`(per_device.*?)`"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(tmp_path, saved, words):
+    """Who changes what the error says goes on as if on 4 ranks."""
+    changes, cures = REFUSED[words]
+    shutil.copytree(saved, tmp_path / "ck")
+    script = START + TRAINER
+    for old, new in changes:
+        script = script.replace(old, new)
+    (tmp_path / "script.py").write_text(script)
+    error = last_error(launch(tmp_path, 3, tmp_path / "script.py", grace=20).err)
+    assert words in error and not (tmp_path / "rows.json").exists()
+    for old, pattern in cures:
+        script = script.replace(old, re.search(pattern, error)[1].replace("BATCH", "16"))
+    (tmp_path / "script.py").write_text(script)
+    run(tmp_path, 3, tmp_path / "script.py")
+    check_equal(rows_in(tmp_path), rows_in(saved.parent, 3))

@@ -26,7 +26,7 @@ from tests.support.files import (
 from universal import CheckpointError, convert, elastic, inspect
 from universal.batches import Share, cures
 from universal.checkpoint import facts
-from universal.inspect import look
+from universal.inspect import lines_of, look
 from universal.write.console import short
 
 NUMEL = 5 * 3 + 7 + 4
@@ -81,6 +81,7 @@ def test_facts(source, tmp_path):
             "tensors": 3,
             "elements": NUMEL,
             "client_state": ["epoch", "note"],
+            "client_signs": [],
             "own_ranks_only": None,
         }.items()
     )
@@ -219,8 +220,13 @@ def test_what_a_resume_takes(laid_out, tmp_path):
     assert inspected(run, "--tag", "c").code == 2
     # A checkpoint is a folder, too; and Trainer's output has one folder of them for each.
     assert look(other)["takes"] == "other"
-    with pytest.raises(CheckpointError, match="holds no checkpoint, but folders in it do: "):
-        look(tmp_path)
+    output = tmp_path / "output"
+    for number in (9, 10, 8):
+        (output / f"checkpoint-{number}").mkdir(parents=True)
+        (output / f"checkpoint-{number}" / "latest").touch()
+    command = re.escape(f"`python -m universal.inspect {output / 'checkpoint-10'}`")
+    with pytest.raises(CheckpointError, match=f"but 3 folders in it do: {command}"):
+        look(output)
 
 
 def test_there_is_none(tmp_path):
@@ -246,11 +252,28 @@ def test_saved_without_zero(laid_out):
 
 
 def test_settings(source):
-    """What to paste, in words, ends the screen; not where the batch cannot be kept."""
+    """What to paste, in words, ends the screen."""
     lines = inspected(source, "--ranks", 5).out.split("\n\n")[-1]
-    for cure in cures(24, 2):
-        assert f"  {cure}\n" in lines
+    assert lines.endswith("".join(f"\n  {cure}" for cure in cures(24, 2)) + "\n")
     assert str(Share(24, 2, 5)) in " ".join(lines.split())
+
+
+@pytest.mark.parametrize(
+    "sign, words",
+    [
+        (None, "in a loop of your own"),
+        ("trainer_state.json", "under a Trainer"),
+        ("random_states_0.pkl", "with accelerate"),
+        ("pytorch-lightning_version", "with Lightning"),
+    ],
+)
+def test_whose_code_saved(source, sign, words):
+    if sign == "pytorch-lightning_version":
+        edit(source, "*_model_*", lambda model: model.update({sign: 2}))
+    elif sign:
+        (source.parent / sign).touch()
+    (_, first, *_) = [*lines_of(look(source), 3)][-len(cures(24, 2)) - 1 :]
+    assert first.strip().startswith(words)
 
 
 BATCHES = {  # what a config names, on 4 ranks: samples, micro, steps, data-parallel ranks
@@ -284,7 +307,10 @@ def test_a_batch_that_was_not_trained(source):
     """What the config says, and DeepSpeed's count where that says something else."""
     edit(source, "*_model_*", lambda model: model.update(global_samples=2700))
     line = "24 in micro-batches of 2 by its config; 2700 samples in 100 steps are 27 each\n"
-    assert line in inspected(source).out
+    out = inspected(source, "--ranks", 3).out
+    advice = " ".join(out.split("\n\n")[-1].split())
+    assert line in out and "are 27 each: another batch was trained, too" in advice
+    assert "UNIVERSAL_BATCH=BATCH " in advice and "UNIVERSAL_BATCH=24" not in advice
 
 
 def test_its_own_ranks_only(laid_out):
@@ -310,7 +336,7 @@ def test_no_batch(laid_out):
     failed(inspected(source, "--ranks", 3), 2, "its config names no batch")
     failed(inspected(source, "--ranks", 0), 2, "--ranks 0 is none")
     config = {"train_batch_size": 23, "train_micro_batch_size_per_gpu": 2}
-    edit(source, "*_model_*", lambda model: model.update(ds_config=config))
+    edit(source, "*_model_*", lambda model: model.update(ds_config=config, global_samples=2300))
     failed(inspected(source, "--ranks", 3), 2, "does not divide into micro-batches of 2")
 
 

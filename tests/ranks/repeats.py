@@ -223,7 +223,8 @@ def is_stopped(engine, batch, trained, loop=old_loop):
     steps = engine.global_steps
     before = [parameter.detach().clone() for parameter in engine.module.parameters()]
     words = f"the config names a batch of {batch}, and this step trains {trained} samples, "
-    cure = f"To keep {batch}: in a loop of your own, `config |= batches.config({batch}, "
+    first = "in a pipeline" if loop.__name__ == "train_batch" else "in a loop of your own"
+    cure = f"To keep {batch}:\n  {first}, `config |= batches.config({batch}, "
     with pytest.raises(ValueError, match=f"{words}.*{re.escape(cure)}"):
         loop(engine)
     assert all(map(torch.equal, engine.module.parameters(), before))

@@ -42,6 +42,13 @@ def batch_of(model: dict) -> Batch | None:
     return Batch(samples, micro or max(1, samples // per_step)) if samples else None
 
 
+# Follows doubt_of(): no number may be advised.
+CHOOSE = (
+    "another batch was trained, too (an earlier checkpoint may name it): choose one, and put it in "
+    "place of BATCH"
+)
+
+
 def doubt_of(samples: int, model: dict) -> str:
     """Says in words what DeepSpeed has counted, if it is not `samples` a step; otherwise ""."""
     counted, steps = model.get("global_samples"), model["global_steps"]
