@@ -51,7 +51,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from universal.checkpoint.tags import BACKGROUND, wait
 from universal.errors import RankFailed, RankSilent, one_line
 from universal.load.collective import ProcessGroup, all_or_none, say
-from universal.load.snapshot import Image, copies_done, files_of_save, new_memory, pin
+from universal.load.snapshot import Image, copies_done, files_of_save, new_memory
 from universal.write.console import print_line
 from universal.write.publish import hidden, lock, publish, sweep, sync
 
@@ -260,18 +260,14 @@ class Saver:
             raise RankFailed(f"the ranks do not save the same: {', '.join(saved)}")
         if at_once or not self.has_room(needs):
             return functools.partial(write_files, files, place.hidden), False
-        unpinned = []
-        failure = self.copy(images, unpinned)
-        return functools.partial(write_images, images, failure, unpinned, engine.device), True
+        return functools.partial(write_images, images, self.copy(images)), True
 
-    def copy(self, images: list[Image], unpinned: list[torch.Tensor]) -> Exception | None:
-        """Copy the images, and add new memory to `unpinned`. Returns the error, if any, which
-        write_images() raises later."""
+    def copy(self, images: list[Image]) -> Exception | None:
+        """Copy the images. Returns the error, if any, which write_images() raises later."""
         try:
             for image in images:
                 if not self.fits(image):
                     self.memory[image.path.name] = new_memory(image.room)
-                    unpinned.append(self.memory[image.path.name])
                 image.copy(self.memory[image.path.name])
             copies_done()
         except Exception as error:
@@ -357,18 +353,10 @@ class Saver:
                 )
 
 
-def write_images(
-    images: list[Image],
-    failure: Exception | None,
-    unpinned: list[torch.Tensor],
-    device: torch.device,
-) -> list[str]:
-    """Write the copies, or raise the error of copying. Returns the files' names. unpinned: memory
-    to pin for the next copies from this device."""
+def write_images(images: list[Image], failure: Exception | None) -> list[str]:
+    """Write the copies, or raise the error of copying. Returns the files' names."""
     if failure:
         raise failure
-    for memory in unpinned:
-        pin(memory, device)
     for image in images:
         image.write()
     return [image.path.name for image in images]

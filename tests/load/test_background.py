@@ -407,7 +407,7 @@ def test_too_little_memory(tmp_path):
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_pinned_memory(monkeypatch, code):
+def test_pinned_memory(monkeypatch, tmp_path, code):
     """For a GPU exactly what is needed is pinned once it has been copied into, on that GPU, and
     released before it is freed. If it cannot be, it is memory all the same."""
     pinned = []
@@ -420,19 +420,18 @@ def test_pinned_memory(monkeypatch, code):
     monkeypatch.setattr(
         torch.cuda, "device", lambda device: contextlib.nullcontext(pinned.append(device))
     )
-    saver = object.__new__(background.Saver)
-    saver.memory = {}
-    image = SimpleNamespace(path=Path("a.pt"), room=1_000_003, copy=lambda memory: None)
-    for new in (1, 0):  # by the second save it has been pinned
-        unpinned = []
-        assert saver.copy([image], unpinned) is None and len(unpinned) == new
-    memory = saver.memory.popitem()[1]
+    memory = snapshots.new_memory(1_000_003)
     pointer = memory.data_ptr()
     assert memory.numel() == 1_000_003 and pointer % snapshots.PAGE == 0
-    background.write_images([], None, [memory], torch.device("cpu"))
+    image = snapshots.Image(tmp_path / "a.pt", {"a": torch.ones(3)})
+    image.copy(memory)
+    image.write()  # from the CPU
     assert not pinned
-    background.write_images([], None, [memory], gpu)
-    assert pinned == [gpu, (pointer, 1_000_003, 0)]
+    image.devices.add(gpu)
+    for _ in range(2):
+        image.write()
+        assert pinned == [gpu, (pointer, 1_000_003, 0)]
+    del image
     del memory
     assert pinned[2:] == ([] if code else [pointer])
 

@@ -91,6 +91,8 @@ class Image:
     def copy(self, memory: torch.Tensor) -> None:
         """Begin to copy all elements. memory: uint8, at least `room` bytes. See copies_done()."""
         places = []
+        self.target = memory
+        self.devices = {storage.device for storage in self.storages}
         for begin, storage in zip(self.begins, self.storages, strict=True):
             source = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
             target = memory[begin : begin + storage.nbytes()]
@@ -109,7 +111,9 @@ class Image:
         return self.memory[: file.tell()]
 
     def write(self) -> None:
-        """Write the file, and wait for the disk. Raises OSError."""
+        """Write the file, and wait for the disk. Raises OSError. First its memory is pinned."""
+        for device in self.devices:
+            pin(self.target, device)
         nbytes = len(self.seal())
         pages = self.memory[: -(-nbytes // PAGE) * PAGE]
         with open(self.path, "wb", buffering=0) as file:
@@ -175,9 +179,10 @@ def new_memory(nbytes: int) -> torch.Tensor:
 
 def pin(memory: torch.Tensor, device: torch.device) -> None:
     """Pin memory, all of it and no more, for later copies from a GPU; torch itself would pin a
-    power of two. It takes seconds a GB."""
-    if device.type != "cuda":
+    power of two. Once: it may take seconds."""
+    if device.type != "cuda" or hasattr(memory, "is_pinned_by_us"):
         return
+    memory.is_pinned_by_us = True
     cuda = torch.cuda.cudart()
     with torch.cuda.device(device):  # a new thread would begin to use the first one
         if not int(cuda.cudaHostRegister(memory.data_ptr(), len(memory), 0)):  # or copies are slow
