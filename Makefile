@@ -12,7 +12,7 @@
 # make deepspeed-suite  DeepSpeed's own checkpoint tests through install(); they are in DEEPSPEED, a clone: ./DeepSpeed
 # make engines   every kind of engine that DeepSpeed builds on a CPU: saved, loaded on the same ranks and others; 5 minutes
 # make mirror    what a save, and a copy in another machine's memory, cost a step; 4 minutes
-# make chaos     a public tester kills trainings at every file that a save touches, and resumes them; 5 minutes
+# make chaos     a public tester kills trainings at files that a save touches (POINTS=1000: at all), and resumes them; 5 minutes
 # make proof    what the comparison of the next steps costs a step; a minute
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 2 minutes
 # make gpu       on NVIDIA cards, one or several: precisions, layouts, costs; a table to report; 5 minutes
