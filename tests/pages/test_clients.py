@@ -6,6 +6,7 @@ away once, which must be seen.
 none of its packages."""
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -337,3 +338,24 @@ def test_the_adapter_of_a_lora_run(work, trained, monkeypatch):
         source = parameter.states["fp32"]
         masters = torch.frombuffer(ByteReader().read(source, 0, source.numel), dtype=torch.float32)
         assert torch.equal(weights[name].flatten(), masters) and masters.any()
+
+
+@clients
+@pytest.mark.parametrize("stage", [2, 3])
+def test_trainer_loads_the_best_at_the_end(work, trained, stage):
+    """The best checkpoint is the one that 4 ranks have written; 2 ranks load it after their last
+    step."""
+    flags = ("--zero_stage", stage)
+    load_best = "load_best_model_at_end=True"
+    # The largest loss is the first.
+    largest = f'{load_best}, greater_is_better=True, metric_for_best_model="eval_loss"'
+    evaluated = 'print("AT THE END", repr(trainer.evaluate()["eval_loss"]))'
+    changes = [(load_best, largest), ("trainer.evaluate()", evaluated)]
+    script = without(work, "hf_trainer.py", *changes)
+    name = trained("hf_trainer.py", *flags)
+    result = go_on(work, name, 2, script, *flags)
+    assert result.code == 0, result.errors
+    state = json.loads((work / f"{name}_on_2" / "checkpoint-20" / "trainer_state.json").read_text())
+    first, last = (entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry)
+    at_the_end = float(re.search("AT THE END (.*)", result.out)[1])
+    assert abs(at_the_end - first) <= FP32 and abs(at_the_end - last) > SEEN
