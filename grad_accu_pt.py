@@ -88,7 +88,8 @@ model.to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 if rank == 0:
     print(f"{batch} = {micro} x {micro_batches} micro-batches")
-    print(f"{micro_batches} = {accumulation} accumulation steps x {ranks} ranks - {again} again")
+    repeated = f" - {again} again" if again else ""
+    print(f"{micro_batches} = {accumulation} accumulation steps x {ranks} ranks{repeated}")
     Path("logs").mkdir(exist_ok=True)
     log = open(f"logs/{args.run_name}.csv", "w", buffering=1)
     print("step,loss,grad_norm,seconds,batch,micro_batch,accumulation,ranks", file=log)

@@ -1,4 +1,4 @@
-"""Train the same GPT as a pipeline with tensor parallelism inside, ZeRO-1; save; resume on any
+r"""Train the same GPT as a pipeline with tensor parallelism inside, ZeRO-1; save; resume on any
 other layout. Start it from the root of the repository:
 
     deepspeed --num_gpus 8 --module examples.train_3d --pipeline_parallel 2 --tensor_parallel 2 \

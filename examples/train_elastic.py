@@ -1,4 +1,4 @@
-"""Trains like train.py, in a job whose machines die and join. The same command starts it and, on
+r"""Trains like train.py, in a job whose machines die and join. The same command starts it and, on
 whatever ranks are left, continues from the newest complete checkpoint, on the disk or in the
 machines' memory. Start it from the root of the repository:
 

@@ -1,4 +1,4 @@
-"""Trains like train.py, but several ranks compute one micro-batch together: tensor parallelism
+r"""Trains like train.py, but several ranks compute one micro-batch together: tensor parallelism
 (DeepSpeed's AutoTP) and sequence parallelism (Ulysses), at ZeRO 1, 2 and 3. Start it from the root
 of the repository:
 

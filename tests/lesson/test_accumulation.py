@@ -71,7 +71,8 @@ def test_six_layouts_one_curve(work, trained, name):
     _, ranks, micro, accumulation = LAYOUTS[name]
     count = BATCH // micro
     again = accumulation * ranks - count
-    share = f"{count} = {accumulation} accumulation steps x {ranks} ranks - {again} again"
+    repeated = f" - {again} again" if again else ""
+    share = f"{count} = {accumulation} accumulation steps x {ranks} ranks{repeated}"
     assert f"32 = {micro} x {count} micro-batches\n{share}\n" in trained[name]
     for column in ("loss", "grad_norm"):
         gaps = compare(work, "pt_32", name, column)
