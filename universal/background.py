@@ -336,10 +336,9 @@ class Saver:
             self.lock = os.close(self.lock)
         for path in (place.hidden, place.claimed):
             shutil.rmtree(path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # rmdir() wants it empty
-            if self.leads:
-                sweep(place.output)
-                place.output.rmdir()
+        sweep(place.output)  # on each rank: what others have locked, the last one removes
+        with contextlib.suppress(OSError):  # it is not empty
+            place.output.rmdir()
 
     def in_a_line(self, place: Place, finish: Callable[[], None]) -> None:
         """Call finish(); print an error in one line."""
