@@ -186,8 +186,8 @@ def kind(stages, quick_stages, quick_ranks, **options):
 
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "torch_adam": True}}}
-adam = kind((1, 2, 3), (1,), (2, 3), optimizer=two_groups, scheduler=falling, clip=0.5)
-partly_frozen = kind((1, 2, 3), (3,), (2,), net=PartlyFrozen, scheduler=falling)
+MORE = {"optimizer": two_groups, "scheduler": falling, "clip": 0.5}
+partly_frozen = kind((1, 2, 3), (1, 3), (2, 3), net=PartlyFrozen, **MORE)
 muon = kind((1, 2), (1,), (2,), **MUON)  # at ZeRO-3 DeepSpeed's wants DP alone
 
 

@@ -1,21 +1,15 @@
-"""Checkpoints that are whole, and are loaded, though a module, an optimizer or a setting has
-peculiarities; and such as cannot be restored, which are refused by the reason that is true. The
-cases are in tests/ranks/whole_and_refused.py."""
+"""Which of torch's optimizers takes the state of which."""
 
 import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
-import whole_and_refused
 
 import universal
-from tests.support.case import cases_of, test_case  # noqa: F401
 from universal.checkpoint.types import OptimizerState
 from universal.load import compare
 from universal.load.engine import Engine
-
-CASES = cases_of(whole_and_refused)
 
 
 def optimizer_of(kind):
