@@ -98,6 +98,7 @@ for step in range(done + 1, 7):
     rate = engine.get_lr()[0]
     engine.train_batch((inputs(m), (targets(m), torch.tensor(1.0))) for m in range(RANK, 9, RANKS))
     log(step, engine.agg_train_loss.item(), rate)
+    assert engine.batch_timer.batch_size == engine.train_batch_size()
     if step == 3 and not done:
         engine.save_checkpoint("ck", "step_3")
 """
@@ -295,16 +296,10 @@ ANY_RANKS = [
 SIZES = "the DataLoader's batch_size is {}, and the config's micro-batch is {}: "
 # {kind: (changes of the script, whether UNIVERSAL_BATCH is set, what stops it)}
 KINDS = {
-    "twice": (ANY_RANKS, True, None),
-    "finds": ([FINDS, *ANY_RANKS], False, None),
+    "finds, named twice": ([FINDS, *ANY_RANKS], True, None),
     "found_less": ([FINDS, *ANY_RANKS, ("# here", OOM)], False, SIZES.format(1, 2)),
     "found_less_by_name": ([FINDS, ("# here", OOM)], True, None),
     "restored_size": ([FINDS, *ANY_RANKS, ("# here", RESTORED)], False, SIZES.format(1, 2)),
-    "own_size": (
-        [("trainer = ", "args.per_device_train_batch_size = 4\ntrainer = ")],
-        True,
-        SIZES.format(4, 2),
-    ),
     "last_step_of_an_epoch": ([*ANY_RANKS, ("range(96)", "range(41)")], False, None),
 }
 

@@ -76,7 +76,7 @@ class SplitOrder(Trainer):
         return DistributedSampler(self.train_dataset)
 
 
-def train(data=Stream, resume=None, base=Trainer, **named):
+def train(data=Stream, resume=None, bases=(AnyRanks, Trainer), **named):
     """In a rank, for 14 steps; each is saved."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
@@ -98,7 +98,7 @@ def train(data=Stream, resume=None, base=Trainer, **named):
         "disable_tqdm": True,
     }
     arguments = TrainingArguments("saved", **options | named)
-    kind = type("OnAnyRanks", (AnyRanks, base), {})
+    kind = type("OnAnyRanks", bases, {})
     kind(Model(), arguments, train_dataset=data()).train(resume_from_checkpoint=resume)
 
 
@@ -168,23 +168,43 @@ def test_a_shorter_stream(streamed, tmp_path):
     assert result.code == 1 and "the stream ends before the place" in result.errors
 
 
-@pytest.mark.parametrize("data, base", [(split, Trainer), (Numbers, SplitOrder)])
-def test_split_by_rank(tmp_path, data, base):
-    result = launch(tmp_path, 2, functools.partial(train, data, base=base))
-    assert result.code == 1 and "the ranks would begin with different samples" in result.errors
+class OwnLoss(Trainer):
+    """Gives no number of tokens to a model that would take it."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.model_accepts_loss_kwargs = True
+
+    def compute_loss(self, model, inputs, *args, **options):
+        return model(**inputs)["loss"]
+
+
+class InFront(Trainer):
+    def compute_loss(self, *args, **options):
+        return Trainer.compute_loss(self, *args, **options)
+
+
+REFUSED = {
+    "leave out dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+    "wants ignore_data_skip=False": {"ignore_data_skip": True},
+    "wants average_tokens_across_devices=True": {"average_tokens_across_devices": False},
+    "the ranks would begin with different samples": {"data": split},
+    "begin with different samples: AnyRanks": {"data": Numbers, "bases": (AnyRanks, SplitOrder)},
+    "does not call AnyRanks'": {"bases": (InFront, AnyRanks, Trainer)},
+    "does not give num_items_in_batch to the model": {"bases": (AnyRanks, OwnLoss)},
+}
+
+
+def test_refused(tmp_path):
+    """Before the first step is done."""
+
+    def job():
+        for words, named in REFUSED.items():
+            with pytest.raises(ValueError, match=words):
+                train(**named)
+
+    run(tmp_path, 2, job)
     assert not list(tmp_path.glob("saved/*"))
-
-
-@pytest.mark.parametrize(
-    "named, wanted",
-    [
-        ({"accelerator_config": {"dispatch_batches": True}}, "leave out dispatch_batches"),
-        ({"ignore_data_skip": True}, "wants ignore_data_skip=False"),
-    ],
-)
-def test_refused(tmp_path, named, wanted):
-    result = launch(tmp_path, 2, functools.partial(train, **named))
-    assert result.code == 1 and wanted in result.errors
 
 
 def test_another_schedule(streamed, tmp_path):

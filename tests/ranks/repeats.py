@@ -5,29 +5,24 @@ makes one of CHECKS, which assert what they see.
 
 import contextlib
 import io
-import itertools
 import json
 import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 from torch import nn
-from torch.utils.data import DataLoader
 
 from tests.support.helpers import fp16_is
 from tests.support.toy import begin, in_turn, make
 from universal import batches, exact
 from universal.load.hooks import overridden
-from universal.trainer import fill_steps
 
 MICRO = 3
 STEPS = 4
@@ -223,8 +218,7 @@ def is_stopped(engine, batch, trained, loop=old_loop):
     steps = engine.global_steps
     before = [parameter.detach().clone() for parameter in engine.module.parameters()]
     words = f"the config names a batch of {batch}, and this step trains {trained} samples, "
-    first = "in a pipeline" if loop.__name__ == "train_batch" else "in a loop of your own"
-    cure = f"To keep {batch}:\n  {first}, `config |= batches.config({batch}, "
+    cure = f"To keep {batch}:\n  in a loop of your own, `config |= batches.config({batch}, "
     with pytest.raises(ValueError, match=f"{words}.*{re.escape(cure)}"):
         loop(engine)
     assert all(map(torch.equal, engine.module.parameters(), before))
@@ -291,28 +285,6 @@ def two_engines():
     is_stopped(make(1, Net, batch=None, **batches.config(21, MICRO)), 21, 27)
 
 
-def pipeline():
-    def net():
-        return PipelineModule([nn.Linear(WIDTH, 1)], num_stages=1, loss_fn=weighed)
-
-    def weighed(output, target):
-        return (output * target).mean()
-
-    def train_batch(engine):
-        engine.train_batch((samples(1, m), torch.ones(MICRO, 1)) for m in range(99))
-
-    def dealt(engine):
-        share = batches.share(engine)
-        engine.train_batch((samples(1, m), torch.full((MICRO, 1), weight)) for m, weight in share)
-
-    with overridden(groups, mpu=None):
-        is_stopped(named(net=net), 24, 27, train_batch)
-        is_trained(named(9, net=net), train_batch)
-        engine = named(net=net)
-        is_trained(engine, dealt)
-        assert engine.batch_timer.batch_size == 24
-
-
 def shared_micro_batches():
     """Three ranks compute each together, and DeepSpeed does not know it; or it does."""
     is_stopped(named(ranks=1), 24, 72)
@@ -335,34 +307,9 @@ def exact_sums():
         check(engine, *(24, 27) * (check == is_stopped), loop)
 
 
-def filled_steps():
-    """Of accelerate: its weights have to be taken, and its loader deals what the config names."""
-    data = torch.arange(98)
-    for size, weighs in ((3, False), (3, True), (2, True), (4, True)):
-        engine = named()
-        loader = DataLoader(data, batch_size=size)
-        loader.base_dataloader = loader
-        sampler = loader.batch_sampler
-        shard = SimpleNamespace(batch_sampler=sampler, num_processes=3)
-        share = batches.share(engine)
-        steps = fill_steps(SimpleNamespace(**vars(loader) | {"batch_sampler": shard}), share)
-        if weighs:
-            assert sum(itertools.islice(steps.all_weights(), 15)) > 0
-        if size != 3:
-            with pytest.raises(ValueError, match=f"batch_size is {size}, .* micro-batch is 3"):
-                next(iter(steps))
-            continue
-        # 4 steps of 8 micro-batches, and one of 2 samples, on each of 3 places, which is meant.
-        assert sum(map(len, steps)) == 4 * 3 * MICRO + 3 * 2
-        if weighs:
-            is_trained(engine)
-        else:
-            is_stopped(engine, 24, 27)
-
-
 CHECKS = (counters, other_accumulation, training_data, random_ltd, batch_of_trainers)
 CHECKS += (loop_that_was_left, changed_after_initialize, another_batch_by_name, two_engines)
-CHECKS += (pipeline, shared_micro_batches, exact_sums, filled_steps)
+CHECKS += (shared_micro_batches, exact_sums)
 
 
 def play(*names):
