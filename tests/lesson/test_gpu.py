@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from measure import gpu
 from tests.support import ROOT
-from tests.support.commands import run_python, slow
+from tests.support.commands import run_python
 from tests.support.ranks import run
 
 
@@ -82,10 +82,9 @@ def test_ranks_that_share_a_card(tmp_path):
     run(tmp_path, 2, rank_of_a_shared_card)
 
 
-@pytest.mark.parametrize("lines", [("one rank", "by hand"), slow(())])
-def test_on_cpu_ranks(tmp_path, lines):
+@pytest.mark.slow
+def test_on_cpu_ranks(tmp_path):
     words = ["--device", "cpu", "--minutes", "30", "--output", "gpu.txt"]
-    words += ["--lines", *lines] if lines else []
     done = run_python(
         "-m", "measure.gpu", *words, folder=tmp_path, timeout=1900, PYTHONPATH=str(ROOT)
     )
@@ -96,4 +95,4 @@ def test_on_cpu_ranks(tmp_path, lines):
     assert not any("OFF" in result or "no time" in result for result in results.values())
     assert results["by hand", "two machines"] == "not tried: by hand"
     exact = [result for (line, _), result in results.items() if line == "exact"]
-    assert exact == [] if lines else exact == 5 * ["0.0e+00"]
+    assert exact == 5 * ["0.0e+00"]

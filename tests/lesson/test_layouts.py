@@ -81,7 +81,7 @@ def test_one_of_them(work, one_rank, stage, layout, others):
         assert goes_on(work, name, train, *other) <= 1e-5
 
 
-@pytest.mark.parametrize("stage", [2, slow(1), slow(3)])
+@pytest.mark.parametrize("stage", [slow(2), slow(1), slow(3)])
 def test_from_none(work, one_rank, stage):
     assert goes_on(work, "one", train, stage, 1, 2, 1) <= 1e-5
 
@@ -100,10 +100,10 @@ def pipeline(work, one_rank):
 
 
 # tensor x pipeline x data ranks
-MORE = [(2, 1, 2), (2, 2, 1), (1, 1, 2), (1, 2, 2)]
+MORE = [(2, 2, 2), (2, 1, 2), (2, 2, 1), (1, 1, 2), (1, 2, 2)]
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2), *map(slow, MORE)])
+@pytest.mark.parametrize("layout", [(1, 1, 1), *map(slow, MORE)])
 def test_pipeline_goes_on(work, pipeline, layout):
     """On the same layout to the bit."""
     assert goes_on(work, "three", train_3d, *layout) <= (0.0 if layout == (2, 2, 2) else 1e-5)
