@@ -109,6 +109,7 @@ def test_pipeline_goes_on(work, pipeline, layout):
     assert goes_on(work, "three", train_3d, *layout) <= (0.0 if layout == (2, 2, 2) else 1e-5)
 
 
+@pytest.mark.slow
 def test_pipeline_from_one_rank(work, pipeline):
     """What one rank wrote is whole, and still says how two cut it."""
     assert goes_on(work, "flat", train_3d, 2, 2, 1) <= 1e-5

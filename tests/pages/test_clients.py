@@ -17,6 +17,7 @@ import torch
 
 from measure.logs import compare
 from tests.support import ROOT
+from tests.support.commands import slow
 from tests.support.ranks import launch, run
 from universal.checkpoint.describe import describe
 from universal.checkpoint.tags import find_tag
@@ -136,7 +137,8 @@ ALL = [(case, ranks) for case in CASES for ranks in RANKS]
 
 
 @pytest.mark.parametrize(
-    "case, ranks", [pytest.param(*one, marks=[clients] * (one != (LORA, 2))) for one in ALL]
+    "case, ranks",
+    [slow(*one) if one == (LORA, 2) else pytest.param(*one, marks=clients) for one in ALL],
 )
 def test_any_ranks(work, trained, table, case, ranks):
     script, client, dtype, stage, *options = case
@@ -267,6 +269,7 @@ def test_a_checkpoint_of_before(work, trained):
     assert re.search("WARNING: step 15, trained before on 4 ranks.*: other samples", result.out)
 
 
+@pytest.mark.slow
 def test_the_adapter_of_a_lora_run(work, trained, monkeypatch):
     """The page's block in Python: of ZeRO-3, where Trainer itself writes an empty file."""
     from peft import LoraConfig, PeftModel, get_peft_model

@@ -191,6 +191,7 @@ def test_exercise_6(lesson):
         answer("6", dict(lesson.names), "-(-shape", "(shape")
 
 
+@pytest.mark.slow
 def test_exercise_8(lesson):
     printed = answer("8", lesson.names)
     assert "32 = 5 accumulation steps x 7 ranks - 3 of no weight" in printed

@@ -456,6 +456,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.slow
 def test_every_line_is_needed(tmp_path):
     loops = {}
     for number, (line, without) in enumerate(MISTAKES):

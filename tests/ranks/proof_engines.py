@@ -303,7 +303,6 @@ FAULTS = {
     "rate": Fault(f"{FIRST} learning rate of group 1 was 0.01, and is 0.015", other_rate),
     "scale": Fault(f"{FIRST} loss scale was", other_scale, kind="fp16"),
     "buffer": Fault(f"{FIRST} loss was", other_buffer),
-    "samples": Fault("other samples than before", dealt=other_samples),
     "byte": Fault("other samples than before", dealt=other_byte),
     "without_weights": Fault("other samples than before", dealt=without_weights),
     "weights_of_1": Fault(f"{FIRST} loss was 0.2185828, and is 0.1748662", dealt=weights_of_1),
