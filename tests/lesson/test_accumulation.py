@@ -3,7 +3,6 @@
 import difflib
 import re
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from measure import traps
 from measure.logs import compare, read_log
 from tests.support import ROOT
-from tests.support.helpers import record_rows, refused
+from tests.support.helpers import record_rows, refused, rows_of_steps
 from tests.support.ranks import launch, run
 
 
@@ -35,16 +34,7 @@ BATCH = 32
 
 
 def sequences_of_steps(folder, name, ranks):
-    """What the ranks were given in each step, sorted; without what 3 of them compute again."""
-    share = -(-BATCH // (8 * ranks)) * 8
-    steps = [[] for _ in range(STEPS)]
-    for rank in range(ranks):
-        weighted = min(BATCH - rank * share, share)
-        sequences = Path(folder, f"{name}.rows.{rank}").read_text().splitlines()
-        for i, sequence in enumerate(sequences):
-            if i % share < weighted:
-                steps[min(i // share, STEPS - 1)].append(sequence)
-    return [sorted(step) for step in steps]
+    return rows_of_steps(folder, name, ranks, BATCH, 8, STEPS)
 
 
 def train(folder, name, script, ranks, micro):
