@@ -12,9 +12,9 @@ had reached.
 
 Every rank copies its tensors into its machine's memory. A thread completes the files there, and
 sends them to a rank on the next machine, while the next step is trained; the next save() waits for
-it. So a restart repeats at most the step whose copy was under way; with wait=True, none. A shard is
-lost only if two such neighbors die at once. Machines that only have disks of their own need just
-gather().
+it. So a restart repeats the step whose copy was under way, and the one that was trained meanwhile,
+if it was; with wait=True, none. A shard is lost only if two such neighbors die at once. Machines
+that only have disks of their own need just gather().
 """
 
 import contextlib

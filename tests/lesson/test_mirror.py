@@ -411,8 +411,8 @@ def own_machines(**changes):
 def test_lines_for_other_scripts(tmp_path):
     """At ZeRO-2 with a frozen layer and two groups. 4 machines, whose ranks do not divide the
     batch, are told to stop after step 5; of 3 one is killed, at any moment of a step. A step is
-    done twice only if its copy was under way, and the weights are those of a run that nothing
-    happened to."""
+    done twice only if its copy was under way, or that of the step before, and the weights are those
+    of a run that nothing happened to."""
     alone = tmp_path / "alone"
     alone.mkdir()
     own_script(alone)
@@ -429,7 +429,7 @@ def test_lines_for_other_scripts(tmp_path):
     run(tmp_path, 2, script, patch=own_machines())
     done, resumed = recorded(tmp_path)
     numbers = [step for step, _ in done]
-    assert len(numbers) - len(set(numbers)) <= 1
+    assert len(numbers) - len(set(numbers)) <= 2
     assert {*numbers, *resumed} - {0} == set(range(1, TOTAL + 1))
     assert max(abs(norm - wanted[step]) for step, norm in done) < 1e-5
     assert not (tmp_path / "machine0").exists()
