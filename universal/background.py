@@ -336,8 +336,8 @@ class Saver:
             self.lock = os.close(self.lock)
         for path in (place.hidden, place.claimed):
             shutil.rmtree(path, ignore_errors=True)
-        sweep(place.output)  # on each rank: what others have locked, the last one removes
-        with contextlib.suppress(OSError):  # it is not empty
+        with contextlib.suppress(OSError):  # rmdir() wants it empty
+            sweep(place.output)  # on each rank: what others have locked, the last one removes
             place.output.rmdir()
 
     def in_a_line(self, place: Place, finish: Callable[[], None]) -> None:
