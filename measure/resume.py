@@ -2,7 +2,7 @@
 how close it stays.
 
     python -m measure.resume
-    python -m measure.resume --loads    loading alone, by turns with its peers; 3 minutes
+    python -m measure.resume --loads    loading alone, by turns with its peers; 4 minutes
 
     universal   universal.load_checkpoint(), from the ZeRO checkpoint as it is
     DeepSpeed   DeepSpeed's converter and its universal loader
@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import re
-import statistics
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +46,7 @@ SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768}  # 86 million parameters
 SAVED = 2  # steps before the save
 STEPS = 12
 WAYS = ("universal", "DeepSpeed")
-ROUNDS = 2
+LOADS = 2  # of a process
 
 
 def make_engine(batch, micro, stage, load_universal=False):
@@ -195,38 +194,36 @@ def read_own_files(folder):
         return sum(map(len, pool.map(Path.read_bytes, Path(folder, "saved").glob(number))))
 
 
-def load_by_turns(folder, stage, frozen, peer, peer_begins):
-    """What each rank does; rank 0 prints [(ours, peer's), ...], (seconds, megabytes) each."""
+def load_repeatedly(folder, stage, frozen, way):
+    """Load on every rank, into a fresh engine and again. Rank 0 prints the slowest rank's
+    (seconds, megabytes) of each load."""
     torch.manual_seed(int(os.environ["RANK"]))
     engine = made(frozen, stage)
-    fsdp = Fsdp() if peer == "DCP" else None
+    fsdp = Fsdp() if way == "DCP" else None
     ways = {
         "universal": lambda: universal.load_checkpoint(engine, folder, "saved"),
         "DeepSpeed": lambda: engine.load_checkpoint(folder, "saved"),
         "DCP": lambda: fsdp.load(f"{folder}/dcp"),
         "reads": lambda: read_own_files(folder),
     }
-    names = ["universal", peer]
-    rounds = []
-    for _ in range(ROUNDS):
-        costs = {name: cost(ways[name]) for name in names[:: -1 if peer_begins else 1]}
-        slowest = torch.tensor([costs[name] for name in names])
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        rounds.append(slowest.tolist())
-    print("\n" + json.dumps(rounds))
+    slowest = torch.tensor([cost(ways[way]) for _ in range(LOADS)])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    print("\n" + json.dumps(slowest.tolist()))
 
 
 def compare(folder, stage, frozen, ranks, peer):
-    """Returns the cells of a row. Memory is that of a first load, which nobody has prepared."""
-    rounds = []
-    sizes = [0, 0]
-    for peer_begins in (False, True):
-        work = (load_by_turns, folder, stage, frozen, peer, peer_begins)
-        rounds += json.loads(run(folder, ranks, *work, limit=300).splitlines()[-1])
-        sizes[peer_begins] = rounds[-ROUNDS][peer_begins][1]
-    ours, theirs = (statistics.median(turn[way][0] for turn in rounds) for way in (0, 1))
-    ratio = statistics.median(turn[0][0] / turn[1][0] for turn in rounds)
-    return f"{ours:.2f}", f"{theirs:.2f}", f"{ratio:.2f}", *(f"{size:.0f}" for size in sizes)
+    """Returns the cells of a row, each of first loads but the second ratio."""
+    costs = {way: [] for way in ("universal", peer)}
+    for way in ("universal", peer, peer, "universal"):
+        work = (load_repeatedly, folder, stage, frozen, way)
+        costs[way].append(json.loads(run(folder, ranks, *work, limit=300).splitlines()[-1]))
+    # (launches, loads, seconds and megabytes)
+    (ours, megabytes), (theirs, megabytes_there) = (
+        torch.tensor(costs[way]).mean(0).T.tolist() for way in costs
+    )
+    ratio, again = (ours[load] / theirs[load] for load in range(LOADS))
+    cells = (f"{seconds:.2f}" for seconds in (ours[0], theirs[0], ratio, again))
+    return *cells, f"{megabytes[0]:.0f}", f"{megabytes_there[0]:.0f}"
 
 
 def read_slowly(folder):
@@ -244,7 +241,7 @@ def read_slowly(folder):
     for key in ("fp32", "exp_avg", "exp_avg_sq"):
         flat = torch.empty(len(group) * share)
         for part, parameter in zip(flat.split(share), checkpoint.parameters.values(), strict=True):
-            reader.fill(part, parameter.states[key], start)
+            reader.request(part, parameter.states[key], start)
             ranges += parameter.states[key].ranges(start, share)
     preadv = os.preadv
     reads = []
@@ -271,9 +268,12 @@ def read_slowly(folder):
 
 def loads():
     assert universal.load_checkpoint  # so that no rank has to import it
-    row = "{:<22}{:>6}{:>10}{:>11}{:>8}{:>8}{:>8}{:>10}"
-    print(f"seconds of the slowest rank, medians of {2 * ROUNDS}, by turns; saved on 4 ranks")
-    print(row.format("", "ranks", "universal", "peer", "", "ratio", "MB", "MB peer"))
+    row = "{:<22}{:>6}{:>10}{:>11}{:>8}{:>8}{:>8}{:>8}{:>10}"
+    print(
+        "seconds of the slowest rank, means of 2 launches, by turns; saved on 4 ranks\n"
+        "again: the ratio of a second load of the same process, into an engine that has loaded"
+    )
+    print(row.format("", "ranks", "universal", "peer", "", "ratio", "again", "MB", "MB peer"))
     for stage, frozen in ((1, False), (3, False), (3, True)):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as work:
             run(work, 4, save, work, stage, frozen, limit=300)
