@@ -217,7 +217,7 @@ def compare(folder, stage, frozen, ranks, peer):
     for way in ("universal", peer, peer, "universal"):
         work = (load_repeatedly, folder, stage, frozen, way)
         costs[way].append(json.loads(run(folder, ranks, *work, limit=300).splitlines()[-1]))
-    # (launches, loads, seconds and megabytes)
+    # Means over the launches: the seconds and the megabytes of each load.
     (ours, megabytes), (theirs, megabytes_there) = (
         torch.tensor(costs[way]).mean(0).T.tolist() for way in costs
     )

@@ -103,19 +103,19 @@ class Mirror:
         self.count = 0  # of all ranks' files
         self.derived = derived_weights(engine)
         self.folder = Path(folder)
-        self.ranks = ProcessGroup()
-        self.meet = self.ranks.all_gather
-        self.rank = self.ranks.rank
+        self.group = ProcessGroup()
+        self.meet = self.group.all_gather
+        self.rank = self.group.rank
         self.unfinished = self.folder / f".rank{self.rank}"
         self.spare = self.unfinished / "spare"
-        machines = machine_ids(self.folder, self.ranks)
+        machines = machine_ids(self.folder, self.group)
         machine = machines[self.rank]
         elsewhere = [rank for rank, other in enumerate(machines) if other != machine]
         # A rank on the next machine gets this rank's files.
         self.partner = elsewhere[self.rank % len(elsewhere)] if elsewhere else self.rank
         self.machine_ranks = [rank for rank, other in enumerate(machines) if other == machine]
         self.leads = self.machine_ranks[0] == self.rank
-        begun = self.ranks.all_gather((self.problem(), time.time_ns()))
+        begun = self.group.all_gather((self.problem(), time.time_ns()))
         problems, (self.attempt, *_) = zip(*begun, strict=True)
         for problem in problems:
             if problem:
@@ -245,7 +245,7 @@ class Mirror:
             with all_or_none(self.meet):
                 for path in paths:
                     path.rename(slot / path.name)
-            exchange(slot, transfers, self.ranks, self.memory_of)
+            exchange(slot, transfers, self.group, self.memory_of)
             names = [t.name for t in transfers if self.rank in (t.source, t.target)]
             self.commit(step, slot, names)
         except Exception as error:
@@ -277,14 +277,14 @@ class Mirror:
         self.finish()
         self.remove_damaged()
         disk = gather(folder)  # all ranks have removed theirs when it returns
-        saved = self.ranks.on_rank_0(lambda: self.step_on(disk))
+        saved = self.group.on_rank_0(lambda: self.step_on(disk))
         files = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
-        counts = Counter(slot for slot, _ in self.ranks.union(files))
+        counts = Counter(slot for slot, _ in self.group.union(files))
         complete = [slot for slot, count in counts.items() if slot.endswith(f".{count}")]
         newest = max([f"step{saved:09}", *complete])
         self.remove(OWN, newest)
         gather(self.folder)
-        problem = self.ranks.on_rank_0(lambda: self.problem_of(self.folder / newest))
+        problem = self.group.on_rank_0(lambda: self.problem_of(self.folder / newest))
         if problem is None:
             return self.folder
         if counts and self.rank == 0:
@@ -301,7 +301,7 @@ class Mirror:
         reads its share."""
         share = slice(self.machine_ranks.index(self.rank), None, len(self.machine_ranks))
         paths = sorted(self.folder.glob("step*/*.pt"))[share]
-        self.ranks.meet()  # all have seen the same files
+        self.group.meet()  # all have seen the same files
         for path in paths:
             try:
                 verify(path)
@@ -326,7 +326,7 @@ class Mirror:
     def close(self) -> None:
         """Remove all that the mirror has in memory: the job is done."""
         self.finish()
-        self.ranks.meet()
+        self.group.meet()
         self.remove(OWN)
         with contextlib.suppress(OSError):  # somebody else has put something there
             self.folder.rmdir()
@@ -355,11 +355,11 @@ def gather(folder: str | os.PathLike) -> Path:
     checkpoint, and start over.
     """
     folder = Path(folder)
-    ranks = ProcessGroup()
-    machines = machine_ids(folder, ranks)
+    group = ProcessGroup()
+    machines = machine_ids(folder, group)
     leaders = sorted({machines.index(machine) for machine in machines})
     paths = folder.glob("[!.]*/*.pt")
-    files = ranks.all_gather({str(path.relative_to(folder)): file_state(path) for path in paths})
+    files = group.all_gather({str(path.relative_to(folder)): file_state(path) for path in paths})
     newest = {}  # {name: (state, a rank that has it)}
     for leader in leaders:
         for name, state in files[leader].items():
@@ -375,11 +375,11 @@ def gather(folder: str | os.PathLike) -> Path:
         for name, (state, source) in sorted(newest.items())
         if files[target].get(name) != state
     ]
-    exchange(folder, transfers, ranks)
-    with all_or_none(ranks.all_gather):
-        if ranks.rank in leaders:
+    exchange(folder, transfers, group)
+    with all_or_none(group.all_gather):
+        if group.rank in leaders:
             remove_left_over({folder / Path(transfer.name).parent for transfer in transfers})
-    ranks.end()  # it has a connection to every rank
+    group.end()  # it has a connection to every rank
     return folder
 
 
@@ -391,12 +391,12 @@ def remove_left_over(checkpoints: set[Path]) -> None:
                 (checkpoint / name).unlink(missing_ok=True)
 
 
-def machine_ids(folder: Path, ranks: ProcessGroup) -> list[tuple]:
+def machine_ids(folder: Path, group: ProcessGroup) -> list[tuple]:
     """Create the folder. Returns an identity of it for each rank, the same for ranks of a
     machine."""
     folder.mkdir(parents=True, exist_ok=True)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # two hosts may have the same name
-    return ranks.all_gather((boot, folder.stat().st_dev, folder.stat().st_ino))
+    return group.all_gather((boot, folder.stat().st_dev, folder.stat().st_ino))
 
 
 def map_file(path: Path, nbytes: int) -> torch.Tensor:
@@ -414,16 +414,16 @@ def reserve(path: Path, nbytes: int) -> None:
 def exchange(
     folder: Path,
     transfers: list[Transfer],
-    ranks: ProcessGroup,
+    group: ProcessGroup,
     memory_of: Callable[[Path, int], torch.Tensor] = map_file,
 ) -> None:
     """Send files between ranks. All have arrived when it returns. transfers: the same on all ranks.
 
     memory_of: maps a file, which it may create, into memory.
     """
-    rank = ranks.rank
+    rank = group.rank
     begun = []
-    with all_or_none(ranks.all_gather):  # whoever sends waits for one who has memory for it
+    with all_or_none(group.all_gather):  # whoever sends waits for one who has memory for it
         for transfer in transfers:
             name, (_, size), source, target = transfer
             if source == target or rank not in (source, target):
@@ -434,12 +434,12 @@ def exchange(
             if rank == target:
                 reserve(path, size)
     works = [
-        ranks.handle.send([data], transfer.target, 0)
+        group.handle.send([data], transfer.target, 0)
         if rank == transfer.source
-        else ranks.handle.recv([data], transfer.source, 0)
+        else group.handle.recv([data], transfer.source, 0)
         for data, _, transfer in begun
     ]
-    with all_or_none(ranks.all_gather):
+    with all_or_none(group.all_gather):
         for work, (_, path, transfer) in zip(works, begun, strict=True):
             work.wait()
             if rank == transfer.target:

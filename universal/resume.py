@@ -95,26 +95,26 @@ def load_checkpoint(
     search = Search(load_dir, tag, missing_ok)
     while True:
         try:
-            with process_group(timeout) as ranks, meeting_before_collectives(ranks.meet):
+            with process_group(timeout) as group, meeting_before_collectives(group.meet):
                 batches.watch_batches()
                 wait()  # for saves in the background
                 check_requirements(load_dir, custom_load_fn)
-                return load_next(engine, search, options, ranks)
+                return load_next(engine, search, options, group)
         except Damaged as error:
             if tag is not None or not search.tags:
                 raise
             search.damage = str(error)
 
 
-def load_next(engine, search, options, ranks):
+def load_next(engine, search, options, group):
     """Load the next checkpoint of a search. Returns: as load_checkpoint()."""
-    check_same_call(search, options, ranks)
+    check_same_call(search, options, group)
     wrapped = Engine(engine)
     if engine.has_moe_layers and not has_known_experts(wrapped):
         path, client_state = load_other_experts(engine, search, options)
         folder = path and Path(path).parent  # the path is of a file
     else:
-        path, client_state = find_and_load(wrapped, search, options, ranks)
+        path, client_state = find_and_load(wrapped, search, options, group)
         folder = path and Path(path)
     if path:
         resharded = wrapped.is_resharded

@@ -77,7 +77,7 @@ class Parts(NamedTuple):
         return contiguous(whole.dtype, source, shape)
 
 
-def parts_of(engine: Engine, checkpoint: Checkpoint, ranks: ProcessGroup) -> Parts:
+def parts_of(engine: Engine, checkpoint: Checkpoint, group: ProcessGroup) -> Parts:
     """The Parts of this rank. Raises CheckpointError if neither model nor checkpoint tells them."""
     degree = engine.layout().tensor
     rank = engine.tensor_rank
@@ -85,7 +85,7 @@ def parts_of(engine: Engine, checkpoint: Checkpoint, ranks: ProcessGroup) -> Par
     shapes = {engine.global_name(name): full_shape(names[name]) for name in names}
     of_ranks = {rank: shapes}
     if degree > 1:
-        for of_rank, others in ranks.all_gather((rank, shapes)):
+        for of_rank, others in group.all_gather((rank, shapes)):
             of_ranks[of_rank] = others | of_ranks.get(of_rank, {})  # of all pipeline stages
     saved = unpack(checkpoint.packed.model).get(INFO_KEY)
     # One rank needs it, too: its vocabulary may be padded.
