@@ -179,8 +179,11 @@ def begin_save(
     arguments = engine, top, os.path.relpath(folder, top), client_state or {}, False, *args
     collect = functools.partial(method, *arguments, **options)
     with signals_later(), torch.inference_mode(False):
-        with saver.ended_by_error(place):
+        try:
             write, is_copied = saver.begin(engine, collect, place, attempt, at_once)
+        except Exception:
+            saver.end(place)  # also if a rank is silent: without this one nobody publishes it
+            raise
         finish = functools.partial(saver.finish, place, write, published)
         finish = finish if at_once else functools.partial(saver.in_a_line, place, finish)
         if is_copied:
