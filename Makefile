@@ -1,5 +1,5 @@
 # make help      this list
-# make demo      Tests 1 to 3: train, resume on fewer ranks, accumulate, convert; pictures and numbers in out/; 8 minutes
+# make demo      Tests 1 to 3: train, resume on fewer ranks, accumulate, convert; pictures and numbers in out/; 5 minutes
 # make elastic   machines that die and come back while a job trains; 30 minutes
 # make hosts     three hosts whose cable is pulled, in network namespaces of this machine; 5 minutes
 # make exact     the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of checkpoints; 20 to 30 minutes

@@ -3,7 +3,7 @@
     python -m measure.trainers --output assets/trainers.txt
 
 Installs each below .venv-trainers/, beside the torch of this Python: with the accelerate of its
-time, and, for two of the columns, with this Python's. 4 ranks train for 20 steps, of which an epoch
+time, and with this Python's. 4 ranks train for 20 steps, of which an epoch
 has 15, and save in the first epoch, at its end and in the second; other weights load each of them
 on 4, 3 or 5 ranks, by turns, and go on. A number is the largest difference of their losses, a
 letter is an error. The last column is a Trainer without AnyRanks in it, under UNIVERSAL_BATCH=24
@@ -56,7 +56,6 @@ COLUMNS = {
     "python -m universal": ("Tokens", 3),
 }
 *OURS, COMMAND = COLUMNS
-BESIDE_NEW = ("means, ZeRO-2", "tokens, ZeRO-3")
 ROUNDING = 1e-5
 REFUSED = "AnyRanks wants transformers"
 
@@ -186,7 +185,7 @@ def main():
     rows = {}
     for release in args.releases:
         of_its_time = RELEASES[release][0]
-        wanted = {NEW[1]: list(BESIDE_NEW), of_its_time: OURS}
+        wanted = dict.fromkeys((NEW[1], of_its_time), OURS)
         if release in CLIENTS:
             wanted = {of_its_time: [COMMAND]}
         for beside, columns in sorted(wanted.items()):
