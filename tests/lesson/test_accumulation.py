@@ -1,4 +1,4 @@
-"""Gradient accumulation: six layouts, one curve; each sequence once; and the traps, seen."""
+"""Gradient accumulation: six layouts, one curve; each sequence once."""
 
 import difflib
 import re
@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import pytest
 
-from measure import traps
 from measure.logs import compare, read_log
 from tests.support import ROOT
 from tests.support.helpers import record_rows, refused, rows_of_steps
@@ -81,17 +80,6 @@ def test_the_data_differ_at_every_step_and_are_learned(work, trained):
     assert len({sequence for step in steps for sequence in step}) > 0.95 * BATCH * STEPS
     losses = read_log(work, "pt_32")["loss"]
     assert losses[1] > 5.5 and losses[STEPS] < 4.5
-
-
-def test_feeding_everything_every_time_matches_and_is_seen(work, trained, monkeypatch):
-    """A loop that feeds the whole batch in every micro-step has the same curve. Only the count of
-    sequences tells."""
-    monkeypatch.chdir(work)
-    share = ("rows = slice(m * micro, (m + 1) * micro)", "rows = slice(0, batch)")
-    train(work, "everything", traps.edited("grad_accu_pt.py", [share]), ranks=1, micro=8)
-    assert max(compare(work, "pt_32", "everything").values()) <= 1e-5
-    whole = sequences_of_steps(work, "pt_32", ranks=1)
-    assert sequences_of_steps(work, "everything", ranks=1) != whole
 
 
 PYTORCH_ALONE = r"rank = 0|ranks = 1|device|model\(|backward\(|clip_grad_norm_|optimizer\."

@@ -7,9 +7,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-import torch
 from repeats import CHECKS, KINDS, STEPS, play
-from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.helpers import run_all
 from universal import batches
@@ -19,8 +17,8 @@ from universal.batches import Sampler, Share
 # shares
 
 
-def shares(batch, micro_batch, ranks, **options):
-    return [Share(batch, micro_batch, ranks, rank, **options) for rank in range(ranks)]
+def shares(batch, micro_batch, ranks):
+    return [Share(batch, micro_batch, ranks, rank) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("ranks", range(1, 15))
@@ -40,17 +38,6 @@ def test_each_micro_batch_has_its_weight_once(ranks):
             assert share.weighted == sum(weight > 0 for _, weight in share)
             assert share.repeats == repeats
         assert of_ranks[0].weighted == accumulation
-
-
-def test_weights_of_exact_sums():
-    places = itertools.chain(*shares(4, 1, 3, is_exact=True))
-    assert [weight for _, weight in places] == [1.0] * 4 + [0.0] * 2
-
-
-def test_a_share_says_what_it_is():
-    line = "256 = 64 x 4 micro-batches; 4 = 2 accumulation steps x 3 ranks"
-    assert str(Share(256, 64, 3)) == f"{line} - 2 of no weight"
-    assert str(Share(256, 64, 2)) == line.replace("3 ranks", "2 ranks")
 
 
 @pytest.mark.parametrize("batch, micro_batch, fitting", [(10, 4, 2), (3, 4, 3), (0, 4, 1)])
@@ -112,16 +99,6 @@ def test_each_sample_once_an_epoch(shuffle, drop_last):
     if not shuffle:
         assert epochs[0] == list(range(length))
     assert (steps_of(23, 8, 1, 12, **options | {"seed": 6}) != steps) == shuffle
-
-
-def test_data_loader():
-    share = Share(8, 2, 3, rank=1)
-    sampler = Sampler(23, share)
-    sampler.set_step(3)
-    data = TensorDataset(torch.arange(23))
-    loader = iter(DataLoader(data, batch_sampler=sampler, num_workers=2))
-    drawn = [next(loader)[0].tolist() for _ in range(6)]
-    assert drawn == list(itertools.islice(sampler, 6))
 
 
 def test_too_few_samples():

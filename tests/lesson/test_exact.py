@@ -35,20 +35,21 @@ def one_rank(work):
     train(work, 1, "exact_1", "--exact")
 
 
-@pytest.mark.parametrize("stages", [(2, 3, 1, 2, 3), *(slow([n] * 5) for n in (1, 2, 3))])
+@pytest.mark.parametrize("stages", [(2, 3, 1, 3), *(slow([n] * 4) for n in (1, 2, 3))])
 def test_chain(work, one_rank, stages):
-    """From 4 ranks to 3, 5, 7 and 1, every 2 steps, the last time by a conversion; with clipping
-    and dropout, in partitions of odd sizes."""
-    name = "chain_{}{}{}{}{}".format(*stages)
+    """From 4 ranks to 3, 5 and 1, the last time by a conversion; with clipping and dropout, in
+    partitions of odd sizes."""
+    name = "chain_{}{}{}{}".format(*stages)
     universally = ("--resume", "--universal_checkpoint")
-    links = [(2, 4, ()), *((last, ranks, ["--resume"]) for last, ranks in ((4, 3), (6, 5), (8, 7)))]
-    for stage, (last, ranks, resume) in zip(stages, [*links, (10, 1, universally)], strict=True):
+    links = [(2, 4, ()), (4, 3, ["--resume"]), (8, 5, ["--resume"]), (10, 1, universally)]
+    for stage, (last, ranks, resume) in zip(stages, links, strict=True):
         if resume is universally:
             universal.convert(work / name / "global_step8", work / name / "global_step8_universal")
         train(work, ranks, name, "--exact", "--zero_stage", stage, *resume, patch=ends_after(last))
     assert differences(work, "exact_1", name) == {0.0}
 
 
+@pytest.mark.slow
 def test_without_it_the_bits_differ(work):
     """The control: what --exact takes away is there."""
     for ranks in (1, 4):
@@ -134,21 +135,12 @@ def step_by_means():
 
 @pytest.mark.parametrize("stage", [slow(1), slow(2), 3])
 def test_division_on_cuda(work, one_rank, stage):
-    """It is not exact for 7 ranks, and that does not matter. The control: otherwise it would."""
+    """It is not exact for 3 ranks, and that does not matter. The control: otherwise it would."""
     flags = ("--exact", "--zero_stage", stage)
-    train(work, 7, f"cuda_{stage}", *flags, patch=divide_as_cuda)
+    train(work, 3, f"cuda_{stage}", *flags, patch=divide_as_cuda)
     assert differences(work, "exact_1", f"cuda_{stage}", last=4) == {0.0}
-    train(work, 7, f"means_{stage}", *flags, patch=step_by_means)
+    train(work, 3, f"means_{stage}", *flags, patch=step_by_means)
     assert 0 < max(compare(work, "exact_1", f"means_{stage}").values()) < 1e-5
-
-
-def test_another_grid_on_every_rank_is_seen(monkeypatch):
-    """The control: ranks that do not tell each other their largest gradients round to grids of
-    their own."""
-    monkeypatch.setattr(torch, "maximum", lambda peak, largest, out: None)
-    (on_one_rank,) = sums(monkeypatch, 8, 1)
-    (on_four_ranks,) = sums(monkeypatch, 8, 4)
-    assert not torch.equal(on_one_rank, on_four_ranks)
 
 
 SCRIPT = """

@@ -92,8 +92,8 @@ def test_from_none(work, one_rank, stage):
 
 @pytest.fixture(scope="module")
 def pipeline(work, one_rank):
-    """The same GPT as train.py's, on 8 ranks, and on one."""
-    train_3d(work, 2, 2, 2, "three")
+    """The same GPT as train.py's, on 4 ranks, and on one."""
+    train_3d(work, 2, 2, 1, "three")
     train_3d(work, 1, 1, 1, "flat", "--tensorboard")
     for name in ("flat", "three"):
         assert difference(work, "one", name) <= 1e-5
@@ -106,7 +106,7 @@ MORE = [(2, 2, 2), (2, 1, 2), (2, 2, 1), (1, 1, 2), (1, 2, 2)]
 @pytest.mark.parametrize("layout", [(1, 1, 1), *map(slow, MORE)])
 def test_pipeline_goes_on(work, pipeline, layout):
     """On the same layout to the bit."""
-    assert goes_on(work, "three", train_3d, *layout) <= (0.0 if layout == (2, 2, 2) else 1e-5)
+    assert goes_on(work, "three", train_3d, *layout) <= (0.0 if layout == (2, 2, 1) else 1e-5)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """plot.py: the numbers of the table, the joined CSV, the exit code, and zero drawn as zero."""
 
 import csv
-import math
 import os
 from unittest.mock import MagicMock
 
@@ -104,11 +103,9 @@ def test_refused(logs, names, content, words):
     assert result.code == 2 and result.err.count("\n") == 1 and words in result.err
 
 
-def run(losses, val_loss=(), layout=()):
-    """layout: micro-batch, accumulation steps, ranks; behind them the batch, if it is another."""
-    if layout:
-        layout = script.Layout(*layout[:3], *(layout[3:] or [math.prod(layout)]))
-    return script.Run(losses, dict(val_loss), {}, layout or None)
+def run(losses, val_loss=(), *layout):
+    """layout: micro-batch, accumulation steps, ranks, batch."""
+    return script.Run(losses, dict(val_loss), {}, script.Layout(*layout) if layout else None)
 
 
 def draw(*runs):
@@ -116,20 +113,29 @@ def draw(*runs):
     return script.draw(script.in_words(dict(zip("abc", runs, strict=False))), gaps)
 
 
+ONE, TWO = (8, 1, 1, 8), (4, 2, 1, 8)  # micro-batches
+
+
 def test_zero_is_drawn_at_zero():
     """A log axis has no place for zero; the axis of the differences has."""
-    strip = draw(run({1: 2.0, 2: 1.0}), run({1: 2.0, 2: 1.001})).axes[1]
+    top, strip = draw(run({1: 2.0, 2: 1.0}, (), *ONE), run({1: 2.0, 2: 1.001}, (), *TWO)).axes
     assert list(strip.lines[0].get_ydata()) == pytest.approx([0.0, 0.001])
     low, high = strip.get_ylim()
-    heights = [strip.transData.transform((1, gap))[1] for gap in (0.0, 1e-7, 0.001)]
-    assert low < 0 < 0.001 < high and heights[0] > strip.bbox.y0
-    assert heights[1] > heights[0] + 5  # rounding can be told from zero
+    zero, rounding = (strip.transData.transform((1, gap))[1] for gap in (0.0, 1e-7))
+    assert low < 0 < 0.001 < high and strip.bbox.y0 < zero < rounding - 5  # can be told apart
+    assert top.get_title() == "2 runs: the loss differs by 1.0e-03 at most"
 
 
-def test_rounding_can_be_read_from_its_axis():
-    strip = draw(run({1: 2.0, 2: 1.0}), run({1: 2.0, 2: 1.0 + 1.8e-7})).axes[1]
+TITLES = {ONE: "2 runs: the loss", TWO: "Accumulation gives the same loss: it"}
+
+
+@pytest.mark.parametrize("layout", TITLES)
+def test_rounding_can_be_read_from_its_axis(layout):
+    other = run({1: 2.0, 2: 1.0 + 1.8e-7}, (), *layout)
+    top, strip = draw(run({1: 2.0, 2: 1.0}, (), *ONE), other).axes
     assert [label.get_text() for label in strip.get_yticklabels()] == ["0", "1e-07", "2e-07"]
     assert strip.get_yscale() == "linear" and strip.get_ylim()[1] > 1.8e-7
+    assert top.get_title() == f"{TITLES[layout]} differs by 1.8e-07 at most"
 
 
 def test_a_resumed_run_begins_the_picture():
@@ -140,39 +146,31 @@ def test_a_resumed_run_begins_the_picture():
     (baseline, dots, *_) = top.lines
     assert (min(baseline.get_xdata()), max(baseline.get_xdata())) == (60, 200)
     assert list(dots.get_xdata()) == [200] and list(strip.lines[0].get_xdata()) == list(later)
-    assert [text.get_text() for text in top.get_legend().texts] == [
-        "a",
-        "b",
-        "validation loss (black: resumed)",
-    ]
+    words = [top.get_title(), *(text.get_text() for text in top.get_legend().texts)]
+    title = "Resumed after step 100: the loss is equal in every bit"
+    assert words == [title, "a", "b", "validation loss (black: resumed)"]
 
 
-@pytest.mark.parametrize(
-    "layouts, losses, title",
-    [
-        ([(8, 1, 1), (4, 2, 1)], [2.0, 2.0 + 2e-6], "Accumulation gives the same loss: it differs"),
-        ([(8, 1, 1), (4, 2, 1)], [2.0, 2.1], "2 runs: the loss differs by 1.0e-01 at most"),
-        ([(8, 1, 1), (8, 1, 1)], [2.0, 2.0 + 2e-6], "2 runs: the loss differs by 2.0e-06 at most"),
-        ([(), ()], [2.0, 2.0], "2 runs: the loss is equal in every bit"),
-    ],
-)
-def test_title(layouts, losses, title):
-    runs = [run({1: loss}, layout=layout) for loss, layout in zip(losses, layouts, strict=True)]
-    assert draw(*runs).axes[0].get_title().startswith(title)
+# The step at which each run begins, its layout, and how the legend calls it.
+LEGENDS = [
+    {
+        "a": (1, (64, 1, 4, 256), "4 ranks, uninterrupted"),
+        "b": (101, (64, 1, 4, 256), "resumed on 4 ranks"),
+        "c": (101, (64, 4, 1, 256), "resumed on 1 rank"),
+    },
+    {
+        "pt_8": (1, (8, 4, 1, 32), "PyTorch, 4 micro-batches of 8"),
+        "ds_ws2": (1, (8, 1, 2, 16), "DeepSpeed, 2 ranks, 1 micro-batch of 8"),
+        "ds_ws3": (1, (8, 2, 3, 32), "DeepSpeed, 3 ranks, at most 2 micro-batches of 8"),
+        "b": (1, (8, 4, 1, 32), "1 rank, 4 micro-batches of 8 (b)"),
+        "c": (1, (8, 4, 1, 32), "1 rank, 4 micro-batches of 8 (c)"),
+        "no_layout": (1, (), "no layout"),
+    },
+]
 
 
-def test_legend():
+@pytest.mark.parametrize("legend", LEGENDS)
+def test_legend(legend):
     """In words: what a run did, and its name only where two did the same."""
-
-    def legend(**layouts):
-        runs = {name: run({begin: 1.0}, layout=layout) for name, (begin, layout) in layouts.items()}
-        return list(script.in_words(runs))
-
-    words = ["4 ranks, uninterrupted", "resumed on 4 ranks", "resumed on 1 rank"]
-    assert legend(a=(1, (64, 1, 4)), b=(101, (64, 1, 4)), c=(101, (64, 4, 1))) == words
-    words = ["PyTorch, 4 micro-batches of 8", "DeepSpeed, 2 ranks, 1 micro-batch of 8"]
-    assert legend(pt_8=(1, (8, 4, 1)), a_ds_ws2=(1, (8, 1, 2))) == words
-    words = ["DeepSpeed, 3 ranks, at most 2 micro-batches of 8"]
-    assert legend(a_ds_ws3=(1, (8, 2, 3, 32))) == words
-    words = ["1 rank, 4 micro-batches of 8 (b)", "1 rank, 4 micro-batches of 8 (c)", "no layout"]
-    assert legend(b=(1, (8, 4, 1)), c=(1, (8, 4, 1)), no_layout=(1, ())) == words
+    runs = {name: run({begin: 1.0}, (), *layout) for name, (begin, layout, _) in legend.items()}
+    assert list(script.in_words(runs)) == [words for *_, words in legend.values()]

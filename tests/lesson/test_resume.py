@@ -14,42 +14,41 @@ import universal
 from measure.logs import compare, read_log, steps
 from tests.support.commands import slow
 from tests.support.helpers import fp16_is, record_rows, rows_of_steps
-from tests.support.ranks import launch, run
+from tests.support.ranks import run
 
 # With the size of a micro-batch behind it.
 SIZE = "--n_embd 32 --seq_len 16 --train_batch_size 24 --train_micro_batch_size_per_gpu"
-SHORT = [(1, "fp32", 20), (2, "bf16", 20), (3, "fp32", 20)]
-LONG = [(stage, dtype, 200) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
-SLOW = [slow(*kind) for kind in LONG]
+ONE, TWO, THREE = (1, "fp32"), (2, "bf16"), (3, "fp32")
+SLOW = [slow(1, "bf16"), slow(2, "fp32"), slow(3, "bf16")]
+STEPS = 10
 
 
 @pytest.fixture(scope="module")
 def saved(work):
-    """saved(stage, dtype, steps): a run on 4 ranks, with a checkpoint after half of the steps; that
-    one, converted. Returns (the run's name, its flags)."""
+    """saved(stage, dtype): a run on 4 ranks, with a checkpoint after half of the steps; that one,
+    converted. Returns (the run's name, its flags)."""
 
     @functools.cache
-    def train(stage, dtype, steps):
-        name = f"zero{stage}_{dtype}_{steps}"
+    def train(stage, dtype="fp32"):
+        name = f"zero{stage}_{dtype}"
         # 12 or 4 micro-batches. At ZeRO-3 they take their time.
         micro = 6 if stage == 3 else 2
-        half = steps // 2
         flags = (
-            f"{SIZE} {micro} --zero_stage {stage} --dtype {dtype} --steps {steps} "
-            f"--checkpoint_dir {name} --checkpoint_interval {half}"
+            f"{SIZE} {micro} --zero_stage {stage} --dtype {dtype} --steps {STEPS} "
+            f"--checkpoint_dir {name} --checkpoint_interval {STEPS // 2}"
         ).split()
         run(work, 4, "train.py", *flags, "--run_name", name, patch=record_rows(name))
-        tag = work / name / f"global_step{half}"
+        tag = work / name / f"global_step{STEPS // 2}"
         universal.convert(tag, f"{tag}_universal")
         resume = f"--checkpoint_interval 1000 --resume --checkpoint_tag {tag.name}"
         return name, [*flags, *resume.split()]
 
-    return lambda stage, dtype="fp32", steps=20: train(stage, dtype, steps)
+    return train
 
 
 @pytest.fixture(scope="module")
 def halved(work, saved):
-    """halved(stage, dtype, steps): the ZeRO checkpoint of 4 ranks on 2. Returns (run, resumed run,
+    """halved(stage, dtype): the ZeRO checkpoint of 4 ranks on 2. Returns (run, resumed run,
     what it prints)."""
 
     @functools.cache
@@ -67,45 +66,37 @@ def as_universal(flags):
     return (*flags[:-1], f"{flags[-1]}_universal", "--universal_checkpoint")
 
 
-def assert_identical(work, name, resumed, steps):
-    for column, interval in (("loss", 1), ("val_loss", 10), ("lr", 1), ("grad_norm", 1)):
-        gaps = compare(work, name, resumed, column)
-        assert list(gaps) == list(range(steps // 2 + interval, steps + 1, interval))
-        differing = {step: gap for step, gap in gaps.items() if gap}
-        assert not differing, column
-
-
-@pytest.mark.parametrize("stage, dtype, steps", [SHORT[0], slow(*SHORT[1]), SHORT[2], *SLOW])
-def test_same_ranks_zero_checkpoint(work, saved, stage, dtype, steps):
+@pytest.mark.parametrize("stage, dtype", [THREE, slow(*ONE), slow(*TWO), *SLOW])
+def test_same_ranks_zero_checkpoint(work, saved, stage, dtype):
     """A ZeRO checkpoint on as many ranks as wrote it: every step after it is the same, every
     bit."""
-    name, flags = saved(stage, dtype, steps)
+    name, flags = saved(stage, dtype)
     out = run(work, 4, "train.py", *flags, "--run_name", f"{name}_4")
-    assert f"resumed from {name}/{flags[-1]} at step {steps // 2}\n" in out
-    assert_identical(work, name, f"{name}_4", steps)
+    assert f"resumed from {name}/{flags[-1]} at step {STEPS // 2}\n" in out
+    steps = range(STEPS // 2 + 1, STEPS + 1)
+    for column in ("loss", "lr", "grad_norm", "val_loss"):
+        wanted = steps[-1:] if column == "val_loss" else steps
+        assert compare(work, name, f"{name}_4", column) == dict.fromkeys(wanted, 0.0), column
 
 
-@pytest.mark.parametrize("stage, dtype, steps", [*SHORT, *SLOW])
-def test_half_the_ranks(work, halved, stage, dtype, steps):
+@pytest.mark.parametrize("stage, dtype", [ONE, TWO, slow(*THREE), *SLOW])
+def test_half_the_ranks(work, halved, stage, dtype):
     """The ZeRO checkpoint of 4 ranks on 2, without a conversion: 1e-5 in fp32, 1e-2 in bf16."""
-    name, resumed, out = halved(stage, dtype, steps)
+    name, resumed, out = halved(stage, dtype)
     share = "6 x 4 micro-batches; 4 = 2" if stage == 3 else "2 x 12 micro-batches; 12 = 6"
     assert f"24 = {share} accumulation steps x 2 ranks\n" in out
     for column in ("loss", "val_loss"):
         gaps = compare(work, name, resumed, column)
-        assert max(gaps) == steps and max(gaps.values()) <= (1e-5 if dtype == "fp32" else 1e-2)
+        assert max(gaps) == STEPS and max(gaps.values()) <= (1e-5 if dtype == "fp32" else 1e-2)
 
 
 CHANGES = [
     (1, 3, 5, "zero"),
-    slow(1, 2, 6, "zero"),
-    (3, 1, 3, "universal"),
+    slow(3, 1, 3, "universal"),
     slow(3, 3, 7, "zero"),
     slow(1, 2, 7, "zero"),
     slow(3, 3, 2, "universal"),
-    slow(3, 1, 2, "zero"),
     slow(1, 1, 12, "zero"),
-    slow(1, 2, 3, "zero"),
 ]
 
 
@@ -119,7 +110,7 @@ def test_any_ranks_at_any_stage(work, saved, before, after, ranks, checkpoint):
         flags = as_universal(flags)
     run(work, ranks, "train.py", *flags, "--zero_stage", after, "--run_name", resumed)
     gaps = compare(work, name, resumed)
-    assert list(gaps) == list(range(11, 21)) and max(gaps.values()) <= 1e-5
+    assert list(gaps) == list(range(STEPS // 2 + 1, STEPS + 1)) and max(gaps.values()) <= 1e-5
 
 
 @pytest.mark.parametrize("stage", [3, slow(1), slow(2)])
@@ -193,12 +184,12 @@ def test_log_goes_on_under_the_same_name(tmp_path, monkeypatch):
 def test_every_sequence_once(work, halved):
     """Over ranks and micro-batches, the model sees the global batch of each step: each row once,
     none twice."""
-    name, resumed, _ = halved(1, "fp32", 20)
-    rows = rows_of_steps(work, name, 4, 24, 2, 20)
-    assert [len(of_step) for of_step in rows] == [24] * 20
+    name, resumed, _ = halved(*ONE)
+    rows = rows_of_steps(work, name, 4, 24, 2, STEPS)
+    assert [len(of_step) for of_step in rows] == [24] * STEPS
     # Hardly any two are the same, so counting them means something.
-    assert len({row for of_step in rows for row in of_step}) > 0.8 * 20 * 24
-    assert rows_of_steps(work, resumed, 2, 24, 2, 10) == rows[10:]
+    assert len({row for of_step in rows for row in of_step}) > 0.8 * STEPS * 24
+    assert rows_of_steps(work, resumed, 2, 24, 2, STEPS // 2) == rows[STEPS // 2 :]
 
 
 # -----------------------------------------------------------------------------
@@ -256,9 +247,9 @@ def weights_left_out():
 
 MISTAKES = [
     (off_by_one, 1),
-    (data_by_rank_count, 1),
     (dropout_by_rank, 1),
-    (half_the_accumulation, 2),
+    slow(data_by_rank_count, 1),
+    slow(half_the_accumulation, 2),
     slow(weights_left_out, 5),
 ]
 
@@ -268,14 +259,3 @@ def test_mistake_is_seen(work, saved, mistake, ranks):
     name, flags = saved(1)
     run(work, ranks, "train.py", *flags, "--run_name", mistake.__name__, patch=mistake)
     assert max(compare(work, name, mistake.__name__).values()) > 1e-4
-
-
-@pytest.mark.slow
-def test_deepspeed_alone(work, saved):
-    """--stock: DeepSpeed refuses other ranks; its universal loader, at ZeRO-3, goes on with another
-    loss."""
-    name, flags = saved(3)
-    refused = launch(work, 2, "train.py", *flags, "--stock", "--run_name", "refused", grace=20)
-    assert "world size of 4 but the current world size is 2" in refused.errors
-    run(work, 2, "train.py", *as_universal(flags), "--stock", "--run_name", "stock")
-    assert max(compare(work, name, "stock").values()) > 1e-4
