@@ -69,19 +69,15 @@ def fuzz(tmp_path, checkpoint, cases, same):
     """cases: (label, {file: change}, whom to blame). None may end badly. How many were refused and
     converted."""
     ended = collections.Counter()
-    bad = []
     source = tmp_path / "changed"
     output = tmp_path / "out" / "u"
+    output.parent.mkdir()
     for label, changed, blamed in cases:
-        output.parent.mkdir(exist_ok=True)
         with_files(source, checkpoint, changed)
         how = outcome(source, output, blamed or str(source), same)
+        assert how in ("converted", "refused"), f"{label}: {how}"
         ended[how] += 1
-        if how not in ("converted", "refused"):
-            bad.append(f"{label}: {how}")
-            shutil.rmtree(output.parent)
         shutil.rmtree(source)
-    assert not bad, f"{len(bad)} of {ended.total()}:\n" + "\n".join(bad)
     return ended
 
 
@@ -265,13 +261,6 @@ def test_any_value_of_any_kind(laid_out, tmp_path, stage, every):
     assert ended.total() > 100 // every and ended["converted"] > 10 // every
 
 
-def pickle_file(path, data):
-    """A .pt file of this pickle."""
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"{path.stem}/data.pkl", data)
-        archive.writestr(f"{path.stem}/byteorder", b"little")
-
-
 class Call:
     """Pickles as a call: whoever loads it with all of pickle makes the call."""
 
@@ -282,21 +271,14 @@ class Call:
         return self.call
 
 
-HOSTILE = {
-    "open": lambda marker: Call(open, marker, "w"),
-    "getattr": lambda marker: Call(getattr, Call(open, marker, "w"), "name"),
-}
-
-
-@pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("place", ["shard", "optimizer_state", "model_states"])
-def test_hostile_pickle(laid_out, tmp_path, place, hostile):
+def test_hostile_pickle(laid_out, tmp_path, place):
     """A planted call is taken over by its name, and is not made; who loads the result makes it."""
     marker = tmp_path / "marker"
     victim = min(laid_out(1).glob("*_model_*" if place == "model_states" else "*_optim_*"))
     saved = load(victim)
     holder = saved["optimizer_state_dict"] if place == "optimizer_state" else saved
-    holder["note"] = hostile(str(marker))
+    holder["note"] = Call(open, str(marker), "w")
     torch.save(saved, victim)
     convert(victim.parent, tmp_path / "u", check=True)
     assert not marker.exists()
@@ -308,5 +290,8 @@ def test_hostile_pickle(laid_out, tmp_path, place, hostile):
 def test_small_pickle_small_memory(laid_out):
     """300 bytes that ask for a memo of a hundred million entries, 800 MB of them."""
     source = laid_out(1)
-    pickle_file(source / MODEL, b"\x80\x02}r" + struct.pack("<I", 100_000_000) + b"." + bytes(280))
+    with zipfile.ZipFile(source / MODEL, "w") as archive:
+        data = b"\x80\x02}r" + struct.pack("<I", 100_000_000) + b"." + bytes(280)
+        archive.writestr("x/data.pkl", data)
+        archive.writestr("x/byteorder", b"little")
     not_converted(source, MODEL, "wants to remember 100000000 objects")

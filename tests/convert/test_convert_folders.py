@@ -66,8 +66,6 @@ def test_command_line(source, tmp_path):
     done = converter(f"{source}/", output, *workers, *flags)
     assert done.code == 0 and done.out.startswith(f"{source} -> {output}: 3 parameters")
     settled(output, content(f"{source}_universal"))
-    shutil.copytree(source, tmp_path / "d")
-    failed(converter(tmp_path), 2, "`latest` names none, and a resume begins with c: name")
     done = converter(tmp_path / "no", tmp_path / "v")
     failed(done, 2, f"ds_to_universal: error: {tmp_path}/no does not exist\n")
     done = converter(source, tmp_path / "v", "--num_merge_workers", 0)
@@ -135,7 +133,7 @@ def test_saved_again_otherwise(saved, tmp_path, before, after):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_saved_again(saved, tmp_path, stage):
     """By fewer ranks, or without experts: the newest counts. What is left over is not looked
-    into."""
+    into; a shard that counts must be there, and of the same step."""
     old = saved("old", 4, stage)
     new = saved("new", 2, stage, step=200)
     (old / "layer_0_expert_0_mp_rank_00_model_states.pt").touch()
@@ -148,6 +146,12 @@ def test_saved_again(saved, tmp_path, stage):
     assert got == wanted and content(old) == files and not nothing
     assert str(old) in text and min(left) in text
     assert len(left) <= 3 or f"and {len(left) - 3} more" in text
+    # Of those that count.
+    (other,) = saved("other", 2, stage, step=150).glob("*_rank_1_*_optim_*")
+    shard = shutil.copy(other, old)
+    not_converted(old, f"{shard} is at optimizer step 150.0", "at 200.0")
+    os.unlink(shard)
+    not_converted(old, f"{shard} is missing")
 
 
 def test_nvme_left_over(laid_out, tmp_path):
@@ -185,19 +189,6 @@ def test_half_of_two_saves(saved, tmp_path, stage):
         assert "\n" not in str(error.value), missing
         shutil.rmtree(mixed)
     assert sorted(os.listdir(tmp_path)) == ["new", "old"]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_shard_that_is_missing_or_of_another_step(saved, tmp_path, stage):
-    """Among those that count, with others left over beyond."""
-    old = saved("old", 4, stage)
-    new = saved("new", 2, stage, step=200)
-    other = saved("other", 2, stage, step=150)
-    shutil.copytree(new, old, dirs_exist_ok=True)
-    shard = shutil.copy(max(other.glob("*_optim_*")), old)
-    not_converted(old, f"{shard} is at optimizer step 150.0", "at 200.0")
-    os.unlink(shard)
-    not_converted(old, f"{shard} is missing")
 
 
 NOT_UNIVERSAL = "is not a universal checkpoint"

@@ -25,9 +25,9 @@ def train(work, ranks, name, *flags, patch=None):
     run(work, ranks, "examples.train_elastic", *COMMON, *flags, *names, patch=patch)
 
 
-def differences(work, baseline, run_name, last=10):
-    assert len(compare(work, baseline, run_name)) == last
-    return {gap for column in COLUMNS for gap in compare(work, baseline, run_name, column).values()}
+def differences(work, name, last=10):
+    assert len(compare(work, "exact_1", name)) == last
+    return {gap for column in COLUMNS for gap in compare(work, "exact_1", name, column).values()}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_chain(work, one_rank, stages):
         if resume is universally:
             universal.convert(work / name / "global_step8", work / name / "global_step8_universal")
         train(work, ranks, name, "--exact", "--zero_stage", stage, *resume, patch=ends_after(last))
-    assert differences(work, "exact_1", name) == {0.0}
+    assert differences(work, name) == {0.0}
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_division_on_cuda(work, one_rank, stage):
     """It is not exact for 3 ranks, and that does not matter. The control: otherwise it would."""
     flags = ("--exact", "--zero_stage", stage)
     train(work, 3, f"cuda_{stage}", *flags, patch=divide_as_cuda)
-    assert differences(work, "exact_1", f"cuda_{stage}", last=4) == {0.0}
+    assert differences(work, f"cuda_{stage}", last=4) == {0.0}
     train(work, 3, f"means_{stage}", *flags, patch=step_by_means)
     assert 0 < max(compare(work, "exact_1", f"means_{stage}").values()) < 1e-5
 

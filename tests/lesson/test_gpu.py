@@ -1,5 +1,4 @@
-"""measure/gpu.py: how its lines go side by side until the deadline; and CPU ranks in the GPUs'
-place."""
+"""measure/gpu.py: how its lines go side by side until the deadline."""
 
 import math
 import re
@@ -7,14 +6,10 @@ import sys
 import time
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from measure import gpu
 from tests.support import ROOT
 from tests.support.commands import run_python
-from tests.support.ranks import run
 
 
 def table(folder, monkeypatch, lines, *words):
@@ -53,7 +48,7 @@ def test_a_failing_row(tmp_path, monkeypatch):
 
 
 def test_deadline(tmp_path, monkeypatch):
-    """What it cuts off, and what comes after, was not tried; nothing begins shortly before it."""
+    """What it cuts off, and what comes after, was not tried."""
     monkeypatch.setattr(gpu, "LEAST", 1)
     rows = [gpu.Row("sleep", lambda: gpu.command("sleep", ["sleep", 60])) for _ in range(2)]
     lines = {name: gpu.Line(rows) for name in "ab"}
@@ -61,25 +56,6 @@ def test_deadline(tmp_path, monkeypatch):
     text, code = table(tmp_path, monkeypatch, lines, "--minutes", 0.05)
     assert code is None and text.count("  not tried: no time left\n") == 4
     assert time.monotonic() - began < 20
-    monkeypatch.setattr(gpu, "end", time.monotonic() + 10)
-    monkeypatch.setattr(gpu, "LEAST", 20)
-    with pytest.raises(gpu.Late):
-        gpu.seconds_left()
-
-
-def rank_of_a_shared_card():
-    gpu.share_card()
-    dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
-    backends = {dist.get_backend(), dist.get_backend(dist.new_group([0, 1], backend="nccl"))}
-    mesh = init_device_mesh("cpu", (2, 1))
-    total = torch.ones(1)
-    dist.all_reduce(total, group=mesh.get_group(0))
-    assert backends == {"gloo"} and total == 2
-    dist.destroy_process_group()
-
-
-def test_ranks_that_share_a_card(tmp_path):
-    run(tmp_path, 2, rank_of_a_shared_card)
 
 
 @pytest.mark.slow
@@ -89,10 +65,6 @@ def test_on_cpu_ranks(tmp_path):
         "-m", "measure.gpu", *words, folder=tmp_path, timeout=1900, PYTHONPATH=str(ROOT)
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = re.findall(r"^(\S.*?)  +(.*?)  +(.*)$", (tmp_path / "gpu.txt").read_text(), re.M)
-    results = {(line, what): result for line, what, result in rows}
-    assert results["one rank", "dtype fp32 zero_stage 1: 1 to 1"] == "0.0e+00"
-    assert not any("OFF" in result or "no time" in result for result in results.values())
-    assert results["by hand", "two machines"] == "not tried: by hand"
-    exact = [result for (line, _), result in results.items() if line == "exact"]
-    assert exact == 5 * ["0.0e+00"]
+    text = (tmp_path / "gpu.txt").read_text()
+    assert not re.search("OFF|no time", text)
+    assert re.findall(r"^exact  .*  (\S+)$", text, re.M) == 5 * ["0.0e+00"]

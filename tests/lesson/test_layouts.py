@@ -81,11 +81,6 @@ def test_one_of_them(work, one_rank, stage, layout, others):
         assert goes_on(work, name, train, *other) <= 1e-5
 
 
-@pytest.mark.parametrize("stage", [slow(2), slow(1), slow(3)])
-def test_from_none(work, one_rank, stage):
-    assert goes_on(work, "one", train, stage, 1, 2, 1) <= 1e-5
-
-
 # -----------------------------------------------------------------------------
 # pipelines
 

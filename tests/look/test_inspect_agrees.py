@@ -38,7 +38,7 @@ def saved(tmp_path_factory):
     return folders
 
 
-@pytest.mark.parametrize("stage, name", rows())
+@pytest.mark.parametrize("stage, name", [*rows()])
 def test_damages(saved, tmp_path, monkeypatch, stage, name):
     """What the row says that a load does: inspect names that tag as the one taken, or none, and the
     same fault."""
