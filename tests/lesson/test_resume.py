@@ -28,7 +28,7 @@ def saved(work):
     converted. Returns (the run's name, its flags)."""
 
     @functools.cache
-    def train(stage, dtype="fp32"):
+    def train(stage, dtype):
         name = f"zero{stage}_{dtype}"
         # 12 or 4 micro-batches. At ZeRO-3 they take their time.
         micro = 6 if stage == 3 else 2
@@ -98,7 +98,7 @@ CHANGES = [
 def test_any_ranks_at_any_stage(work, saved, before, after, ranks, checkpoint):
     """Fewer and more ranks, and another ZeRO stage in one step; also from a universal checkpoint.
     Where the ranks do not divide the micro-batches, 5 do 12, 3 do 4, 7 do 4."""
-    name, flags = saved(before)
+    name, flags = saved(before, "fp32")
     resumed = f"{name}_on_{ranks}_zero{after}"
     if checkpoint == "universal":
         flags = (*flags[:-1], f"{flags[-1]}_universal", "--universal_checkpoint")
@@ -194,6 +194,6 @@ MISTAKES = [
 
 @pytest.mark.parametrize("mistake, ranks", MISTAKES)
 def test_mistake_is_seen(work, saved, mistake, ranks):
-    name, flags = saved(1)
+    name, flags = saved(*ONE)
     run(work, ranks, "train.py", *flags, "--run_name", mistake.__name__, patch=mistake)
     assert max(compare(work, name, mistake.__name__).values()) > 1e-4
