@@ -366,10 +366,10 @@ def test_refused(tmp_path, saved, words):
     for old, new in changes:
         script = script.replace(old, new)
     (tmp_path / "script.py").write_text(script)
-    error = last_error(launch(tmp_path, 3, tmp_path / "script.py", grace=20).err)
+    error = last_error(launch(tmp_path, 2, tmp_path / "script.py", grace=20).err)
     assert words in error and not (tmp_path / "rows.json").exists()
     for old, pattern in cures:
         script = script.replace(old, re.search(pattern, error)[1].replace("BATCH", "16"))
     (tmp_path / "script.py").write_text(script)
-    run(tmp_path, 3, tmp_path / "script.py")
+    run(tmp_path, 2, tmp_path / "script.py")
     check_equal(rows_in(tmp_path), rows_in(saved("Trainer"), 3))
