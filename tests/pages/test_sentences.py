@@ -36,8 +36,10 @@ def test_a_fragment_is_seen():
 
 PACKAGE = {path: text for path, text in TEXTS.items() if path.is_relative_to(ROOT / "universal")}
 DEFINITION = re.compile(r"\b(?:def|class) (\w+)")
-# Of a function, or a method, that does not say what it returns. Parentheses within its arguments.
-SAYS_NOTHING = re.compile(r"^(?:    )?def (\w+)\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\):", re.M)
+# Of a function, or a method, that does not say what it returns: parentheses within its arguments.
+SAYS_NOTHING = re.compile(
+    r"^(?:def |    def (?=\w+\(\s*self))(\w+)\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\):", re.M
+)
 NAMES = collections.Counter(
     name for text in PACKAGE.values() for name in {*DEFINITION.findall(text)}
 )

@@ -259,9 +259,9 @@ def clip_by(
     value of `norm`, in place of the norm that it computes."""
     clip = engine.optimizer.unscale_and_clip_grads
 
-    def fill_and_clip(gradients, _):
+    def filled(gradients, _):
         fill()
         clip(gradients, norm)
 
-    engine.optimizer.unscale_and_clip_grads = fill_and_clip
+    engine.optimizer.unscale_and_clip_grads = filled
     engine.get_global_grad_norm = lambda: float(norm)
