@@ -16,12 +16,7 @@ import pytest
 from deepspeed.launcher import runner
 from torch.distributed.run import get_args_parser
 
-import universal.diff
-import universal.elastic
-import universal.exact
-import universal.inspect
-import universal.mirror
-import universal.trainer
+import universal
 from measure.logs import compare
 from tests.support import ROOT
 from tests.support.ranks import run
@@ -43,11 +38,7 @@ COMMAND = re.compile(
     r"(python|deepspeed|torchrun) .*(\.py|-m(odule)? (examples|measure)\.)"
     r"|python -m universal(\.\w+)? \w|make [\w -]+$|pip install -r"
 )
-OF_PACKAGE = {  # python -m universal.COMMAND
-    "universal.inspect": universal.inspect.main,
-    "universal.diff": universal.diff.main,
-}
-PROGRAM = re.compile(r"\.py$|^(examples|measure)\.\w+$")
+PROGRAM = re.compile(r"\.py$|^(examples|measure|universal)\.\w+$")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$|((?:^    [^\n]*\n)+)", re.M | re.S)
 
 
@@ -94,24 +85,9 @@ class Parsed(BaseException):
     pass
 
 
-def parse_by(run, words, monkeypatch):
-    """run() gets as far as its argument parser, which takes these words."""
-    parse = argparse.ArgumentParser.parse_args
-
-    def parsed(self, *arguments):
-        parse(self, *arguments)
-        raise Parsed
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
-    monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(Parsed):
-        run()
-
-
 def parse_script(words, monkeypatch):
-    """What a launcher starts, or Python: the script, or module, exists and takes these flags."""
+    """What a launcher starts, or Python: the script, or module, exists and takes these flags: it
+    gets as far as its argument parser."""
     script, *flags = words
     if script in THEIRS:
         return
@@ -122,9 +98,19 @@ def parse_script(words, monkeypatch):
     if script.startswith("examples/"):  # they may import what is not installed
         assert all(f'"{word}"' in source for word in flags if word.startswith("--"))
     elif flags or "parse_args" in source:
+        parse = argparse.ArgumentParser.parse_args
+
+        def parsed(self, *arguments):
+            parse(self, *arguments)
+            raise Parsed
+
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.chdir(ROOT)
         start = runpy.run_module if module else runpy.run_path
-        name = script if module else str(path)
-        parse_by(lambda: start(name, run_name="__main__"), words, monkeypatch)
+        with pytest.raises(Parsed):
+            start(script, run_name="__main__")
 
 
 @pytest.mark.parametrize("page, command", COMMANDS)
@@ -140,10 +126,6 @@ def test_command(page, command, monkeypatch):
         assert all(re.search(rf"^{target}:", makefile, re.M) for target in words[1:])
     elif words[0] == "pip":
         assert (ROOT / words[-1]).is_file()
-    elif words[1:2] == ["-m"] and words[2] in THEIRS:
-        pass
-    elif words[1:2] == ["-m"] and words[2] in OF_PACKAGE:
-        parse_by(OF_PACKAGE[words[2]], words[2:], monkeypatch)
     elif COMMAND.match(" ".join(words)):  # any command may follow `python -m universal`
         if words[0] == "torchrun":
             get_args_parser().parse_args(words[1:])
