@@ -10,7 +10,7 @@ import torch
 
 from tests.support.commands import slow
 from tests.support.conversions import assert_equal_to_deepspeed, not_converted
-from tests.support.files import edit, load
+from tests.support.files import MODEL, edit, load
 from tests.support.ranks import run
 from universal.diff import diff
 from universal.inspect import look
@@ -21,7 +21,7 @@ MODELS = "mp_rank_*_model_states.pt"
 @pytest.mark.parametrize("stage", [1, 3])
 def test_data_parallel(laid_out, tmp_path, stage):
     """Every weight and moment, also megabytes, which are read and written in pieces; the
-    hyper-parameters and the loss scale."""
+    hyper-parameters, the loss scale, and all that the model states have but weights."""
     shapes = [OrderedDict(a=torch.Size((700_001,)), b=torch.Size((7, 90_000)))]
     shapes.append(OrderedDict(c=torch.Size((4,))))
     source = laid_out(stage, shapes=shapes)
@@ -32,6 +32,9 @@ def test_data_parallel(laid_out, tmp_path, stage):
     assert vars(optimizer["loss_scaler"]) == vars(expected["loss_scaler"])
     for key in ("param_groups", "dynamic_loss_scale"):
         assert optimizer[key] == expected[key]
+    weights = {"module": None, "frozen_param_fragments": None}
+    model, original = (load(min(folder.glob(f"*{MODEL}"))) for folder in (ours, source))
+    assert model | weights == original | weights
     # No rank reads another one's shard again: the state of all has no tensor but the step, and each
     # file only its own.
     assert (ours / "zero" / "optimizer_state.pt").stat().st_size < 10_000
