@@ -292,6 +292,6 @@ def test_small_pickle_small_memory(laid_out):
     source = laid_out(1)
     with zipfile.ZipFile(source / MODEL, "w") as archive:
         data = b"\x80\x02}r" + struct.pack("<I", 100_000_000) + b"." + bytes(280)
-        archive.writestr("x/data.pkl", data)
-        archive.writestr("x/byteorder", b"little")
+        archive.writestr("mp_rank_00_model_states/data.pkl", data)
+        archive.writestr("mp_rank_00_model_states/byteorder", b"little")
     not_converted(source, MODEL, "wants to remember 100000000 objects")

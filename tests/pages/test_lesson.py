@@ -26,8 +26,8 @@ PAGE = "\n\n".join(
 )
 EXERCISES = dict(re.findall(r"\*\*Exercise (\d+)\.(.*?)(?=\*\*Exercise|\Z)", PAGE, re.S))
 FENCED = re.compile(r"```python\n(.*?)```", re.S)
-STEPS = 6
-SAVED = 3
+STEPS = 10
+SAVED = 5
 Popen = subprocess.Popen
 
 
