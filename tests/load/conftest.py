@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.case import play, runs_of
-from tests.support.helpers import run_all
+from tests.support.helpers import chosen, run_all
 
 
 def pytest_generate_tests(metafunc):
@@ -12,27 +12,24 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(scope="module")
-def chosen(request):
+def names_of(request):
     """{stage: {ranks: [name]}} of the tests of this module that are to run."""
     names = {}
-    for item in request.session.items:
-        if item.path == request.path and "chosen" in item.fixturenames:
-            parameters = item.callspec.params
-            of_stage = names.setdefault(parameters["stage"], {})
-            of_stage.setdefault(parameters["ranks"], []).append(parameters["name"])
+    for stage, ranks, name in chosen(request, "stage", "ranks", "name"):
+        names.setdefault(stage, {}).setdefault(ranks, []).append(name)
     return names
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory, request, chosen):
+def failures(tmp_path_factory, request, names_of):
     """{(name, stage, ranks): error} of those chosen of the module's CASES that have failed."""
     cases = request.module.CASES
     errors = {}
-    for stage, names_of in chosen.items():
+    for stage, of_stage in names_of.items():
         folder = tmp_path_factory.mktemp(f"zero{stage}")
-        every_name = dict.fromkeys(name for names in names_of.values() for name in names)
+        every_name = dict.fromkeys(name for names in of_stage.values() for name in names)
         not_saved = run_all(folder, 2, play, cases, "save", stage, names=every_name)
-        for ranks, names in names_of.items():
+        for ranks, names in of_stage.items():
             saved = [name for name in names if name not in not_saved]
             failed = run_all(folder, ranks, play, cases, "load", stage, names=saved) | not_saved
             errors |= {(name, stage, ranks): error for name, error in failed.items()}

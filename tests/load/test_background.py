@@ -1,5 +1,5 @@
 """Saves in the background: what dies or fails in one leaves the checkpoint before, and the training
-waits for a copy of memory alone."""
+waits for a copy of memory alone. A case is one of tests/support/case.py."""
 
 import contextlib
 import errno
@@ -7,6 +7,7 @@ import functools
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,13 +18,16 @@ import torch
 import torch.distributed as dist
 
 import universal
-from tests.support.commands import forked, is_rank, kill, only_if, slow
+from tests.support.case import PRINTED, case, cases_of, printed, test_case  # noqa: F401
+from tests.support.commands import forked, is_rank, kill, only_if
 from tests.support.files import folders_in
-from tests.support.ranks import launch, run
+from tests.support.helpers import chosen, run_all
 from tests.support.toy import (
     BF16,
     begin,
     differences,
+    in_turn,
+    is_rank_0,
     make,
     read_truth,
     save_truth,
@@ -37,12 +41,40 @@ from universal.load import snapshot as snapshots
 from universal.load.hooks import meeting_before_collectives
 from universal.write import publish
 
+PATCHED = pytest.MonkeyPatch()  # until a job ends
 
-def start(stage, seed=1, **options):
-    """An engine that saves in the background."""
-    begin()
-    universal.install(background=True)
-    return make(stage, seed=seed, **options)
+
+def in_background(job):
+    """The job, where engines save in the background; it ends when all is saved."""
+
+    @functools.wraps(job)
+    def play(*arguments):
+        universal.install(background=True)
+        result = job(*arguments)
+        all_saved()
+        PATCHED.undo()
+        return result
+
+    return play
+
+
+def all_saved():
+    background.wait()
+    dist.barrier()
+
+
+def call_of(target, name, number, act):
+    """At that call of a function, act() comes first. number: counts from 1."""
+    function = getattr(target, name)
+    calls = []
+
+    def wrapped(*args, **options):
+        calls.append(args)
+        if len(calls) == number:
+            act(*args)
+        return function(*args, **options)
+
+    PATCHED.setattr(target, name, wrapped)
 
 
 def train_and_save(engine, steps, tag="step{}"):
@@ -52,21 +84,28 @@ def train_and_save(engine, steps, tag="step{}"):
         engine.save_checkpoint("c", tag.format(step), {"step": step})
 
 
-def resume(stage, expected):
+@in_background
+def resume(expected, stage=1):
     """It goes on from that step, of whose state every bit is there."""
-    engine = start(stage, seed=7)
+    engine = make(stage, seed=7)
     path, state = universal.load_checkpoint(engine, "c")
     assert state["step"] == expected, path
     assert not differences(read_truth(f"{expected}.pt"), snapshot(engine))
-    dist.barrier()
+    return engine
+
+
+def resumed_at(expected):
+    """A decorator of what saves: a resume takes this step."""
+    load = functools.partial(resume, expected)
+    return lambda save: case(in_background(save), stages=(1,), quick_ranks=(2,))(load)
 
 
 # --------------------------------------------------------------------------------------------------
 # what is in the files
 
 
-def save_twice(stage, options):
-    engine = start(stage, **options)
+def save_twice(stage):
+    engine = make(stage, clip=1.0, **BF16 if stage == 2 else {})
     train(engine, 1)
     plain = type(engine).save_checkpoint.__wrapped__
     plain(engine, "plain", "t", {"own": [1, torch.arange(3)]})
@@ -77,78 +116,47 @@ def save_twice(stage, options):
     assert not meetings
     assert all(map(torch.equal, weights, engine.module.parameters()))
     train(engine, 2)  # the copy is not what is trained
-    background.wait()
-    dist.barrier()
 
 
-KINDS = [(1, {}), (3, {}), slow(2, BF16), slow(3, {"clip": 1.0})]
-
-
-@pytest.mark.parametrize("stage, options", KINDS)
-def test_the_files_of_a_plain_save(tmp_path, stage, options):
-    run(tmp_path, 2, save_twice, stage, options)
-    names = sorted(path.name for path in (tmp_path / "plain" / "t").iterdir())
-    assert names == sorted(path.name for path in (tmp_path / "c" / "t").iterdir())
-    assert (tmp_path / "c" / "latest").read_text() == "t"
+@case(in_background(save_twice), quick_stages=(1, 3), quick_ranks=(2,))
+def files_of_a_plain_save(stage):
+    assert Path("c/latest").read_text() == "t"
+    names = [path.name for path in Path("plain/t").iterdir()]
+    assert sorted(names) == sorted(path.name for path in Path("c/t").iterdir())
     for name in names:
-        if not name.endswith(".pt"):
-            continue
-        plain, saved = (tmp_path / folder / "t" / name for folder in ("plain", "c"))
-        verify(saved)
-        assert is_same(load(plain), load(saved))
-        torch.load(saved, weights_only=False)
+        if name.endswith(".pt"):
+            saved = Path("c/t", name)
+            verify(saved)
+            assert is_same(load(Path("plain/t", name)), load(saved))
+            torch.load(saved, weights_only=False)
 
 
-def test_a_disk_that_takes_no_direct_writes(tmp_path):
+@resumed_at(1)
+def a_disk_that_takes_no_direct_writes(stage):
     """It is written through the system's memory."""
-
-    def job():
-        engine = start(1)
-        call_of(snapshots, "write_all", 1, refuse)
-        train_and_save(engine, [1])
-        background.wait()
-        dist.barrier()
 
     def refuse(file, data):
         file.seek(512)  # as after a part of it
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    run(tmp_path, 2, job)
-    run(tmp_path, 2, resume, 1, 1)
+    call_of(snapshots, "write_all", 1, refuse)
+    train_and_save(make(stage), [1])
 
 
-def test_tags(tmp_path):
+@resumed_at(1)
+def tags(stage):
     """They may be numbers. DeepSpeed says where they differ between ranks, as the config has it; a
     line says which one `latest` does not name."""
-
-    def job():
-        engine = start(1, checkpoint={"tag_validation": "Fail"})
-        with pytest.raises(AssertionError, match="is not consistent across all ranks"):
-            engine.save_checkpoint("c", f"of_rank{os.environ['RANK']}")
-        engine.save_checkpoint("c", 0)
-        engine.save_checkpoint("c", "best", save_latest=False)
-        background.wait()
-        dist.barrier()
-
-    out = run(tmp_path, 2, job)
-    (line,) = (line for line in out.splitlines() if "beside `latest`" in line)
-    assert "best is saved beside `latest`" in line
-    assert folders_in(tmp_path / "c") == ["0", "best"]
-    assert (tmp_path / "c" / "latest").read_text() == "0"
-
-
-def call_of(target, name, number, act):
-    """A patch: at that call of a function, act() comes first. number: counts from 1."""
-    function = getattr(target, name)
-    calls = []
-
-    def wrapped(*args, **options):
-        calls.append(args)
-        if len(calls) == number:
-            act(*args)
-        return function(*args, **options)
-
-    setattr(target, name, wrapped)
+    engine = make(stage, checkpoint={"tag_validation": "Fail"})
+    with pytest.raises(AssertionError, match="is not consistent across all ranks"):
+        engine.save_checkpoint("c", f"of_rank{dist.get_rank()}")
+    train(engine, 1)
+    save_truth(snapshot(engine), "1.pt")
+    for tag in (0, "best"):
+        engine.save_checkpoint("c", tag, {"step": 1}, save_latest=not tag)
+    all_saved()
+    assert PRINTED.getvalue().count("best is saved beside `latest`") == is_rank_0()
+    assert folders_in(Path("c")) == ["0", "best"] and Path("c/latest").read_text() == "0"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -183,7 +191,7 @@ def plant(state, act, tag):
             acts.pop()()
         return function(*args, **options)
 
-    setattr(target, name, planted)
+    PATCHED.setattr(target, name, planted)
 
 
 def no_space():
@@ -203,19 +211,20 @@ def other_job(tag):
     publish.sweep(output)
 
 
-def saved_again(state, event, rank, tag):
-    """A job saves step 1, and as it saves step 2 the event comes. It goes on if it can."""
+@in_background
+def saved_again(rank, state, event, tag):
+    """A job saves step 1, and as it saves step 2 the event comes to a rank. It goes on if it
+    can."""
     for name in STRANGERS if is_rank(0) else ():
         path = Path("c", name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    engine = start(1)
+    engine = make(1)
     train_and_save(engine, [1], tag)
     background.wait()
     tag = tag.format(2)
     engine.save_checkpoint("other", tag, {"step": 1})
-    background.wait()
-    dist.barrier()
+    all_saved()
     if is_rank(0):
         Path("c", tag).mkdir(exist_ok=True)
         Path("c", tag, "ema.pt").touch()
@@ -244,79 +253,113 @@ def saved_again(state, event, rank, tag):
     if event == "exit":
         threading._shutdown()  # as the interpreter does, which then calls what atexit has
         engine.save_checkpoint("c", "at_exit", {"step": 2})
-        return  # and the process is gone
-    background.wait()
+        dist.barrier()
+        sys.exit(EXIT)  # the process is gone
 
 
-def once_more(left, tag):
+def once_more(rank, state, event, tag):
     """The next job finds the newest complete checkpoint, and saves under the same tag."""
-    resume(1, left)
-    engine = start(1)
-    train_and_save(engine, [3], tag)
-    background.wait()
+    if is_rank(0) and event in LAST:
+        folder = Path("c", LAST[event])
+        verify_all(folder)
+        shutil.rmtree(folder)
     dist.barrier()
-
-
-CASES = [
-    (ranks, rank, state, event)
-    for ranks, rank in ((1, 0), (2, 0), (2, 1))
-    for state in STATES
-    for event in "kill error signal process exit".split()
-    if not (rank and (state in ("aside", "published", "named") or event == "process"))
-]
-
-
-def is_quick(case):
-    ranks, rank, state, event = case
-    return (
-        event == "kill"
-        and rank == ranks - 1
-        or (ranks, event) == (1, "process")
-        or case[1:]
-        in (
-            (1, "begun", "error"),
-            (1, "copied", "error"),
-            (1, "written", "error"),
-            (0, "aside", "error"),
-            (1, "copied", "signal"),
-            (0, "written", "exit"),
-        )
-    )
-
-
-@pytest.mark.parametrize(
-    "ranks, rank, state, event, tag",
-    [
-        only_if(is_quick(c) and (tag == "last" or c[2:] == ("written", "kill")), *c, tag)
-        for c in CASES
-        for tag in ("last", "step{}")
-    ],
-)
-def test_states(tmp_path, ranks, rank, state, event, tag):
-    """The newest complete checkpoint is found, nothing of anybody else is gone, and the training
-    goes on, or ends with a line."""
-    result = launch(tmp_path, ranks, saved_again, state, event, rank, tag, grace=5)
-    named = tag.format(2)
-    lines = [line for line in result.out.splitlines() if "not saved" in line]
-    if event == "kill":
-        assert -signal.SIGKILL in result.codes.values(), result.errors
-    else:
-        assert not any(result.codes.values()), result.errors
-        fails = event == "error" and state not in ("begun", "named")
-        fails = fails or (event, state) == ("process", "published")
-        assert len(lines) == fails, result.out
-        assert all(f"c/{named} is not saved, and the training goes on: " in line for line in lines)
-    tags = {"signal": {"interrupted"}, "exit": {"at_exit"}}.get(event, set())
     old = event in ("kill", "error") and state in OLD
     old = old or event == "process" and state in ("published", "named")
-    for name in tags:
-        verify_all(tmp_path / "c" / name)
-        shutil.rmtree(tmp_path / "c" / name)
-    run(tmp_path, ranks, once_more, 1 if old else 2, tag)
-    verify_all(tmp_path / "c" / tag.format(3))
-    assert all((tmp_path / "c" / name).exists() for name in STRANGERS)
-    assert (tmp_path / "c" / named / "ema.pt").exists()
-    hidden = {path.name for path in (tmp_path / "c").glob(".*")}
+    engine = resume(1 if old else 2)
+    in_background(train_and_save)(engine, [3], tag)
+
+
+EXIT = 3
+LAST = {"signal": "interrupted", "exit": "at_exit"}  # what a job saves that has been told to end
+CASES_OF_STATES = [
+    f"{ranks} {rank} {state} {event} {tag}"
+    for ranks, rank in ((1, 0), (2, 0), (2, 1))
+    for state in STATES
+    for event in "error signal process exit kill".split()
+    for tag in ("last", "step{}")
+    if not (rank and (state in ("aside", "published", "named") or event == "process"))
+]
+QUICK = """
+1 0 begun kill last
+1 0 copied kill last
+1 0 written kill last
+1 0 written kill step{}
+1 0 aside kill last
+1 0 published kill last
+1 0 named kill last
+2 1 begun kill last
+2 1 copied kill last
+2 1 written kill last
+2 1 written kill step{}
+1 0 aside error last
+2 0 aside error last
+2 1 begun error last
+2 1 copied error last
+2 1 written error last
+2 1 copied signal last
+1 0 begun process last
+1 0 copied process last
+1 0 written process last
+1 0 aside process last
+1 0 published process last
+1 0 named process last
+1 0 written exit last
+2 0 written exit last
+""".splitlines()
+
+
+def play(act, *names):
+    def play_one(name):
+        _, *words = name.split()
+        with open("said", "a", buffering=1) as said, contextlib.redirect_stdout(said):
+            act(*words)
+
+    begin()
+    in_turn(names, play_one)
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory, request):
+    """{case: (its folder, how the first job has ended if it did not go on, why the next one has
+    failed)}. One launch goes through all cases in which nothing ends it."""
+    outcomes = {}
+    for ranks in (1, 2):
+        folder = tmp_path_factory.mktemp(f"on_{ranks}")
+        names = [name for (name,) in chosen(request, "job") if name.startswith(f"{ranks} ")]
+        ended = run_all(folder, ranks, play, saved_again, names=names, grace=5)
+        failed = run_all(folder, ranks, play, once_more, names=names)
+        for name in names:
+            outcomes[name] = folder / name, ended.get(name, ""), failed.get(name)
+    return outcomes
+
+
+@pytest.mark.parametrize("job", [only_if(job in QUICK, job) for job in CASES_OF_STATES])
+def test_states(jobs, job):
+    """The newest complete checkpoint is found, nothing of anybody else is gone, and the training
+    goes on, or ends with a line."""
+    folder, ended, failed = jobs[job]
+    ranks, rank, state, event, tag = job.split()
+    codes = ended.partition(" on ")[0]
+    if event == "kill":
+        assert f"{rank}: {-signal.SIGKILL}" in codes, ended
+    elif event == "exit":
+        assert codes.count(f": {EXIT}") == int(ranks), ended
+    else:
+        assert not ended, ended
+    if event != "kill":
+        said = (folder / "said").read_text()
+        lines = [line for line in said.splitlines() if "not saved" in line]
+        fails = event == "error" and state not in ("begun", "named")
+        fails = fails or (event, state) == ("process", "published")
+        assert len(lines) == fails, said
+        named = f"c/{tag.format(2)} is not saved, and the training goes on: "
+        assert all(named in line for line in lines)
+    assert not failed, failed
+    verify_all(folder / "c" / tag.format(3))
+    assert all((folder / "c" / name).exists() for name in STRANGERS)
+    assert (folder / "c" / tag.format(2) / "ema.pt").exists()
+    hidden = {path.name for path in (folder / "c").glob(".*")}
     hidden -= {Path(name).parts[0] for name in STRANGERS}
     assert not [name for name in hidden if name.startswith(f".{tag.format(3)}.")]
     assert len(hidden) <= (event == "kill" and (ranks, state) != (2, "begun"))
@@ -330,64 +373,50 @@ def verify_all(folder):
         verify(path)
 
 
-def test_a_wait_that_is_interrupted(tmp_path):
+@resumed_at(2)
+def a_wait_that_is_interrupted(stage):
     """Ctrl-C on rank 0 as it waits for the save before, and on rank 1 when it has begun the next
     one: both save once more."""
-
-    def job():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        engine = start(1)
-        train_and_save(engine, [1])
-        train(engine, 2)
-        save_truth(snapshot(engine), "2.pt")
-        if is_rank(0):
-            call_of(background, "wait", 1, interrupted)
-        threading.Timer(1, interrupted_by_the_system).start()
-        with pytest.raises(KeyboardInterrupt):
-            engine.save_checkpoint("c", "step2", {"step": 2})
-        with contextlib.suppress(KeyboardInterrupt):
-            time.sleep(2 * is_rank(0))
-        engine.save_checkpoint("c", "interrupted", {"step": 2})
-        background.wait()
-        dist.barrier()
-
-    def interrupted_by_the_system():
-        os.kill(os.getpid(), signal.SIGINT)
-
-    run(tmp_path, 2, job)
-    assert folders_in(tmp_path / "c") == ["interrupted", "step1"]
-    run(tmp_path, 2, resume, 1, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    engine = make(stage)
+    train_and_save(engine, [1])
+    train(engine, 2)
+    save_truth(snapshot(engine), "2.pt")
+    if is_rank(0):
+        call_of(background, "wait", 1, interrupted)
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.save_checkpoint("c", "step2", {"step": 2})
+    with contextlib.suppress(KeyboardInterrupt):
+        time.sleep(2 * is_rank(0))
+    engine.save_checkpoint("c", "interrupted", {"step": 2})
+    all_saved()
+    assert folders_in(Path("c")) == ["interrupted", "step1"]
 
 
 # --------------------------------------------------------------------------------------------------
 # who waits
 
 
-def test_who_waits(tmp_path):
+@resumed_at(2)
+def who_waits(stage):
     """The first save does not wait for the disk, that of another engine waits for the first, a load
-    and the end of the job for the last."""
-
-    def job():
-        engines = [start(1, seed=seed) for seed in (1, 2)]
-        disk = threading.Event()
+    for the last."""
+    engines = [make(stage, seed=seed) for seed in (1, 2)]
+    disk = threading.Event()
+    if is_rank(1):
+        call_of(os, "fsync", 1, lambda *_: disk.wait(60))
+        call_of(os, "fsync", 2, lambda *_: time.sleep(1))
+    for step, engine in enumerate(engines, 1):
+        if step == 2:
+            threading.Timer(1, disk.set).start()
+        train_and_save(engine, [step])
         if is_rank(1):
-            call_of(os, "fsync", 1, lambda *_: disk.wait(60))
-            call_of(os, "fsync", 2, lambda *_: time.sleep(1))
-        for step, engine in enumerate(engines, 1):
-            train(engine, step)
-            save_truth(snapshot(engine), f"{step}.pt")
-            if step == 2:
-                threading.Timer(1, disk.set).start()
-            engine.save_checkpoint("c", f"step{step}", {"step": step})
-            if is_rank(1):
-                assert bool(os.listdir(Path("c", "step1"))) == (step == 2)
-        other = make(1, seed=7)
-        for step in (1, 2):
-            other.load_checkpoint("c", f"step{step}")
-            assert not differences(read_truth(f"{step}.pt"), snapshot(other))
-        dist.barrier()
-
-    run(tmp_path, 2, job)
+            assert bool(os.listdir(Path("c", "step1"))) == (step == 2)
+    other = make(stage, seed=7)
+    for step in (1, 2):
+        other.load_checkpoint("c", f"step{step}")
+        assert not differences(read_truth(f"{step}.pt"), snapshot(other))
 
 
 def test_the_end_of_the_process(tmp_path):
@@ -395,21 +424,16 @@ def test_the_end_of_the_process(tmp_path):
     assert end().code == 0 and (tmp_path / "x").exists()
 
 
-def test_too_little_memory(tmp_path):
+@resumed_at(1)
+def too_little_memory(stage):
     """It is said, and saved without a copy."""
-
-    def job():
-        engine = start(1)
-        background.free_memory = lambda: 0
-        train(engine, 1)
-        save_truth(snapshot(engine), "1.pt")
-        engine.save_checkpoint("c", "step1", {"step": 1, "more": torch.zeros(25_000)})
-        assert Path("c", "latest").read_text() == "step1"
-        dist.barrier()
-
-    out = run(tmp_path, 2, job)
-    assert "MB of memory, and 0.0 MB are free: saved without one" in out
-    run(tmp_path, 2, resume, 1, 1)
+    PATCHED.setattr(background, "free_memory", lambda: 0)
+    engine = make(stage)
+    train(engine, 1)
+    save_truth(snapshot(engine), "1.pt")
+    engine.save_checkpoint("c", "step1", {"step": 1, "more": torch.zeros(25_000)})
+    assert Path("c", "latest").read_text() == "step1"
+    assert printed("MB of memory, and 0.0 MB are free: saved without one")
 
 
 @pytest.mark.parametrize("code", [0, 2])
@@ -442,51 +466,46 @@ def test_pinned_memory(monkeypatch, tmp_path, code):
     assert pinned[2:] == ([] if code else [pointer])
 
 
-def test_elastic(tmp_path):
-    """elastic.save() keeps its promises: old checkpoints are removed, when the new one is there."""
-
-    def job():
-        engine = start(1)
-        for step in (1, 2, 3):
-            train(engine, step)
-            elastic.save(engine, "c", {"step": step}, keep=2)
-            save_truth(snapshot(engine), f"{step}.pt")
+@resumed_at(3)
+def elastic_saves(stage):
+    """elastic.save() keeps its promises: old checkpoints are removed, when the new one is there;
+    the end of the job waits for it."""
+    engine = make(stage)
+    for step in (1, 2, 3):
+        train(engine, step)
+        save_truth(snapshot(engine), f"{step}.pt")
+        elastic.save(engine, "c", {"step": step}, keep=2)
+    PATCHED.setattr(dist, "destroy_process_group", lambda: None)
+    with pytest.raises(SystemExit):
         elastic.exit_together(finished=True)
-
-    run(tmp_path, 2, job)
-    assert folders_in(tmp_path / "c") == ["global_step2", "global_step3"]
-    run(tmp_path, 2, resume, 1, 3)
+    assert folders_in(Path("c")) == ["global_step2", "global_step3"]
 
 
-def test_a_machine_that_sees_late(tmp_path):
+@resumed_at(1)
+def a_machine_that_sees_late(stage):
     """What another one has renamed, on NFS, say."""
-
-    def job():
-        engine = start(1)
-        if is_rank(1):
-            call_of(background, "states_of", 2, no_such_file)
-        train_and_save(engine, [1])
-        background.wait()
-        dist.barrier()
 
     def no_such_file(*_):
         raise FileNotFoundError
 
-    assert "c/step1 is saved" in run(tmp_path, 2, job)
+    if is_rank(1):
+        call_of(background, "states_of", 2, no_such_file)
+    train_and_save(make(stage), [1])
+    all_saved()
+    assert printed("c/step1 is saved")
 
 
-def test_a_rank_that_saves_again_at_once(tmp_path):
+@resumed_at(2)
+def a_rank_that_saves_again_at_once(stage):
     """Under the same name, where the file system has no locks: who still cleans up after the save
     before leaves its new folder alone."""
+    engine = make(stage)
+    if is_rank(0):
+        call_of(background, "sweep", 1, lambda *_: time.sleep(0.5))
+    PATCHED.setattr(background, "lock", functools.partial(os.open, flags=os.O_RDONLY))
+    train_and_save(engine, (1, 2), "last")
+    all_saved()
+    assert PRINTED.getvalue().count("c/last is saved") == 2 * is_rank_0()
 
-    def job():
-        engine = start(1)
-        if is_rank(0):
-            call_of(background, "sweep", 1, lambda *_: time.sleep(0.5))
-        background.lock = functools.partial(os.open, flags=os.O_RDONLY)
-        for step in (1, 2):
-            engine.save_checkpoint("c", "last", {"step": step})
-        background.wait()
-        dist.barrier()
 
-    assert run(tmp_path, 2, job).count("c/last is saved") == 2
+CASES = cases_of(sys.modules[__name__])

@@ -14,6 +14,7 @@ from experts import Life
 
 from tests.support.commands import only_if
 from tests.support.files import edit, flip, records
+from tests.support.helpers import chosen
 from tests.support.ranks import run
 from universal.diff import diff
 from universal.errors import CheckpointError
@@ -30,9 +31,6 @@ LIVES = {
     "partly_frozen": Life(frozen="up.weight"),
     "split_groups": Life(max_group_size=300),
     "round_robin": Life(zero={"round_robin_gradients": True}),
-    "offload": Life(zero={"offload_optimizer": {"device": "cpu"}}),
-    "aligned": Life(zero={"parameter_alignment": True}),
-    "momentum": Life(optimizer="sgd"),
     "sizes": Life(ep_size=(2, 1)),
     "counts": Life(ep_size=4, net={"experts": (8, 4)}),
     # Its files of experts hold what no shard does.
@@ -80,20 +78,11 @@ def name_of(resume):
     return "-".join([resume.life, f"{resume.ranks}_ranks", f"size_{size}", *resume.changes])
 
 
-def chosen(parameter, request):
-    """Its values in the tests of this module that are to run."""
-    return [
-        item.callspec.params[parameter]
-        for item in request.session.items
-        if item.path == request.path and parameter in item.fixturenames
-    ]
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, request):
     """The folder with "in_files", and with all lives that are to be resumed."""
     folder = tmp_path_factory.mktemp("saved")
-    names = ["in_files", *(resume.life for resume in chosen("resume", request))]
+    names = ["in_files", *(resume.life for (resume,) in chosen(request, "resume"))]
     run(folder, 4, experts.play, experts.save, {name: (name, LIVES[name]) for name in names})
     return folder
 
@@ -111,7 +100,7 @@ def load_all(folder, ranks, lives):
 def resumed(saved, request):
     """load_all() of the resumes that are to run. Each number of ranks is one launch."""
     lives_on = {}
-    for resume in chosen("resume", request):
+    for (resume,) in chosen(request, "resume"):
         life = LIVES[resume.life]._replace(ep_size=resume.ep_size, **resume.changes)
         lives_on.setdefault(resume.ranks, {})[name_of(resume)] = (resume.life, life)
     outcomes = {}
@@ -188,7 +177,7 @@ REFUSALS = [
 def refused(saved, request):
     """load_all() of the refusals that are to run."""
     lives = {}
-    for refusal in chosen("refusal", request):
+    for (refusal,) in chosen(request, "refusal"):
         shutil.copytree(saved / "in_files", saved / refusal.name)
         refusal.spoil(saved / refusal.name / "t")
         lives[refusal.name] = (refusal.name, LIVES["in_files"]._replace(**refusal.changes))

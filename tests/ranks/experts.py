@@ -47,7 +47,6 @@ class Life(NamedTuple):
     accumulate: str | None = None
     frozen: str | None = None
     max_group_size: int | None = None
-    optimizer: str = "adam"
 
 
 class Expert(nn.Module):
@@ -131,12 +130,6 @@ def param_groups(trained, max_group_size):
     return [group for group in split if group["params"]]
 
 
-OPTIMIZERS = {
-    "adam": lambda parameters: torch.optim.AdamW(parameters, betas=(0.9, 0.95)),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
-}
-
-
 def forget_experts():
     """Those of another engine."""
     for name in ("EXPERT_PARALLEL", "EXPERT_DATA_PARALLEL"):
@@ -157,7 +150,7 @@ def make_engine(life, seed):
     return make(
         life.stage,
         net,
-        lambda trained: OPTIMIZERS[life.optimizer](param_groups(trained, life.max_group_size)),
+        lambda trained: torch.optim.AdamW(param_groups(trained, life.max_group_size)),
         zero=life.zero,
         batch=BATCH,
         micro=2,

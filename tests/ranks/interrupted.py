@@ -245,43 +245,12 @@ def a_load_that_takes_long(stage):
     assert printed(" bytes a rank in ", "GB/s a rank")
 
 
-def times_in(folder):
-    return {path.name: path.stat().st_mtime for path in Path(folder).glob("*.pt")}
-
-
-def save_twice_on_own_disks(stage):
-    disk = f"disk{dist.get_rank()}"
-    engine = make(stage)
-    for step in (0, 1):
-        train(engine, step)
-        engine.save_checkpoint(disk, tag="last")
-        mirror.gather(disk)
-        # Clocks may differ.
-        times, other_times = map(times_in, ("disk0/last", "disk1/last"))
-        assert times == other_times and len(times) == (4 if stage == 3 else 3)
-    save_truth(snapshot(engine))
-
-
-@case(save_twice_on_own_disks)
-def saved_again_on_its_own_disk(stage):
-    """What mirror.gather() brought at the first time is not taken for what was saved since."""
-    engine = make(stage, seed=5)
-    universal.load_checkpoint(engine, f"disk{dist.get_rank() % 2}", "last")
-    check_restored(engine)
-    assert engine.global_steps == 2
-
-
-def train_in_memory(stage):
-    """An engine, and its mirror."""
-    os.makedirs("memory", exist_ok=True)
-    engine = make(stage)
-    return engine, mirror.Mirror(engine, "memory")
-
-
 def newest_in_memory(stage):
     """The step in memory is newer than the one on the disk, whose model states are cut off. A later
     one lacks a shard."""
-    engine, mirrored = train_in_memory(stage)
+    os.makedirs("memory", exist_ok=True)
+    engine = make(stage)
+    mirrored = mirror.Mirror(engine, "memory")
     train(engine, 0)
     engine.save_checkpoint("disk", tag="t")
     train(engine, 1)
@@ -296,32 +265,20 @@ def newest_in_memory(stage):
         next(Path("disk/later").glob("*rank_1_*optim_states.pt")).unlink()
 
 
-def check_gathered(stage, place):
-    """The newest is in this folder."""
+@case(newest_in_memory)
+def the_newest_in_memory_or_on_the_disk(stage):
+    """Under a tag that `latest` does not name, too."""
     engine = make(stage, seed=5)
-    folder = mirror.Mirror(engine, "memory").gather("disk")
-    assert str(folder) == place
+    mirrored = mirror.Mirror(engine, "memory")
+    folder = mirrored.gather("disk")
+    assert str(folder) == "memory"
     universal.load_checkpoint(engine, folder)
     check_restored(engine)
-
-
-@case(newest_in_memory)
-def memory_beside_a_damaged_disk(stage):
-    check_gathered(stage, "memory")
-
-
-def newest_beside_latest(stage):
-    """The newest step is on the disk, under a tag that `latest` does not name."""
-    engine, mirrored = train_in_memory(stage)
-    for step, tag in enumerate("tu"):
-        train(engine, step)
-        mirrored.save({"step": step})
-        train(engine, step)
-        engine.save_checkpoint("disk", tag, save_latest=tag == "t")
-    os.close(mirrored.lock)
+    train(engine, 2)
+    engine.save_checkpoint("disk", tag="later", save_latest=False)
     save_truth(snapshot(engine))
-
-
-@case(newest_beside_latest)
-def disk_later_than_latest(stage):
-    check_gathered(stage, "disk")
+    engine = make(stage, seed=5)
+    folder = mirrored.gather("disk")
+    assert str(folder) == "disk"
+    universal.load_checkpoint(engine, folder)
+    check_restored(engine)

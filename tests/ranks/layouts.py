@@ -31,6 +31,7 @@ from tests.support.files import flip, records
 from tests.support.toy import (
     differences,
     falling,
+    gathered,
     is_rank_0,
     make,
     read_truth,
@@ -114,14 +115,14 @@ def halves(stage, degree, seed=1, **options):
 
 
 def save_halves(stage, **options):
-    """At TP 2 and at DP 2. What rank 0 and 1 of the first held is the truth."""
+    """At TP 2 and at DP 2. What the ranks of each held, and the next losses, are the truth."""
     for tag, degree in (("whole", 1), ("cut", 2)):
         engine = halves(stage, degree, **options)
         for step in (0, 1):
             train(engine, step)
         engine.save_checkpoint(".", tag, {"word": tag})
-        held = [held_by(engine), [train(engine, step) for step in (2, 3)]]
-        save_of_rank(held, tag)
+        whole = held_by_all(engine, degree)
+        save_truth([whole, [train(engine, step) for step in (2, 3)]], f"{tag}.pt")
 
 
 def held_by(engine):
@@ -129,36 +130,16 @@ def held_by(engine):
     return snapshot(engine, "muon" not in type(torch_optimizer(engine)).__name__.lower())
 
 
-def joined(snapshots):
-    """What one rank would hold, from what tensor-parallel ranks did."""
-    whole = dict(snapshots[0])
+def held_by_all(engine, degree):
+    """What one rank would hold, from what so many tensor-parallel ranks do."""
+    whole, *others = gathered(held_by(engine))[:degree]
     for key, value in whole.items():
-        name = key.split()[0]
-        values = [of_rank[key] for of_rank in snapshots]
-        if name in CUT and torch.is_tensor(value):
-            whole[key] = torch.cat(values, CUT[name])
+        dimension = CUT.get(key.split()[0])
+        if dimension is not None and torch.is_tensor(value):
+            whole[key] = torch.cat([value, *(other[key] for other in others)], dimension)
         else:
-            assert all(same(value, other) for other in values), key
+            assert all(same(value, other[key]) for other in others), key
     return whole
-
-
-def part_of(whole, degree):
-    """The oracle: what this one of so many tensor-parallel ranks has of it."""
-    part = dict(whole)
-    for key, value in whole.items():
-        name = key.split()[0]
-        if name in CUT and torch.is_tensor(value):
-            rank = dist.get_rank() % degree
-            part[key] = value.chunk(degree, CUT[name])[rank].contiguous()
-    return part
-
-
-def truth_of(tag="cut", degree=1):
-    """(what this one of so many ranks would hold, the next losses)."""
-    held = truths_of_ranks(tag)
-    snapshots = [of_rank[0] for of_rank in held]
-    whole = joined(snapshots) if tag == "cut" else snapshots[0]
-    return part_of(whole, degree), held[0][1]
 
 
 def load_halves(stage, **options):
@@ -167,8 +148,8 @@ def load_halves(stage, **options):
     for tag, degree in itertools.product(("cut", "whole"), degrees()):
         engine = halves(stage, degree, seed=5, **options)
         assert load(engine, tag)["word"] == tag
-        truth, losses = truth_of(tag, degree)
-        lost = differences(truth, held_by(engine))
+        truth, losses = read_truth(f"{tag}.pt")
+        lost = differences(truth, held_by_all(engine, degree))
         assert not lost, (tag, degree, lost)
         gap = max(abs(train(engine, step) - loss) for step, loss in enumerate(losses, 2))
         # Of Muon's matrices, each tensor-parallel rank makes its part orthogonal.
@@ -203,15 +184,15 @@ def parameters_new_or_gone(stage):
         refused(engine, reason, tag="cut")
         initial = snapshot(engine, states=False)
         load(engine, "cut", load_module_strict=False)
-        truth, _ = truth_of("cut", degree)
+        truth, _ = read_truth("cut.pt")
         truth |= {name: initial[name] for name in ("new.weight", "new.bias")}
-        held = held_by(engine)
+        held = held_by_all(engine, degree)
         assert not differences(truth, held)
         assert torch.equal(held["new.weight fp32"], initial["new.weight"])
         assert not held["new.weight exp_avg"].any()
     engine = halves(stage, 1, net=PartlyFrozen, seed=5)
     load(engine, "cut", load_module_strict=False)
-    truth, _ = truth_of()
+    truth, _ = read_truth("cut.pt")
     held = snapshot(engine)
     assert all(torch.equal(held[name], truth[name]) for name in PartlyFrozen.frozen)
 
@@ -280,11 +261,6 @@ def without_zero(stage):
         assert not differences(truth, held_by(engine))
 
 
-def check_cut(engine):
-    lost = {*differences(truth_of()[0], held_by(engine))}
-    assert lost <= {"scale"}, lost
-
-
 def save_and_harm(stage):
     """In "0" to "5" a bit of a tensor-parallel rank's shard is another: where only it has the
     element, and at the end, where both have it."""
@@ -314,7 +290,7 @@ def damage_is_noticed(stage):
         assert not differences(kept, after), number
     load(engine, "left over")
     assert printed("left over from before")
-    check_cut(engine)
+    assert not differences(read_truth("cut.pt")[0], held_by(engine))
 
 
 def save_two_in_one(stage):

@@ -66,14 +66,14 @@ class Plan(NamedTuple):
     """It trains so many steps, and saves every few under a name. saves: how many there were before.
     fatal: the number of the save in which it dies, each rank at its place."""
 
-    ranks: int = 2
-    stage: int = 1
-    steps: int = 2
-    every: int = 2
-    name: str = "checkpoint-{}"
-    saves: int = 0
-    fatal: int | None = None
-    places: dict[int, Place] = {}
+    ranks: int
+    stage: int
+    steps: int
+    every: int
+    name: str
+    saves: int
+    fatal: int
+    places: dict[int, Place]
 
 
 def digest(engine):

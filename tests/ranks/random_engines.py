@@ -236,25 +236,14 @@ def converted_states(folder):
 
 
 def check_converted(plan, truth):
-    """One file for each state of each parameter, and no other; in the module everything else, under
-    each of its names and in its dtype."""
+    """One file for each state of each parameter, and no other."""
     names = [name.removesuffix(" fp32") for name in truth if name.endswith(" fp32")]
     states = {key: truth[key] for key in truth if key.startswith(tuple(f"{n} " for n in names))}
-    rest = {key for key in truth if torch.is_tensor(truth[key])}
-    rest = {key: truth[key] for key in rest - {*states, *names, "scratch"}}
-    same = {key.replace("norm.", "same."): rest[key] for key in rest if key.startswith("norm.")}
-    module = files.load(Path("universal", files.MODEL))["module"]
-    assert module.keys() == (rest | same).keys() and not differences(rest | same, module)
     for scalars in truth["steps"]:
         states |= {f"{name} step": torch.tensor(scalars["step"]) for name in names}
     converted = converted_states("universal")
     assert converted.keys() == states.keys()
     assert plan.is_round_robin() or not differences(states, converted)
-    if not plan.configs[0]["zero"].get("elastic_checkpoint"):
-        groups = files.load("universal/zero/optimizer_state.pt")["param_groups"]
-        assert [group | {"params": 0} for group in groups] == [
-            group | {"params": 0} for group in truth["groups"]
-        ]
 
 
 def load(plan):

@@ -1,10 +1,12 @@
 """Random models whose parameters are cut in every way that a universal_checkpoint_info can say,
-saved on one layout and loaded on another: failures_of(module, seeds, folder).
+saved on one layout and loaded on another: failures_of(names, folder), also for the engines of
+random_engines.py and random_pipelines.py.
 
 The oracle cuts with torch's chunk(), split() and cat(), and knows nothing of blocks. Before a save,
 every element of the masters and states gets a value that says which one of the whole it is; after a
 load, every rank compares what it has with the same values, cut for its layout."""
 
+import importlib
 import math
 import random
 import zlib
@@ -294,18 +296,30 @@ def load(plan):
     step(engine)
 
 
-def play(module, phase, *seeds):
-    """What every rank does. module: this one, random_pipelines, or random_engines."""
+def module_and_plan(name):
+    """name: such as "random_engines 3"."""
+    name, seed = name.split()
+    module = importlib.import_module(name)
+    return module, module.plan(int(seed))
+
+
+def play(phase, *names):
+    """What every rank does."""
+
+    def play_seed(name):
+        module, plan = module_and_plan(name)
+        getattr(module, phase)(plan)
+
     begin()
-    in_turn(seeds, lambda seed: getattr(module, phase)(module.plan(int(seed))))
+    in_turn(names, play_seed)
 
 
-def failures_of(module, seeds, folder):
-    """{seed: error} of those that were not loaded as they were saved."""
+def failures_of(names, folder):
+    """{name: error} of those that were not loaded as they were saved."""
     failures = {}
     for phase, side in (("save", "saved"), ("load", "loaded")):
         for ranks in (1, 2, 3, 4):
-            plans = {str(seed): module.plan(seed) for seed in seeds if str(seed) not in failures}
-            names = [name for name in plans if math.prod(getattr(plans[name], side)) == ranks]
-            failures |= run_all(folder, ranks, play, module, phase, names=names)
+            plans = {name: module_and_plan(name)[1] for name in names if name not in failures}
+            chosen = [name for name in plans if math.prod(getattr(plans[name], side)) == ranks]
+            failures |= run_all(folder, ranks, play, phase, names=chosen)
     return failures

@@ -97,11 +97,7 @@ def untagged(change=unharmed, latest="later", hours=()):
 
 
 def move(tag, to):
-    def change(folder):
-        (folder / to).parent.mkdir(exist_ok=True)
-        (folder / tag).rename(folder / to)
-
-    return change
+    return lambda folder: (folder / tag).rename(folder / to)
 
 
 # What is missing, cut off, or has a bit that is another.
@@ -113,10 +109,6 @@ def cut(path, end):
 
 def truncate(path):
     cut(path, -50)
-
-
-def halve(path):
-    cut(path, path.stat().st_size // 2)
 
 
 def flip_bit(part="/data/", number=-1, at=0.5):
@@ -197,11 +189,6 @@ def folder_called(name):
 def link(folder):
     (folder / "t").rename(folder / "elsewhere")
     (folder / "t").symlink_to("elsewhere")
-
-
-def half_of_later(folder):
-    (folder / "half").mkdir()
-    shutil.copy(LATER_MODELS.paths(folder)[0], folder / "half")
 
 
 def neighbour(put):

@@ -113,16 +113,25 @@ def refused(patched, script, ranks, arguments):
     return line
 
 
-def run_all(folder, ranks, script, *arguments, names):
+def chosen(request, *parameters):
+    """The values of these parameters in the tests of this module that are to run."""
+    tests = [item for item in request.session.items if item.path == request.path]
+    known = [item.callspec.params for item in tests if hasattr(item, "callspec")]
+    return [
+        [of_test[name] for name in parameters] for of_test in known if {*parameters} <= {*of_test}
+    ]
+
+
+def run_all(folder, ranks, script, *arguments, names, grace=0):
     """{name: error} of what has failed. The script does what is named, one after the other, and
     adds each name to the file `ended`. What fails ends the launch: what comes after it gets another
-    one."""
+    one. grace: as of launch()."""
     failures = {}
     left = list(names)
     ended = Path(folder, "ended")
     while left:
         ended.write_text("")
-        result = launch(folder, ranks, script, *arguments, *left, limit=600)
+        result = launch(folder, ranks, script, *arguments, *left, limit=600, grace=grace)
         left = left[len(ended.read_text().splitlines()) :]
         assert left or result.code == 0, f"{script} {result.codes}\n{result.errors}"
         if left:

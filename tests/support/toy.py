@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 RARE_DTYPES = {
     "complex": torch.complex64,
@@ -260,26 +261,11 @@ def parameters_and_states(engine, states):
 
 
 def whole_states(engine):
-    """Without ZeRO, where some optimizers have one flat tensor for a group's masters."""
-    inner = torch_optimizer(engine)
-    tensors = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    for number, group in enumerate(inner.param_groups):
-        parameters = group["params"]
-        if inner is not engine.optimizer:
-            parameters = engine.optimizer.fp16_groups[number]
-        begin = 0
-        for i, parameter in enumerate(parameters):
-            flat = len(group["params"]) < len(parameters)
-            masters = group["params"][0 if flat else i]
-            part = slice(begin, begin + parameter.numel()) if flat else slice(None)
-            begin += parameter.numel()
-            if parameter.requires_grad:
-                states = {"fp32": masters} | inner.state[masters]
-                for key, state in states.items():
-                    if is_elementwise(state):
-                        whole = state.detach().flatten()[part].view(parameter.shape)
-                        tensors[f"{engine.param_names[parameter]} {key}"] = whole.clone()
-    return tensors
+    """Without ZeRO, where each rank has all: the tensors that its optimizer saves."""
+    tensors = dict(engine.module.named_parameters())
+    saved, _ = tree_flatten(engine.optimizer.state_dict())
+    tensors |= {f"{i} state": value for i, value in enumerate(saved) if torch.is_tensor(value)}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def save_truth(truth, path="truth.pt"):
