@@ -1,26 +1,21 @@
-"""All that holds for data-parallel ranks holds for tensor-parallel ones, and for pipeline stages:
-each state of each optimizer, what is frozen, what modules add, damage, left-over files,
-refusals."""
+"""All that holds for data-parallel ranks holds for tensor-parallel ones: each state of each
+optimizer, what is frozen, what modules add, damage, left-over files, refusals."""
 
 import functools
 import itertools
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.utils import groups
 from models import Vocabulary, count_rank
 from optimizers import momentum
 from torch import nn
 
-import universal
 from tests.support.case import (
     Case,
     case,
-    check_restored,
     degrees,
     load,
     on_own_ranks,
@@ -44,9 +39,6 @@ from tests.support.toy import (
     truths_of_ranks,
     two_groups,
 )
-
-# --------------------------------------------------------------------------------------------------
-# tensor parallelism
 
 
 class Halves(nn.Module):
@@ -336,114 +328,22 @@ def a_model_that_says_nothing(stage):
         load(engine, "cut")
 
 
-class Packed(nn.Module):
-    """A gate and a value in one matrix; `subs` says how many are cut by themselves."""
-
-    def __init__(self, rows, subs):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(rows, 8))
-        entry = {"patterns": ["^weight$"], "shape": [subs, 8], "partition_dim": 0}
-        self.universal_checkpoint_info = {
-            "universal_checkpoint_version": 0.2,
-            "parameter_with_sub_params": [entry] if subs else [],
-        }
-
-    def forward(self, x):
-        return (x @ self.weight.T).pow(2).mean()
+SOMETHING_ELSE = {
+    "universal_checkpoint_version": 0.2,
+    "parameter_to_average_patterns": [r"norm\.weight"],
+}
 
 
-def packed(stage, degree, subs):
-    mpu = reset_mesh(degree)
-    torch.manual_seed(0)
-    return make(stage, lambda: Packed(16 // degree, subs), seed=dist.get_rank(), mpu=mpu)
-
-
-def save_packed(stage):
-    for tag, degree, subs in (("whole", 1, 2), ("cut", 2, 2)):
-        engine = packed(stage, degree, subs)
-        train(engine, 0)
-        engine.save_checkpoint(".", tag)
-        save_of_rank(snapshot(engine), tag)
-
-
-@tensor_parallel(save=save_packed)
+@tensor_parallel(save=save_without_info)
 def a_model_that_says_something_else(stage):
     """Of another degree, its parts would be others. On the same one they are as they were."""
-    line = "weight is of [] in the model's universal_checkpoint_info, and of ["
-    refused(packed(stage, 1, 0), line, tag="cut")
-    load(packed(stage, 1, 2), "cut")
+    engine = halves(stage, 1)
+    engine.module.universal_checkpoint_info = SOMETHING_ELSE
+    says = "norm.weight is of ['parameter_to_average_patterns'] in the model's universal_checkpoint"
+    refused(engine, says, tag="cut")
     if on_own_ranks():
-        refused(packed(stage, 2, 0), line, tag="whole")
-        engine = packed(stage, 2, 0)
+        engine = halves(stage, 2, seed=5)
+        engine.module.universal_checkpoint_info = SOMETHING_ELSE
         load(engine, "cut")
-        check_restored(engine, f"cut.{dist.get_rank()}")
-
-
-# --------------------------------------------------------------------------------------------------
-# pipeline stages
-
-
-def by_dimensions(parameters):
-    """Matrices decay, and others do not: a stage may have one kind alone, and DeepSpeed drops the
-    empty group."""
-    matrices = [p for p in parameters if p.dim() > 1]
-    others = [p for p in parameters if p.dim() < 2]
-    kinds = [{"params": others, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 0.1}]
-    return torch.optim.AdamW([kind for kind in kinds if kind["params"]], lr=0.01)
-
-
-def stages_of(stages, layers, seed=1):
-    def net():
-        return PipelineModule(
-            layers, num_stages=stages, loss_fn=lambda out, _: out.pow(2).mean(), seed_layers=False
-        )
-
-    groups.mpu = None
-    return make(1, net, by_dimensions, seed, scheduler=falling, batch=6)
-
-
-PARTS = [LayerSpec(nn.Linear, 8, 8, bias=False), LayerSpec(nn.LayerNorm, 8)]
-
-
-def train_stages(engine, step):
-    inputs = torch.randn(1, 8, generator=torch.Generator().manual_seed(step))
-    return engine.train_batch((inputs, inputs) for _ in range(99)).item()
-
-
-class Both(nn.Sequential):
-    """Has parameters of both groups."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(8, 8, bias=False), nn.LayerNorm(8))
-
-
-def save_stages(_):
-    stages_of(1, PARTS).save_checkpoint(".", tag="one stage")
-    for tag, layers in {"apart": PARTS, "every group": [LayerSpec(Both)] * 2}.items():
-        engine = stages_of(2, layers)
-        for step in (0, 1):
-            train_stages(engine, step)
-        engine.save_checkpoint(".", tag)
-        save_truth([train_stages(engine, step) for step in (2, 3)], f"{tag}.losses")
-
-
-def check_stages(engine, tag, tolerance):
-    load(engine, tag)
-    losses = enumerate(read_truth(f"{tag}.losses"), 2)
-    gaps = [abs(train_stages(engine, step) - loss) for step, loss in losses]
-    assert max(gaps) <= tolerance, gaps
-
-
-@case(save_stages, stages=(1,), quick_ranks=(2, 3))
-def a_stage_without_a_parameter_group(stage):
-    """Its only group has the number of another one: on the same stages, or not at all."""
-    cure = "give each stage a parameter of every group"
-    refused(stages_of(1, PARTS), f"has another: {cure}: it loads on its own ranks", tag="apart")
-    if on_own_ranks():
-        check_stages(stages_of(2, PARTS, seed=5), "apart", 0)
-        refused(stages_of(2, PARTS), f"; {cure}", tag="one stage")
-    if is_rank_0():
-        with pytest.raises(universal.CheckpointError, match=cure):
-            universal.convert("apart", "u")
-    for stages in degrees():
-        check_stages(stages_of(stages, [LayerSpec(Both)] * 2, seed=5), "every group", 1e-6)
+        truth, held = (snapshot(each, states=False) for each in (halves(stage, 2), engine))
+        assert not differences(truth, held)

@@ -4,15 +4,14 @@ one: play(seed, folder).
 Each of its lives has ranks and a ZeRO stage of its own, and names of checkpoints come again at the
 same stage. Its script knows nothing of careful saving. In its fatal save each rank has a place of
 its own, drawn by the seed, where it dies. So a seed's folders are the same in every run. Between
-two lives someone converts, copies, or edits `latest`.
+two lives someone may convert.
 
-What must be loaded. A save that came back on all ranks is a promise, and so is an edited `latest`.
+What must be loaded. A save that came back on all ranks is a promise.
 
 - While nothing was written over the last promise and `latest` names it: that one, or a save that
   was begun after it.
-- A copy without the times of its files, and a `latest` that the dying rank 0 wrote before the
-  others had their shards, hide in which order tags were written. Then: any step not before that of
-  the last promise nothing was written over.
+- A `latest` that the dying rank 0 wrote before the others had their shards hides in which order
+  tags were written. Then: any step not before that of the last promise nothing was written over.
 - Where something was written over every promise, nothing may be whole: any save, or a start from
   the beginning, or one CheckpointError of one line, the same on all ranks. It is allowed nowhere
   else.
@@ -29,7 +28,6 @@ import itertools
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 from dataclasses import dataclass
@@ -183,18 +181,9 @@ class Save:
     whole: bool = False
 
 
-class Promise(NamedTuple):
-    """attempt: the number of the save. before: how many attempts there were before it."""
-
-    tag: str
-    attempt: int
-    before: int
-
-
 class Folder:
     """saves: all attempts, in their order. attempts: {tag: numbers of those under it}, as files of
-    an earlier one may be there, too. copied: without the times of its files, and there is no newer
-    promise."""
+    an earlier one may be there, too. promises: tags, each with the number of its save."""
 
     def __init__(self, place):
         self.saves = []
@@ -204,34 +193,24 @@ class Folder:
         self.place = place
         self.attempts = {}
         self.promises = []
-        self.copied = False
 
     def whole(self, tag):
         """The last attempt under a tag, if it is known to be whole; else None."""
         attempt = self.attempts[tag][-1]
         return attempt if self.saves[attempt].whole else None
 
-    def promise(self, tag):
-        self.promises.append(Promise(tag, self.whole(tag), len(self.saves)))
-        self.copied = False
-
-    def newest(self):
-        """The tag of the last promise, while nothing was written over it; else None."""
-        tag, attempt, _ = self.promises[-1] if self.promises else (None, None, 0)
-        return tag if tag and self.whole(tag) == attempt else None
-
     def expected(self):
         """The attempts that may be loaded, by the rules above. Empty: nothing may be whole."""
         whole = {self.whole(tag) for tag in self.attempts}
-        kept = [promise for promise in self.promises if promise.attempt in whole]
+        kept = [(tag, attempt) for tag, attempt in self.promises if attempt in whole]
         if not kept:
             return set()
-        tag, attempt, before = kept[-1]
+        tag, attempt = kept[-1]
         latest = Path(self.place, "latest")
-        if self.copied or latest.exists() and latest.read_text() != tag:
+        if latest.exists() and latest.read_text() != tag:
             step = self.saves[attempt].step
             return {number for number, save in enumerate(self.saves) if save.step >= step}
-        return {attempt, *range(before, len(self.saves))}
+        return {*range(attempt, len(self.saves))}
 
     def check_loaded(self, expected, tag, number, step, digest):
         """Raises AssertionError for what should not be loaded."""
@@ -263,49 +242,18 @@ class Folder:
                     self.attempts.setdefault(tag, []).append(number)
                 case {"back": number, "tag": tag}:
                     self.saves[number].whole = True
-                    self.promise(tag)
+                    self.promises.append((tag, number))
+
+    def convert(self):
+        """The newest, beside it, if nothing was written over it."""
+        tag, attempt = self.promises[-1] if self.promises else ("", None)
+        if tag and self.whole(tag) == attempt:
+            universal.convert(self.place / tag, self.place / f"{tag}_universal")
+            self.attempts[f"{tag}_universal"] = [attempt]
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. what happens to it between two lives
-
-
-def convert(folder, draw):
-    """The newest, beside it."""
-    tag = folder.newest()
-    if tag and not tag.endswith("_universal"):
-        universal.convert(folder.place / tag, folder.place / f"{tag}_universal")
-        folder.attempts[f"{tag}_universal"] = [folder.whole(tag)]
-
-
-def edit_latest(folder, draw):
-    """By hand, to another checkpoint that is complete."""
-    tags = [tag for tag in folder.attempts if folder.whole(tag) is not None]
-    if others := [tag for tag in tags if tag != folder.newest()]:
-        tag = draw.choice(others)
-        (folder.place / "latest").write_text(tag)
-        folder.promise(tag)
-
-
-def copy(folder, draw):
-    """All files get new times, in any order. But not where a save under the name of another step
-    died: at ZeRO-3, nothing but times tells the new model states from those of the old shards."""
-    if "last.3" in folder.attempts and folder.whole("last.3") is None:
-        return
-    source = folder.place
-    folder.place = source.with_name(f"{source.name}c")
-    files = sorted(path.relative_to(source) for path in source.rglob("*") if path.is_file())
-    for name in draw.sample(files, len(files)):
-        (folder.place / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, folder.place / name)
-    folder.copied = True
-
-
-EVENTS = [convert, convert, edit_latest, edit_latest, copy, None, None, None, None]
-
-
-# --------------------------------------------------------------------------------------------------
-# 4. a history
+# 3. a history
 
 
 def plan_life(draw, before, saves):
@@ -335,10 +283,10 @@ def play(seed, above):
         for number in range(LIVES):
             draw = random.Random(f"{seed} {number}")
             plan = plan_life(draw, plan, len(folder.saves))
-            if event := draw.choice(EVENTS):
-                story.append(event.__name__)
+            if draw.random() < 0.3:
+                story.append("convert")
                 an_hour_passes(folder.place)
-                event(folder, draw)
+                folder.convert()
             story.append(str(plan))
             expected = folder.expected()
             events, lines = play_life(above, folder.place, plan)

@@ -1,9 +1,12 @@
-"""Pipelines: what of their layers is frozen, or tied; and those that were saved without ZeRO."""
+"""Pipelines: what of their layers is frozen, or tied; those that were saved without ZeRO; stages
+without a parameter group."""
 
 import itertools
 import operator
 
 import deepspeed
+import pytest
+import stage_0
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -16,6 +19,7 @@ from routes import (
 )
 from torch import nn
 
+import universal
 from tests.support.case import (
     PRINTED,
     case,
@@ -26,7 +30,16 @@ from tests.support.case import (
     printed,
     refused,
 )
-from tests.support.toy import BF16, differences, save_of_rank, truths_of_ranks
+from tests.support.toy import (
+    BF16,
+    differences,
+    falling,
+    is_rank_0,
+    read_truth,
+    save_of_rank,
+    save_truth,
+    truths_of_ranks,
+)
 from universal.load.hooks import overridden
 
 LINEAR = LayerSpec(nn.Linear, 8, 8)
@@ -207,3 +220,45 @@ def tied_layers_with_a_function(stage):
         truth = truths_of_ranks(which)[dist.get_rank() if which == "apart" else 0]
         state = state_of(engine)
         assert not differences({name: truth[name] for name in state if name in truth}, state), which
+
+
+class Both(nn.Sequential):
+    """Has parameters of both groups."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8, bias=False), nn.LayerNorm(8))
+
+
+# Before a layer of matrices alone: a stage has one group, and DeepSpeed drops the empty one.
+APART = [LayerSpec(nn.LayerNorm, 8)]
+LAYERS = {"apart": APART, "every group": [LayerSpec(Both)] * 2}
+GROUPS = {"optimizer": stage_0.adamw, "scheduler": falling}
+
+
+def save_groups(_):
+    pipeline(1, *APART, **GROUPS).save_checkpoint(".", tag="one stage")
+    for tag, layers in LAYERS.items():
+        engine = train_and_save_pipeline(pipeline(2, *layers, **GROUPS), tag)
+        save_truth([train_pipeline(engine).item() for _ in range(2)], f"{tag}.losses")
+
+
+def check_groups(stages, tag, tolerance):
+    engine = pipeline(stages, *LAYERS[tag], **GROUPS, seed=5)
+    load(engine, tag)
+    gaps = [abs(train_pipeline(engine).item() - loss) for loss in read_truth(f"{tag}.losses")]
+    assert max(gaps) <= tolerance, gaps
+
+
+@case(save_groups, stages=(1,), quick_ranks=(2, 3))
+def a_stage_without_a_parameter_group(stage):
+    """Its only group has the number of another one: on the same stages, or not at all."""
+    cure = "give each stage a parameter of every group"
+    refused(pipeline(1, *APART, **GROUPS), f"has another: {cure}: it loads on its own", tag="apart")
+    if on_own_ranks():
+        check_groups(2, "apart", 0)
+        refused(pipeline(2, *APART, **GROUPS), f"; {cure}", tag="one stage")
+    if is_rank_0():
+        with pytest.raises(universal.CheckpointError, match=cure):
+            universal.convert("apart", "u")
+    for stages in degrees():
+        check_groups(stages, "every group", 1e-6)

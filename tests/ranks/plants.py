@@ -146,8 +146,8 @@ def fail_everywhere(load, rank, every=1, harmless_on=None):
 # routes: each saves, and returns an engine of another seed that loads it
 
 
-def save(engine, step=train, tag="t"):
-    step(engine, 0)
+def save(engine, tag="t"):
+    train(engine, 0)
     engine.save_checkpoint(".", tag=tag)
     return engine
 
@@ -187,9 +187,8 @@ def tensor_parallel():
 
 
 def pipeline():
-    layers = layouts.PARTS
-    save(layouts.stages_of(2, layers), layouts.train_stages)
-    return layouts.stages_of(2, layers, seed=5)
+    routes.train_and_save_pipeline(routes.pipeline(2, routes.SCALING))
+    return routes.pipeline(2, routes.SCALING, seed=5)
 
 
 def other_experts():
