@@ -140,7 +140,11 @@ def test_the_batch_in_the_json_decides(copy, theirs, ranks, batch, steps):
     assert words == [str(steps), "True"]
 
 
-BATCH = """{process}
+CLASSES = """
+class Trainer:
+    pass
+"""
+BATCH = """
 print(*config.config.values())
 import os
 os.environ["UNIVERSAL_BATCH"] = "x"
@@ -148,21 +152,6 @@ try:
     config.trainer_config_process(args)
 except ValueError as error:
     print(error)
-"""
-
-
-def test_a_batch_in_the_environment(theirs):
-    """It comes before that of the JSON, and may be one that the ranks do not divide."""
-    shutil.rmtree(theirs / "deepspeed")  # the installed one has engines to watch
-    process = PROCESS.format(ranks=5, config={"train_batch_size": 16})
-    words = python(BATCH.format(process=process), START, theirs, UNIVERSAL_BATCH="24")
-    said = " ".join(words)
-    assert said.startswith("3 True None 2 3 24 ") and "=x" in said
-
-
-CLASSES = """
-class Trainer:
-    pass
 """
 USED = """
 from transformers.trainer import Trainer
@@ -177,11 +166,15 @@ for method in ("get_train_dataloader", "get_batch_samples"):
 """
 
 
-def test_a_trainer_of_any_ranks(theirs):
-    """Whoever derives one of that name gets it, but not with a loader or a count of its own."""
+def test_a_batch_in_the_environment(theirs):
+    """Whoever derives a Trainer gets one of any ranks, but not with a loader or a count of its own.
+    The batch comes before that of the JSON, and may be one that the ranks do not divide."""
     write(theirs / "transformers" / "trainer.py", CLASSES)
-    base, *words = python(USED, START, theirs, UNIVERSAL_BATCH="24")
-    assert base == "AnyRanks"
-    for method in ("get_train_dataloader", "get_batch_samples"):
-        assert f"Brings has a {method}() of its own" in " ".join(words)
     assert python(USED, START, theirs) == ["object"]
+    shutil.rmtree(theirs / "deepspeed")  # the installed one has engines to watch
+    process = PROCESS.format(ranks=5, config={"train_batch_size": 16})
+    base, *words = python(USED + process + BATCH, START, theirs, UNIVERSAL_BATCH="24")
+    said = " ".join(words)
+    assert base == "AnyRanks" and "3 True None 2 3 24 " in said and "=x" in said
+    for method in ("get_train_dataloader", "get_batch_samples"):
+        assert f"Brings has a {method}() of its own" in said
