@@ -63,15 +63,17 @@ def all_saved():
     dist.barrier()
 
 
-def call_of(target, name, number, act):
-    """At that call of a function, act() comes first. number: counts from 1."""
+def call_of(target, name, number, act, renamed=None):
+    """At that call of a function, act() comes first. number: counts from 1. renamed: the name that
+    the calls give to a path, if not all count."""
     function = getattr(target, name)
     calls = []
 
     def wrapped(*args, **options):
-        calls.append(args)
-        if len(calls) == number:
-            act(*args)
+        if renamed is None or renamed == Path(args[-1]).name:
+            calls.append(args)
+            if len(calls) == number:
+                act(*args)
         return function(*args, **options)
 
     PATCHED.setattr(target, name, wrapped)
@@ -179,21 +181,6 @@ STRANGERS = (
 ).split()
 
 
-def plant(state, act, tag):
-    """Call act() at the first time that the next save reaches the state."""
-    target, name = STATES[state]
-    function = getattr(target, name)
-    renamed = {"aside": tag, "published": "latest"}.get(state)
-    acts = [act]
-
-    def planted(*args, **options):
-        if acts and (renamed is None or renamed == Path(args[-1]).name):
-            acts.pop()()
-        return function(*args, **options)
-
-    PATCHED.setattr(target, name, planted)
-
-
 def no_space():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -236,7 +223,8 @@ def saved_again(rank, state, event, tag):
         "exit": lambda: time.sleep(0.5),
     }
     if is_rank(rank):
-        plant(state, acts[event], tag)
+        renamed = {"aside": tag, "published": "latest"}.get(state)
+        call_of(*STATES[state], 1, lambda *_: acts[event](), renamed)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     train(engine, 2)
     save_truth(snapshot(engine), "2.pt")

@@ -150,14 +150,6 @@ def states_that_no_file_holds(stage):
 # what is compared on every route
 
 
-@case(saved(optimizer=SliceNorm), quick_ranks=(2,))
-def another_optimizer_where_states_are_of_a_rank(stage):
-    """DeepSpeed would load it without a word, and train with its hyperparameters."""
-    refused(make(stage), "of another optimizer: it has ['lr']", "load_optimizer_states=False")
-    if on_own_ranks():
-        load(make(stage, optimizer=SliceNorm))
-
-
 class InContainers(SliceNorm):
     """Keeps a moment in a dict and one in a list, and a table of a whole group."""
 

@@ -324,9 +324,8 @@ PRECISIONS = {"fp32": {}, "bf16": BF16}
 
 def save_beside_damage(stage):
     for tag, options in PRECISIONS.items():
-        train_and_save(stage, tag, **options)
+        train_and_save(stage, tag, truth=f"{tag}.pt", **options)
         if is_rank_0():
-            Path("truth.pt").rename(f"{tag}.pt")
             shutil.copytree(tag, f"damaged {tag}")
             for shard in Path(f"damaged {tag}").glob("*zero_pp_rank_1_*optim_states.pt"):
                 flip(shard)
@@ -437,9 +436,7 @@ def compiled():
 
 def save_compiled(stage):
     for tag, net in {"eager": layers, "compiled": compiled}.items():
-        train_and_save(stage, tag, net=net)
-        if is_rank_0():
-            Path("truth.pt").rename(f"{tag}.pt")
+        train_and_save(stage, tag, truth=f"{tag}.pt", net=net)
 
 
 @case(save_compiled, stages=(1, 2), quick_stages=(1,), quick_ranks=(2,))

@@ -50,8 +50,10 @@ class Case(NamedTuple):
     quick_ranks: tuple
 
 
-def train_and_save(stage, tag="t", steps=2, states=True, change=None, frozen=True, **options):
-    """An engine with these options trains and saves itself. What it holds is in truth.pt.
+def train_and_save(
+    stage, tag="t", steps=2, states=True, change=None, frozen=True, truth="truth.pt", **options
+):
+    """An engine with these options trains and saves itself. What it holds is in the file `truth`.
 
     states: as of snapshot(). change(engine): ahead of the save. frozen: whether frozen parameters
     are saved."""
@@ -62,7 +64,7 @@ def train_and_save(stage, tag="t", steps=2, states=True, change=None, frozen=Tru
         change(engine)
     client_state = {"step": steps, "rank": dist.get_rank()}
     engine.save_checkpoint(".", tag, client_state, exclude_frozen_parameters=not frozen)
-    save_truth(snapshot(engine, states))
+    save_truth(snapshot(engine, states), truth)
     return engine
 
 
@@ -160,14 +162,12 @@ def convert(tag="t", output="u", **options):
     dist.barrier()
 
 
-def refused(
-    engine, *parts, tag="t", folder=".", timeout=60, kind=universal.CheckpointError, **options
-):
+def refused(engine, *parts, tag="t", folder=".", timeout=60, **options):
     """load_checkpoint() refuses, in one line that has these parts and is the same on all ranks."""
     line = None
     try:
         universal.load_checkpoint(engine, folder, tag, timeout=timeout, **options)
-    except kind as error:
+    except universal.CheckpointError as error:
         line = str(error)
     lines = gathered(line)
     assert line and "\n" not in line and set(lines) == {line}, (lines, parts)
