@@ -79,12 +79,16 @@ def calls_of(work):
         if is_call(frame, event):
             calls[frame.f_code] = calls.get(frame.f_code, 0) + 1
 
-    sys.setprofile(count)
+    profiled(count, work)
+    return calls
+
+
+def profiled(hook, work):
+    sys.setprofile(hook)
     try:
         work()
     finally:
         sys.setprofile(None)
-    return calls
 
 
 def planted(code, number, work):
@@ -98,11 +102,7 @@ def planted(code, number, work):
             if left == 0:
                 raise Planted(f"planted in {code.co_qualname}")
 
-    sys.setprofile(plant)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
+    profiled(plant, work)
 
 
 def outcome_of(work):

@@ -214,7 +214,6 @@ class Model(nn.Module):
 
 
 def engine_of(plan, side):
-    """An engine of the plan's model, and its tensor-parallel rank."""
     degree, _ = plan.loaded if side else plan.saved
     mpu = reset_mesh(degree)
     rank = mpu.get_tensor_model_parallel_rank() if mpu else 0
@@ -224,7 +223,7 @@ def engine_of(plan, side):
         parts = [parameters[i : i + count] for i in range(0, len(parameters), count)]
         return OPTIMIZERS[plan.optimizer]([{"params": part} for part in parts])
 
-    engine = make(
+    return make(
         plan.stages[side],
         lambda: Model(plan.parameters, degree, rank, side and plan.silent),
         optimizer,
@@ -233,7 +232,6 @@ def engine_of(plan, side):
         bf16={"enabled": plan.bf16},
         mpu=mpu,
     )
-    return engine, rank
 
 
 def step(engine):
@@ -274,24 +272,28 @@ def check(engine, oracle):
     return keys
 
 
-def save(plan):
-    engine, rank = engine_of(plan, 0)
-    step(engine)
+def oracle_of(plan, engine, keeps=True):
+    """oracle(name, key): what this rank has of a state of a parameter."""
+    view = Engine(engine)
+    ranks = view.layout().tensor, view.tensor_rank, plan.saved[0]
     parameters = {parameter.name: parameter for parameter in plan.parameters}
-    degree, _ = plan.saved
-    fill(engine, lambda name, key: part_of(parameters[name], key, degree, rank, degree, True))
+    return lambda name, key: part_of(parameters[name], key, *ranks, keeps)
+
+
+def save(plan):
+    engine = engine_of(plan, 0)
+    step(engine)
+    fill(engine, oracle_of(plan, engine))
     engine.save_checkpoint(".", tag="t", client_state={"seed": plan.seed})
     if plan.converted and is_rank_0():
         universal.convert("t", "u", strict=False)
 
 
 def load(plan):
-    engine, rank = engine_of(plan, 1)
+    engine = engine_of(plan, 1)
     _, client_state = universal.load_checkpoint(engine, ".", tag="u" if plan.converted else "t")
     assert client_state["seed"] == plan.seed
-    parameters = {parameter.name: parameter for parameter in plan.parameters}
-    arguments = (plan.loaded[0], rank, plan.saved[0], not plan.converted)
-    keys = check(engine, lambda name, key: part_of(parameters[name], key, *arguments))
+    keys = check(engine, oracle_of(plan, engine, not plan.converted))
     assert not Engine(engine).flats or len(keys) > 1
     step(engine)
 
