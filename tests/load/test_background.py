@@ -350,7 +350,7 @@ def test_states(jobs, job):
     hidden = {path.name for path in (folder / "c").glob(".*")}
     hidden -= {Path(name).parts[0] for name in STRANGERS}
     assert not [name for name in hidden if name.startswith(f".{tag.format(3)}.")]
-    assert len(hidden) <= (event == "kill" and (ranks, state) != (2, "begun"))
+    assert len(hidden) <= (event == "kill" and (ranks, state) != ("2", "begun"))
 
 
 def verify_all(folder):
