@@ -160,7 +160,7 @@ def kind(stages, quick_stages, quick_ranks, **options):
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "torch_adam": True}}}
 MORE = {"optimizer": two_groups, "scheduler": falling, "clip": 0.5}
-partly_frozen = kind((1, 2, 3), (1, 3), (2, 3), net=PartlyFrozen, **MORE)
+partly_frozen = kind((1, 2, 3), (1, 3), (2,), net=PartlyFrozen, **MORE)
 muon = kind((1, 2), (1,), (2,), **MUON)  # at ZeRO-3 DeepSpeed's wants DP alone
 
 
@@ -312,8 +312,9 @@ def save_without_info(stage):
     halves(stage, 1).save_checkpoint(".", tag="whole")
     engine = halves(stage, 2)
     engine.save_checkpoint(".", tag="cut")
-    engine.module.universal_checkpoint_info = None
-    engine.save_checkpoint(".", tag="silent")
+    for tag, info in {"silent": None, "told": INFO}.items():
+        engine.module.universal_checkpoint_info = info
+        engine.save_checkpoint(".", tag)
 
 
 @tensor_parallel(save=save_without_info)
@@ -328,9 +329,14 @@ def a_model_that_says_nothing(stage):
         load(engine, "cut")
 
 
-SOMETHING_ELSE = {
+INFO = {
     "universal_checkpoint_version": 0.2,
-    "parameter_to_average_patterns": [r"norm\.weight"],
+    "tp_replicated_parameter_patterns": [r"norm\..*", r"down\.bias"],
+    "parameter_with_row_parallelism_patterns": [r"down\.weight"],
+}
+OTHER_INFO = INFO | {
+    "tp_replicated_parameter_patterns": [r"down\.bias"],
+    "parameter_to_average_patterns": [r"norm\..*"],
 }
 
 
@@ -338,12 +344,12 @@ SOMETHING_ELSE = {
 def a_model_that_says_something_else(stage):
     """Of another degree, its parts would be others. On the same one they are as they were."""
     engine = halves(stage, 1)
-    engine.module.universal_checkpoint_info = SOMETHING_ELSE
-    says = "norm.weight is of ['parameter_to_average_patterns'] in the model's universal_checkpoint"
-    refused(engine, says, tag="cut")
+    engine.module.universal_checkpoint_info = OTHER_INFO
+    says = "norm.bias is of ['parameter_to_average_patterns'] in the model's universal_checkpoint"
+    refused(engine, says, tag="told")
     if on_own_ranks():
         engine = halves(stage, 2, seed=5)
-        engine.module.universal_checkpoint_info = SOMETHING_ELSE
-        load(engine, "cut")
+        engine.module.universal_checkpoint_info = OTHER_INFO
+        load(engine, "told")
         truth, held = (snapshot(each, states=False) for each in (halves(stage, 2), engine))
         assert not differences(truth, held)

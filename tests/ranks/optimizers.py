@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import Adafactor
 
 import universal
 from tests.support.case import (
@@ -72,8 +73,6 @@ class SliceNorm(torch.optim.Optimizer):
 
 def adafactor(parameters):
     """transformers', in which only the RMS of the weights, kept for nothing, follows the rank."""
-    from transformers import Adafactor
-
     options = {"beta1": 0.9, "clip_threshold": 1e9, "warmup_init": True, "scale_parameter": False}
     return Adafactor(parameters, **options)
 
