@@ -138,6 +138,7 @@ SAME = (
     (torch.zeros(3), torch.zeros(3, dtype=torch.int32), False),
     (VIEW[:, 1], torch.tensor([1.0, 5, 9]), True),
     (VIEW[0], VIEW[1], False),
+    (VIEW.t(), VIEW.t().contiguous(), True),
     (torch.zeros(1), -torch.zeros(1), False),
     (torch.nn.Parameter(torch.ones(2)), torch.ones(2), True),
     ([3, math.nan, None], [3.0, math.nan, None], True),
