@@ -135,12 +135,16 @@ def step_by_means():
 
 @pytest.mark.parametrize("stage", [slow(1), slow(2), 3])
 def test_division_on_cuda(work, one_rank, stage):
-    """It is not exact for 7 ranks, and that does not matter. The control: otherwise it would."""
-    flags = ("--exact", "--zero_stage", stage)
-    train(work, 7, f"cuda_{stage}", *flags, patch=divide_as_cuda)
+    """It is not exact for 7 ranks, and that does not matter."""
+    train(work, 7, f"cuda_{stage}", "--exact", "--zero_stage", stage, patch=divide_as_cuda)
     assert differences(work, f"cuda_{stage}", last=4) == {0.0}
-    train(work, 7, f"means_{stage}", *flags, patch=step_by_means)
-    assert 0 < max(compare(work, "exact_1", f"means_{stage}").values()) < 1e-5
+
+
+@pytest.mark.slow
+def test_means_on_cuda(work, one_rank):
+    """The control: otherwise it would matter."""
+    train(work, 7, "means", "--exact", patch=step_by_means)
+    assert 0 < max(compare(work, "exact_1", "means").values()) < 1e-5
 
 
 SCRIPT = """

@@ -122,7 +122,7 @@ def test_the_version_for_the_class_has_no_answers():
 
 def test_a_command_that_fails_stops_the_notebook(lesson):
     with pytest.raises(RuntimeError, match="this command failed; the reason is above"):
-        lesson.names["run"]("python -m universal.diff missing missing")
+        lesson.names["run"]("python ds_to_universal.py --input_folder missing")
 
 
 # -----------------------------------------------------------------------------
