@@ -215,6 +215,7 @@ def main(route, every=1):
 
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         load()  # it imports, and fills caches
+        load()  # a padding of masters keeps its values in the first one alone
         truth = held_by(engine)
         harmless_on = 0 if route == "passed over" else None
         found = [fail_everywhere(load, rank, every, harmless_on) for rank in (1, 0)]

@@ -3,7 +3,7 @@ same: random_layouts.failures_of() plays them.
 
 After a load everything is what it was: weights, masters, states, frozen parameters, buffers, extra
 state, hyper-parameters, step counts, scheduler, counters, client state; the losses of two more
-steps; what the proof says of ten. What is converted is what the live engine held, file by file."""
+steps; what the proof says of four. What is converted is what the live engine held, file by file."""
 
 import contextlib
 import io
@@ -220,8 +220,8 @@ def save(plan):
 
 
 def train_on(engine):
-    """To the tenth step after the save, the last that is proved."""
-    for step in range(4, 12):
+    """To the fourth step after the save."""
+    for step in (4, 5):
         train(engine, step)
 
 

@@ -47,7 +47,7 @@ def rates_after(stage, scheduler, *changes):
     return [*rates, moved.item()]
 
 
-@case(lambda stage: save(stage, scheduler=falling), quick_stages=(1, 3))
+@case(lambda stage: save(stage, scheduler=falling))
 def another_rate(stage):
     """AdamW brings no weight much further than its rate."""
     saved, *_ = rates_after(stage, falling)

@@ -191,7 +191,7 @@ def of_a_quantized_model(**options):
     return save
 
 
-@case(of_a_quantized_model(), quick_ranks=(2, 3), quick_stages=(1, 3))
+@case(of_a_quantized_model(), quick_stages=(1, 3))
 def codes_and_scales(stage):
     """Both come back, though the module takes no scales."""
     truth = read_truth("scales.pt")
