@@ -22,7 +22,7 @@ def fail(problem: str) -> NoReturn:
 
 
 def main():
-    if not sys.argv[1:]:
+    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
         fail("no command was given: python -m universal deepspeed --num_gpus 2 script.py, say")
     if find_spec("deepspeed") is None:
         fail(f"{sys.executable} has no deepspeed")

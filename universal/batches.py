@@ -47,8 +47,8 @@ BATCH_ATTRIBUTES = {
 # beside a checkpoint, or of a key in its client state.
 CURES = {
     ("transformers", "trainer_state.json"): (
-        "under a Trainer, put `UNIVERSAL_BATCH={batch} python -m universal` before the command, "
-        "with per_device_train_batch_size={micro}"
+        "under a Trainer, put `UNIVERSAL_BATCH={batch} python -m universal` before the command at "
+        "every start, with per_device_train_batch_size={micro}"
     ),
     ("accelerate", "random_states_"): (
         "with accelerate, `config |= batches.config({batch}, {micro})` for the plugin, `steps = "
@@ -239,8 +239,8 @@ def checked_step(engine, step, *args, **options):
     asked = os.environ.get("UNIVERSAL_BATCH", str(share.batch))
     if asked != str(share.batch) and engine.global_rank == 0:
         say_once(
-            f"universal: WARNING: UNIVERSAL_BATCH={asked} is for Trainers, and this step of an "
-            f"engine that none has made trains {trained} samples"
+            f"universal: WARNING: UNIVERSAL_BATCH={asked} is for Trainers under `python -m "
+            f"universal` alone: this step trains {trained} samples"
         )
     if share.batch != trained and (share.batch, share.micro_batch, steps) not in DEALT:
         raise ValueError(

@@ -208,7 +208,8 @@ class AnyRanks:
             micro_batch = self.args.per_device_train_batch_size
             batch = micro_batch * self.args.gradient_accumulation_steps * ranks
             raise ValueError(
-                "AnyRanks keeps the batch that DeepSpeed's config names: `config |= batches.config("
+                "AnyRanks keeps the batch that DeepSpeed's config names: put `UNIVERSAL_BATCH="
+                "BATCH python -m universal` before the command, or `config |= batches.config("
                 f"BATCH, {micro_batch})`, `TrainingArguments(deepspeed=config, "
                 f"per_device_train_batch_size={micro_batch}, gradient_accumulation_steps="
                 'config["gradient_accumulation_steps"], ...)`. BATCH is what the run had that goes '
@@ -250,10 +251,16 @@ class AnyRanks:
         share = batches.share(self.model_wrapped)
         filled_steps = self.filled_steps
         trained = self.state.global_step
+        saved = self.state.stateful_callbacks  # what trainer_state.json has room for
         if filled_steps.length < math.inf:
             filled_steps.epoch, self.epoch_step = divmod(trained, filled_steps.per_epoch)
+            is_short = filled_steps.length % share.micro_batches
+            if trained and is_short and AnyRanks.__name__ not in saved:
+                say(
+                    "NOTE: this run began without AnyRanks: an epoch's last step, which Trainer "
+                    "fills up with samples of the beginning, is short now, and its loss another one"
+                )
         else:
-            saved = self.state.stateful_callbacks  # what trainer_state.json has room for
             position = saved.get(AnyRanks.__name__, None if trained else (0, 0))
             if not position:
                 raise ValueError(
@@ -375,6 +382,6 @@ def on_any_ranks(trainer: type) -> type:
 
 def batch_config(batch: str, arguments: Any) -> dict[str, Any]:
     """DeepSpeed's config of a batch, for these TrainingArguments. Raises ValueError."""
-    if not batch.isdecimal():
+    if not batch.isdecimal() or not int(batch):
         raise ValueError(f"UNIVERSAL_BATCH={batch} is no number of samples")
     return batches.config(int(batch), arguments.per_device_train_batch_size, arguments.world_size)

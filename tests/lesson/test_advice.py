@@ -342,7 +342,7 @@ def test_trainer(tmp_path, saved, kind):
 # {what is refused: (changes of the script, what gives way to what the error says)}
 STEPS = 'gradient_accumulation_steps=config["gradient_accumulation_steps"]'
 REFUSED = {
-    "batches.config(BATCH, ": (ANY_RANKS[1:], [("config |= PER_RANK", "`(.*?)`")]),
+    "batches.config(BATCH, ": (ANY_RANKS[1:], [("config |= PER_RANK", "`(config.*?)`")]),
     "TrainingArguments has ": (
         [*ANY_RANKS, (STEPS, "gradient_accumulation_steps=2")],
         [("gradient_accumulation_steps=2", r"wants (\w+=\d+)")],

@@ -19,7 +19,7 @@ from measure import trainers
 from tests.support.commands import slow
 from tests.support.ranks import launch, run
 from universal import batches
-from universal.trainer import AnyRanks
+from universal.trainer import AnyRanks, FilledSteps, batch_config
 
 SAMPLES = 45  # five steps of 8, and one of 5
 STEPS = 14
@@ -222,6 +222,32 @@ def test_another_schedule(streamed, tmp_path):
     assert line in result.out.splitlines()
     rates = json.loads(state_of(tmp_path, 28).read_text())["log_history"]
     assert [f"{r['learning_rate']:.1e}" for r in rates[14:16]] == ["0.0e+00", "4.4e-03"]
+
+
+def test_an_epoch_whose_last_step_is_short(monkeypatch):
+    """Trainer fills it up; a run that it began is told so, where AnyRanks goes on."""
+    share = batches.Share(batch=8, micro_batch=2, ranks=1, rank=0)
+    said = []
+    monkeypatch.setattr(batches, "share", lambda engine: share)
+    monkeypatch.setattr("universal.trainer.say", said.append)
+    trainer = AnyRanks()
+    trainer.model_wrapped = trainer.lr_scheduler = None
+    for length, trained, saved in (
+        (22, 3, {}),
+        (24, 3, {}),
+        (22, 0, {}),
+        (22, 3, {"AnyRanks": ()}),
+    ):
+        trainer.filled_steps = FilledSteps([], share, length)
+        trainer.state = SimpleNamespace(global_step=trained, stateful_callbacks=saved)
+        trainer.begin_training()
+        assert len(said) == 1 and "this run began without AnyRanks" in said[0]
+
+
+def test_a_batch_of_nothing():
+    for batch in ("0", "16.0", "abc"):
+        with pytest.raises(ValueError, match=f"UNIVERSAL_BATCH={batch} is no number of samples"):
+            batch_config(batch, None)
 
 
 def test_an_older_transformers(monkeypatch):

@@ -44,8 +44,8 @@ def batch_of(model: dict) -> Batch | None:
 
 # Follows doubt_of(): no number may be advised.
 CHOOSE = (
-    "another batch was trained, too (an earlier checkpoint may name it): choose one, and put it in "
-    "place of BATCH"
+    "another batch was trained, too (an earlier checkpoint may name it): choose one in place of "
+    "BATCH"
 )
 
 
