@@ -196,5 +196,5 @@ def test_agents(tmp_path, monkeypatch, job):
 def test_gloo_does_not_abort_a_finished_job():
     """Its threads still have tensors to release, as on a busy machine. Without exit_together() one
     exit in three aborts."""
-    result = run_python(ROOT / "tests" / "ranks" / "exits.py", 5, "exit_together")
+    result = run_python(ROOT / "tests" / "ranks" / "exits.py", 5)
     assert (result.stdout, result.stderr) == ("{0: 10}\n", "")

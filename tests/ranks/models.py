@@ -207,7 +207,6 @@ def another_weight_norm(stage):
     refused(
         engine, "(2): a.weight_g, a.weight_v; torch has two weight_norm(): take the one of before"
     )
-    restored(stage, net=lambda: Normed(nn.utils.weight_norm))
 
 
 class Empty(Net):

@@ -87,16 +87,11 @@ def plan(seed):
 def random_parameter(draw, name, kind):
     a, b = 4 * draw.randint(1, 3), 4 * draw.randint(1, 4)
     sizes = [4 * draw.randint(1, 3) for _ in range(draw.randint(2, 4))]
-    shape = (a, b)
-    if kind == "vector":
-        shape = (a,)
-    elif kind == "halves":
-        shape = (2 * a, b)
-    elif kind == "subs":
-        shape = (sum(sizes), b)
-    elif kind == "columns_of_subs":
-        shape = (a, sum(sizes))
-    elif kind == "widths":
+    total = sum(sizes)
+    shapes = {"vector": (a,), "halves": (2 * a, b)}
+    shapes |= {"subs": (total, b), "columns_of_subs": (a, total)}
+    shape = shapes.get(kind, (a, b))
+    if kind == "widths":
         sizes = [draw.randint(4, 9) for _ in range(3)]
         shape = (sum(sizes), b)
     elif kind == "affine":
