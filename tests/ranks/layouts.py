@@ -334,10 +334,8 @@ INFO = {
     "tp_replicated_parameter_patterns": [r"norm\..*", r"down\.bias"],
     "parameter_with_row_parallelism_patterns": [r"down\.weight"],
 }
-OTHER_INFO = INFO | {
-    "tp_replicated_parameter_patterns": [r"down\.bias"],
-    "parameter_to_average_patterns": [r"norm\..*"],
-}
+TWO_IN_ONE = {"patterns": [r"up\.weight"], "shape": [2, 8], "partition_dim": 0}
+OTHER_INFO = INFO | {"parameter_with_sub_params": [TWO_IN_ONE]}
 
 
 @tensor_parallel(save=save_without_info)
@@ -345,7 +343,7 @@ def a_model_that_says_something_else(stage):
     """Of another degree, its parts would be others. On the same one they are as they were."""
     engine = halves(stage, 1)
     engine.module.universal_checkpoint_info = OTHER_INFO
-    says = "norm.bias is of ['parameter_to_average_patterns'] in the model's universal_checkpoint"
+    says = "up.weight is of ['parameter_with_sub_params'] in the model's universal_checkpoint_info"
     refused(engine, says, tag="told")
     if on_own_ranks():
         engine = halves(stage, 2, seed=5)
