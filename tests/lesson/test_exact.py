@@ -2,6 +2,7 @@
 micro-batches, which most numbers of ranks do not divide, and some exceed."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +99,13 @@ def test_a_gradient_that_is_not_finite(monkeypatch, number):
     exact.round_gradients({"a": parameter}, micro_batches=1, accumulation=1)
     with pytest.raises(AssertionError, match="exact.py: a gradient is not finite"):
         parameter.backward(torch.tensor([1.0, number, 1.0]))
+
+
+def test_the_norm_is_rounded_once(monkeypatch):
+    monkeypatch.setattr(exact.dist, "all_reduce", lambda gradient: None)
+    gradient = gradients(1)[0]
+    norm = exact.add_up([SimpleNamespace(total=gradient)])
+    assert norm == math.sqrt(sum(number**2 for number in gradient.tolist()))
 
 
 SLOW = [slow(micro_batches, 10) for micro_batches in (1, 2, 3, 12, 60)]
