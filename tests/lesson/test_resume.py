@@ -71,10 +71,11 @@ def test_same_ranks_zero_checkpoint(work, saved, stage, dtype):
     for column in ("loss", "lr", "grad_norm", "val_loss"):
         wanted = steps[-1:] if column == "val_loss" else steps
         assert compare(work, name, f"{name}_4", column) == dict.fromkeys(wanted, 0.0), column
+    assert len({*read_log(work, name, "lr")["lr"].values()}) == STEPS
 
 
 @pytest.mark.parametrize("stage, dtype", [ONE, TWO, slow(*THREE), *SLOW])
-def test_half_the_ranks(work, halved, stage, dtype):
+def test_half_the_ranks(work, saved, halved, stage, dtype):
     """The ZeRO checkpoint of 4 ranks on 2, without a conversion: 1e-5 in fp32, 1e-2 in bf16."""
     name, resumed, out = halved(stage, dtype)
     share = "6 x 4 micro-batches; 4 = 2" if stage == 3 else "2 x 12 micro-batches; 12 = 6"
@@ -82,6 +83,8 @@ def test_half_the_ranks(work, halved, stage, dtype):
     for column in ("loss", "val_loss"):
         gaps = compare(work, name, resumed, column)
         assert max(gaps) == STEPS and max(gaps.values()) <= (1e-5 if dtype == "fp32" else 1e-2)
+    in_fp32, _ = saved(*ONE)
+    assert dtype == "fp32" or max(compare(work, in_fp32, name).values()) > 1e-4
 
 
 CHANGES = [
