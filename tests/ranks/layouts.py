@@ -91,8 +91,9 @@ CUTS = {
 
 def reset_mesh(degree):
     """DeepSpeed's groups for so many tensor-parallel ranks, as an mpu; None of one."""
-    for name in ("mpu", "_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP"):
-        setattr(groups, name, None)  # of an earlier engine
+    for name in ("TENSOR_MODEL_PARALLEL", "MODEL_PARALLEL", "ZERO_PARAM_INTRA_PARALLEL"):
+        setattr(groups, f"_{name}_GROUP", None)  # of an earlier engine
+    groups.mpu = None
     if degree == 1:
         return None
     groups._init_tp_mesh_device(degree)
