@@ -268,17 +268,20 @@ def newest_in_memory(stage):
 @case(newest_in_memory)
 def the_newest_in_memory_or_on_the_disk(stage):
     """Under a tag that `latest` does not name, too."""
+    memory, disk = (Path(f"{name}{dist.get_world_size()}") for name in ("memory", "disk"))
+    if is_rank_0():
+        shutil.copytree("memory", memory)
+        shutil.copytree("disk", disk)
+    dist.barrier()
     engine = make(stage, seed=5)
-    mirrored = mirror.Mirror(engine, "memory")
-    folder = mirrored.gather("disk")
-    assert str(folder) == "memory"
-    universal.load_checkpoint(engine, folder)
+    mirrored = mirror.Mirror(engine, memory)
+    assert mirrored.gather(disk) == memory
+    universal.load_checkpoint(engine, memory)
     check_restored(engine)
     train(engine, 2)
-    engine.save_checkpoint("disk", tag="later", save_latest=False)
-    save_truth(snapshot(engine))
+    engine.save_checkpoint(str(disk), tag="later", save_latest=False)
+    save_truth(snapshot(engine), f"{disk}.pt")
     engine = make(stage, seed=5)
-    folder = mirrored.gather("disk")
-    assert str(folder) == "disk"
-    universal.load_checkpoint(engine, folder)
-    check_restored(engine)
+    assert mirrored.gather(disk) == disk
+    universal.load_checkpoint(engine, disk)
+    check_restored(engine, f"{disk}.pt")
