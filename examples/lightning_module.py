@@ -102,18 +102,16 @@ class Module(lightning.LightningModule):
             log.writerow([self.trainer.global_step, loss, self.lr_schedulers().get_last_lr()[0]])
             self.losses.clear()
 
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["accumulation"] = accumulation
-
     def on_load_checkpoint(self, checkpoint):
         """Converts the loop's count of micro-batches from the old accumulation steps to the new
         (4)."""
+        ready = checkpoint["global_step"] * accumulation
         for counts in checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"].values():
             if isinstance(counts, dict):
-                steps = counts["ready"] // checkpoint["accumulation"]
                 # "completed" is one behind: Lightning saves before it counts the batch.
+                missing = ready - counts["ready"]
                 for key in counts:
-                    counts[key] += steps * (accumulation - checkpoint["accumulation"])
+                    counts[key] += missing
 
 
 class OnCPU(DeepSpeedStrategy):
@@ -142,7 +140,7 @@ trainer = lightning.Trainer(
     precision="bf16-true" if args.dtype == "bf16" else "32-true",
     accumulate_grad_batches=accumulation,
     max_steps=STEPS,
-    max_epochs=1,  # the sampler goes on through all epochs
+    max_epochs=-1,  # the sampler goes on through all epochs
     use_distributed_sampler=False,
     callbacks=[ModelCheckpoint(args.output_dir, "{step}", every_n_train_steps=7, save_top_k=-1)],
     logger=False,

@@ -203,7 +203,7 @@ RESUME_ONLY = [
     (
         "lightning_module.py",
         2,
-        [("counts[key] += steps * (accumulation - checkpoint", "0 * (checkpoint")],
+        [("counts[key] += missing", "pass")],
     ),
     ("lightning_module.py", 2, [("set_step(self.trainer.global_step + 1)", "set_step(1)")]),
     ("lightning_module.py", 5, [("return weight * loss", "return loss")]),
@@ -233,6 +233,35 @@ def test_a_cure_is_needed(work, trained, script, ranks, changes):
         return
     assert result.difference > SEEN
     assert re.search(r"universal: (WARNING|NOTE): step .*, trained before on 4 ranks", result.out)
+
+
+SIZES = '{"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": MICRO}'
+SAMPLER = "torch.utils.data.DistributedSampler(data, shuffle=False)"
+PLAIN_LIGHTNING = [
+    ("batch_config = batches.config(BATCH, MICRO)", f"batch_config = {SIZES}"),
+    (
+        "share = batches.share(self.trainer.strategy.deepspeed_engine)",
+        f"self.weights = [1.0] * accumulation; return DataLoader(data, MICRO, sampler={SAMPLER})",
+    ),
+    ("on_load_checkpoint", "not_called"),
+]
+ONE_EPOCH = [("SAMPLES = 5 * BATCH + 11", "SAMPLES = 20 * BATCH")]
+IN_ORDER = [("Sampler(len(data), share)", "Sampler(len(data), share, shuffle=False)")]
+
+
+@clients
+def test_what_a_load_says_under_lightning(work, trained):
+    """A plain script's checkpoint on 3 ranks: with what the line names, its batch goes on."""
+    plain = without(work, "lightning_module.py", *PLAIN_LIGHTNING, *ONE_EPOCH)
+    name = trained("lightning_module.py", *FLAGS, source=plain)
+    warned = go_on(work, name, 3, plain, *FLAGS)
+    line = "the global batch was 24, and is 18 now: to keep 24, with Lightning, `config |= batches."
+    assert f"{line}config(24, 2)`" in warned.out and warned.difference > SEEN
+    cured = go_on(
+        work, name, 3, without(work, "lightning_module.py", *ONE_EPOCH, *IN_ORDER), *FLAGS
+    )
+    assert not cured.code and "the global batch was" not in cured.out, cured.errors
+    assert cured.difference <= 1e-6 and min(cured.steps) == 8
 
 
 @pytest.mark.slow
