@@ -297,6 +297,7 @@ REFUSED = refused()
 LOADS = loads()
 CONTENTS = [
     Damage("optimizer_none", edited(SHARD_0, no_optimizer), refused(SHARD_0.suffix)),
+    Damage("optimizer_none_on_rank_1", edited(SHARD_1, no_optimizer), refused(SHARD_1.suffix)),
     Damage("second_moment_missing_on_rank_1", edited(SHARD_1, no_second_moment), OTHER_STATES),
     Damage("moments_missing", edited(SHARDS, no_states), refused("there is no optimizer state of")),
     Damage("class_that_nobody_has", class_of_nobody, refused("gone_module")),
