@@ -116,7 +116,7 @@ class WithHead(Net):
 TOLD = ({"load_module_strict": False}, {"load_optimizer_states": False}, {"load_module_only": True})
 
 
-@case(saved(net=lambda: WithHead(tied=True)), quick_stages=(1, 3))
+@case(saved(net=lambda: WithHead(tied=True)), quick_stages=(1, 3), quick_ranks=(2, 3))
 def tied_at_the_save(stage):
     """And its own now: it begins with the weights that both had."""
     convert()
