@@ -116,7 +116,7 @@ class WithHead(Net):
 TOLD = ({"load_module_strict": False}, {"load_optimizer_states": False}, {"load_module_only": True})
 
 
-@case(saved(net=lambda: WithHead(tied=True)), quick_stages=(1, 3), quick_ranks=(2, 3))
+@case(saved(net=lambda: WithHead(tied=True)), quick_ranks=(2, 3))
 def tied_at_the_save(stage):
     """And its own now: it begins with the weights that both had."""
     convert()
@@ -270,7 +270,7 @@ def save_in_two_ways(stage):
     engine.save_checkpoint(".", tag="uneven")
 
 
-@case(save_in_two_ways, quick_ranks=(2, 3))
+@case(save_in_two_ways)
 def another_batch(stage):
     """There is a line only if it is another, whether the batch is DeepSpeed's train_batch_size or
     of batches.config(), and before share() or after it."""

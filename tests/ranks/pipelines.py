@@ -202,7 +202,7 @@ def save_tied_by_function(stage):
 TIED_BY_FUNCTION = ("begin", "end", "apart", "begin, end")
 
 
-@case(save_tied_by_function, stages=(1,), quick_ranks=(2, 3))
+@case(save_tied_by_function, stages=(1,))
 def tied_layers_with_a_function(stage):
     for which, stages in itertools.product(TIED_BY_FUNCTION, degrees()):
         engine = tied_by_function(stages, which, seed=5)
