@@ -145,7 +145,7 @@ def save_peculiar(stage):
         universal.convert("t", f"u{dist.get_rank()}")
 
 
-@case(save_peculiar, quick_ranks=(2, 3), quick_stages=(1, 3))
+@case(save_peculiar, quick_ranks=(2, 3))
 def peculiar_optimizer(stage):
     engine = resumed(stage, optimizer=Peculiar)
     optimizer = engine.optimizer.optimizer

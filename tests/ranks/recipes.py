@@ -110,7 +110,7 @@ def save_states(stage):
     exec(STATES, {"dist": dist, "loader": loader, "engine": make(stage)})
 
 
-@case(save_states, stages=(1, 3), quick_stages=(1, 3), quick_ranks=(2, 3))
+@case(save_states, stages=(1, 3), quick_ranks=(2, 3))
 def of_each_loader(stage):
     engine = make(stage)
     states = universal.load_checkpoint(engine, FOLDER)[1]["loaders"]

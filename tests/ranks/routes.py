@@ -131,7 +131,7 @@ def save_partly(stage):
         engine.save_checkpoint(".", tag=kind)
 
 
-@case(save_partly, stages=(2, 3), quick_stages=(2, 3), quick_ranks=(2, 3))
+@case(save_partly, stages=(2, 3), quick_ranks=(2, 3))
 def states_that_no_file_holds(stage):
     for kind in PARTLY_SAVED:
         reason = "no file holds the "
