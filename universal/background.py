@@ -179,11 +179,8 @@ def begin_save(
     arguments = engine, top, os.path.relpath(folder, top), client_state or {}, False, *args
     collect = functools.partial(method, *arguments, **options)
     with signals_later(), torch.inference_mode(False):
-        try:
+        with saver.ended_by_error(place, spared=()):  # nobody publishes it without this rank
             write, is_copied = saver.begin(engine, collect, place, attempt, at_once)
-        except Exception:
-            saver.end(place)  # also if a rank is silent: without this one nobody publishes it
-            raise
         finish = functools.partial(saver.finish, place, write, published)
         finish = finish if at_once else functools.partial(saver.in_a_line, place, finish)
         if is_copied:
@@ -322,12 +319,12 @@ class Saver:
             print_line(f"universal: {place.name} is saved")
 
     @contextlib.contextmanager
-    def ended_by_error(self, place: Place) -> Iterator[None]:
-        """Remove what is left of a save if this block fails; not if a rank is silent, as it may be
-        publishing it."""
+    def ended_by_error(self, place: Place, spared: Any = RankSilent) -> Iterator[None]:
+        """Remove what is left of a save if this block fails. spared: errors after which it stays: a
+        rank that is silent may be publishing it."""
         try:
             yield
-        except RankSilent:
+        except spared:
             raise
         except Exception:
             self.end(place)

@@ -257,8 +257,8 @@ class AnyRanks:
             is_short = filled_steps.length % share.micro_batches
             if trained and is_short and AnyRanks.__name__ not in saved:
                 say(
-                    "NOTE: this run began without AnyRanks: an epoch's last step, which Trainer "
-                    "fills up with samples of the beginning, is short now, and its loss another one"
+                    "NOTE: the checkpoint does not name AnyRanks: an epoch's last step is short "
+                    "here, and Trainer may fill it up with other samples, which change its loss"
                 )
         else:
             position = saved.get(AnyRanks.__name__, None if trained else (0, 0))

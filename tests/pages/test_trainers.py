@@ -241,7 +241,7 @@ def test_an_epoch_whose_last_step_is_short(monkeypatch):
         trainer.filled_steps = FilledSteps([], share, length)
         trainer.state = SimpleNamespace(global_step=trained, stateful_callbacks=saved)
         trainer.begin_training()
-        assert len(said) == 1 and "this run began without AnyRanks" in said[0]
+        assert len(said) == 1 and "the checkpoint does not name AnyRanks" in said[0]
 
 
 def test_a_batch_of_nothing():
