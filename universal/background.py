@@ -169,7 +169,7 @@ def begin_save(
     if attempt < saver.attempt:
         raise RankFailed("not saved: the handler of a signal has saved since")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    top = os.path.abspath(save_dir)
+    top = os.path.realpath(save_dir)  # a path with .. leads elsewhere behind a symbolic link
     output = Path(os.path.realpath(Path(top, tag)))
     folder = output.with_name(f".{output.name}.{attempt}.saving")
     latest = Path(top, "latest") if save_latest else None
