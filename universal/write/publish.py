@@ -125,6 +125,7 @@ def publish(folder: Path, output: Path, latest: Path | None = None, tag: str | N
     if latest:
         with contextlib.suppress(FileNotFoundError):  # again
             (output / POINTER).rename(latest)
+    restore(output.parent)  # one process: ranks that do it at once get in each other's way
     sync(output.parent)
 
 
