@@ -327,8 +327,8 @@ class Mirror:
         """Remove all that the mirror has in memory: the job is done."""
         self.finish()
         self.group.meet()
-        self.remove(OWN)
-        with contextlib.suppress(OSError):  # somebody else has put something there
+        with contextlib.suppress(OSError):  # it holds something else, or another rank was faster
+            self.remove(OWN)
             self.folder.rmdir()
 
 

@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -255,6 +256,12 @@ def test_refusals(tmp_path):
         mirror.close()
         dist.barrier()
         assert os.listdir("own") == ["later"]
+        mirror = Mirror(engine, "empty")
+        if toy.is_rank_0():  # which leads, and is slower than the other
+            mirror.remove = lambda names: (time.sleep(0.5), Mirror.remove(mirror, names))
+        for _ in range(2):
+            mirror.close()
+        assert not toy.is_rank_0() or not Path("empty").exists()
 
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "data").touch()
