@@ -86,7 +86,7 @@ def sweep(output: Path) -> None:
                 continue
             is_old = time.time() - path.stat().st_mtime > DAY
             if is_old or match[1] == output.name or match[2] == "removed":
-                shutil.rmtree(path)
+                shutil.rmtree(path.rename(path.with_suffix(".removed")))
 
 
 @contextlib.contextmanager
