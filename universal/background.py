@@ -18,9 +18,9 @@ A save goes through five states, and all ranks meet before each but the last:
 
 What comes in between:
 
-    a kill     of any rank: the others' save ends, too, and they remove nothing. A load finds the
-               newest checkpoint that was published, and puts back one that was aside. The next
-               save of the tag removes what is left; any save does after a day.
+    a kill     of any rank: the others' save ends, too, and they remove it if nobody publishes it. A
+               load finds the newest checkpoint that was published, and puts back one that was
+               aside. The next save of the tag removes what is left; any save does after a day.
     an error   on one rank ends the save on all. As it begins it is raised, as by DeepSpeed; later
                it is a line, and the training goes on. The hidden folder is removed.
     a signal   is handled before a save has begun, or once all is copied: no rank leaves the others
@@ -179,7 +179,7 @@ def begin_save(
     arguments = engine, top, os.path.relpath(folder, top), client_state or {}, False, *args
     collect = functools.partial(method, *arguments, **options)
     with signals_later(), torch.inference_mode(False):
-        with saver.ended_by_error(place, spared=()):  # nobody publishes it without this rank
+        with saver.ended_by_error(place):
             write, is_copied = saver.begin(engine, collect, place, attempt, at_once)
         finish = functools.partial(saver.finish, place, write, published)
         finish = finish if at_once else functools.partial(saver.in_a_line, place, finish)
@@ -319,25 +319,24 @@ class Saver:
             print_line(f"universal: {place.name} is saved")
 
     @contextlib.contextmanager
-    def ended_by_error(self, place: Place, spared: Any = RankSilent) -> Iterator[None]:
-        """Remove what is left of a save if this block fails. spared: errors after which it stays: a
-        rank that is silent may be publishing it."""
+    def ended_by_error(self, place: Place) -> Iterator[None]:
+        """Remove what is left of a save if this block fails."""
         try:
             yield
-        except spared:
-            raise
-        except Exception:
-            self.end(place)
+        except Exception as error:
+            self.end(place, isinstance(error, RankSilent))
             raise
 
-    def end(self, place: Place) -> None:
-        """Remove what is left of a save, published or not."""
+    def end(self, place: Place, is_silent: bool = False) -> None:
+        """Remove what is left of a save, published or not. is_silent: whether a rank is, which may
+        be publishing it under a name that is not this rank's to remove."""
         if self.lock:
             self.lock = os.close(self.lock)
-        for path in (place.hidden, place.claimed):
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # whoever publishes it has claimed it
+            shutil.rmtree(place.hidden.rename(place.claimed))
         with contextlib.suppress(OSError):  # rmdir() wants it empty
-            sweep(place.output)  # on each rank: what others have locked, the last one removes
+            if not is_silent:
+                sweep(place.output)  # on each rank: what others have locked, the last one removes
             place.output.rmdir()
 
     def in_a_line(self, place: Place, finish: Callable[[], None]) -> None:
