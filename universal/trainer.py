@@ -22,6 +22,7 @@ only collate.
 fill_steps() does this for a loop over accelerate's DataLoader, as in examples/accelerate_loop.py.
 """
 
+import functools
 import hashlib
 import itertools
 import math
@@ -332,31 +333,29 @@ class AnyRanks:
         return samples, number
 
     def training_step(self, model: Any, inputs: dict, *args: Any, **options: Any) -> torch.Tensor:
-        self.loss_weight = self.step_weights.pop(0)
+        compute_loss = self.compute_loss
         self.is_weighted = False
         # Trainer divides by this what its version takes for mean losses.
         self.current_gradient_accumulation_steps = 1
-        inputs = getattr(inputs, "inputs", inputs)
-        loss = super().training_step(model, inputs, *args, **options)
+        inputs = inputs.inputs if isinstance(inputs, Repeat) else inputs
+        # All of it has the weight: what a class in front of AnyRanks adds to super()'s, too.
+        self.compute_loss = functools.partial(self.weigh, compute_loss, self.step_weights.pop(0))
+        try:
+            loss = super().training_step(model, inputs, *args, **options)
+        finally:
+            self.compute_loss = compute_loss
         if not self.is_weighted:
-            raise ValueError(
-                f"{type(self).__name__}.compute_loss() does not call AnyRanks': give it to a class "
-                "that comes behind AnyRanks among the base classes"
-            )
-        self.loss_weight = None
+            raise ValueError(f"{type(self).__name__}.training_step() does not call compute_loss()")
         return loss
 
-    loss_weight = None  # of the micro-batch that training_step() has; None while it evaluates
-
-    def compute_loss(self, model: Any, inputs: dict, *args: Any, **options: Any) -> Any:
+    def weigh(self, compute_loss, weight, model, *args, **options):
+        """Returns what compute_loss() does, multiplied by what a step's loss of all ranks wants."""
         given = []  # to the model
         watch = model.register_forward_pre_hook(
             lambda _, inputs, named: given.extend(named), with_kwargs=True
         )
-        result = super().compute_loss(model, inputs, *args, **options)
+        result = compute_loss(model, *args, **options)
         watch.remove()
-        if self.loss_weight is None:
-            return result
         self.is_weighted = True
         is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
@@ -369,7 +368,7 @@ class AnyRanks:
                 )
         # DeepSpeed takes the mean of all ranks, and adds the micro-batches of each.
         divisor = 1 if is_scaled else self.step_count / self.args.world_size
-        weight = bool(self.loss_weight) / divisor
+        weight = bool(weight) / divisor
         return (result[0] * weight, *result[1:]) if isinstance(result, tuple) else result * weight
 
 

@@ -140,10 +140,19 @@ def check_equal(source, folder):
         assert abs(loss - before[step][0]) <= ROUNDING and rate == before[step][1]
 
 
-@pytest.mark.parametrize("step, ranks, workers", [(3, 3, 2), (6, 1, 0)])
-def test_a_stream(streamed, tmp_path, step, ranks, workers):
+class InFront(Trainer):
+    def compute_loss(self, *args, **options):
+        return Trainer.compute_loss(self, *args, **options)
+
+
+@pytest.mark.parametrize(
+    "step, ranks, workers, bases",
+    [(3, 3, 2, (InFront, AnyRanks, Trainer)), (6, 1, 0, (AnyRanks, Trainer))],
+)
+def test_a_stream(streamed, tmp_path, step, ranks, workers, bases):
     """From the first epoch and its end, the samples are the same."""
-    result = go_on(streamed, tmp_path, ranks, step, dataloader_num_workers=workers)
+    named = {"dataloader_num_workers": workers, "bases": bases}
+    result = go_on(streamed, tmp_path, ranks, step, **named)
     assert result.code == 0, result.errors
     check_equal(streamed, tmp_path)
     assert "NOTE: the schedule" not in result.out
@@ -183,9 +192,11 @@ class OwnLoss(Trainer):
         return model(**inputs)["loss"]
 
 
-class InFront(Trainer):
-    def compute_loss(self, *args, **options):
-        return Trainer.compute_loss(self, *args, **options)
+class OwnStep(Trainer):
+    def training_step(self, model, inputs, *args):
+        loss = model(**inputs)["loss"]
+        self.accelerator.backward(loss)
+        return loss.detach()
 
 
 REFUSED = {
@@ -194,7 +205,7 @@ REFUSED = {
     "wants average_tokens_across_devices=True": {"average_tokens_across_devices": False},
     "the ranks would begin with different samples": {"data": split},
     "begin with different samples: AnyRanks": {"data": Numbers, "bases": (AnyRanks, SplitOrder)},
-    "does not call AnyRanks'": {"bases": (InFront, AnyRanks, Trainer)},
+    "training_step.. does not call compute_loss": {"bases": (AnyRanks, OwnStep)},
     "does not give num_items_in_batch to the model": {"bases": (AnyRanks, OwnLoss)},
 }
 
