@@ -360,11 +360,11 @@ class AnyRanks:
         is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
             is_scaled = NUMBER in given or self.compute_loss_func is not None
-            if not is_scaled and options.get(NUMBER) is not None:
+            if is_scaled == (options.get(NUMBER) is None):
                 raise ValueError(
-                    f"{type(self).__name__}.compute_loss() does not give {NUMBER} to the model: "
-                    "set loss_is_scaled_for_ga in the class, to False if its loss is a mean, to "
-                    "True if it is a sum divided by that number"
+                    f"whether {type(self).__name__}'s loss is a mean, nothing tells: set "
+                    "loss_is_scaled_for_ga in the class, to False if it is one, to True if it is "
+                    f"a sum divided by {NUMBER}"
                 )
         # DeepSpeed takes the mean of all ranks, and adds the micro-batches of each.
         divisor = 1 if is_scaled else self.step_count / self.args.world_size

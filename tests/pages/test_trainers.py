@@ -206,7 +206,7 @@ REFUSED = {
     "the ranks would begin with different samples": {"data": split},
     "begin with different samples: AnyRanks": {"data": Numbers, "bases": (AnyRanks, SplitOrder)},
     "training_step.. does not call compute_loss": {"bases": (AnyRanks, OwnStep)},
-    "does not give num_items_in_batch to the model": {"bases": (AnyRanks, OwnLoss)},
+    "whether OnAnyRanks's loss is a mean, nothing tells": {"bases": (AnyRanks, OwnLoss)},
 }
 
 
