@@ -256,7 +256,15 @@ class AnyRanks:
         if filled_steps.length < math.inf:
             filled_steps.epoch, self.epoch_step = divmod(trained, filled_steps.per_epoch)
             is_short = filled_steps.length % share.micro_batches
-            if trained and is_short and AnyRanks.__name__ not in saved:
+            # If the last step of Trainer's own epoch is short, the two are less than 1 apart.
+            if trained and abs(self.state.epoch * filled_steps.per_epoch - trained) >= 1:
+                say(
+                    f"WARNING: an epoch had {trained / self.state.epoch:.6g} steps, and has "
+                    f"{filled_steps.per_epoch} now: some samples come twice, others not at all. "
+                    "Take the data set and the batch of before; Trainer with dataloader_drop_last "
+                    "has as many only on the ranks of before"
+                )
+            elif trained and is_short and AnyRanks.__name__ not in saved:
                 say(
                     "NOTE: the checkpoint does not name AnyRanks: an epoch's last step is short "
                     "here, and Trainer may fill it up with other samples, which change its loss"

@@ -243,16 +243,20 @@ def test_an_epoch_whose_last_step_is_short(monkeypatch):
     monkeypatch.setattr("universal.trainer.say", said.append)
     trainer = AnyRanks()
     trainer.model_wrapped = trainer.lr_scheduler = None
-    for length, trained, saved in (
-        (22, 3, {}),
-        (24, 3, {}),
-        (22, 0, {}),
-        (22, 3, {"AnyRanks": ()}),
+    for length, trained, epoch, saved in (
+        (22, 3, 0.5, {}),
+        (22, 3, 3 / 5.5, {}),  # of Trainer, whose last step has fewer micro-batches
+        (24, 3, 0.5, {}),
+        (22, 0, None, {}),
+        (22, 3, 0.5, {"AnyRanks": ()}),
+        (22, 8, 1.6, {}),  # of Trainer with dataloader_drop_last: 5 steps an epoch
     ):
         trainer.filled_steps = FilledSteps([], share, length)
-        trainer.state = SimpleNamespace(global_step=trained, stateful_callbacks=saved)
+        trainer.state = SimpleNamespace(global_step=trained, epoch=epoch, stateful_callbacks=saved)
         trainer.begin_training()
-        assert len(said) == 1 and "the checkpoint does not name AnyRanks" in said[0]
+    short, *more, other = said
+    assert more == [short] and "the checkpoint does not name AnyRanks" in short
+    assert other.startswith("WARNING: an epoch had 5 steps, and has 6 now")
 
 
 def test_a_batch_of_nothing():
