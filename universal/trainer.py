@@ -142,7 +142,7 @@ def fill_steps(
     """Let accelerate's DataLoader deal the same samples in each step, on any number of ranks.
 
     loader: from prepare(); for a stream, with Samples() as its data set. Raises ValueError if what
-    it deals would depend on the number of ranks.
+    it deals would depend on the number of ranks, or on when they start.
     """
     sampler = loader.batch_sampler  # of this rank, around that of all; on a single rank that alone
     global_sampler = getattr(sampler, "batch_sampler", sampler)
@@ -151,11 +151,14 @@ def fill_steps(
         isinstance(loader.dataset, data.IterableDataset)
         or getattr(sampler, "num_processes", 1) != share.ranks
         or getattr(sampler, "split_batches", False)
-        or type(order).__name__ == "LengthGroupedSampler"
+        # It draws anew at every start; LengthGroupedSampler by the accumulation steps, too.
+        or (hasattr(order, "generator") and not hasattr(order, "set_epoch"))
     ):
         raise ValueError(
-            "what the ranks get would depend on their number: leave out dispatch_batches, "
-            "split_batches, batch_rebalance, group_by_length; a stream, too, but in AnyRanks"
+            "what the ranks get would depend on their number, or on when they start: leave out "
+            "dispatch_batches, split_batches, batch_rebalance, group_by_length, and, but in "
+            "AnyRanks, a stream; set use_seedable_sampler=True; give a sampler of your own a "
+            "set_epoch()"
         )
     if stream is None:
         filled_steps = FilledSteps(global_sampler, share, len(global_sampler))

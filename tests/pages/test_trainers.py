@@ -201,6 +201,10 @@ class OwnStep(Trainer):
 
 REFUSED = {
     "leave out dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+    "set use_seedable_sampler=True": {
+        "data": Numbers,
+        "accelerator_config": {"use_seedable_sampler": False},
+    },
     "wants ignore_data_skip=False": {"ignore_data_skip": True},
     "wants average_tokens_across_devices=True": {"average_tokens_across_devices": False},
     "the ranks would begin with different samples": {"data": split},
