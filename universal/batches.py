@@ -276,7 +276,7 @@ def cures(batch: int | None, micro_batch: int, *names: str) -> list[str]:
 
 def largest_divisor(batch: int, most: int) -> int:
     """The largest micro-batch of at most so many samples that makes up the batch."""
-    return max(size for size in range(1, most + 1) if batch % size == 0)
+    return max((size for size in range(1, most + 1) if batch % size == 0), default=1)
 
 
 class Sampler:

@@ -39,6 +39,8 @@ REFUSED = {
         (0, "", NO_LAUNCHER),
         (3, "--train_micro_batch_size_per_gpu 7", NOT_WHOLE),
         (2, "--n_head 5", "--n_embd 64 does not divide into --n_head 5 heads"),
+        (2, "--checkpoint_interval 0", "--checkpoint_interval is 0, and must be at least 1"),
+        (2, "--warmup_steps 0", "--warmup_steps is 0, and must be at least 1"),
         (2, "--steps many", "--steps: invalid int value: 'many'"),
         (2, "--zero_stage 0", "--zero_stage: invalid choice"),
         (2, "--dtype fp16", "--dtype fp16 does not run on this device"),
