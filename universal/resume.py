@@ -117,6 +117,8 @@ def load_next(engine, search, options, group):
         path, client_state = find_and_load(wrapped, search, options, group)
         folder = path and Path(path)
     if path:
+        if wrapped.loads_scheduler(options) and not options.load_optimizer_states:
+            wrapped.take_scheduled_rates()
         resharded = wrapped.is_resharded
         left_out = not (options.load_module_strict and options.load_lr_scheduler_states)
         after_load(engine, folder if options.load_optimizer_states else None, resharded, left_out)

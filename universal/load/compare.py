@@ -68,7 +68,8 @@ def compare_parameters(
         tied = tied_names(engine, checkpoint, unpack(checkpoint.packed.model))
         known = trained | checkpoint.module.tensors.keys() | tied.keys()
         agree(optimized - known, trained - present, "trained", strict)
-    groups = engine.group_numbers()
+    by_group = options.load_optimizer_states or engine.loads_scheduler(options)
+    groups = engine.group_numbers() if by_group else {}
     # In the order of their names, so that all ranks tell of the same one.
     for name in sorted(checkpoint.parameters.keys() & engine.parameters.keys()):
         saved = checkpoint.parameters[name]
