@@ -26,7 +26,7 @@ from packaging.version import Version
 
 from universal import batches
 from universal.load.engine import Engine
-from universal.load.hooks import clip_by
+from universal.load.hooks import clip_by, is_within_a_step
 
 
 def install(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -52,6 +52,9 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
     backward = engine.backward
 
     def exact_backward(loss, **options):
+        if not is_within_a_step(engine):  # a load may have cut one short
+            for rounded_sum in sums.values():
+                rounded_sum.shares.clear()
         loss = backward(loss, **options | {"scale_wrt_gas": False})  # the hooks divide
         if engine.is_gradient_accumulation_boundary():
             norm.copy_(add_up(sums.values()))
