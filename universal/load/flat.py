@@ -95,4 +95,6 @@ def is_alike(target: torch.Tensor | None, shape: tuple, dtype: str) -> bool:
     """Whether a tensor of this shape and dtype can be copied into the target; no quantized one."""
     if target is None or full_shape(target) != shape:
         return False
+    if hasattr(getattr(target, "ds_tensor", None), "ds_quant_scale"):
+        return False  # DeepSpeed would copy numbers into its codes
     return target.is_floating_point() == getattr(torch, dtype).is_floating_point
