@@ -115,8 +115,8 @@ def try_events(args):
 
 
 def draw(runs, path):
-    """The steps done again, after each event that cost any. runs: {name: events}, the first without
-    a mirror, the second with one."""
+    """The logged steps done again, after each event that cost any. runs: {name: events}, the first
+    without a mirror, the second with one."""
     rows = [events for events in zip(*runs.values(), strict=True) if any(e.again for e in events)]
     figure = Figure(figsize=(6, 4.4), layout="constrained")
     axis = figure.subplots()
@@ -132,10 +132,10 @@ def draw(runs, path):
     ]
     axis.set_yticks(range(len(rows)), labels)
     axis.margins(x=0.1)
-    axis.set(xlabel="steps done again")
+    axis.set(xlabel="logged steps done again")
     figure.suptitle(
-        f"When machines die: how many of {STEPS} steps are done again\n"
-        f"({len(events) - len(rows)} of {len(events)} events cost no step)",
+        f"When machines die: how many of {STEPS} logged steps are done again\n"
+        f"({len(events) - len(rows)} more events cost none)",
         fontsize=11,
     )
     axis.invert_yaxis()

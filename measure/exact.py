@@ -73,9 +73,9 @@ def draw(path):
     runs = {BASELINE: logs["without --exact"][0]} | {how: log for how, (_, log) in logs.items()}
     figure = plot.draw({what: run._replace(val_loss={}) for what, run in runs.items()}, gaps)
     plain, exact = (max(gap.values()) for gap in gaps)
-    with_exact = f"{exact:.0e} apart" if exact else "identical"
+    with_exact = f"{exact:.1e} apart" if exact else "identical"
     figure.axes[0].set_title(
-        f"4, 2, 8 and 1 ranks in turn: {plain:.0e} apart, {with_exact} with --exact"
+        f"4, 2, 8 and 1 ranks in turn: {plain:.1e} apart, {with_exact} with --exact"
     )
     begin = 0
     look = {"ha": "center", "fontsize": 9, "transform": figure.axes[-1].get_xaxis_transform()}

@@ -109,7 +109,7 @@ class Event(NamedTuple):
     """What has happened to a job."""
 
     what: str
-    again: int  # steps that were done again
+    again: int  # steps of the log that were done again; not one whose copy was under way
     ranks_before: int
     ranks_after: int
     seconds: float  # to the next step
