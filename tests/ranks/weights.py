@@ -1,9 +1,12 @@
 """Weights without the optimizer's states; engines without an optimizer, or without ZeRO."""
 
+import math
 from pathlib import Path
 
 import deepspeed
 import torch
+from deepspeed.utils import safe_get_full_optimizer_state
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from tests.support.case import (
     case,
@@ -13,9 +16,20 @@ from tests.support.case import (
     refused,
     restored,
     resumed,
+    saved,
     train_and_save,
 )
-from tests.support.toy import BF16, Net, is_rank_0, make, read_truth, save_truth, snapshot, train
+from tests.support.toy import (
+    BF16,
+    Net,
+    is_rank_0,
+    make,
+    read_truth,
+    save_truth,
+    snapshot,
+    train,
+    two_groups,
+)
 
 
 def save_and_go_on(stage):
@@ -37,6 +51,44 @@ def weights_alone(stage):
         assert engine.global_steps == steps
         states = engine.optimizer.optimizer.state.values()
         assert not any(state.get("exp_avg", torch.zeros(1)).any() for state in states)
+
+
+@case(stages=(1, 2))
+def states_after_weights_alone(stage):
+    """DeepSpeed's functions find those of the first step."""
+    engine = resumed(stage, told={"load_module_only": True})
+    train(engine, 2)
+    assert safe_get_full_optimizer_state(engine.module.a.weight, "exp_avg").any()
+
+
+def cosine(optimizer):
+    """Each rate is computed from the one before."""
+    return CosineAnnealingLR(optimizer, 10)
+
+
+@case(saved(scheduler=cosine))
+def a_schedule_with_weights_alone(stage):
+    engine = resumed(stage, told={"load_optimizer_states": False}, scheduler=cosine)
+    for step in (2, 3):
+        assert math.isclose(engine.get_lr()[0], 0.005 * (1 + math.cos(math.pi * step / 10)))
+        train(engine, step)
+
+
+@case()
+def weights_of_other_groups(stage):
+    engine = resumed(stage, told={"load_module_only": True}, optimizer=two_groups)
+    check_weights_restored(engine)
+
+
+class Wider(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(4))
+
+
+@case()
+def a_buffer_of_another_shape(stage):
+    refused(make(stage, Wider), "size mismatch for calls")
 
 
 def save_without_shards(stage):
