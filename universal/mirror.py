@@ -445,4 +445,4 @@ def exchange(
             if rank == transfer.target:
                 # Otherwise an old copy would pass for a new one.
                 os.utime(path, ns=(transfer.state.written, transfer.state.written))
-                path.rename(folder / transfer.name)  # it is complete, or does not exist
+                path.replace(folder / transfer.name)  # it is complete, or does not exist

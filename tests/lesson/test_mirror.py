@@ -64,7 +64,7 @@ def train(work, name, machines, *arguments, then=None, wait=True):
 # as it saves.
 SENDS = "universal.mirror.exchange"
 COPIED = "universal.mirror.Mirror.commit"
-RECEIVES = "os.utime"
+RECEIVES = "os.replace"
 SAVES = "universal.mirror.Image"
 # What the next start says.
 TO_DISK = "back to the disk"
