@@ -76,6 +76,7 @@ def test_tolerance(logs):
         ("off.csv", 1e-4, 1, f"plot.py: off {off}"),
         ("short.csv", 0, 1, "plot.py: the runs end at different steps: {'base': 10, 'short': 8}\n"),
         ("nan.csv", 1e9, 1, "plot.py: nan differs by inf at step 6 (training), more than 1e+09\n"),
+        ("same.csv", "nan", 1, "more than nan\n"),
     ):
         result = plot(logs, "base.csv", run, "--tolerance", tolerance)
         assert result.code == code and ("PASS" in result.out) == (not code)
@@ -83,6 +84,7 @@ def test_tolerance(logs):
 
 
 TWO = ["base.csv", "bad.csv"]
+SAME = ["base.csv", "same.csv"]
 BAD = ["", "a,b\n1,2\n", "step,loss,val_loss\n", "step,loss,val_loss\n1,x,\n"]
 
 
@@ -94,6 +96,8 @@ BAD = ["", "a,b\n1,2\n", "step,loss,val_loss\n", "step,loss,val_loss\n1,x,\n"]
         (TWO, "step,loss,val_loss\n20,1.0,\n", "bad has no step in common with base"),
         (["base.csv"], None, "name two different logs, or more"),
         (["base.csv", "same.csv", "base.csv"], None, "name two different logs, or more"),
+        ([*SAME, "--output", "same.png"], None, "would take the place of the log same.csv"),
+        ([*SAME, "--output", "same.csv/a.png"], None, "same.csv/a.png cannot be written: "),
     ],
 )
 def test_refused(logs, names, content, words):
