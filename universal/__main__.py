@@ -33,7 +33,7 @@ def main():
     try:
         os.execvp(sys.argv[1], sys.argv[1:])
     except OSError as error:
-        fail(f"{sys.argv[1]}: {error.strerror}")
+        fail(f"cannot run the command {sys.argv[1]}: {error.strerror}")
 
 
 if __name__ == "__main__":
