@@ -22,23 +22,30 @@ only collate.
 fill_steps() does this for a loop over accelerate's DataLoader, as in examples/accelerate_loop.py.
 """
 
+import contextlib
+import copy
 import functools
 import hashlib
 import itertools
 import math
 import sys
+import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils import data
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from universal import batches
 from universal.load.collective import process_group, say
+from universal.load.hooks import overridden
 
 NUMBER = "num_items_in_batch"
+ROUTER = "router_aux_loss_coef"  # transformers' name for the weight of a router's loss
+ROUNDING = 1e-5  # of a loss, relative
 
 
 class Samples(data.Dataset):
@@ -171,13 +178,50 @@ def fill_steps(
     return filled_steps
 
 
-class Repeat(dict):
-    """A micro-batch that is computed again. Trainer sees tensors without samples, to count none."""
+def without_samples(inputs: Any) -> Any:
+    """What Trainer sees of a micro-batch that is computed again: tensors of no samples, to count
+    none."""
+    if not isinstance(inputs, Mapping):
+        return []
+    return {key: value[:0] if getattr(value, "ndim", 0) else value for key, value in inputs.items()}
 
-    def __init__(self, inputs: dict):
-        self.inputs = inputs
-        for name, value in inputs.items():
-            self[name] = value[:0] if getattr(value, "ndim", 0) else value
+
+def gather_rows(gather: Callable, tensors: Any) -> Any:
+    """Gather tensors [rows, ...] of which ranks have unequal numbers of rows, by a gather() that
+    wants equal ones: an epoch's last micro-batch may be smaller than the others' of its step."""
+
+    def gather_one(tensor):
+        if not tensor.ndim:
+            return gather(tensor)
+        rows = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+        padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = gather(padded).split(max(rows) or 1)
+        return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+
+    return tree_map_only(torch.Tensor, gather_one, tensors)
+
+
+def is_of_numbers(value: Any) -> bool:
+    """Whether a value is a collection of numbers, as a trainer's metrics are."""
+    return isinstance(value, dict | list | deque) and all(
+        isinstance(leaf, int | float | str) for leaf in tree_leaves(value)
+    )
+
+
+@contextlib.contextmanager
+def times_router_loss(routers: list[torch.nn.Module], factor: float) -> Iterator[None]:
+    """Multiply the weights of these routers' losses in this block."""
+    with contextlib.ExitStack() as stack:
+        for router in routers:
+            weight = getattr(router, ROUTER) * factor
+            stack.enter_context(overridden(router, **{ROUTER: weight}))
+        yield
+
+
+def router_losses(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The parts of a mixture of experts that add a router's loss to a loss of their own."""
+    return [part for part in model.modules() if vars(part).get(ROUTER)]
 
 
 class AnyRanks:
@@ -193,14 +237,6 @@ class AnyRanks:
                 f"AnyRanks wants transformers 4.55 or newer: {version} divides a mean loss by the "
                 "accumulation steps, whatever AnyRanks sets"
             )
-        for name in ("get_train_dataloader", "get_batch_samples"):
-            for base in cls.__mro__:
-                package = base.__module__.partition(".")[0]
-                if name in vars(base) and package not in ("transformers", "universal"):
-                    raise ValueError(
-                        f"{base.__module__}.{base.__name__} has a {name}() of its own: AnyRanks "
-                        "can keep the batch of Trainer's alone"
-                    )
         return super().__new__(cls)
 
     def batch_share(self) -> batches.Share:
@@ -245,10 +281,11 @@ class AnyRanks:
         self.filled_steps = fill_steps(loader, self.batch_share(), stream)
         self.epoch_iterator = None
         self.step_weights = []
+        self.takes_mean = None
         return loader
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        return self.filled_steps.share.batch
+        return self.batch_share().batch
 
     def begin_training(self):
         """Set the first epoch and step to deal, once the engine may have loaded a checkpoint."""
@@ -316,8 +353,11 @@ class AnyRanks:
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: Any) -> tuple:
         """A step's micro-batches of this rank, and what Trainer counts as num_items_in_batch."""
+        kind = type(self).__name__
+        if not hasattr(self, "filled_steps"):
+            raise ValueError(f"{kind}.get_train_dataloader() does not call Trainer's")
         if self.step_weights:
-            raise ValueError(f"{type(self).__name__}.training_step() does not call AnyRanks'")
+            raise ValueError(f"{kind}.training_step() does not call AnyRanks'")
         filled_steps = self.filled_steps
         is_first = self.epoch_iterator is None
         if is_first:
@@ -329,26 +369,52 @@ class AnyRanks:
         samples, number = super().get_batch_samples(epoch_iterator, num_batches, device)
         if is_first:
             self.compare_ranks()
+            self.training_step = functools.partial(train_whole, self.training_step, self)
         if not samples:  # before 5.3, transformers asks for as many as it has skipped, too
             return samples, number
         self.step_weights = filled_steps.weights(self.epoch_step)
         self.step_count = filled_steps.count(self.epoch_step)
         self.epoch_step += 1
-        is_last = filled_steps.number <= self.epoch_step * filled_steps.share.micro_batches
-        position = (filled_steps.epoch + 1, 0) if is_last else (filled_steps.epoch, self.epoch_step)
+        self.is_last = filled_steps.number <= self.epoch_step * filled_steps.share.micro_batches
+        next_epoch = (filled_steps.epoch + 1, 0)
+        position = next_epoch if self.is_last else (filled_steps.epoch, self.epoch_step)
         self.state.stateful_callbacks[AnyRanks.__name__] = position
+        if len(samples) != len(self.step_weights):
+            raise ValueError(f"{kind}.get_batch_samples() changes the number of micro-batches")
+        self.whole = {}
+        samples = self.prepare_step(samples)
         if self.step_count < len(samples) * self.args.world_size:
-            pairs = zip(samples, self.step_weights, strict=True)
-            samples = [sample if weight else Repeat(sample) for sample, weight in pairs]
-            _, number = super().get_batch_samples(iter(samples), num_batches, device)
+            samples, number = self.without_repeats(samples, number, device)
         return samples, number
 
+    def prepare_step(self, samples: list) -> list:
+        """What a step's micro-batches of this rank become before the first of them is trained."""
+        return samples
+
+    def without_repeats(self, samples, number, device):
+        """The same without samples where the weight is 0, and their num_items_in_batch."""
+        name = "get_batch_samples"
+        owners = [base for base in type(self).__mro__ if name in vars(base)]
+        trainer = next(base for base in owners if base.__module__.startswith("transformers."))
+
+        def count(counted):
+            return trainer.get_batch_samples(self, iter(counted), len(counted), device)[1]
+
+        if number is not None and len(owners) > 2 and count(samples) != number:
+            raise ValueError(
+                f"{owners[0].__name__}.{name}() counts {NUMBER} in a way of its own: AnyRanks can "
+                "only leave out what Trainer counts"
+            )
+        pairs = zip(samples, self.step_weights, strict=True)
+        seen = [sample if weight else without_samples(sample) for sample, weight in pairs]
+        self.whole = {id(empty): sample for empty, sample in zip(seen, samples, strict=True)}
+        return seen, count(seen)
+
     def training_step(self, model: Any, inputs: dict, *args: Any, **options: Any) -> torch.Tensor:
+        if not self.step_weights:
+            raise ValueError(f"{type(self).__name__}.get_batch_samples() does not call Trainer's")
         compute_loss = self.compute_loss
         self.is_weighted = False
-        # Trainer divides by this what its version takes for mean losses.
-        self.current_gradient_accumulation_steps = 1
-        inputs = inputs.inputs if isinstance(inputs, Repeat) else inputs
         # All of it has the weight: what a class in front of AnyRanks adds to super()'s, too.
         self.compute_loss = functools.partial(self.weigh, compute_loss, self.step_weights.pop(0))
         try:
@@ -360,27 +426,95 @@ class AnyRanks:
         return loss
 
     def weigh(self, compute_loss, weight, model, *args, **options):
-        """Returns what compute_loss() does, multiplied by what a step's loss of all ranks wants."""
-        given = []  # to the model
-        watch = model.register_forward_pre_hook(
-            lambda _, inputs, named: given.extend(named), with_kwargs=True
-        )
-        result = compute_loss(model, *args, **options)
-        watch.remove()
+        """Returns what compute_loss() does, multiplied by what a step's loss of all ranks wants.
+
+        DeepSpeed takes the mean of all ranks, and adds the micro-batches of each. So a mean of a
+        micro-batch is divided by their number, over the ranks; a sum over num_items_in_batch is
+        multiplied by the ranks already.
+        """
         self.is_weighted = True
-        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
-        if is_scaled is None:
-            is_scaled = NUMBER in given or self.compute_loss_func is not None
-            if is_scaled == (options.get(NUMBER) is None):
-                raise ValueError(
-                    f"whether {type(self).__name__}'s loss is a mean, nothing tells: set "
-                    "loss_is_scaled_for_ga in the class, to False if it is one, to True if it is "
-                    f"a sum divided by {NUMBER}"
-                )
-        # DeepSpeed takes the mean of all ranks, and adds the micro-batches of each.
-        divisor = 1 if is_scaled else self.step_count / self.args.world_size
-        weight = bool(weight) / divisor
+        divisor = self.step_count / self.args.world_size
+        # Trainers divide by this what is a mean of a micro-batch in a loss that else is none.
+        self.current_gradient_accumulation_steps = divisor
+        if self.takes_mean is None:
+            self.ask_for_mean(compute_loss, model, args, options)
+        if self.takes_mean and NUMBER in options:
+            options[NUMBER] = None
+        gather = self.accelerator.gather
+        if self.is_last:
+            gather = functools.partial(gather_rows, gather)
+        with (
+            overridden(self.accelerator, gather=gather),
+            times_router_loss(self.routers, 1 / self.step_count),
+        ):
+            result = compute_loss(model, *args, **options)
+        # By this Trainer divides what its version takes for mean losses.
+        self.current_gradient_accumulation_steps = 1
+        weight = bool(weight) / (divisor if self.takes_mean else 1)
         return (result[0] * weight, *result[1:]) if isinstance(result, tuple) else result * weight
+
+    def ask_for_mean(self, compute_loss, model, args, options):
+        """Find out whether a loss is a mean of its micro-batch, whatever num_items_in_batch is.
+
+        Sets takes_mean, None while losses are 0 or not finite, and routers. Raises ValueError if a
+        part of the loss is such a mean, and cannot be told apart.
+        """
+        self.routers = []
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if scaled is not None or options.get(NUMBER) is None:
+            self.takes_mean = not scaled
+            return
+        ask = functools.partial(self.ask, compute_loss, model, args, options)
+        routers = router_losses(model)
+        losses = [ask([]), ask(routers), ask(routers), ask(routers, times=2)]
+        sums = self.accelerator.gather(torch.stack(losses)[None]).sum(dim=0).tolist()
+        with_routers, loss, again, halved = sums
+        if not loss or not math.isfinite(loss):
+            return
+        rounding = ROUNDING * abs(loss) + 4 * abs(again - loss)
+        undivided = 2 * halved - loss
+        self.takes_mean = abs(undivided - loss) <= rounding
+        if not self.takes_mean and abs(undivided) > rounding:
+            raise ValueError(
+                f"{type(self).__name__}'s loss is {loss:.6g}, and {halved:.6g} with twice the "
+                f"{NUMBER}: neither a mean nor a sum that is divided by it. Let compute_loss() "
+                "divide a mean in it by self.current_gradient_accumulation_steps"
+            )
+        counted = f"counts once in a step, and with Trainer alone {self.step_count} times: as often"
+        counted += " as there are micro-batches"
+        if self.takes_mean:
+            say(f"NOTE: the loss is a mean that takes no {NUMBER}; it {counted}")
+        elif abs(with_routers - loss) > rounding:
+            self.routers = routers
+            say(f"NOTE: the router's loss {counted}")
+
+    def ask(self, compute_loss, model, args, options, routers, times=1):
+        """The loss [] of a micro-batch without that of its routers, if the numbers by which it may
+        be divided were so many times as large. Nothing of it remains."""
+        asked = copy.copy(self)  # its metrics are its own
+        kept = {name: copy.deepcopy(v) for name, v in vars(self).items() if is_of_numbers(v)}
+        vars(asked).update(kept)
+        asked.current_gradient_accumulation_steps *= times
+        bound = getattr(compute_loss, "__func__", None)
+        ask = types.MethodType(bound, asked) if bound else compute_loss
+        device = self.args.device
+        devices = [] if device.type == "cpu" else [device]
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices, device_type=device.type),
+            times_router_loss(routers, 0),
+        ):
+            named = options | {NUMBER: options[NUMBER] * times}
+            result = ask(model, *map(copy.copy, args), **named)
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return (result[0] if isinstance(result, tuple) else result).float()
+
+
+def train_whole(training_step: Callable, trainer: AnyRanks, model: Any, inputs: Any, *args: Any):
+    """A training_step() with the samples of a micro-batch that is computed again."""
+    return training_step(model, trainer.whole.pop(id(inputs), inputs), *args)
 
 
 def on_any_ranks(trainer: type) -> type:
