@@ -22,6 +22,7 @@ from packaging.version import Version
 from universal import batches
 from universal.background import install as save_in_background
 from universal.background import wait
+from universal.checkpoint.facts import check_trainer_step
 from universal.errors import CheckpointError
 from universal.load.collective import process_group
 from universal.load.engine import Engine
@@ -117,6 +118,7 @@ def load_next(engine, search, options, group):
         path, client_state = find_and_load(wrapped, search, options, group)
         folder = path and Path(path)
     if path:
+        group.on_rank_0(lambda: check_trainer_step(folder, engine.global_steps))
         if wrapped.loads_scheduler(options) and not options.load_optimizer_states:
             wrapped.take_scheduled_rates()
         resharded = wrapped.is_resharded

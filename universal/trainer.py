@@ -137,9 +137,10 @@ class FilledSteps:
         if {*sizes} != {named}:
             fitting = batches.largest_divisor(batch, sizes[0])
             raise ValueError(
-                f"the DataLoader's batch_size is {sizes[0]}, and the config's micro-batch is "
+                f"the DataLoader deals {sizes[0]} at once, and the config's micro-batch is "
                 f"{named}: set `batch_size={named}`; or name `batches.config({batch}, {fitting})`, "
-                f"in a Trainer with `per_device_train_batch_size={fitting}`"
+                f"in a Trainer with `per_device_train_batch_size={fitting}` (where samples are "
+                "packed: one row for each micro-batch, and as much longer)"
             )
 
 
@@ -244,6 +245,15 @@ class AnyRanks:
         plugin = self.accelerator.state.deepspeed_plugin
         config = plugin.deepspeed_config if plugin else {}
         ranks, rank = self.args.world_size, self.args.process_index
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        sharers = getattr(parallelism, "sp_size", 1)
+        if sharers > 1:
+            raise ValueError(
+                f"AnyRanks deals no sequences that {sharers} ranks share (sp_size): leave it and "
+                "UNIVERSAL_BATCH out, and choose gradient_accumulation_steps so that with "
+                f"per_device_train_batch_size and {ranks // sharers} data-parallel ranks they make "
+                "up the batch"
+            )
         if batches.TRUE_BATCH not in config:
             micro_batch = self.args.per_device_train_batch_size
             batch = micro_batch * self.args.gradient_accumulation_steps * ranks
@@ -282,7 +292,31 @@ class AnyRanks:
         self.epoch_iterator = None
         self.step_weights = []
         self.takes_mean = None
+        self.groups_before_load = []
+        self.check_loss()
         return loader
+
+    def check_loss(self):
+        """Raises ValueError if a loss depends on what other ranks compute at the same moment."""
+        if getattr(self, "calculate_KL", False) and not hasattr(self, "step_kl"):  # TRL's KTO
+            raise ValueError(
+                "the loss of KTOTrainer takes the KL of the micro-batches that all ranks have at "
+                "the same moment, and other ranks have others: set "
+                "loss_type='apo_zero_unpaired', or put universal.rollouts.AnyRanksKTO in front"
+            )
+        losses = tree_leaves(getattr(self, "loss", None))  # sentence-transformers', one or a dict
+        parts = [part for loss in losses for part in getattr(loss, "modules", list)()]
+        if any(getattr(part, "gather_across_devices", False) for part in parts):
+            raise ValueError(
+                "with gather_across_devices=True a loss takes its negatives from all ranks, and "
+                "other ranks have others: set it to False, with larger micro-batches"
+            )
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None, *args: Any) -> Any:
+        schedule = super().create_scheduler(num_training_steps, optimizer, *args)
+        groups = (optimizer or self.optimizer).param_groups
+        getattr(self, "groups_before_load", []).append([*map(dict, groups)])
+        return schedule
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return self.batch_share().batch
@@ -321,6 +355,31 @@ class AnyRanks:
             filled_steps.skipped = trained % self.state.max_steps * share.accumulation
             self.epoch_step = filled_steps.begin
         self.say_new_rate()
+        if trained:
+            self.say_kept()
+
+    def say_kept(self):
+        """Print a line if the checkpoint has replaced what the arguments say, or they what it has
+        kept."""
+        for group, before in enumerate(zip(*self.groups_before_load, strict=True)):
+            now = self.model_wrapped.optimizer.param_groups[group]
+            for name, said in (("learning_rate", "initial_lr"), ("weight_decay", "weight_decay")):
+                wanted = before[0].get(said)
+                if now.get(said, wanted) != wanted:
+                    say(
+                        f"NOTE: {name} of group {group} stays {now[said]:.6g}, as it was saved: "
+                        f"{wanted:.6g} is not taken"
+                    )
+        if self.args.restore_callback_states_from_checkpoint:
+            return
+        saved = self.state.stateful_callbacks
+        for callback in self.callback_handler.callbacks:
+            name = type(callback).__name__
+            if name in saved and hasattr(callback, "state") and callback.state() != saved[name]:
+                say(
+                    f"NOTE: {name} begins anew: restore_callback_states_from_checkpoint=True lets "
+                    "it go on"
+                )
 
     def say_new_rate(self):
         """Print a line if Trainer has made the schedule for another number of steps than before."""

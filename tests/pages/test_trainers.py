@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 import universal
 from measure import trainers
@@ -76,7 +77,7 @@ class SplitOrder(Trainer):
         return DistributedSampler(self.train_dataset)
 
 
-def train(data=Stream, resume=None, bases=(AnyRanks, Trainer), **named):
+def train(data=Stream, resume=None, bases=(AnyRanks, Trainer), callbacks=(), **named):
     """In a rank, for 14 steps; each is saved."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
@@ -99,7 +100,8 @@ def train(data=Stream, resume=None, bases=(AnyRanks, Trainer), **named):
     }
     arguments = TrainingArguments("saved", **options | named)
     kind = type("OnAnyRanks", bases, {})
-    kind(Model(), arguments, train_dataset=data()).train(resume_from_checkpoint=resume)
+    trainer = kind(Model(), arguments, train_dataset=data(), callbacks=[*callbacks])
+    trainer.train(resume_from_checkpoint=resume)
 
 
 def state_of(folder, step=STEPS):
@@ -181,17 +183,6 @@ def test_a_stream_without_a_place(streamed, tmp_path):
     check_equal(streamed, tmp_path)
 
 
-class OwnLoss(Trainer):
-    """Gives no number of tokens to a model that would take it."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.model_accepts_loss_kwargs = True
-
-    def compute_loss(self, model, inputs, *args, **options):
-        return model(**inputs)["loss"]
-
-
 class OwnStep(Trainer):
     def training_step(self, model, inputs, *args):
         loss = model(**inputs)["loss"]
@@ -210,7 +201,6 @@ REFUSED = {
     "the ranks would begin with different samples": {"data": split},
     "begin with different samples: AnyRanks": {"data": Numbers, "bases": (AnyRanks, SplitOrder)},
     "training_step.. does not call compute_loss": {"bases": (AnyRanks, OwnStep)},
-    "whether OnAnyRanks's loss is a mean, nothing tells": {"bases": (AnyRanks, OwnLoss)},
 }
 
 
@@ -280,3 +270,45 @@ def test_releases(tmp_path, release):
     columns = ["means, ZeRO-2", "tokens, ZeRO-3"]
     for values in trainers.run(release, beside, columns, tmp_path).values():
         assert max(values) <= trainers.ROUNDING, values
+
+
+def count_one_step_less(folder, step):
+    path = state_of(folder, step)
+    path.write_text(
+        path.read_text().replace(f'"global_step": {step},', f'"global_step": {step - 1},')
+    )
+
+
+def test_saved_within_a_step(streamed, tmp_path):
+    """As Trainer does when a signal comes there: the engine has made the step, Trainer has not."""
+    shutil.copytree(state_of(streamed, 3).parent, state_of(tmp_path, 3).parent)
+    count_one_step_less(tmp_path, 3)
+    result = go_on(streamed, tmp_path, 3, 3)
+    assert result.code and "the weights have taken 3 steps" in result.errors
+    assert 'write "global_step": 3 and "epoch"' in result.errors
+
+
+class Patience(TrainerCallback, ExportableState):
+    """Counts its steps, and has that saved."""
+
+    steps = 0
+
+    def on_step_end(self, *_, **named):
+        self.steps += 1
+
+    def state(self):
+        return {"args": {}, "attributes": {"steps": self.steps}}
+
+
+def test_what_a_resume_does_not_take(tmp_path):
+    """Another rate and decay; and a callback's counter."""
+
+    def job():
+        train(callbacks=[Patience()], max_steps=2, weight_decay=0.1)
+        changed = {"learning_rate": 3e-2, "weight_decay": 0.2, "max_steps": 3}
+        train(resume="saved/checkpoint-2", callbacks=[Patience()], **changed)
+
+    said = run(tmp_path, 2, job)
+    assert "NOTE: learning_rate of group 0 stays 0.01, as it was saved: 0.03 is not taken" in said
+    assert "NOTE: weight_decay of group 0 stays 0.1, as it was saved: 0.2 is not taken" in said
+    assert "NOTE: Patience begins anew: restore_callback_states_from_checkpoint=True" in said

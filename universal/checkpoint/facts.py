@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: MIT
 """The global batch of a checkpoint, from the config that DeepSpeed saves in it."""
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 from universal.batches import TRUE_BATCH
 from universal.checkpoint.module_states import config_of
+from universal.errors import CheckpointError
 from universal.files.schema import is_natural
 
 BATCH_KEYS = (
@@ -55,3 +58,22 @@ def doubt_of(samples: int, model: dict) -> str:
     if not counted or counted == samples * steps:
         return ""
     return f" by its config; {counted} samples in {steps} steps are {counted / steps:.4g} each"
+
+
+def check_trainer_step(folder: Path, steps: int) -> None:
+    """Raises CheckpointError if Hugging Face's Trainer has saved a checkpoint within a step, as its
+    enable_jit_checkpoint does: it counts the step later than DeepSpeed, and would train it again.
+
+    folder: the checkpoint. steps: of its engine.
+    """
+    path = folder.parent / "trainer_state.json"
+    state = json.loads(path.read_text()) if path.exists() else {}
+    counted = state.get("global_step")
+    if counted and counted + 1 == steps:
+        epoch = state["epoch"] * steps / counted
+        raise CheckpointError(
+            f"{folder} was saved within a step: the weights have taken {steps} steps, and {path} "
+            f"counts {counted}, so that step {steps} would be trained twice. Resume from an "
+            f'earlier one; if there is none, write "global_step": {steps} and "epoch": '
+            f"{epoch:.17g} there: the learning rate then stays a step behind"
+        )
