@@ -139,8 +139,8 @@ class FilledSteps:
             raise ValueError(
                 f"the DataLoader deals {sizes[0]} at once, and the config's micro-batch is "
                 f"{named}: set `batch_size={named}`; or name `batches.config({batch}, {fitting})`, "
-                f"in a Trainer with `per_device_train_batch_size={fitting}` (where samples are "
-                "packed: one row for each micro-batch, and as much longer)"
+                f"in a Trainer with `per_device_train_batch_size={fitting}` (if it packs samples "
+                f"into a row: a micro-batch of 1, and rows that are {named} times as long)"
             )
 
 
@@ -525,31 +525,41 @@ class AnyRanks:
             return
         ask = functools.partial(self.ask, compute_loss, model, args, options)
         routers = router_losses(model)
-        losses = [ask([]), ask(routers), ask(routers), ask(routers, times=2)]
-        sums = self.accelerator.gather(torch.stack(losses)[None]).sum(dim=0).tolist()
-        with_routers, loss, again, halved = sums
+        kinds = [ask([]), ask(routers), ask(routers), ask(routers, 2), ask(routers, across=False)]
+        sums = self.accelerator.gather(torch.stack(kinds)[None]).sum(dim=0).tolist()
+        with_routers, loss, again, halved, of_rank = sums
         if not loss or not math.isfinite(loss):
             return
         rounding = ROUNDING * abs(loss) + 4 * abs(again - loss)
         undivided = 2 * halved - loss
         self.takes_mean = abs(undivided - loss) <= rounding
-        if not self.takes_mean and abs(undivided) > rounding:
+        counted = f"counts once in a step, and with Trainer alone {self.step_count} times: as often"
+        counted += " as there are micro-batches"
+        if self.takes_mean:
+            say(f"NOTE: the loss is a mean that takes no {NUMBER}; it {counted}")
+            return
+        if abs(undivided) > rounding:
             raise ValueError(
                 f"{type(self).__name__}'s loss is {loss:.6g}, and {halved:.6g} with twice the "
                 f"{NUMBER}: neither a mean nor a sum that is divided by it. Let compute_loss() "
                 "divide a mean in it by self.current_gradient_accumulation_steps"
             )
-        counted = f"counts once in a step, and with Trainer alone {self.step_count} times: as often"
-        counted += " as there are micro-batches"
-        if self.takes_mean:
-            say(f"NOTE: the loss is a mean that takes no {NUMBER}; it {counted}")
-        elif abs(with_routers - loss) > rounding:
+        if self.args.world_size > 1 and abs(of_rank - loss) <= rounding:
+            raise ValueError(
+                f"{type(self).__name__}'s loss is divided by the {NUMBER} of all ranks, and does "
+                "not follow average_tokens_across_devices: let compute_loss() multiply it by "
+                "self.accelerator.num_processes where that is set, as Trainer's does"
+            )
+        if abs(with_routers - loss) > rounding:
             self.routers = routers
             say(f"NOTE: the router's loss {counted}")
 
-    def ask(self, compute_loss, model, args, options, routers, times=1):
+    def ask(self, compute_loss, model, args, options, routers, times=1, across=True):
         """The loss [] of a micro-batch without that of its routers, if the numbers by which it may
-        be divided were so many times as large. Nothing of it remains."""
+        be divided were so many times as large. Nothing of it remains.
+
+        across: whether it may be multiplied by the ranks, as DeepSpeed divides by them.
+        """
         asked = copy.copy(self)  # its metrics are its own
         kept = {name: copy.deepcopy(v) for name, v in vars(self).items() if is_of_numbers(v)}
         vars(asked).update(kept)
@@ -563,6 +573,7 @@ class AnyRanks:
             torch.no_grad(),
             torch.random.fork_rng(devices, device_type=device.type),
             times_router_loss(routers, 0),
+            overridden(self.args, average_tokens_across_devices=across),
         ):
             named = options | {NUMBER: options[NUMBER] * times}
             result = ask(model, *map(copy.copy, args), **named)

@@ -153,6 +153,15 @@ class Undivided(Penalized):
         return 1
 
 
+class OfOneRank(Trainer):
+    """A sum over the tokens of all ranks, of which DeepSpeed takes the mean, as TRL's GKD."""
+
+    def compute_loss(self, model, inputs, *args, num_items_in_batch=None, **options):
+        logits = model(input_ids=inputs["input_ids"])["logits"].flatten(0, 1)
+        losses = nn.functional.cross_entropy(logits, inputs["labels"].flatten(), reduction="sum")
+        return losses / num_items_in_batch
+
+
 def llama():
     config = transformers.LlamaConfig(**SHAPE, intermediate_size=32)
     return transformers.LlamaForCausalLM(config)
@@ -162,8 +171,12 @@ def test_a_mean_beside_a_sum(tmp_path):
     before, _ = trained(tmp_path, 1, llama, "words", 2, bases=(AnyRanks, Penalized))
     now, _ = trained(tmp_path, 4, llama, "words", 2, bases=(AnyRanks, Penalized))
     assert all(abs(a - b) <= ROUNDING * a for a, b in zip(before[1], now[1], strict=True))
-    done = launch(tmp_path, 2, functools.partial(train, llama, "words", 2, (AnyRanks, Undivided)))
-    assert "neither a mean nor a sum that is divided by it" in done.errors
+    for kind, words in (
+        (Undivided, "neither a mean nor a sum that is divided by it"),
+        (OfOneRank, "does not follow average_tokens_across_devices"),
+    ):
+        done = launch(tmp_path, 2, functools.partial(train, llama, "words", 2, (AnyRanks, kind)))
+        assert words in done.errors
 
 
 class Gathers(Trainer):
