@@ -1,12 +1,16 @@
 """universal/start/sitecustomize.py: what it promises to whoever has it on PYTHONPATH."""
 
+import itertools
+import json
 import os
+import shlex
 import shutil
 
 import pytest
 
 from tests.support import ROOT
 from tests.support.commands import run_python
+from universal.__main__ import check_exports
 
 START = ROOT / "universal" / "start"
 SITE = "sitecustomize.py"
@@ -178,3 +182,106 @@ def test_a_batch_in_the_environment(theirs):
     assert base == "AnyRanks" and "3 True None 2 3 24 " in said and "=x" in said
     for method in ("get_train_dataloader", "get_batch_samples"):
         assert f"Brings has a {method}() of its own" in said
+
+
+RUNNER = """
+import json, os, subprocess, sys
+from deepspeed.launcher import multinode_runner, runner
+
+def start(command, env):
+    print(json.dumps(command))
+    return subprocess.Popen("true")
+
+runner.subprocess = type("Fake", (), {"Popen": start})
+runner.logger.setLevel("ERROR")
+multinode_runner.MVAPICH_TMP_HOSTFILE = os.devnull
+for launcher in sys.argv[1:]:
+    kind = runner.LAUNCHER_CLASSES[launcher]
+    kind.backend_exists = lambda self: True
+    words = f"--hostfile hosts --no_ssh_check --master_addr one --launcher {launcher} train.py"
+    runner.main(words.split())
+"""
+LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
+
+
+def start_hosts(folder, deepspeed_env, *launchers, **variables):
+    """What DeepSpeed's launcher says, and the commands that it would run to start two hosts."""
+    write(folder / "hosts", "one slots=2\ntwo slots=2\n")
+    write(folder / ".deepspeed_env", deepspeed_env)
+    variables |= {"HOME": str(folder), "PYTHONPATH": str(START)}
+    done = run_python("-c", RUNNER, *launchers, folder=folder, **variables)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('["')]
+    return done, [json.loads(line) for line in lines]
+
+
+def exported(launcher, command):
+    """What a launcher's command sets for the ranks, after the shell that only pdsh has."""
+    if launcher == "pdsh":
+        command = shlex.split(" ".join(command).replace(";", " "))
+    elif launcher == "slurm":
+        command = ",".join(command).split(",")
+    elif launcher == "impi":
+        command = map("=".join, itertools.pairwise(command))
+    names = ("PYTHONPATH=", "UNIVERSAL_BATCH=")
+    return dict(word.split("=", 1) for word in command if word.startswith(names))
+
+
+def test_deepspeed_starts_other_machines(tmp_path):
+    """Their ranks get this folder first, and the batch, whatever a .deepspeed_env says, and however
+    the working directory is named."""
+    folder = tmp_path / "with blank"
+    theirs = "PYTHONPATH=/theirs\nUNIVERSAL_BATCH=12\n"
+    _, commands = start_hosts(folder, theirs, *LAUNCHERS, UNIVERSAL_BATCH="20")
+    for launcher, command in zip(LAUNCHERS, commands, strict=True):
+        wanted = {"PYTHONPATH": f"{START}:/theirs", "UNIVERSAL_BATCH": "20"}
+        assert exported(launcher, command) == wanted, launcher
+    _, commands = start_hosts(folder, "", *LAUNCHERS)
+    for launcher, command in zip(LAUNCHERS, commands, strict=True):
+        paths = exported(launcher, command)
+        assert paths == {"PYTHONPATH": f"{START}:{folder}:{START}"}, launcher
+
+
+def test_a_batch_that_only_a_file_names(tmp_path):
+    """As accelerate has written it there for the run before."""
+    done, commands = start_hosts(tmp_path, "UNIVERSAL_BATCH=12\n", "pdsh")
+    assert done.returncode == 2 and not commands
+    assert "says UNIVERSAL_BATCH=12, and the command nothing: type it before" in done.stderr
+
+
+SLURM = "without PYTHONPATH and UNIVERSAL_BATCH: add `--export=ALL`"
+MPI = "without PYTHONPATH and UNIVERSAL_BATCH: add `-x PYTHONPATH -x UNIVERSAL_BATCH`"
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        (
+            "srun --export=NONE python train.py",
+            "PYTHONPATH and UNIVERSAL_BATCH: add `--export=ALL`",
+        ),
+        ("srun --export=PYTHONPATH python train.py", "PYTHONPATH and UNIVERSAL_BATCH: add `--exp"),
+        ("mpirun -np 2 python train.py", MPI),
+        ("mpiexec -np 2 -x PYTHONPATH python train.py", MPI),
+        ("srun -n 2 python train.py", None),
+        ("srun --export=ALL,A=1 python train.py", None),
+        ("srun --export=UNIVERSAL_BATCH,PYTHONPATH python train.py", None),
+        ("mpirun -x UNIVERSAL_BATCH=20 -x PYTHONPATH -np 2 python train.py", None),
+        ("mpiexec -genvall python train.py", None),
+    ],
+)
+def test_launchers_that_pass_on_less(monkeypatch, capsys, command, words):
+    """They are refused before anything starts."""
+    monkeypatch.setenv("UNIVERSAL_BATCH", "20")
+    if words is None:
+        check_exports(*command.split())
+        return
+    with pytest.raises(SystemExit) as end:
+        check_exports(*command.split())
+    assert end.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_slurm_passes_on_less(monkeypatch):
+    """As a batch script has told every srun in it."""
+    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
+    with pytest.raises(SystemExit):
+        check_exports("srun", "python", "train.py")

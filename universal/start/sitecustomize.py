@@ -53,12 +53,40 @@ def keep_any_batch(trainer):
         ours.AnyRanks = type("AnyRanks", (), {})  # for a script that puts it before Trainer
 
 
+def export_ours(runners):
+    """Let DeepSpeed's launcher start the ranks of other machines with what it has itself."""
+    for runner in runners.MultiNodeRunner.__subclasses__():
+        runner.get_cmd = exporting(runner.get_cmd)
+
+
+def exporting(get_cmd):
+    """DeepSpeed exports few names, and lets files named .deepspeed_env replace their values."""
+
+    def get_cmd_with_exports(self, *arguments):
+        exports = self.exports
+        if ANY_RANKS in os.environ:
+            exports[ANY_RANKS] = os.environ[ANY_RANKS]
+        elif ANY_RANKS in exports:
+            import_ours("universal.__main__").fail(
+                f"a file .deepspeed_env says {ANY_RANKS}={exports[ANY_RANKS]}, and the command "
+                "nothing: type it before the command, or remove it from the file"
+            )
+        # In front of the working directory, which may have a sitecustomize.py; without the quotes,
+        # which only pdsh's shell removes.
+        paths = os.pathsep.join([HERE, exports["PYTHONPATH"].strip('"')])
+        exports["PYTHONPATH"] = f'"{paths}"' if self.name == "pdsh" else paths
+        return get_cmd(self, *arguments)
+
+    return get_cmd_with_exports
+
+
 class AfterImport:
     """Calls a function as soon as its module is imported. It asks only the finders behind it, so
     two work together."""
 
     functions = {
         "deepspeed": install_universal,
+        "deepspeed.launcher.multinode_runner": export_ours,
         "transformers.integrations.deepspeed": keep_batch,
         "transformers.trainer": keep_any_batch,
     }
