@@ -1,7 +1,7 @@
 # make help      this list
 # make demo      Tests 1 to 3: train, resume on fewer ranks, accumulate, convert; pictures and numbers in out/; 5 minutes
 # make elastic   machines that die and come back while a job trains; 30 minutes
-# make hosts     three hosts whose cable is pulled, in network namespaces of this machine; 5 minutes
+# make hosts     three hosts whose cable is pulled, and two that launchers reach by ssh, on this machine; 10 minutes
 # make exact     the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of checkpoints; 20 to 30 minutes
 # make 3d        change the tensor, pipeline and sequence layout; 30 minutes
 # make resume    what it costs to resume a model of 86 million parameters, and by others' means; 5 minutes
@@ -203,10 +203,11 @@ $(OUT)/elastic.txt: .venv/installed measure/elastic.py train.py $(EXAMPLES) $(PA
 	$(PY) -m measure.elastic --mirror 1 --rounding >> $@
 	@cat $@
 
-hosts: .venv/installed
+hosts: .venv/installed-dev
 	@mkdir -p $(OUT)
 	setpriv --pdeathsig KILL unshare --map-root-user --net --mount --pid --fork --kill-child --mount-proc \
 		$(PY) -m measure.hosts > $(OUT)/hosts.txt
+	$(PY) -m measure.launchers >> $(OUT)/hosts.txt
 	@cat $(OUT)/hosts.txt
 
 # --exact: every bit alike
