@@ -4,9 +4,10 @@
 
 The hosts are two addresses of this machine, at which sshd listens, with a key of its own. Each
 launcher starts examples/hf_trainer.py there, without what names universal in it, and with a batch
-that the ranks do not divide. A .deepspeed_env names another batch, as accelerate leaves it behind,
-and another PYTHONPATH. 4 ranks save; 4 or 3 go on, and must have the same losses. Wants pdsh and
-sshd (Debian: pdsh, openssh-server), and says so where they are absent."""
+that the ranks do not divide; accelerate's with its own DeepSpeed config. A .deepspeed_env names
+another batch, as accelerate leaves it behind, and another PYTHONPATH. 4 ranks save; 4 or 3 go on,
+and must have the same losses. Wants pdsh and sshd (Debian: pdsh, openssh-server), and says so where
+they are absent."""
 
 import contextlib
 import json
@@ -43,38 +44,42 @@ SCRIPT = {  # of the example: what gives way to what
     "universal.install()": "",
     "batches.config(BATCH, MICRO)": '{"gradient_accumulation_steps": 3}',
     "(AnyRanks, Trainer)": "(Trainer)",
+    "deepspeed={": 'deepspeed=None if "ACCELERATE_USE_DEEPSPEED" in os.environ else {',
 }
 REPORT = """
 import json
-row = [os.environ["SSH_CONNECTION"].split()[2], hasattr(deepspeed.DeepSpeedEngine, "universal")]
-row += [trainer.get_total_train_batch_size(arguments), os.environ["PYTHONPATH"]]
+_, _, host, _ = os.environ.get("SSH_CONNECTION", "- - local -").split()
+method = "yes" if hasattr(deepspeed.DeepSpeedEngine, "universal") else "no"
+row = [host, method, trainer.get_total_train_batch_size(arguments), os.environ["PYTHONPATH"]]
 Path(args.output_dir, f"{RANK}.json").write_text(json.dumps(row))
 """
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+CONFIG = {name: "auto" for name in (*SIZES, "gradient_clipping")}
+CONFIG["zero_optimization"] = {"stage": 3}
 DEEPSPEED = (
-    "deepspeed --hostfile {hostfile} --master_addr 127.0.0.2 --master_port {port} --no_local_rank"
+    "deepspeed --hostfile hostfile --master_addr 127.0.0.2 --master_port {port} --no_local_rank"
 )
 ACCELERATE = (
-    "accelerate launch --use_deepspeed --num_machines 2 --mixed_precision no --dynamo_backend no "
-    "--main_process_ip 127.0.0.2 --main_process_port {port} --machine_rank {host} --num_processes "
+    "accelerate launch --use_deepspeed --deepspeed_config_file config.json --mixed_precision no "
+    "--dynamo_backend no --main_process_ip 127.0.0.2 --main_process_port {port} "
+    "--machine_rank {host} "
 )
+TORCHRUN = (
+    "torchrun --nnodes 2 --node_rank {host} --nproc_per_node {ranks} --master_addr 127.0.0.2 "
+    "--master_port {port}"
+)
+PDSH = "--deepspeed_hostfile hostfile --deepspeed_inclusion_filter 127.0.0.2:0,1@127.0.0.3:0"
+STANDARD = "--deepspeed_multinode_launcher standard --same_network"
 # {name: (ranks of each host, what is typed, whether on each host)}
 LAUNCHERS = {
     "deepspeed --hostfile": ((2, 1), DEEPSPEED, False),
-    "accelerate launch, pdsh": (
-        (2, 1),
-        f"{ACCELERATE} 3 --deepspeed_hostfile {{hostfile}} "
-        "--deepspeed_inclusion_filter 127.0.0.2:0,1@127.0.0.3:0",
-        False,
-    ),
-    "accelerate launch, standard": (
+    "the same, one host": ((3,), DEEPSPEED, False),
+    "torchrun": ((2, 1), TORCHRUN, True),
+    "accelerate": ((3,), f"{ACCELERATE} --num_machines 1 --num_processes 3", False),
+    "accelerate, pdsh": ((2, 1), f"{ACCELERATE} --num_machines 2 --num_processes 3 {PDSH}", False),
+    "accelerate, standard": (
         (2, 2),
-        f"{ACCELERATE} 4 --deepspeed_multinode_launcher standard --same_network",
-        True,
-    ),
-    "torchrun": (
-        (2, 1),
-        "torchrun --nnodes 2 --node_rank {host} --nproc_per_node {ranks} --master_addr 127.0.0.2 "
-        "--master_port {port}",
+        f"{ACCELERATE} --num_machines 2 --num_processes 4 {STANDARD}",
         True,
     ),
 }
@@ -88,7 +93,7 @@ def free_port():
 
 @contextlib.contextmanager
 def listening():
-    """sshd at both addresses, and in WORK an ssh that knows its port and key."""
+    """Run sshd at both addresses, and in WORK an ssh that knows its port and key."""
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", WORK / "key"], check=True)
@@ -116,14 +121,14 @@ def listening():
 
 def train(name, ranks, command, is_on_each):
     """Train with that launcher, as it is typed on one host or on each; print what ranks got."""
-    hostfile = WORK / "hostfile"
-    hostfile.write_text("".join(f"{h} slots={n}\n" for h, n in zip(HOSTS, ranks, strict=True)))
+    hosts = dict(zip(HOSTS, ranks, strict=False))
+    (WORK / "hostfile").write_text("".join(f"{host} slots={n}\n" for host, n in hosts.items()))
     (WORK / ".deepspeed_env").write_text("\n".join([*FILE, ""]))
     port = free_port()
     folder = name.replace(" ", "_").replace(",", "")
     typed = {}
-    for number, host in enumerate(HOSTS):
-        words = command.format(host=number, ranks=ranks[number], hostfile=hostfile, port=port)
+    for number, host in enumerate(hosts):
+        words = command.format(host=number, ranks=hosts[host], port=port)
         flags = f"--output_dir {folder} --run_name {folder}"
         typed[host] = f"{sys.executable} -m universal {words} script.py {flags}"
     environment = {"PATH": PATH, "PYTHONPATH": str(ROOT), "UNIVERSAL_BATCH": str(BATCH)}
@@ -141,9 +146,8 @@ def train(name, ranks, command, is_on_each):
     for rank in range(sum(ranks)):
         host, method, batch, paths = json.loads((WORK / folder / f"{rank}.json").read_text())
         paths = paths.replace(str(WORK), ".").replace(str(ROOT), "...")
-        has = "yes" if method else "no"
-        print(f"{name:27}  {rank:4}  {host}  {has:9}  {batch:5}  {paths}", flush=True)
-        assert method and batch == BATCH
+        print(f"{name:27}  {rank:4}  {host:9}  {method:9}  {batch:5}  {paths}", flush=True)
+        assert method == "yes" and batch == BATCH
     return folder
 
 
@@ -159,6 +163,7 @@ def main():
             assert script.count(old) == 1, old
             script = script.replace(old, new)
         (WORK / "script.py").write_text(script + REPORT)
+        (WORK / "config.json").write_text(json.dumps(CONFIG))
         saved = train("deepspeed --hostfile, saves", (2, 2), DEEPSPEED, False)
         for name, job in LAUNCHERS.items():
             checkpoint = WORK / name.replace(" ", "_").replace(",", "") / "checkpoint-10"

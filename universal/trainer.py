@@ -243,7 +243,15 @@ class AnyRanks:
     def batch_share(self) -> batches.Share:
         """This rank's part of every step."""
         plugin = self.accelerator.state.deepspeed_plugin
-        config = plugin.deepspeed_config if plugin else {}
+        if not plugin:
+            kind = self.accelerator.distributed_type.value
+            raise ValueError(
+                f"accelerate trains without DeepSpeed here ({kind}), whose batch AnyRanks keeps: "
+                "set `TrainingArguments(deepspeed=config)`, or start by `accelerate launch "
+                "--use_deepspeed`; on a CPU with `TrainingArguments(use_cpu=True)`, but without "
+                "ACCELERATE_USE_CPU and --cpu"
+            )
+        config = plugin.deepspeed_config
         ranks, rank = self.args.world_size, self.args.process_index
         parallelism = getattr(self.accelerator, "parallelism_config", None)
         sharers = getattr(parallelism, "sp_size", 1)

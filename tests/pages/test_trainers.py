@@ -3,6 +3,7 @@ of another schedule; and three of the releases of transformers that `make traine
 
 import functools
 import json
+import os
 import shutil
 import sys
 from types import SimpleNamespace
@@ -211,6 +212,20 @@ def test_refused(tmp_path):
         for words, named in REFUSED.items():
             with pytest.raises(ValueError, match=words):
                 train(**named)
+
+    run(tmp_path, 2, job)
+    assert not list(tmp_path.glob("saved/*"))
+
+
+@pytest.mark.parametrize("how", ["ACCELERATE_USE_CPU", "no config"])
+def test_without_deepspeed(tmp_path, how):
+    """accelerate may turn it off in silence. A batch has been named, so that is not advised."""
+    named = {} if how.isupper() else {"deepspeed": None}
+
+    def job():
+        os.environ[how] = "true"
+        with pytest.raises(ValueError, match=r"without DeepSpeed here .MULTI_CPU., .* and --cpu$"):
+            train(**named)
 
     run(tmp_path, 2, job)
     assert not list(tmp_path.glob("saved/*"))
