@@ -28,8 +28,8 @@ import functools
 import itertools
 import os
 import traceback
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import deepspeed
@@ -74,7 +74,49 @@ CURES = {
         "loss)`, with `from universal import batches`"
     ),
 }
-DEALT = set()  # Share.key of each Share by which a loop of this process deals samples
+
+
+class Backward(NamedTuple):
+    """A backward pass. micro_step: the calls of step() before it. forwards: the forward passes.
+    is_local: no_sync(), or the like, has kept its gradients on this rank. is_lost: and step() adds
+    them to no other rank's. has_weight: whether its loss is not 0; None if nobody has looked."""
+
+    micro_step: int
+    forwards: int
+    is_local: bool
+    is_lost: bool
+    has_weight: "torch.Tensor | None" = None
+
+
+@dataclasses.dataclass
+class Ledger:
+    """What the loop of an engine has dealt out, and what it has trained since the last step.
+
+    sharers: as share() was told. dealt: Share.key of the Share that was dealt out last; None if
+    none was. drawn: what tells the samples that this rank has drawn from; None if nothing does.
+    is_compared: whether the ranks have compared both. forwards: the forward passes so far.
+    """
+
+    sharers: int = 1
+    dealt: tuple[int, int, int, int] | None = None
+    drawn: str | None = None
+    is_compared: bool = False
+    forwards: int = 0
+    backwards: list[Backward] = dataclasses.field(default_factory=list)
+
+    def micro_batches(self, wanted: int) -> dict[Any, bool]:
+        """What the backward passes were of, and whether a loss of it had a weight: as many
+        micro-batches as forward passes, as one step() may end them all; or as calls of step(), as
+        one may have several passes, if that is the number wanted."""
+        by_pass, by_step = {}, {}
+        for backward in self.backwards:
+            for key, weights in (
+                ((backward.micro_step, backward.forwards), by_pass),
+                (backward.micro_step, by_step),
+            ):
+                weights[key] = weights.get(key) or bool(backward.has_weight)
+        is_local = any(backward.is_local for backward in self.backwards)
+        return by_pass if is_local or len(by_step) != wanted else by_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +124,8 @@ class Share:
     """This rank's part of every step.
 
     batch: samples of a step, on all ranks. micro_batch: samples of a forward pass on one rank.
-    ranks, rank: data-parallel ones. is_exact: exact.py takes the mean, and not DeepSpeed. Raises
-    ValueError if the batch is no multiple of the micro-batch.
+    ranks, rank: data-parallel ones. is_exact: exact.py takes the mean, and not DeepSpeed. ledger:
+    of its engine. Raises ValueError if the batch is no multiple of the micro-batch.
     """
 
     batch: int
@@ -91,6 +133,7 @@ class Share:
     ranks: int
     rank: int = 0
     is_exact: bool = False
+    ledger: Ledger = dataclasses.field(default_factory=Ledger, compare=False, repr=False)
 
     def __post_init__(self):
         fitting = largest_divisor(self.batch or 1, self.micro_batch)
@@ -127,13 +170,18 @@ class Share:
         return min(max(rest, 0), self.accumulation)
 
     @property
-    def key(self) -> tuple[int, int, int]:
-        """The key in DEALT of engines with this batch, micro-batch and accumulation."""
-        return self.batch, self.micro_batch, self.accumulation
+    def key(self) -> tuple[int, int, int, int]:
+        """What tells it from Shares that deal out other samples."""
+        return self.batch, self.micro_batch, self.accumulation, self.ranks
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
-        """Yields the number of the micro-batch and the weight of its loss, for each accumulation
-        step."""
+        """Returns the number of the micro-batch and the weight of its loss, for each accumulation
+        step. From now on the engine's steps are to train what is dealt here."""
+        self.ledger.dealt = self.key
+        return self.places()
+
+    def places(self) -> Iterator[tuple[int, float]]:
+        """Yields what iter() returns, for who trains nothing by it."""
         begin = self.rank * self.accumulation
         for place in range(begin, begin + self.accumulation):
             weight = self.weight if place < self.micro_batches else 0.0
@@ -184,13 +232,10 @@ def share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
             f"{result.micro_batches} micro-batches on {result.ranks} data-parallel ranks need "
             f"{result.accumulation} accumulation steps, and the config says {accumulation}"
         )
-    if result.repeats and engine.training_data is not None:
-        raise ValueError(
-            f"{result.ranks} ranks do not divide {result.micro_batches} micro-batches, and "
-            "DeepSpeed's loader of training_data would draw more: give a DataLoader a "
-            "batches.Sampler"
-        )
-    DEALT.add(result.key)
+    if engine.training_data is not None:
+        check_loader(result)
+    watch_batches()
+    result.ledger.sharers = sharers
     engine._config.train_batch_size = result.batch
     for name, attribute in BATCH_ATTRIBUTES.items():
         if hasattr(engine, name):
@@ -198,11 +243,13 @@ def share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
     return result
 
 
-def named_share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
-    """The Share of the batch that an engine's config names, or else of what its steps train."""
-    group = engine.data_parallel_group
-    if group is None:  # DeepSpeed's own sequence parallelism
-        group = engine.seq_data_parallel_group
+def named_share(engine: "deepspeed.DeepSpeedEngine", sharers: int | None = None) -> Share:
+    """The Share of the batch that an engine's config names, or else of what its steps train.
+    sharers: as in share(); None for those of its last call."""
+    ledger = ledger_of(engine)
+    sharers = sharers or ledger.sharers
+    group = sharing_group(engine)
+    if engine.data_parallel_group is None:  # DeepSpeed's own sequence parallelism
         sharers = engine.sequence_parallel_size
     micro_batch = engine.train_micro_batch_size_per_gpu()
     ranks = group.size() // sharers
@@ -210,7 +257,17 @@ def named_share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
     written = engine._config._param_dict  # the config, also where engine.config is a file's name
     batch = written.get(TRUE_BATCH, trained)
     is_exact = hasattr(engine, "divides_gradients")
-    return Share(batch, micro_batch, ranks, group.rank() // sharers, is_exact)
+    return Share(batch, micro_batch, ranks, group.rank() // sharers, is_exact, ledger)
+
+
+def sharing_group(engine):
+    """The ranks that share out the batch."""
+    group = engine.data_parallel_group
+    return engine.seq_data_parallel_group if group is None else group
+
+
+def ledger_of(engine: "deepspeed.DeepSpeedEngine") -> Ledger:
+    return vars(engine).setdefault("universal_ledger", Ledger())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -227,28 +284,185 @@ def watch_batches() -> None:
     kind = deepspeed.DeepSpeedEngine
     if not hasattr(kind, "universal_watches_batches"):
         kind.universal_watches_batches = True
-        kind._take_model_step = functools.partialmethod(checked_step, kind._take_model_step)
-        kind.set_train_batch_size = functools.partialmethod(name_batch, kind.set_train_batch_size)
+        for name, wrapper in WATCHED.items():
+            if hasattr(kind, name):
+                setattr(kind, name, watching(getattr(kind, name), wrapper))
 
 
-def checked_step(engine, step, *args, **options):
+def watching(method: Callable, wrapper: Callable) -> Callable:
+    """Returns a method that calls wrapper(method, engine, ...) in place of a method."""
+
+    @functools.wraps(method)
+    def watched(engine, *args, **options):
+        return wrapper(method, engine, *args, **options)
+
+    return watched
+
+
+def around_forward(method, engine, *inputs, **named):
+    ledger_of(engine).forwards += 1
+    return method(engine, *inputs, **named)
+
+
+def around_backward(method, engine, loss, *args, **options):
+    ledger = ledger_of(engine)
+    has_weight = None if ledger.is_compared else (loss.detach().abs() > 0).any()
+    result = method(engine, loss, *args, **options)
+    note_backward(engine, has_weight)
+    return result
+
+
+def around_epilogue(method, engine):
+    """The end of a backward pass, which the script may have called on the loss itself."""
+    result = method(engine)
+    if not getattr(engine, "_running_engine_backward", True):
+        note_backward(engine)
+    return result
+
+
+def note_backward(engine, has_weight=None):
+    ledger = ledger_of(engine)
+    is_local = getattr(engine, "inside_no_sync_ctxt", False)
+    is_added_later = getattr(engine.optimizer, "_coalesce_grad_reduction", False)
+    is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
+    is_lost = is_local and is_managed and not is_added_later
+    passed = Backward(engine.micro_steps, ledger.forwards, is_local, is_lost, has_weight)
+    ledger.backwards.append(passed)
+
+
+def around_loader(method, engine, *args, **options):
+    """DeepSpeed's loader; with a sampler of the script's, that is what deals out the samples."""
+    given = dict(zip(("dataset", "batch_size", "route", "", "data_sampler"), args, strict=False))
+    given |= options
+    if given.get("route", "train") == "train" and not given.get("data_sampler"):
+        check_loader(named_share(engine))
+    return method(engine, *args, **options)
+
+
+def check_loader(share):
+    """Raises ValueError if DeepSpeed's own loader would draw more samples than are trained."""
+    if share.repeats:
+        raise ValueError(
+            f"{share.ranks} ranks do not divide {share.micro_batches} micro-batches, and "
+            "DeepSpeed's loader of training_data would draw more: give a DataLoader a "
+            'batches.Sampler; for an evaluation, call deepspeed_io(..., route="eval")'
+        )
+
+
+def checked_step(method, engine, *args, **options):
     """Raises ValueError, the same on all ranks, if the step trains another batch than is named."""
-    share = named_share(engine)
-    steps = engine.gradient_accumulation_steps()
-    trained = share.micro_batch * steps * share.ranks
+    share, ledger = named_share(engine), ledger_of(engine)
     asked = os.environ.get("UNIVERSAL_BATCH", str(share.batch))
     if asked != str(share.batch) and engine.global_rank == 0:
         say_once(
             f"universal: WARNING: UNIVERSAL_BATCH={asked} is for Trainers under `python -m "
-            f"universal` alone: this step trains {trained} samples"
+            f"universal` alone: this step trains {share.batch} samples"
         )
-    if share.batch != trained and (share.batch, share.micro_batch, steps) not in DEALT:
+    if TRUE_BATCH not in engine._config._param_dict and not ledger.dealt:
+        ledger.backwards.clear()
+        return method(engine, *args, **options)
+    try:
+        check_gradient(engine, share)
+        trained = ledger.micro_batches(share.accumulation)
+        weighted = compare_ranks(engine, ledger, sum(trained.values()))
+        check_batch(engine, share, ledger, len(trained))
+        check_weights(engine, share, ledger, weighted)
+    finally:
+        ledger.backwards.clear()
+    samples = engine.global_samples
+    result = method(engine, *args, **options)
+    engine.global_samples = samples + share.batch  # DeepSpeed may count by accumulation steps
+    return result
+
+
+def compare_ranks(engine, ledger, weighted):
+    """Raises ValueError, before the first step, if the ranks draw from different samples. Returns
+    how many losses had a weight, on all ranks; later 0."""
+    from torch import distributed as dist
+
+    if ledger.is_compared:
+        return 0
+    ledger.is_compared = True
+    group = sharing_group(engine)
+    ranks = [None] * group.size()
+    dist.all_gather_object(ranks, (ledger.dealt, ledger.drawn, weighted), group=group)
+    dealt, drawn, weighted = zip(*ranks, strict=True)
+    if len({*dealt}) > 1:  # by one rank alone, for a line of its log
+        ledger.dealt = None
+    if len({*drawn}) > 1:
         raise ValueError(
-            f"the config names a batch of {share.batch}, and this step trains {trained} samples, "
-            f"{share.micro_batch} x {steps} accumulation steps x {share.ranks} ranks. To keep "
-            + "\n  ".join([f"{share.batch}:", *cures(share.batch, share.micro_batch)])
+            "the ranks draw from different samples: give each the whole data set in the same "
+            "order, without a DistributedSampler; what deals it out gives each rank its part"
         )
-    return step(engine, *args, **options)
+    return sum(weighted)
+
+
+def check_batch(engine, share, ledger, count):
+    """Raises ValueError if the micro-batches that went backward since the last step are not those
+    of the batch. count: how many; 0 if nobody has seen them."""
+    if hasattr(engine, "is_first_stage"):
+        if not (engine.is_first_stage() or engine.is_last_stage()):
+            return  # a pipeline's stages between them draw no samples
+    if ledger.dealt and ledger.dealt != share.key:
+        raise ValueError(
+            f"the loop deals out a batch of {ledger.dealt[0]}, and the engine's is {share.batch}: "
+            "call batches.share(engine) again after set_train_batch_size()"
+        )
+    steps = engine.gradient_accumulation_steps()
+    count = count or steps
+    is_dealt = ledger.dealt or not share.repeats
+    is_lost = any(backward.is_lost for backward in ledger.backwards[-1:])
+    if is_dealt and count == share.accumulation and not is_lost:
+        return
+    trained = share.micro_batch * count * share.ranks
+    ends = ""
+    if count != steps or is_lost:
+        ends = (
+            f". The config has {steps} accumulation steps: after the backward() of the last one, "
+            "outside no_sync(), comes the step() that updates"
+        )
+    raise ValueError(
+        f"the config names a batch of {share.batch}, and this step trains {trained} samples, "
+        f"{share.micro_batch} x {count} accumulation steps x {share.ranks} ranks{ends}. To keep "
+        + "\n  ".join([f"{share.batch}:", *cures(share.batch, share.micro_batch)])
+    )
+
+
+def check_weights(engine, share, ledger, weighted):
+    """Raises ValueError if losses that were dealt out with weight 0 had one."""
+    ranks = sharing_group(engine).size()
+    if ledger.dealt and weighted * share.ranks > share.micro_batches * ranks:
+        raise ValueError(
+            f"{share.repeats} micro-batches of a step are computed again, with weight 0, and "
+            f"{weighted} of {share.accumulation * ranks} losses are not 0: call "
+            "engine.backward(weight * loss) with the weights of batches.share(engine)"
+        )
+
+
+def check_gradient(engine, share):
+    """Raises ValueError if the gradient is not the mean over the ranks."""
+    factor, key = gradient_factor(engine._config._param_dict, sharing_group(engine).size())
+    if factor != 1:
+        raise ValueError(
+            f"{key} in the config makes the gradient {factor:.4g} times the mean of the batch of "
+            f"{share.batch}, and another on other ranks: take it out, and to go on with the "
+            "gradients of before, multiply each loss by what it was times the mean then"
+        )
+
+
+def gradient_factor(config: dict[str, Any], ranks: int) -> tuple[float, str]:
+    """By how much DeepSpeed's gradient is more than the mean over so many data-parallel ranks, and
+    the key of the config that makes it so."""
+    zero = config.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    key = "gradient_allreduce_op"
+    if str(config.get(key)).lower() == "sum":
+        return ranks, key
+    key = "gradient_predivide_factor"
+    is_left_out = zero.get("stage") == 3 and zero.get("reduce_scatter") is False
+    if is_left_out and not config.get("prescale_gradients") and config.get(key) == ranks:
+        return 1 / ranks, key  # stage3.py divides by both, and multiplies by none
+    return 1, key
 
 
 @functools.cache
@@ -256,12 +470,32 @@ def say_once(line):
     print(line, flush=True)
 
 
-def name_batch(engine, set_batch, batch):
-    set_batch(engine, batch)
+def name_batch(method, engine, batch):
+    ledger = ledger_of(engine)
+    if ledger.backwards:
+        raise ValueError(
+            "set_train_batch_size() within a step, whose micro-batches are of the batch of before: "
+            "call it after a step()"
+        )
+    method(engine, batch)
+    engine.micro_steps = 0  # DeepSpeed ends a step where the new accumulation steps divide it
+    ledger.dealt = None
+    ledger.is_compared = False
     written = engine._config._param_dict  # a new one: other engines may have the same
     name = TRUE_BATCH if TRUE_BATCH in written else "train_batch_size"
     changes = {name: batch, "gradient_accumulation_steps": engine.gradient_accumulation_steps()}
     engine.config = engine._config._param_dict = written | changes
+
+
+# DeepSpeed's methods that are watched.
+WATCHED = {
+    "forward": around_forward,
+    "backward": around_backward,
+    "_backward_epilogue": around_epilogue,
+    "_take_model_step": checked_step,  # at the last micro-batch
+    "set_train_batch_size": name_batch,
+    "deepspeed_io": around_loader,
+}
 
 
 def cures(batch: int | None, micro_batch: int, *names: str) -> list[str]:
@@ -320,9 +554,11 @@ class Sampler:
         self.step = step
 
     def __iter__(self) -> Iterator[list[int]]:
+        kind = (self.samples, self.epoch_samples, self.seed, self.shuffle, self.step)
+        self.share.ledger.drawn = repr(kind)
         order = functools.lru_cache(maxsize=2)(self.order)
         for step in itertools.count(self.step):
-            for m, _ in self.share:
+            for m, _ in self.share.places():
                 begin = (step - 1) * self.share.batch + m * self.share.micro_batch
                 numbers = range(begin, begin + self.share.micro_batch)
                 places = [divmod(number, self.epoch_samples) for number in numbers]

@@ -93,7 +93,7 @@ class FilledSteps:
     def weights(self, step: int) -> list[float]:
         """Returns the weights of this rank's losses in a step, of which DeepSpeed takes the
         mean."""
-        batches.DEALT.add(self.share.key)
+        self.share.ledger.dealt = self.share.key
         count = self.count(step)
         places = self.share.accumulation * self.share.ranks
         numbers = range(self.share.rank, places, self.share.ranks)
@@ -118,7 +118,9 @@ class FilledSteps:
         self.number = self.length
         for before in itertools.count(self.begin * size, size):
             step = list(itertools.islice(micro_batches, size))
-            self.first_step = self.first_step or step
+            if not self.first_step:
+                self.first_step = step
+                self.share.ledger.drawn = repr(step) if self.length < math.inf else None
             if len(step) < size:
                 self.number = min(self.number, before + len(step))
             if not step:
@@ -173,7 +175,6 @@ def fill_steps(
     else:
         streamed = data.BatchSampler(stream, share.micro_batch, global_sampler.drop_last)
         filled_steps = FilledSteps(streamed, share, math.inf)
-    batches.DEALT.discard(share.key)  # until its weights are asked for
     # torch allows no other one after __init__(), as a loader that has begun would not see it.
     object.__setattr__(loader.base_dataloader, "batch_sampler", filled_steps)
     return filled_steps
@@ -331,8 +332,8 @@ class AnyRanks:
 
     def begin_training(self):
         """Set the first epoch and step to deal, once the engine may have loaded a checkpoint."""
-        share = batches.share(self.model_wrapped)
         filled_steps = self.filled_steps
+        share = filled_steps.share = batches.share(self.model_wrapped)
         trained = self.state.global_step
         saved = self.state.stateful_callbacks  # what trainer_state.json has room for
         if filled_steps.length < math.inf:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,7 +94,6 @@ KINDS = {
     "share_of_loss": Kind(stage=2, train=share_of_loss),
     "infinite": Kind(Infinite),
     "infinite_fp16": Kind(Infinite, stage=2, config=FP16),
-    "no_weights": Kind(micro_batches=4, weigh=lambda weight: 1.0),
     "only_zeros": Kind(micro_batches=4, weigh=lambda weight: float(weight > 0)),
 }
 
@@ -193,7 +193,6 @@ def random_ltd():
 
 def named(micro_batches=8, ranks=None, net=Net, **options):
     """An engine of which no loop deals the batch yet."""
-    batches.DEALT.clear()
     config = batches.config(micro_batches * MICRO, MICRO, ranks)
     return make(1, net, batch=None, **config | options)
 
@@ -209,9 +208,11 @@ def new_loop(engine, *sharers):
 
 
 def is_trained(engine, loop=old_loop):
-    steps = engine.global_steps
+    steps, counted = engine.global_steps, engine.global_samples
     loop(engine)
     assert engine.global_steps == steps + 1
+    if batches.TRUE_BATCH in engine._config._param_dict:
+        assert engine.global_samples == counted + batches.named_share(engine).batch
 
 
 def is_stopped(engine, batch, trained, loop=old_loop):
@@ -254,7 +255,8 @@ def changed_after_initialize():
         if dealt:
             is_trained(engine, new_loop)
         engine._config.gradient_accumulation_steps = 2
-        is_stopped(engine, 27, 18)
+        # DeepSpeed counts the three micro-batches before, too.
+        is_stopped(engine, 27, 9 if dealt else 18)
     engine = named(9)
     engine.set_train_micro_batch_size(1)
     is_stopped(engine, 27, 9)
@@ -277,12 +279,197 @@ def another_batch_by_name():
 
 
 def two_engines():
-    """As actor and critic: one loop deals for both. Another batch has a loop of its own."""
-    first = named()
-    is_trained(first, new_loop)
-    second = make(1, Net, batch=None, **batches.config(24, MICRO))
-    is_trained(second)
-    is_stopped(make(1, Net, batch=None, **batches.config(21, MICRO)), 21, 27)
+    """What one deals out is nothing to the other."""
+    is_trained(named(), new_loop)
+    is_stopped(named(), 24, 27)
+    is_stopped(named(7), 21, 27)
+
+
+def said_and_not_dealt():
+    """A line of a log deals out nothing; a list of it, here on one rank, may be thrown away."""
+    engine = named()
+    assert str(batches.share(engine)).startswith("24 = 3 x 8 micro-batches")
+    is_stopped(engine, 24, 27)
+    engine = named()
+    if dist.get_rank() == 0:
+        assert len([*batches.share(engine)]) == 3
+    is_stopped(engine, 24, 27)
+
+
+def no_weights():
+    engine = named()
+
+    def loop(engine):
+        for m, _ in batches.share(engine):
+            usual(engine, engine(samples(1, m)))
+
+    with pytest.raises(ValueError, match="computed again, with weight 0, and 9 of 9 losses are"):
+        loop(engine)
+    assert engine.global_steps == 0
+
+
+def at_the_end(engine, backward):
+    """step() is called once."""
+    *rest, last = batches.share(engine)
+    for m, weight in rest:
+        backward(weight * engine(samples(1, m)))
+    return last[1] * engine(samples(1, last[0]))
+
+
+def boundary(engine):
+    engine.set_gradient_accumulation_boundary(False)
+    loss = at_the_end(engine, engine.backward)
+    engine.set_gradient_accumulation_boundary(True)
+    usual(engine, loss)
+
+
+def boundary_too_early(engine):
+    engine.set_gradient_accumulation_boundary(True)
+    m, weight = next(iter(batches.share(engine)))
+    usual(engine, weight * engine(samples(1, m)))
+
+
+def unmanaged(engine):
+    engine.backward(at_the_end(engine, engine.backward))
+    engine.step()
+
+
+def without_sync(engine):
+    engine.set_gradient_accumulation_boundary(False)
+    with engine.no_sync():
+        loss = at_the_end(engine, engine.backward)
+    engine.set_gradient_accumulation_boundary(True)
+    usual(engine, loss)
+
+
+def never_synced(engine):
+    engine.set_gradient_accumulation_boundary(True)
+    with engine.no_sync():
+        engine.backward(at_the_end(engine, engine.backward))
+    engine.step()
+
+
+def synced_without_boundary(engine):
+    """step() waits for as many calls of its own: three batches become one."""
+    for _ in range(3):
+        with engine.no_sync():
+            loss = at_the_end(engine, engine.backward)
+        usual(engine, loss)
+
+
+def coalesced(engine):
+    with engine.coalesce_grad_reduction():
+        engine.backward(at_the_end(engine, engine.backward))
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+
+
+def by_torch(engine):
+    for m, weight in batches.share(engine):
+        (weight * engine(samples(1, m))).backward()
+        engine.step()
+
+
+def scaled(engine):
+    for m, weight in batches.share(engine):
+        engine.scale(weight * engine(samples(1, m))).backward()
+        engine.step()
+
+
+def two_losses(engine):
+    for m, weight in batches.share(engine):
+        loss = weight * engine(samples(1, m))
+        with engine.no_sync():
+            engine.backward(loss * 0.5, retain_graph=True)
+        usual(engine, loss * 0.5)
+
+
+def listed_once(engine):
+    """As Lightning's example does."""
+    pairs = [*batches.share(engine)]
+    for m, weight in pairs:
+        usual(engine, weight * engine(samples(1, m)))
+    for m, _ in batches.share(engine):  # an evaluation
+        engine(samples(1, m))
+
+
+UNMANAGED = {"managed_gradient_accumulation": False}
+RIGHT = (boundary, without_sync, coalesced, by_torch, scaled, two_losses, listed_once)
+
+
+def ways_to_step():
+    """Each makes the step that the usual loop makes, and counts 24 samples."""
+
+    def weights(loop, **options):
+        engine = named(**options)
+        is_trained(engine, loop)
+        return torch.cat([parameter.detach().flatten() for parameter in engine.parameters()])
+
+    usual_weights = weights(new_loop)
+    for loop, options in [*((loop, {}) for loop in RIGHT), (unmanaged, UNMANAGED)]:
+        gap = (weights(loop, **options) - usual_weights).abs().max()
+        assert gap < 1e-6, f"{loop.__name__}: {gap}"
+
+
+def ways_to_train_another_batch():
+    is_stopped(named(), 24, 9, boundary_too_early)
+    is_stopped(named(9), 27, 9, boundary_too_early)
+    is_stopped(named(**UNMANAGED), 24, 9, new_loop)
+    is_stopped(named(), 24, 27, never_synced)
+    is_stopped(named(), 24, 81, synced_without_boundary)
+
+
+def another_batch_in_mid_run():
+    """The next update takes the micro-batches of one step, if its Share is asked for again."""
+    engine = named(9)
+    is_trained(engine, new_loop)
+    share = batches.share(engine)
+    engine.set_train_batch_size(18)
+    with pytest.raises(ValueError, match="deals out a batch of 27, and the engine's is 18: call"):
+        for m, weight in share:
+            usual(engine, weight * engine(samples(1, m)))
+    engine = named(9)
+    is_trained(engine, new_loop)
+    engine.set_train_batch_size(18)
+    for _ in range(3):
+        is_trained(engine, new_loop)
+    engine.backward(engine(samples(1, 0)))
+    with pytest.raises(ValueError, match="within a step, .*: call it after a step"):
+        engine.set_train_batch_size(27)
+
+
+def loader_of_deepspeed():
+    """It would draw 27 samples, of which 24 are trained."""
+    numbers = torch.utils.data.TensorDataset(torch.arange(99.0))
+    with pytest.raises(ValueError, match="give a DataLoader a batches.Sampler; for an evaluation"):
+        named().deepspeed_io(numbers)
+    assert len(named().deepspeed_io(numbers, route="eval")) == 11
+    assert len(named(9).deepspeed_io(numbers)) == 11
+    net = Net()
+    with pytest.raises(ValueError, match="DeepSpeed's loader of training_data would draw more"):
+        deepspeed.initialize(
+            model=net,
+            optimizer=torch.optim.SGD(net.parameters()),
+            training_data=numbers,
+            config=batches.config(24, MICRO),
+        )
+
+
+def other_gradients():
+    """DeepSpeed's gradient is another on other ranks; or it is, where the config names no batch."""
+    total = {"gradient_allreduce_op": "sum"}
+    with pytest.raises(ValueError, match="gradient_allreduce_op .* 3 times .* batch of 24, and"):
+        new_loop(named(**total))
+    unnamed = make(1, Net, batch=27, micro=3, **total)
+    is_trained(unnamed)
+
+
+def orders_of_samples():
+    engine = named()
+    share = batches.share(engine)
+    next(iter(batches.Sampler(99, share, seed=dist.get_rank() % 2)))
+    with pytest.raises(ValueError, match="the ranks draw from different samples: give each the"):
+        new_loop(engine)
 
 
 def shared_micro_batches():
@@ -295,8 +482,8 @@ def shared_micro_batches():
             engine = named(ranks=1, mpu=parallel_state_sp)
             is_trained(engine, loop)
             assert engine.global_samples == 24
-        engine._config.gradient_accumulation_steps = 9
-        is_stopped(engine, 24, 27)
+        engine._config.gradient_accumulation_steps = 6
+        is_stopped(engine, 24, 12)
 
 
 def exact_sums():
@@ -309,6 +496,8 @@ def exact_sums():
 
 CHECKS = (counters, other_accumulation, training_data, random_ltd, batch_of_trainers)
 CHECKS += (loop_that_was_left, changed_after_initialize, another_batch_by_name, two_engines)
+CHECKS += (said_and_not_dealt, no_weights, ways_to_step, ways_to_train_another_batch)
+CHECKS += (another_batch_in_mid_run, loader_of_deepspeed, other_gradients, orders_of_samples)
 CHECKS += (shared_micro_batches, exact_sums)
 
 
