@@ -77,10 +77,6 @@ def other_byte(engine, step):
     return dealt_out(engine, parts)
 
 
-def without_weights(engine, step):
-    return [(samples, 1.0) for samples, _ in micro_batches(engine, step)]
-
-
 def weights_of_1(engine, step):
     """As if the mean were that of this rank's losses, those of no weight among them."""
     return [(samples, float(weight > 0)) for samples, weight in micro_batches(engine, step)]
@@ -299,7 +295,6 @@ FAULTS = {
     "scale": Fault(f"{FIRST} loss scale was", other_scale, kind="fp16"),
     "buffer": Fault(f"{FIRST} loss was", other_buffer),
     "byte": Fault("other samples than before", dealt=other_byte),
-    "without_weights": Fault("other samples than before", dealt=without_weights),
     "weights_of_1": Fault(f"{FIRST} loss was 0.266784, and is 0.22232", dealt=weights_of_1),
     "unknown_samples": Fault("other samples, or", dealt=other_samples, kind="no_tensor"),
     "dropout_by_rank": Fault(NOTE, kind="dropout"),
