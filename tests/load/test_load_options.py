@@ -7,9 +7,10 @@ import interrupted
 import models
 import optimizers
 import recipes
+import settings
 import stage_0
 import weights
 
 from tests.support.case import cases_of, test_case  # noqa: F401
 
-CASES = cases_of(weights, models, optimizers, interrupted, by_deepspeed, recipes, stage_0)
+CASES = cases_of(weights, models, optimizers, interrupted, by_deepspeed, recipes, settings, stage_0)

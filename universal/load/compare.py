@@ -175,8 +175,6 @@ def misfits_of_optimizer(engine, checkpoint, model, saved, resharded):
     parameters = checkpoint.parameters
     if engine.keeps_second_optimizer():
         yield "DeepSpeed restores no state that offload_optimizer.ratio leaves on the GPU"
-    if saved.settings.get("clip_grad") and not engine.computes_norm():
-        yield "saved with gradient clipping, for which compute_grad_norm=false leaves no norm"
     if saved.left_out:
         yield f"converted without {', '.join(saved.left_out)} of the optimizer"
     merged = map(operator.or_, engine.param_groups, saved.param_groups)

@@ -1,0 +1,113 @@
+"""What a new config changes of a run is said before the first step, and holds at every stage; what
+parameter groups keep stays as it was."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.case import PRINTED, case, load, printed, saved, saved_with_losses
+from tests.support.helpers import fp16_is
+from tests.support.toy import falling, is_rank_0, make
+
+NOTE = "NOTE: other settings than at the save: "
+
+
+def said_nothing():
+    return NOTE not in PRINTED.getvalue()
+
+
+@case(saved(clip=0.5), stages=(1, 2, 3), quick_stages=(1, 3))
+def clipping(stage):
+    """The gradient, of a norm above 0.1, is cut to that of the new config."""
+    engine = make(stage, seed=5, clip=0.1, optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0))
+    load(engine, load_optimizer_states=False)
+    assert said_nothing()  # a new run
+    engine = make(stage, seed=5, clip=0.01)
+    load(engine)
+    assert printed(f"{NOTE}gradient_clipping is 0.01 from now on (was 0.5)\n")
+    assert engine.optimizer.clip_grad == engine.gradient_clipping() == 0.01
+    engine = make(stage, seed=6, clip=0.5)
+    PRINTED.truncate(0)
+    load(engine)
+    assert said_nothing() and engine.optimizer.clip_grad == 0.5
+
+
+def of_before(path, stage):
+    """Make it a file that DeepSpeed 0.18.9 has saved, whose config does not say how to clip."""
+    states = torch.load(path, weights_only=False)
+    if "ds_config" in states:
+        states["ds_version"] = "0.18.9"
+        del states["ds_config"]["gradient_clipping"]
+    torch.save(states, path)
+
+
+def save_of_before(stage):
+    saved_with_losses(clip=0.0)(stage)
+    if is_rank_0():
+        for path in Path("t").glob("*model_states.pt"):
+            of_before(path, stage)
+    dist.barrier()
+
+
+@case(save_of_before, stages=(1, 3), quick_stages=(1, 3))
+def default_of_before(stage):
+    """DeepSpeed clips to 1 since 0.19.3: a run of before, which no config clips, goes on so."""
+    engine = make(stage, seed=5, clip=1.0)
+    del engine.config["gradient_clipping"]
+    load(engine)
+    assert said_nothing() and engine.optimizer.clip_grad == engine.gradient_clipping() == 0
+    engine = make(stage, seed=5, clip=1.0)
+    load(engine)
+    assert printed(f"{NOTE}gradient_clipping is 1.0 from now on (was 0.0)\n")
+    assert engine.optimizer.clip_grad == 1.0
+
+
+def fp16(**more):
+    fp16_is(True)()
+    return {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2} | more}
+
+
+@case(lambda stage: saved(**fp16())(stage), quick_stages=(1, 3))
+def pace_of_the_loss_scale(stage):
+    """The scale is the saved one, and grows at the pace of the new config."""
+    engine = make(stage, seed=5, **fp16(loss_scale_window=1000, initial_scale_power=4))
+    load(engine)
+    scaler = engine.optimizer.loss_scaler
+    assert (scaler.cur_scale, scaler.cur_iter, scaler.scale_window) == (2**8, 2, 1000)
+    assert printed(f"{NOTE}fp16.loss_scale_window is 1000 from now on (was 2)\n")
+
+
+ADAM = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True}}
+
+
+@case(saved(optimizer=ADAM, scheduler=falling), quick_stages=(1, 3))
+def what_groups_keep(stage):
+    params = {"lr": 0.02, "weight_decay": 0.2, "torch_adam": True, "adam_w_mode": False}
+    engine = make(stage, seed=5, optimizer={"type": "Adam", "params": params})
+    load(engine)
+    [group] = engine.optimizer.param_groups
+    kept = {"lr": 0.01 * (1 / 3), "weight_decay": 0.1, "decoupled_weight_decay": True}
+    assert group | kept == group
+    assert printed(
+        f"{NOTE}optimizer.params.lr stays 0.01 (0.02 in the config); decoupled_weight_decay stays "
+        "True (False here); weight_decay stays 0.1 (0.2 here); without a scheduler the learning "
+        "rate stays 0.00333333\n"
+    )
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.a(x).view(2, 4)).pow(3).mean()
+
+
+@case(saved(net=Normed, micro=2), stages=(2,))
+def micro_batch(stage):
+    micro = 12 // dist.get_world_size()
+    load(make(stage, seed=5, net=Normed, micro=micro))
+    assert printed(f"{NOTE}BatchNorm sees {micro} samples (was 2)\n")
