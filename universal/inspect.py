@@ -28,7 +28,7 @@ from universal.checkpoint.facts import CHOOSE, batch_of, doubt_of
 from universal.checkpoint.module_states import client_state_of, config_of
 from universal.checkpoint.next_steps import read_rows
 from universal.checkpoint.same_step import check_same_step, compares_weights
-from universal.checkpoint.tags import choose_tag, is_checkpoint, list_tags
+from universal.checkpoint.tags import choose_tag, is_checkpoint, list_tags, place_of
 from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Described
 from universal.errors import CheckpointError, Refused
 from universal.files.torch_file import damages_in, load, tensor_of
@@ -78,11 +78,12 @@ def places_in(folder, tag):
     """Returns {tag: its folder}. folder: with tags, or a checkpoint. Raises CheckpointError without
     any."""
     if tag is not None:
-        places = {tag: folder / tag} if (folder / tag).is_dir() else {}
+        place = place_of(folder, tag)
+        places = {tag: place} if place.is_dir() else {}
     elif is_checkpoint(folder):
         places = {os.path.basename(os.path.abspath(folder)): folder}
     else:
-        places = {name: folder / name for name in list_tags(folder)}
+        places = {name: place_of(folder, name) for name in list_tags(folder)}
     if not places:
         below = sorted(folder.glob("*/latest"), key=numbers_in)
         more = ""
@@ -115,7 +116,7 @@ def look_at(folder):
 
 def damage_of(folder, checkpoint):
     """Compare checksums. Returns three of the facts. checkpoint: None if saved without ZeRO."""
-    paths = paths_of(checkpoint) if checkpoint else folder.glob("*_states.pt")
+    paths = paths_of(checkpoint) if checkpoint else folder.glob("[!.]*_states.pt")
 
     def look_into(path):
         try:
@@ -140,7 +141,7 @@ def weights_not_read(checkpoint):
     places = set()
     if compares_weights(checkpoint):
         return places
-    for path in checkpoint.folder.glob("*model_states.pt"):
+    for path in checkpoint.folder.glob("[!.]*model_states.pt"):
         with contextlib.suppress(CheckpointError):
             content = load(path)
             module = content.get("module") or content

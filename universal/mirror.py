@@ -34,7 +34,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from universal.background import begin, signals_later
 from universal.checkpoint.describe import describe
-from universal.checkpoint.tags import choose_tag
+from universal.checkpoint.tags import choose_tag, place_of
 from universal.errors import CheckpointError, one_line
 from universal.files.torch_file import verify
 from universal.load import reader
@@ -312,7 +312,9 @@ class Mirror:
     def step_on(self, disk: Path) -> int:
         """Returns the step from which a resume from the disk would begin; 0 if there is none."""
         tags = choose_tag(disk).to_try
-        return next((tag.step for tag in tags if self.problem_of(disk / tag.name) is None), 0)
+        return next(
+            (tag.step for tag in tags if self.problem_of(place_of(disk, tag.name)) is None), 0
+        )
 
     def problem_of(self, checkpoint: Path) -> str | None:
         """Returns why a checkpoint would not load, though its files match their checksums, or

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from universal import CheckpointError
-from universal.checkpoint.tags import choose_tag, find_tag, list_tags, named_by_latest
+from universal.checkpoint.describe import describe
+from universal.checkpoint.tags import (
+    choose_tag,
+    find_tag,
+    list_tags,
+    named_by_latest,
+    restore_all,
+)
+from universal.inspect import look
 
 HOUR = 3600
 
@@ -131,3 +139,56 @@ def test_what_latest_names(tag, latest, tmp_path, harm):
     tags, lines = order(tmp_path, **options)
     assert tags == [] and len(lines) == 1
     assert lines == [line] if line else lines[0].startswith("x is passed over: ")
+
+
+def test_a_copy_in_which_latest_is_older(tag, latest, tmp_path):
+    """A download that begins with the small files gives `latest` an earlier time than what it
+    names: the branch that the run has given up is not taken for a later one."""
+    latest("latest", "step5", 1)
+    for hour, step in enumerate((3, 5, 6, 9), 2):
+        tag(f"step{step}", step, hour)
+    names, says = order(tmp_path)
+    assert names[0] == "step5" and says == []
+    latest("latest", "step5", 3)  # as DeepSpeed writes it: step6 and step9 came later
+    assert order(tmp_path)[0][0] == "step9"
+    shard = tmp_path / "step5" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    shard.write_text("")  # the big file comes last
+    os.utime(shard, (4 * HOUR, 4 * HOUR))
+    assert order(tmp_path)[0][0] == "step5"
+
+
+def everything(folder):
+    """Returns {path: time} of all that is in a folder."""
+    return {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_listing_changes_nothing(tag, latest, tmp_path):
+    """What a save has put aside is listed under its name; only a load gives it that back."""
+    tag("step5", 5, 1)
+    latest("latest", "step5", 2)
+    aside = tmp_path / f".step5.{10**18}.replaced"
+    (tmp_path / "step5").rename(aside)
+    before = everything(tmp_path)
+    assert list_tags(tmp_path) == ["step5"]
+    assert order(tmp_path) == (
+        ["step5"],
+        [f"step5 is {aside.name} since a save of it died: a load gives it its name back"],
+    )
+    assert find_tag(tmp_path) == aside
+    view = look(tmp_path)
+    assert [*view["tags"]] == ["step5"] and view["says"]
+    assert everything(tmp_path) == before
+    restore_all(tmp_path)
+    assert order(tmp_path) == (["step5"], []) and find_tag(tmp_path) == tmp_path / "step5"
+
+
+def test_files_of_a_mac(tag, tmp_path):
+    """Copies from there bring a ._NAME beside each file, which is nobody's damage."""
+    tag("step5", 5, 1)
+    for path in [*tmp_path.rglob("*")]:
+        path.with_name(f"._{path.name}").write_bytes(b"\0\5\26\7")
+    (tmp_path / "step6").mkdir()
+    (tmp_path / "step6" / "._mp_rank_00_model_states.pt").write_bytes(b"\0\5\26\7")
+    assert list_tags(tmp_path) == ["step5"] and order(tmp_path) == (["step5"], [])
+    with pytest.raises(CheckpointError, match="step6 holds no .*optim_states.pt: it is no ZeRO"):
+        describe(tmp_path / "step6")

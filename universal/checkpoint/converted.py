@@ -87,7 +87,7 @@ def describe_universal(folder: Path, pool: Executor) -> Described:
 
 def paths_of_model_states(folder):
     paths = sorted(folder.glob("mp_rank_*_model_states.pt"))
-    paths = paths or sorted(folder.glob("*_model_states.pt"))
+    paths = paths or sorted(folder.glob("[!.]*_model_states.pt"))
     if not paths:
         raise CheckpointError(
             f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed"
@@ -115,7 +115,7 @@ def read_parameter(folder, group_number, scalars):
     """Read a Parameter: each file in its folder is one of its states."""
     tensors = {}
     masters = folder / "fp32.pt"
-    for path in [masters, *sorted(set(folder.glob("*.pt")) - {masters})]:
+    for path in [masters, *sorted(set(folder.glob("[!.]*.pt")) - {masters})]:
         content = load(path)
         if path.stem == "step":
             scalars = {"step": read_scalar(content)}

@@ -123,7 +123,7 @@ def find_shards(folder: Path) -> dict:
     Returns: {prefix of the file, its dtype: {model-parallel rank: {data-parallel rank: path}}}.
     """
     shards = {}
-    for path in sorted(folder.glob("*_optim_states.pt")):
+    for path in sorted(folder.glob("[!.]*_optim_states.pt")):
         match = re.fullmatch(
             r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", path.name
         )
@@ -148,9 +148,9 @@ def left_over(checkpoint: Checkpoint) -> list[str]:
 def paths_of(checkpoint: Checkpoint) -> list[Path]:
     """The checkpoint's own .pt files: none of an earlier save, and none that a script has added."""
     folder = checkpoint.folder
-    paths = [*folder.glob("*_states.pt")]
+    paths = [*folder.glob("[!.]*_states.pt")]
     if checkpoint.is_universal:
-        paths += folder.glob("zero/**/*.pt")
+        paths += folder.glob("zero/**/[!.]*.pt")
     return sorted(path for path in paths if path.name not in checkpoint.left_over)
 
 

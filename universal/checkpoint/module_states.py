@@ -114,7 +114,7 @@ def degrees_of(model: dict, mp_ranks: int, folder: Path) -> tuple[int, int]:
 
 def names_beside(folder: Path, used: Iterable[Path]) -> list[str]:
     """Returns the names of shards and model states that are not used: an earlier save left them."""
-    paths = {*folder.glob("*mp_rank_*_states.pt"), *folder.glob("layer_*-model_states.pt")}
+    paths = {*folder.glob("[!.]*p_rank_*_states.pt"), *folder.glob("layer_*-model_states.pt")}
     return sorted({path.name for path in paths.difference(used)})
 
 

@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder has a checkpoint's files itself, and not in folders below."""
-    return any(folder.glob("*_states.pt"))
+    return any(folder.glob("[!.]*_states.pt"))
 
 
 def find_tag(folder: str | Path) -> Path:
@@ -72,7 +72,7 @@ def find_tag(folder: str | Path) -> Path:
             f"{folder}: `latest` {named}, and a resume begins with {first}: name the folder of the "
             "one to take"
         )
-    return folder / choice.name
+    return place_of(folder, choice.name)
 
 
 def wait() -> None:
@@ -88,6 +88,12 @@ def wait() -> None:
         events[0].wait()
 
 
+def restore_all(folder: Path) -> None:
+    """Call restore() in folders_of_tags()."""
+    for place in folders_of_tags(folder):
+        restore(place)
+
+
 def restore(folder: Path) -> None:
     """Give a checkpoint its name back if a process died while it replaced it. If the new one is
     there, a script's own files move to it from the old one."""
@@ -100,6 +106,19 @@ def restore(folder: Path) -> None:
             for own in path.iterdir() if match else ():
                 if not WRITTEN.fullmatch(own.name) and not (output / own.name).exists():
                     own.rename(output / own.name)
+
+
+def put_aside(folder: Path) -> dict[str, Path]:
+    """Returns {name: folder} of checkpoints to which restore() would give their names back."""
+    matches = {path: HIDDEN.fullmatch(path.name) for path in sorted(folder.glob(".*.replaced"))}
+    names = {path: match[1] for path, match in matches.items() if match}
+    return {name: path for path, name in names.items() if not (folder / name).exists()}
+
+
+def place_of(folder: Path, tag: str) -> Path:
+    """The folder of a checkpoint, also while it is put aside."""
+    path = folder / tag
+    return put_aside(path.parent).get(path.name, path)
 
 
 def is_saved(folder: Path) -> bool:
@@ -120,14 +139,18 @@ def named_by_latest(folder: Path, pointers: Sequence[str] = POINTERS) -> str:
     return os.path.relpath(folder / text, folder) if text else ""
 
 
-def list_tags(folder: Path) -> list[str]:
-    """The names of the checkpoints in a folder, complete or not. Tags like epoch1/step5 are found
-    only beside one that `latest` names."""
-    tags = set()
+def folders_of_tags(folder: Path) -> set[Path]:
+    """Returns the folder, and the one with the tag that `latest` names, such as epoch1/step5."""
     name = named_by_latest(folder)
-    for place in {folder, (folder / name).parent if name else folder}:
-        restore(place)
-        for path in place.glob("[!.]*/*mp_rank_00_model_states.pt"):
+    return {folder, (folder / name).parent if name else folder}
+
+
+def list_tags(folder: Path) -> list[str]:
+    """The names of the checkpoints in a folder, complete or not: those of folders_of_tags()."""
+    tags = set()
+    for place in folders_of_tags(folder):
+        tags.update(os.path.relpath(place / aside, folder) for aside in put_aside(place))
+        for path in place.glob("[!.]*/[!.]*_rank_00_model_states.pt"):
             tags.add(os.path.relpath(path.parent, folder))
     return sorted(tags)
 
@@ -152,16 +175,21 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
 
     converted_only: pass over all but universal checkpoints. Raises: Refused.
     """
-    names = [name for name in list_tags(folder) if not (converted_only and is_saved(folder / name))]
-    saved = [name for name in names if is_saved(folder / name)]
+    places = {name: place_of(folder, name) for name in list_tags(folder)}
+    names = [name for name in places if not (converted_only and is_saved(places[name]))]
+    saved = [name for name in names if is_saved(places[name])]
     pointers = [*POINTERS]
     if converted_only:
         pointers.remove("latest")
     if saved:
         pointers.remove("latest_universal")
     name = named_by_latest(folder, pointers)
-    tags, passed_over = read_tags(folder, names)
-    says = []
+    tags, passed_over = read_tags({name: places[name] for name in names})
+    says = [
+        f"{name} is {path.name} since a save of it died: a load gives it its name back"
+        for name, path in places.items()
+        if path.name != os.path.basename(name)
+    ]
     for tag, error in passed_over.items():
         if isinstance(error, Refused) and (tag == name or not tags):
             raise error
@@ -175,7 +203,9 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
         # written before `latest` are from an earlier run, or `latest` was edited.
         pointer = latest_file(folder, pointers)
         since = pointer.stat().st_mtime
-        later = [tag for tag in tags if tag.step > named[0].step and tag.written > since]
+        # A copy may have given `latest` an earlier time than what it names: it tells nothing.
+        if last_written(places[name]) <= since:
+            later = [tag for tag in tags if tag.step > named[0].step and tag.written > since]
         says += [
             f"`{pointer.name}` names {name}, and {tag.name} was written after it: the later one is "
             "taken, if it is complete"
@@ -189,6 +219,12 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
     return Choice([*dict.fromkeys([*later, *named, *tags])], says, meant)
 
 
+def last_written(folder):
+    """When the last of rank 0's files was written, all of which are older than `latest`."""
+    paths = [*folder.glob("[!.]*_rank_0_mp_rank_00_*_states.pt"), rank_0_model_states(folder)]
+    return max(path.stat().st_mtime for path in paths)
+
+
 def given_up(tags):
     """The tags that a run has gone back behind: of more steps than one that was saved later."""
     return {
@@ -199,15 +235,16 @@ def given_up(tags):
     }
 
 
-def read_tags(folder, names):
-    """Returns the Tags that can be read, and for the others the errors, by name."""
+def read_tags(places):
+    """Returns the Tags that can be read, and for the others the errors, by name. places: {name:
+    folder}."""
     tags = []
     problems = {}
-    for name in names:
+    for name, folder in places.items():
         try:
-            path = rank_0_model_states(folder / name)
+            path = rank_0_model_states(folder)
             written = path.stat().st_mtime
-            tags.append(Tag(name, step_of(path), written, is_saved(folder / name)))
+            tags.append(Tag(name, step_of(path), written, is_saved(folder)))
         except (CheckpointError, OSError) as error:
             problems[name] = error
     return tags, problems
@@ -218,5 +255,7 @@ def what_is_missing(folder, converted_only):
     if converted_only:
         return "holds no checkpoint that is converted"
     return (
-        "lacks rank 0's model states" if any(folder.glob("*_states.pt")) else "holds no checkpoint"
+        "lacks rank 0's model states"
+        if any(folder.glob("[!.]*_states.pt"))
+        else "holds no checkpoint"
     )

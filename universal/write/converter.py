@@ -15,7 +15,7 @@ from pathlib import Path
 from universal.checkpoint.converted import file_name
 from universal.checkpoint.describe import describe, left_over
 from universal.checkpoint.experts import expert_name
-from universal.checkpoint.tags import find_tag
+from universal.checkpoint.tags import find_tag, restore_all
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import NEXT_STEPS, Checkpoint, RawStates
 from universal.checkpoint.zero import lost_states
@@ -51,6 +51,7 @@ def convert(
         something else; OSError, if a disk fails. Nothing has then appeared at output_folder.
     """
     began = time.perf_counter()
+    restore_all(Path(input_folder))
     source = find_tag(input_folder)
     output_folder = output_folder or f"{os.path.abspath(source)}_universal"
     output = Path(os.path.realpath(output_folder))
