@@ -40,7 +40,6 @@ from universal.checkpoint.types import (
     kind_with_unsaved,
 )
 from universal.checkpoint.zero import (
-    NOT_CUT,
     ModelParallelRank,
     cut_flat,
     differences,
@@ -267,7 +266,7 @@ def describe_shards(first, paths, model, experts, pool):
             of_flat = {path: of[flat_cut.name] for path, of in zip(paths, slices, strict=True)}
             joined, others = join_slices(flat_cut, of_flat, shapes[number], group_of.get(number))
             parameters |= joined
-            lost |= dict.fromkeys(others, NOT_CUT)
+            lost |= others
     return parameters, dict(zip(paths, rests, strict=True)), lost
 
 

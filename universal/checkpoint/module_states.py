@@ -184,10 +184,7 @@ def keep_untrained(
             not_saved.append(name)
         else:
             kept[name] = trim_storage(tensor) if tensor else module[name]
-    # A module may save its buffers and parameters under other names.
-    unsaved_buffers = set(model["buffer_names"]) - module.keys()
-    if len(unsaved_buffers) > len(kept.keys() - {*model["buffer_names"], *frozen}):
-        raise CheckpointError(f"it lacks the buffer {min(unsaved_buffers)}")
+    # A module may save its parameters under other names.
     renamed = {*names, *shapes} - module.keys()
     model = model | {"module": kept, "frozen_param_fragments": None}
     return model, not_saved if len(not_saved) > len(renamed) else []

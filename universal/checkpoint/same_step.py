@@ -15,10 +15,20 @@ from universal.files.torch_file import load, tensor_of
 
 def compares_weights(checkpoint: Checkpoint) -> bool:
     """Whether check_same_step() must read: no state counts steps, or there are doubts."""
-    scalars = [parameter.scalars for parameter in checkpoint.parameters.values()]
-    counts_steps = any("step" in known for known in (*checkpoint.optimizer.param_groups, *scalars))
     doubts = not all(problem.loses_state for problem in checkpoint.problems)
-    return doubts or not counts_steps
+    return doubts or not counts_steps(checkpoint)
+
+
+def counts_steps(checkpoint: Checkpoint) -> bool:
+    """Whether the optimizer counts steps: under that name, or a number of it is the module's."""
+    scalars = [parameter.scalars for parameter in checkpoint.parameters.values()]
+    known = [*checkpoint.optimizer.param_groups, *scalars]
+    if any("step" in of_one for of_one in known):
+        return True
+    model = load(checkpoint.model_states)
+    step = model["global_steps"] - model["skipped_steps"]
+    numbers = [value for of_one in known for value in of_one.values()]
+    return any(type(number) in (int, float) and number == step for number in numbers)
 
 
 def check_same_step(checkpoint: Checkpoint) -> None:

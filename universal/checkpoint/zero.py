@@ -48,6 +48,12 @@ def are_states(value):
 
 
 NOT_CUT = "is not cut like the weights"
+
+
+def differs(rank):
+    return f"differs between ranks 0 and {rank}"
+
+
 OPTIMIZER = {"state": are_states, "param_groups": [{"params": [is_natural]}]}
 STAGE_3 = {
     "partition_count": is_count,
@@ -201,7 +207,7 @@ def rank_dependent(ranks: list[ModelParallelRank]) -> dict[str, str]:
             path = paths[rank]
             here, there = (number_in(rests[of].get((place, key))) for of in (path, first))
             raise CheckpointError(f"{path} is at optimizer step {here}, {first.name} at {there}")
-        lost[key] = f"differs between ranks 0 and {rank}"
+        lost[key] = differs(rank)
     for rank in ranks:
         lost |= rank.lost
     return lost
@@ -330,11 +336,25 @@ def check_mapping(shard: SavedShard, flat_cut: FlatCut, begin: int) -> None:
 # 3. the shards of all ranks
 
 
+class StatePath(tuple):
+    """The name of a state that the optimizer keeps within a dict, list or tuple: the keys to it."""
+
+    def __str__(self):
+        return ".".join(map(str, self))
+
+
+def outer(key: Any) -> Any:
+    """The name of a state in the optimizer, also of one within a dict."""
+    return key[0] if isinstance(key, StatePath) else key
+
+
 class SliceState(NamedTuple):
     """The optimizer's state of one tensor, sorted by its form.
 
-    states: {name: Tensor} with a value for each element, "fp32" first. scalars: {name: value, or
-    Tensor with its bytes}. others: {name: what is neither}, not cut like the weights.
+    states: {name: Tensor} with a value for each element, "fp32" first; within a dict, list or
+    tuple, under a StatePath. scalars: {name: value, or Tensor with its bytes}; of a dict, list or
+    tuple, what is no such Tensor, with None in its place. others: {name: what is neither}, not cut
+    like the weights.
     """
 
     states: dict
@@ -346,23 +366,32 @@ def slice_state(masters: Tensor, state: dict, longest: int) -> SliceState:
     """Sort an optimizer's state of a tensor into a SliceState. masters: the tensor's fp32 elements.
     longest: the number of elements that a state may have with padding."""
     result = SliceState({"fp32": masters}, {}, {})
-    numels = range(masters.numel, longest + 1)
-    for key, value in state.items():
+
+    def has_elements(tensor):
+        is_flat = len(tensor.size) == len(masters.size) == 1
+        in_length = is_flat and masters.numel <= tensor.numel <= longest
+        return tensor.size == masters.size or in_length
+
+    def sort(value, path):
+        """Sorts what a value holds. Returns it with None in place of each state."""
+        key = path[0] if len(path) == 1 else StatePath(path)
         tensor = tensor_of(value)
-        if tensor is None and masters.numel > 1 and holds_elements(value, {masters.numel, longest}):
-            result.others[key] = value
-        elif tensor is None:
-            result.scalars[key] = value
-        elif key not in ("fp32", "step") and (
-            tensor.size == masters.size
-            or len(tensor.size) == len(masters.size) == 1
-            and tensor.numel in numels
-        ):
+        if tensor is None and type(value) is dict:
+            return {inner: sort(value[inner], (*path, inner)) for inner in value}
+        if tensor is None and type(value) in (list, tuple):
+            return type(value)(sort(inner, (*path, i)) for i, inner in enumerate(value))
+        if tensor and key not in ("fp32", "step") and has_elements(tensor):
             result.states[key] = tensor
-        elif tensor.numel == 1:
-            result.scalars[key] = read_scalar(value)
-        else:
-            result.others[key] = tensor
+            return None
+        in_an_object = masters.numel > 1 and holds_elements(value, {masters.numel, longest})
+        if tensor.numel != 1 if tensor else in_an_object:
+            result.others[path[0]] = state[path[0]]
+        return read_scalar(value)
+
+    for key, value in state.items():
+        rest = sort(value, (key,))
+        if key not in result.states and key not in result.others:
+            result.scalars[key] = rest
     return result
 
 
@@ -386,22 +415,25 @@ def read_slice(shard: SavedShard, rank: int, flat_cut: FlatCut, trust_mapping: b
 
 def join_slices(
     flat_cut: FlatCut, slices: dict[Path, SliceState], shapes: dict, group_number: int | None
-) -> tuple[dict, set]:
-    """Join the ranks' slices of a flat tensor. Returns its parameters by name, and the names of
-    states that are not cut like the weights.
+) -> tuple[dict, dict[str, str]]:
+    """Join the ranks' slices of a flat tensor. Returns its parameters by name, and {name of a state
+    that is not cut like the weights: why}.
 
     slices: of all ranks, by the paths of their shards. Raises: CheckpointError, if they do not fit.
     """
-    others = set().union(*(of_rank.others for of_rank in slices.values()))
     (first_path, first), *_ = slices.items()
-    for path, of_rank in slices.items():
-        if of_rank.states.keys() - others != first.states.keys() - others:
-            raise CheckpointError(f"{path} has other optimizer states than {first_path.name}")
-        for key in of_rank.states.keys() - others:
-            if of_rank.states[key].dtype != first.states[key].dtype:
+    others = {}
+    for rank, (path, of_rank) in enumerate(slices.items()):
+        others |= dict.fromkeys(of_rank.others, NOT_CUT)
+        kinds, kinds_of_first = (
+            {key: state.dtype for key, state in of.states.items()} for of in (of_rank, first)
+        )
+        for key, _ in kinds.items() ^ kinds_of_first.items():
+            if key == "fp32":
                 raise CheckpointError(
-                    f"{path}: {key} of {flat_cut.name} is not what it is in {first_path.name}"
+                    f"{path}: fp32 of {flat_cut.name} is not what it is in {first_path.name}"
                 )
+            others.setdefault(outer(key), differs(rank))
     of_team = [[*slices.values()][rank] for rank in flat_cut.team.ranks]
     share = flat_cut.share
     numels = [max(0, min(flat_cut.numel - i * share, share)) for i in range(len(of_team))]
@@ -409,10 +441,10 @@ def join_slices(
     extents = {
         key: tuple(map(extent_of, (of_rank.states[key] for of_rank in of_team), numels))
         for key in first.states
-        if key == "fp32" or key not in others
+        if outer(key) not in others
     }
     if momentum:
-        others.remove("momentum_buffer")
+        del others["momentum_buffer"]
     parameters = {}
     for name, cut in flat_cut.cuts.items():
         states = {key: Slices(extents[key], cut) for key in extents}
@@ -436,7 +468,7 @@ def uncut_momentum(of_ranks, cuts):
         for name, cut in cuts.items():
             if rank * cut.share - cut.numel < cut.origin < (rank + 1) * cut.share:
                 numels[name] = cut.numel
-        tensor = (of_rank.states | of_rank.others).get("momentum_buffer")
+        tensor = tensor_of((of_rank.states | of_rank.others).get("momentum_buffer"))
         if tensor is None:
             continue
         if tensor.size != (sum(numels.values()),):

@@ -2,47 +2,19 @@
 """Compare a checkpoint with the engine that is to load it: parameters, optimizer, groups."""
 
 import math
-import operator
 
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.module_states import config_of
 from universal.checkpoint.types import Checkpoint, OptimizerState
+from universal.checkpoint.zero import outer
 from universal.errors import CheckpointError
+from universal.load.ask import Answer
 from universal.load.collective import say
 from universal.load.engine import Engine
 from universal.load.hooks import LoadOptions
 from universal.load.parts import Parts
 from universal.load.reader import unpack, unpack_optimizer
 
-# Hyperparameters that change how a step is computed, but not its result.
-HARMLESS = {
-    "params",
-    "step",
-    "initial_lr",
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-    "maximize",
-    "decoupled_weight_decay",
-    # What the schedulers OneCycleLR, CyclicLR and SWALR keep there.
-    "max_lr",
-    "min_lr",
-    "base_momentum",
-    "max_momentum",
-    "swa_lr",
-    # What steps add: of Prodigy, D-Adaptation.
-    "d_hat",
-    "d_denom",
-    "d_de_nom",
-    "d_numerator",
-    "numerator_weighted",
-    "g0_norm",
-    "gsq_weighted",
-    "sk_l1",
-    "sk_sq_weighted",
-}
-SAME_AS = {"bias_correction": "amsgrad"}  # one Adam has the one, another the other
 WIDE = ("bf", "32", "None")  # parts of names of dtypes that need no loss scale
 FRESH = "; load_optimizer_states=False continues with a fresh optimizer"
 
@@ -147,50 +119,82 @@ def check_any_trained(checkpoint: Checkpoint, optimized: set[str], present: set[
 
 
 def compare_optimizer(
-    engine: Engine, checkpoint: Checkpoint, model: dict, saved: OptimizerState, resharded: bool
+    engine: Engine,
+    checkpoint: Checkpoint,
+    model: dict,
+    saved: OptimizerState,
+    answer: Answer | None,
+    resharded: bool,
 ) -> None:
     """Raises CheckpointError if the checkpoint is of another optimizer, or lacks its states.
 
-    resharded: whether reshard() will load it; if not, DeepSpeed's loader gives each rank its own
-    groups.
+    answer: of the engine's optimizer. resharded: whether reshard() will load it; if not,
+    DeepSpeed's loader gives each rank its own groups and states.
     """
-    for misfit in misfits_of_optimizer(engine, checkpoint, model, saved, resharded):
+    for misfit in misfits_of_optimizer(engine, checkpoint, model, saved, answer, resharded):
         raise CheckpointError(f"{misfit}{FRESH}")
 
 
-def misfits_of_optimizer(engine, checkpoint, model, saved, resharded):
+def misfits_of_optimizer(engine, checkpoint, model, saved, answer, resharded):
     """Yields, in words, how the checkpoint's optimizer differs from the engine's."""
-    names = telling_names(engine.param_groups)
-    saved_names = telling_names(saved.param_groups)
-    if saved_names and saved_names != names:
-        yield (
-            f"of another optimizer: it has {sorted(saved_names)}, that of the engine "
-            f"{sorted(names)}"
-        )
-    if resharded and len(saved.param_groups) != len(engine.param_groups):
+    groups = len(engine.param_groups)
+    if resharded and len(saved.param_groups) != groups:
         yield (
             f"of another optimizer: it has {len(saved.param_groups)} parameter groups, "
-            f"that of the engine {len(engine.param_groups)}{cure_of_groups(engine)}"
+            f"that of the engine {groups}{cure_of_groups(engine)}"
         )
-    parameters = checkpoint.parameters
+    yield from other_optimizer(engine, checkpoint, saved, answer)
     if engine.keeps_second_optimizer():
         yield "DeepSpeed restores no state that offload_optimizer.ratio leaves on the GPU"
     if saved.left_out:
         yield f"converted without {', '.join(saved.left_out)} of the optimizer"
-    merged = map(operator.or_, engine.param_groups, saved.param_groups)
-    groups = engine.group_numbers()
-    keeping = {i for i, group in enumerate(merged) if "betas" in group or group.get("momentum")}
-    bare = [
-        name
-        for name, parameter in parameters.items()
-        if groups.get(name, parameter.group_number) in keeping and len(parameter.states) < 2
-    ]
     stepped = model["global_steps"] > model["skipped_steps"]
+    parameters = checkpoint.parameters
+    bare = [name for name in parameters if not states_of([parameters[name]])]
     # DeepSpeed does not count what torch's GradScaler skips.
     if scaled_by_torch(model) and len(bare) == len(parameters):
         stepped &= any(parameters[name].scalars for name in bare)
-    if bare and stepped and not checkpoint.optimizer.rank_dependent:
+    if bare and stepped and not saved.rank_dependent and keeps_states(engine, answer):
         yield f"there is no optimizer state of {bare[0]}"
+
+
+def other_optimizer(engine, checkpoint, saved, answer):
+    """Yields, in words, why the checkpoint is of another optimizer.
+
+    It has other states, and other settings; or it lacks numbers that the engine's was made with.
+    """
+    names = {name for group in saved.param_groups for name in group}
+    if "lr" not in names:
+        return  # elastic_checkpoint
+    if answer:
+        states = states_of(checkpoint.parameters.values())
+        known = answer.settings.union(*engine.param_groups)
+        if states and answer.states and states != answer.states and names != known:
+            yield (
+                f"of another optimizer: it has {sorted(states)}, that of the engine "
+                f"{sorted(answer.states)}"
+            )
+    defaults = getattr(engine.torch_optimizer, "defaults", {})
+    numbers = {name for name, value in defaults.items() if is_number(value)}
+    if lacking := numbers - names:
+        yield f"of another optimizer: its parameter groups have no {', '.join(sorted(lacking))}"
+
+
+def states_of(parameters):
+    """The names of what the optimizer keeps of parameters, besides masters and steps."""
+    names = {outer(name) for of in parameters for name in (*of.states, *of.scalars)}
+    return {*map(str, names)} - {"fp32", "step"}
+
+
+def is_number(value):
+    return isinstance(value, float | int | tuple) and not isinstance(value, bool)
+
+
+def keeps_states(engine, answer):
+    """Whether the engine's optimizer has states. If it gives no answer, its settings tell."""
+    if answer:
+        return bool(answer.states)
+    return any("betas" in group or group.get("momentum") for group in engine.param_groups)
 
 
 def in_groups_of(engine: Engine, checkpoint: Checkpoint) -> tuple[dict, OptimizerState]:
@@ -227,11 +231,6 @@ def origins_of_groups(engine, checkpoint):
         if name in checkpoint.parameters:
             origins.setdefault(number, set()).add(checkpoint.parameters[name].group_number)
     return origins
-
-
-def telling_names(param_groups):
-    """The names of hyperparameters by which optimizers differ."""
-    return {SAME_AS.get(name, name) for group in param_groups for name in group} - HARMLESS
 
 
 def scaled_by_torch(model):

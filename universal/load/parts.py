@@ -82,7 +82,9 @@ def parts_of(engine: Engine, checkpoint: Checkpoint, group: ProcessGroup) -> Par
     degree = engine.layout().tensor
     rank = engine.tensor_rank
     names = dict(engine.module.named_parameters())  # the frozen ones, too
-    shapes = {engine.global_name(name): full_shape(names[name]) for name in names}
+    names = {engine.global_name(name): names[name] for name in names}
+    # The optimizer keeps a parameter that a script has replaced, to tie two.
+    shapes = {name: full_shape(tensor) for name, tensor in (engine.parameters | names).items()}
     of_ranks = {rank: shapes}
     if degree > 1:
         for of_rank, others in group.all_gather((rank, shapes)):

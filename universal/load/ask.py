@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: MIT
+"""Ask an optimizer what it does: its class steps a small tensor, whole and in two pieces.
+
+ZeRO cuts parameters, and steps each piece as if it were a parameter. Whether an update depends on
+where it is cut, and which numbers a rank then has for itself, no file says. A twin of the optimizer
+shows it in milliseconds; one that cannot be asked gives no answer.
+"""
+
+import collections
+import contextlib
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NUMEL, CUT = 600, 347  # elements of a tensor, and of its first piece
+STEPS, MORE = 8, 4  # of the twin, and after a number was changed
+ROUNDING = 1e-5  # a part of an update that is none
+
+
+class Answer(NamedTuple):
+    """What an optimizer did with small tensors.
+
+    states: names in its state of a tensor, but the step. settings: names in its groups. gap: how
+    far the updates of pieces are from that of the whole, as a part of it. of_rank: names of numbers
+    that each piece has for itself, in its state or its group. unread: those of them that change no
+    further step.
+    """
+
+    states: set[str]
+    settings: set[str]
+    gap: float
+    of_rank: set[str]
+    unread: set[str]
+
+    @property
+    def depends_on_cut(self) -> bool:
+        return not self.gap <= ROUNDING  # NaN does, too
+
+
+class Meets(RuntimeError):
+    """The optimizer meets other ranks in a step, and they are not there."""
+
+
+class AloneMode(TorchDispatchMode):
+    """Raises Meets in place of every operation of several ranks."""
+
+    def __torch_dispatch__(self, operation, types, args=(), options=None):
+        if operation.namespace == "c10d":
+            raise Meets
+        return operation(*args, **(options or {}))
+
+
+def ask(optimizer: torch.optim.Optimizer, groups: list[dict]) -> Answer | None:
+    """Ask an optimizer, which is left as it is.
+
+    groups: settings for its groups, those of a checkpoint. Returns: None if its step fails with
+    such tensors, or changes none.
+    """
+    if type(optimizer).__module__.startswith("deepspeed."):
+        return None  # it has state outside of Python, where nothing can be put back
+    try:
+        with undisturbed():
+            return answer_of(optimizer, groups)
+    except Exception:
+        return None
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Leave random numbers as they are in this block, and compile nothing."""
+    state = random.getstate()
+    eager = torch.compiler.set_stance("force_eager")
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), eager, AloneMode():
+        with torch.device("cpu"):
+            yield
+    random.setstate(state)
+
+
+class Run(NamedTuple):
+    """Updates of a part of each tensor, a row each; numbers before the last MORE steps, by their
+    places; and the twin."""
+
+    updates: torch.Tensor
+    numbers: dict
+    twin: Any
+
+
+def answer_of(optimizer, groups):
+    """Returns an Answer, or None. Raises what the optimizer raises."""
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(len(groups), NUMEL, generator=generator) * 0.3
+    shape = (STEPS + MORE, len(groups), NUMEL)
+    gradients = torch.randn(shape, generator=generator) * torch.linspace(0.1, 3, NUMEL)
+
+    def run(begin, end, change=None):
+        tensors = [torch.nn.Parameter(row[begin:end].clone()) for row in start]
+        twin = twin_of(optimizer, groups, tensors)
+        for step, gradient in enumerate(gradients):
+            if step == STEPS:
+                numbers = numbers_of(twin, change)
+            torch.manual_seed(step)
+            for tensor, row in zip(tensors, gradient, strict=True):
+                tensor.grad = row[begin:end].clone()
+            type(twin).step(twin)
+        updates = torch.stack([*tensors]).detach() - start[:, begin:end]
+        return Run(updates, numbers, twin)
+
+    whole = run(0, NUMEL)
+    first, second = run(0, CUT), run(CUT, NUMEL)
+    if not whole.updates.any():
+        return None
+    joined = torch.cat([first.updates, second.updates], dim=1)
+    gap = (joined - whole.updates).abs().max() / whole.updates.abs().max()
+    of_rank = {
+        place[-1]
+        for place, value in first.numbers.items()
+        if not is_equal(value, second.numbers.get(place))
+    }
+
+    def is_read(name):
+        """Whether a number changes a step: the other piece's, or a much larger one."""
+        for change in (lambda place, _: second.numbers[place], lambda _, value: enlarged(value)):
+            with contextlib.suppress(ArithmeticError):
+                changed = run(0, CUT, lambda *at, of=change: of(*at) if at[0][-1] == name else None)
+                if torch.equal(changed.updates, first.updates):
+                    continue
+            return True
+        return False
+
+    unread = {name for name in of_rank if not is_read(name)}
+    groups = whole.twin.param_groups
+    kept = [whole.twin.state.get(group["params"][0], {}) for group in groups]
+    states = {str(name) for state in kept for name in state} - {"step"}
+    return Answer(states, set().union(*groups), gap.item(), of_rank - unread, unread)
+
+
+def twin_of(optimizer, groups, tensors):
+    """An optimizer of the same class with the same attributes, without state, for other tensors,
+    one of each group."""
+    kind = type(optimizer)
+    twin = object.__new__(type(kind.__name__, (kind,), {"__del__": lambda _: None}))
+    memo = {id(optimizer.state): collections.defaultdict(dict)}
+    for group, tensor in zip(optimizer.param_groups, tensors, strict=True):
+        memo |= {id(parameter): tensor for parameter in group["params"]}
+    for name, value in vars(optimizer).items():
+        # A scheduler puts its own step() there, which steps the optimizer itself.
+        if "hooks" in name or not (callable(value) and hasattr(kind, name)):
+            vars(twin)[name] = type(value)() if "hooks" in name else copied(value, memo)
+    twin.state = memo[id(optimizer.state)]
+    twin.param_groups = [
+        {**copied(group, memo), "params": [tensor]}
+        for group, tensor in zip(groups, tensors, strict=True)
+    ]
+    if callable(getattr(twin, "train", None)):
+        twin.train()
+    return twin
+
+
+def copied(value, memo):
+    """A copy of a value; the value itself where nothing can copy it."""
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value
+
+
+def numbers_of(twin: Any, change: Callable | None) -> dict:
+    """Returns {place: number or other value that is no tensor of elements} of a twin's groups and
+    states, and gives those their changed values for which change(place, value) returns one."""
+    numbers = {}
+    for i, group in enumerate(twin.param_groups):
+        for kind, values in enumerate((group, twin.state.get(group["params"][0], {}))):
+            for name, value in values.items():
+                if name == "params" or torch.is_tensor(value) and value.numel() != 1:
+                    continue
+                place = (i, kind, name)
+                numbers[place] = copy.deepcopy(value)
+                changed = change and change(place, value)
+                if changed is not None:
+                    values[name] = copy.deepcopy(changed)
+    return numbers
+
+
+def enlarged(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value * 1000 + 1 if is_number or torch.is_tensor(value) else None
+
+
+def is_equal(a, b):
+    """Whether two numbers are the same; other values, if they say so."""
+    if isinstance(a, dict | list | tuple):
+        return True  # of their numbers nobody asks
+    with contextlib.suppress(Exception):
+        return bool(a == b) or bool(a != a and b != b)
+    return False

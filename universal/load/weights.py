@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: MIT
+"""Weights of the module that are not the optimizer's masters, rounded: a script has set them.
+
+So are an average that was swapped in before a save, and what a script clamps after each step.
+ZeRO-1 and 2 save the module's weights beside the masters. Both are restored.
+"""
+
+from pathlib import Path
+
+import torch
+
+from universal.checkpoint.types import Checkpoint
+from universal.errors import CheckpointError
+from universal.files.joined import strided
+from universal.files.schema import expect
+from universal.files.sources import fill, pending_reads
+from universal.files.torch_file import load, tensor_of, trim_storage
+from universal.load.collective import ProcessGroup, say
+from universal.load.engine import Engine
+from universal.load.flat import full_shape, is_same_bits
+from universal.load.hooks import LoadOptions
+from universal.load.reader import TensorReader
+
+
+def set_weights(
+    engine: Engine,
+    checkpoint: Checkpoint,
+    path: Path,
+    states: list[dict],
+    options: LoadOptions,
+    group: ProcessGroup,
+) -> dict[str, torch.Tensor]:
+    """Returns {trained parameter: value in the module} of those that are not their masters.
+
+    path: of this rank's model states. states: of each flat tensor, with its masters, which become
+    these weights where weights alone are loaded.
+    """
+    module = expect(load(path), dict, path).get("module") or {}
+    weights = {}
+    for name in checkpoint.parameters.keys() & module.keys() & engine.parameters.keys():
+        tensor = tensor_of(module[name])
+        if tensor and tensor.size == full_shape(engine.parameters[name]):
+            weights[name] = trim_storage(tensor)
+    names = group.union(differing(engine, weights, states))
+    if not names:
+        return {}
+    reader = TensorReader()
+    values = {name: reader.empty(weights[name]) for name in sorted(names & weights.keys())}
+    reader.fetch()
+    if not all(group.all_gather(is_undamaged(reader))):
+        return {}  # the masters will do
+    if not options.load_optimizer_states:
+        for piece, masters in pieces_of(engine, states):
+            if piece.name in values:
+                end = piece.start + piece.numel
+                masters.copy_(values[piece.name].flatten()[piece.start : end])
+    say(
+        f"{len(names)} of the module's weights were not the optimizer's masters ({min(names)}): "
+        "they are restored as they were saved"
+    )
+    return values
+
+
+def pieces_of(engine, states):
+    """Yields each of this rank's pieces with its masters in the states."""
+    for flat, state in zip(engine.flats, states, strict=True):
+        for piece in flat.pieces:
+            yield piece, piece.within(state["fp32"])
+
+
+def differing(engine, weights, states):
+    """The names of weights that are not their masters, rounded, where this rank has these."""
+    names = set()
+    reader = TensorReader()
+    for piece, masters in pieces_of(engine, states):
+        if piece.name in weights:
+            weight = weights[piece.name]
+            saved = torch.empty(piece.numel, dtype=getattr(torch, weight.dtype), device="cpu")
+            read_unchecked(reader, saved, strided(piece.name, weight), piece.start)
+            if not is_same_bits(saved, masters.to(saved.dtype)):
+                names.add(piece.name)
+    return names
+
+
+def read_unchecked(reader, tensor, source, start):
+    """Fill a tensor. What equals the masters needs no checksum, and is read in half the time."""
+    buffer = memoryview(tensor.view(torch.uint8).numpy())
+    if hasattr(source, "read_into"):
+        source.read_into(buffer, start, reader)
+        return
+    for place in pending_reads(buffer, source, start):
+        fill(reader.opened, [place.buffer], place.record.path, place.offset)
+
+
+def is_undamaged(reader):
+    try:
+        reader.check()
+    except CheckpointError:
+        return False
+    return True
