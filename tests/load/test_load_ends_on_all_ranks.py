@@ -159,6 +159,31 @@ def test_an_error_before_all_have_met(tmp_path):
     run(tmp_path, 3, main, patch=patch)
 
 
+def test_a_rank_that_does_not_connect(tmp_path):
+    """The others wait as long as told, and not as long as the store, and the environment and the
+    store are as before: other processes may be in a group that a script makes."""
+
+    def main():
+        torch.distributed.init_process_group("gloo")
+        store = torch.distributed.distributed_c10d._get_default_store()
+        before = dict(os.environ), store.timeout
+        gloo = torch.distributed.ProcessGroupGloo
+        if is_rank(1):
+            torch.distributed.ProcessGroupGloo = {}.__getitem__
+        began = time.monotonic()
+        with pytest.raises(RankFailed, match="TypeError"), collective.process_group(5):
+            pass
+        assert time.monotonic() - began < 4
+        torch.distributed.ProcessGroupGloo = gloo
+        os.environ.pop(collective.CARD, None)
+        before[0].pop(collective.CARD, None)
+        assert (dict(os.environ), store.timeout) == before
+        with collective.process_group(60) as group:
+            assert group.all_gather(group.rank) == [0, 1, 2]
+
+    run(tmp_path, 3, main)
+
+
 def test_rank_0_goes_last(tmp_path):
     """It may have the store of all; where that is gone, torch prints a page for whoever asks."""
 

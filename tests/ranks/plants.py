@@ -46,6 +46,7 @@ MECHANISM = {
     "shared_error",
     "gloo_group",
     "connected_group",  # torch counts its calls, on each rank
+    "sparing",
     "meet_at",
     "store_of",
     # Before its own `finally`: no error arises there.
