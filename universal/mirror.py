@@ -279,7 +279,8 @@ class Mirror:
         disk = gather(folder)  # all ranks have removed theirs when it returns
         saved = self.group.on_rank_0(lambda: self.step_on(disk))
         files = {path.parts[-2:] for path in self.folder.glob("step*/*.pt")}
-        counts = Counter(slot for slot, _ in self.group.union(files))
+        (of_all,) = self.group.unions(files)
+        counts = Counter(slot for slot, _ in of_all)
         complete = [slot for slot, count in counts.items() if slot.endswith(f".{count}")]
         newest = max([f"step{saved:09}", *complete])
         self.remove(OWN, newest)
@@ -360,7 +361,7 @@ def gather(folder: str | os.PathLike) -> Path:
     group = ProcessGroup()
     machines = machine_ids(folder, group)
     leaders = sorted({machines.index(machine) for machine in machines})
-    paths = folder.glob("[!.]*/*.pt")
+    paths = sorted(folder.glob("[!.]*/*.pt")) if group.rank in leaders else ()
     files = group.all_gather({str(path.relative_to(folder)): file_state(path) for path in paths})
     newest = {}  # {name: (state, a rank that has it)}
     for leader in leaders:
@@ -393,12 +394,10 @@ def remove_left_over(checkpoints: set[Path]) -> None:
                 (checkpoint / name).unlink(missing_ok=True)
 
 
-def machine_ids(folder: Path, group: ProcessGroup) -> list[tuple]:
-    """Create the folder. Returns an identity of it for each rank, the same for ranks of a
-    machine."""
+def machine_ids(folder: Path, group: ProcessGroup) -> list[reader.Machine]:
+    """Create the folder. Returns the machine that has it, for each rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # two hosts may have the same name
-    return group.all_gather((boot, folder.stat().st_dev, folder.stat().st_ino))
+    return reader.machines_of(folder, group)
 
 
 def map_file(path: Path, nbytes: int) -> torch.Tensor:

@@ -49,6 +49,7 @@ def test_machines_without_a_shared_folder(saved):
         sizes = loader.sizes_of(saved / "t")
         if is_rank(1):
             loader.sizes_of = look
+            reader.socket.gethostname = lambda: "another"
 
     run(saved, 2, SCRIPT, 1, "load", ".", patch=patch)
     refusal, other_refusal = refusals(saved, 0, 1)
