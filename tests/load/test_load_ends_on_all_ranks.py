@@ -3,6 +3,7 @@ waits for ever."""
 
 import json
 import os
+import re
 import signal
 import time
 import traceback
@@ -54,6 +55,25 @@ def test_machines_without_a_shared_folder(saved):
     run(saved, 2, SCRIPT, 1, "load", ".", patch=patch)
     refusal, other_refusal = refusals(saved, 0, 1)
     assert refusal == other_refusal and "must be shared, or mirror.gather() before" in refusal
+
+
+def test_elements_that_no_rank_holds(saved):
+    """The sum over all ranks tells, and all say it."""
+
+    def patch():
+        def less(engine, group):
+            if is_rank(1):
+                engine.flats[0].pieces.pop()
+            return check_cover(engine, group)
+
+        check_cover = reshard.check_cover
+        reshard.check_cover = less
+
+    run(saved, 2, SCRIPT, 1, "load", ".", patch=patch)
+    refusal, other_refusal = refusals(saved, 0, 1)
+    assert refusal == other_refusal
+    placed, numel = map(int, re.findall(r"the ranks hold (\d+) of (\d+) elements", refusal)[0])
+    assert placed < numel
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
@@ -140,9 +160,10 @@ def test_an_error_before_all_have_met(tmp_path):
     """Rank 1 fails while rank 0 still makes its process group: no other rank waits for that one."""
 
     def late(store, place, timeout):
-        meet_at(store, place, timeout)
+        error = meet_at(store, place, timeout)
         if place == "after" and is_rank(0):
             time.sleep(1)
+        return error
 
     def patch():
         collective.meet_at = late
@@ -188,21 +209,20 @@ def test_a_rank_that_does_not_connect(tmp_path):
 def test_rank_0_goes_last(tmp_path):
     """It may have the store of all; where that is gone, torch prints a page for whoever asks."""
 
-    def late(store, place, timeout):
-        store.set(f"{place} {os.environ['RANK']}", "")
+    def late(store, place):
         if place == "end" and is_rank(1):
             time.sleep(1)
-        meet_at(store, place, timeout)
+        arrive(store, place)
 
     def patch():
-        collective.meet_at = late
+        collective.arrive = late
 
     def main():
         torch.distributed.init_process_group("gloo")
         with collective.process_group(60):
             raise MemoryError("planted")
 
-    meet_at = collective.meet_at
+    arrive = collective.arrive
     errors = launch(tmp_path, 2, main, patch=patch, limit=30, grace=10).errors
     assert "MemoryError: planted" in errors and "frame #" not in errors
 

@@ -48,6 +48,7 @@ MECHANISM = {
     "connected_group",  # torch counts its calls, on each rank
     "sparing",
     "meet_at",
+    "arrive",
     "store_of",
     # Before its own `finally`: no error arises there.
     "GatheredParameters.__exit__",
