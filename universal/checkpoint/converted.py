@@ -5,6 +5,7 @@ DeepSpeed's leaves the weights in `module`; from ZeRO-3 also rank 0's part of fr
 0's shard in optimizer_state.pt, and states that are flat, without their shapes.
 """
 
+import functools
 import math
 import os
 from concurrent.futures import Executor
@@ -63,11 +64,8 @@ def describe_universal(folder: Path, pool: Executor) -> Described:
     step = read_step(path, optimizer)
     group_of = {flat: i for i, group in enumerate(param_groups) for flat in group["params"]}
 
-    def read(name, flat):
-        states = path.parent / file_name(name)
-        return read_parameter(states, group_of.get(flat), step)
-
-    read_all = pool.map(read, flats, flats.values())
+    places = [(path.parent / file_name(name), group_of.get(flats[name])) for name in flats]
+    read_all = pool.map(functools.partial(read_parameter, step), places)
     parameters = dict(zip(flats, read_all, strict=True))
     check_states(folder, parameters, flats)
     models = [model | {"module": untrained_entries(model, parameters)} for model in models]
@@ -111,8 +109,10 @@ def read_step(path, optimizer):
     return {"step": read_scalar(state["step"])} if "step" in state else {}
 
 
-def read_parameter(folder, group_number, scalars):
-    """Read a Parameter: each file in its folder is one of its states."""
+def read_parameter(scalars, place):
+    """Read a Parameter: each file in its folder is one of its states. place: that folder, and the
+    number of its group."""
+    folder, group_number = place
     tensors = {}
     masters = folder / "fp32.pt"
     for path in [masters, *sorted(set(folder.glob("[!.]*.pt")) - {masters})]:

@@ -63,12 +63,12 @@ MODEL_STATES_FILE = "mp_rank_00_model_states.pt"
 
 
 def describe(
-    folder: str | Path,
-    workers: int = 4,
+    folder: str | Path, workers: int = 4, pool: ThreadPoolExecutor | None = None
 ) -> Described:
     """Describe the checkpoint in a folder. Runs no code that is in it.
 
     Reads no tensors but the optimizer's scalars, and, for tied layers, some elements of weights.
+    pool: in place of so many threads.
 
     Raises: CheckpointError, if files are missing, damaged, or not of the same checkpoint; Refused,
         if it was saved without ZeRO, or twice.
@@ -78,7 +78,7 @@ def describe(
         raise CheckpointError(f"{folder} does not exist")
     shards = find_shards(folder)
     if (folder / "zero").is_dir() and not shards:
-        with ThreadPoolExecutor(workers) as pool:
+        with pool or ThreadPoolExecutor(workers) as pool:
             return describe_universal(folder, pool)
     check_one_save(folder)
     if is_without_zero(folder):
@@ -93,7 +93,7 @@ def describe(
         elif any(folder.glob("zero_pp_rank_*_model_states.pt")):
             nothing = "copy them, as at ZeRO-3 they hold the weights"
         raise CheckpointError(f"{folder} holds no *_optim_states.pt: {nothing}")
-    with ThreadPoolExecutor(workers) as pool:
+    with pool or ThreadPoolExecutor(workers) as pool:
         return describe_zero(folder, *shards.values(), pool)
 
 
@@ -179,7 +179,8 @@ def describe_one_rank(folder, mp_rank, paths, pool):
     fragments = None  # at ZeRO-1 and 2 frozen parameters are whole
     if shard.stage == 3:
         read = functools.partial(read_own_states, first_path=model_paths[0], first=model)
-        fragments, client_states = zip(*pool.map(read, model_paths), strict=True)
+        fragments, differ = zip(*pool.map(read, model_paths), strict=True)
+        client_states += [None] * any(differ)
     parameters, rests, lost = describe_shards(shard, shards, model, experts, pool)
     problems = []
     if model["module"] is not None:
@@ -242,19 +243,7 @@ def describe_shards(first, paths, model, experts, pool):
             for team in teams_of(names, first.ranks[i], len(paths), model, experts.counts)
         ]
 
-    def read(rank):
-        """Returns {flat tensor: SliceState} of a rank, and its shared_rest()."""
-        shard = first if rank == 0 else read_shard(paths[rank])
-        check_group_count(shard, shapes)
-        with naming(paths[rank]):
-            slices = {
-                flat_cut.name: read_slice(shard, rank, flat_cut, trust_mapping)
-                for flat_cut in flat_cuts
-                if rank in flat_cut.team.ranks
-            }
-            scalars = {name: of_flat.scalars for name, of_flat in slices.items()}
-            return slices, shared_rest(shard, scalars)
-
+    read = functools.partial(read_slices, paths, shapes, flat_cuts, trust_mapping)
     slices, rests = zip(*pool.map(read, range(len(paths))), strict=True)
     param_groups = first.optimizer["param_groups"]
     group_of = {flat: i for i, group in enumerate(param_groups) for flat in group["params"]}
@@ -268,6 +257,20 @@ def describe_shards(first, paths, model, experts, pool):
             parameters |= joined
             lost |= others
     return parameters, dict(zip(paths, rests, strict=True)), lost
+
+
+def read_slices(paths, shapes, flat_cuts, trust_mapping, rank):
+    """Returns {flat tensor: SliceState} of a rank, and its shared_rest()."""
+    shard = read_shard(paths[rank])
+    check_group_count(shard, shapes)
+    with naming(paths[rank]):
+        slices = {
+            flat_cut.name: read_slice(shard, rank, flat_cut, trust_mapping)
+            for flat_cut in flat_cuts
+            if rank in flat_cut.team.ranks
+        }
+        scalars = {name: of_flat.scalars for name, of_flat in slices.items()}
+        return slices, shared_rest(shard, scalars)
 
 
 def check_group_count(shard, shapes):

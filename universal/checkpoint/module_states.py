@@ -80,9 +80,9 @@ def read_model_states(path: Path) -> dict:
     return expect(load(path), MODEL_STATES, path)
 
 
-def read_own_states(path: Path, first_path: Path, first: dict) -> tuple[dict[str, Tensor], dict]:
+def read_own_states(path: Path, first_path: Path, first: dict) -> tuple[dict[str, Tensor], bool]:
     """Returns what each rank saves for itself at ZeRO-3: {frozen parameter: Tensor of the rank's
-    part}, and the client state. first: rank 0's model states.
+    part}, and whether its client state is another than rank 0's. first: rank 0's model states.
 
     Raises: CheckpointError, if parts are missing, or these model states are of another save.
     """
@@ -95,7 +95,8 @@ def read_own_states(path: Path, first_path: Path, first: dict) -> tuple[dict[str
     expect(fragments, {str: tensor_of}, path)
     if missing := names.keys() - fragments.keys():
         raise CheckpointError(f"{path} has nothing of the frozen {min(missing)}")
-    return {name: tensor_of(fragments[name]) for name in names}, client_state_of(model)
+    differs = not is_same(client_state_of(first), client_state_of(model))
+    return {name: tensor_of(fragments[name]) for name in names}, differs
 
 
 def degrees_of(model: dict, mp_ranks: int, folder: Path) -> tuple[int, int]:

@@ -94,7 +94,7 @@ class ModelParallelRank(NamedTuple):
 
     model: rank 0's model states; its module has no trained parameters. shard: rank 0's. rests:
     {path of a shard: its shared_rest()}. lost: {name of a state that is not cut: why}. files: rank
-    0's model states first. client_states: of each rank that has saved one.
+    0's model states first. client_states: rank 0's, and None if another rank saved another one.
     """
 
     model: dict

@@ -332,14 +332,12 @@ def portions(items: Iterable[Any], size_of: Callable[[Any], int], size: int) -> 
 # 3. checksums
 
 
-def check_all(
-    spans: dict[Record, Iterable[int]], opened: OpenFile, rank: int = 0, ranks: int = 1
-) -> None:
-    """Compare what was read with the records' checksums. Of several ranks, each compares its share.
+def check_all(spans: dict[Record, Iterable[int]], opened: OpenFile) -> None:
+    """Compare what was read with the records' checksums. Raises CheckpointError.
 
-    spans: of one ByteReader, or of several. Raises: CheckpointError.
+    spans: of one ByteReader, or of several.
     """
-    for record in sorted(spans)[rank::ranks]:
+    for record in sorted(spans):
         check_record(record, spans[record], opened)
 
 
