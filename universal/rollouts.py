@@ -197,9 +197,14 @@ class AnyRanksKTO(AnyRanks):
         return self.step_kl * torch.is_grad_enabled()
 
 
+OURS = {**dict.fromkeys(GENERATING, AnyRanksRollouts), "KTOTrainer": AnyRanksKTO}
+
+
 def put_before(module: Any) -> None:
-    """Puts one of these before the Trainer of a module of TRL."""
-    for name in {*vars(module)} & {*GENERATING, "KTOTrainer"}:
+    """Under `python -m universal`, put one of these before the Trainer of a module of TRL."""
+    for name in {*vars(module)} & {*OURS}:
         trainer = getattr(module, name)
-        ours = AnyRanksKTO if name == "KTOTrainer" else AnyRanksRollouts
-        setattr(module, name, type(name, (ours, trainer), {"__module__": trainer.__module__}))
+        named = {"__module__": trainer.__module__}
+        setattr(module, name, type(name, (OURS[name], trainer), named))
+    for ours in OURS.values():  # for a script that puts them there itself
+        globals()[ours.__name__] = type(ours.__name__, (), {})

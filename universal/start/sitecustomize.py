@@ -48,6 +48,7 @@ def keep_batch(integration):
 def keep_any_batch(trainer):
     """Put AnyRanks before every Trainer, if UNIVERSAL_BATCH is set."""
     if ANY_RANKS in os.environ:
+        import_ours("universal.rollouts")  # while AnyRanks is what it stands on
         ours = import_ours("universal.trainer")
         trainer.Trainer = ours.on_any_ranks(trainer.Trainer)
         ours.AnyRanks = type("AnyRanks", (), {})  # for a script that puts it before Trainer
@@ -80,6 +81,12 @@ def exporting(get_cmd):
     return get_cmd_with_exports
 
 
+def keep_any_rollouts(module):
+    """Put before each of TRL's Trainers that generate, and KTO, what it needs."""
+    if ANY_RANKS in os.environ:
+        import_ours("universal.rollouts").put_before(module)
+
+
 class AfterImport:
     """Calls a function as soon as its module is imported. It asks only the finders behind it, so
     two work together."""
@@ -89,6 +96,10 @@ class AfterImport:
         "deepspeed.launcher.multinode_runner": export_ours,
         "transformers.integrations.deepspeed": keep_batch,
         "transformers.trainer": keep_any_batch,
+        "trl.trainer.distillation_trainer": keep_any_rollouts,
+        "trl.trainer.grpo_trainer": keep_any_rollouts,
+        "trl.trainer.kto_trainer": keep_any_rollouts,
+        "trl.trainer.rloo_trainer": keep_any_rollouts,
     }
 
     def find_spec(self, name, path=None, target=None) -> machinery.ModuleSpec | None:
