@@ -77,7 +77,31 @@ class MicroBatches:
         )
 
 
-class AnyRanksRollouts(AnyRanks, MicroBatches):
+class SeededSteps(AnyRanks):
+    """AnyRanks, and what is drawn for a micro-batch, dropout too, follows its number."""
+
+    seeds = ()  # of the micro-batches that are still to be trained
+
+    def prepare_step(self, samples: list) -> list:
+        self.model.train()
+        share, count = self.filled_steps.share, self.step_count
+        self.numbers = [(share.rank + n * share.ranks) % count for n in range(len(samples))]
+        self.seeds = [count + number for number in self.numbers]
+        return samples
+
+    def set_seed(self, number: int) -> None:
+        """Seed all generators by the step, and by `number` within it."""
+        seed = self.args.seed + self.state.global_step * 100_003 + number
+        sys.modules["transformers"].set_seed(seed % 2**32)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        if not self.seeds:  # an evaluation, or before the step
+            return super()._prepare_inputs(inputs)
+        self.set_seed(self.seeds.pop(0))
+        return inputs
+
+
+class AnyRanksRollouts(SeededSteps, MicroBatches):
     """AnyRanks for TRL's GRPO, RLOO and Distillation. Raises ValueError for settings with which the
     ranks would change the completions or the loss."""
 
@@ -122,39 +146,25 @@ class AnyRanksRollouts(AnyRanks, MicroBatches):
         seed = self.args.seed if self.shuffle_dataset else None
         return Groups(prompts, self.group, per_step, seed)
 
-    def set_seed(self, number: int) -> None:
-        """Seed all generators by the step, and by `number` within it."""
-        seed = self.args.seed + self.state.global_step * 100_003 + number
-        sys.modules["transformers"].set_seed(seed % 2**32)
-
     def prepare_step(self, samples: list) -> list:
         """Generates the completions of a step's prompts, each micro-batch by itself."""
-        self.model.train()
-        share, count = self.filled_steps.share, self.step_count
-        numbers = [(share.rank + n * share.ranks) % count for n in range(len(samples))]
+        super().prepare_step(samples)
         prepared = []
-        for number, sample in zip(numbers, samples, strict=True):
+        for number, sample in zip(self.numbers, samples, strict=True):
             self.set_seed(number)
             prepared.append(self._generate_and_score_completions(sample))
-        self.seeds = [count + number for number in numbers]  # of dropout in the loss
         tokens = torch.stack([inputs["completion_mask"].sum() for inputs in prepared])
         weights = torch.tensor(self.step_weights, device=tokens.device)
         total = self.accelerator.gather((tokens * (weights > 0)).sum().reshape(1)).sum()
         # GRPO multiplies it by what a mean is divided by, and divides it by steps_per_generation.
-        divisor = count / share.ranks
+        divisor = self.step_count / self.args.world_size
         scale = getattr(self.args, "steps_per_generation", divisor) / divisor
         for inputs in prepared:
             inputs["num_items_in_batch"] = total * scale
         return prepared
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        if not self.model.training:
-            return super()._prepare_inputs(inputs)
-        self.set_seed(self.seeds.pop(0))
-        return inputs
 
-
-class AnyRanksKTO(AnyRanks):
+class AnyRanksKTO(SeededSteps):
     """AnyRanks for TRL's KTO: the KL is that of all micro-batches of the step.
 
     TRL takes it of those that all ranks have at the same time, which is the same where there is no
@@ -164,19 +174,19 @@ class AnyRanksKTO(AnyRanks):
 
     def prepare_step(self, samples: list) -> list:
         """Computes the KL of a step, as TRL does it for the micro-batches of a moment."""
+        prepared = super().prepare_step([self._prepare_inputs(sample) for sample in samples])
         if not self.calculate_KL:
-            return samples
+            return prepared
         if self.precompute_ref_logps:
             raise ValueError("the KL of a whole step wants precompute_ref_log_probs=False")
-        self.model.train()
         sums = torch.zeros(2, device=self.args.device)
-        for sample, weight in zip(samples, self.step_weights, strict=True):
-            batch = self._prepare_inputs(sample)
+        for number, batch, weight in zip(self.numbers, prepared, self.step_weights, strict=True):
+            self.set_seed(number)
             difference = self.kl_logps(self.model_wrapped, batch) - self.reference_logps(batch)
             sums += bool(weight) * torch.stack([difference.mean(), sums.new_ones(())])
         total, count = self.accelerator.gather(sums.reshape(1, 2)).sum(dim=0)
         self.step_kl = total / count
-        return samples
+        return prepared
 
     def kl_logps(self, model: Any, batch: dict) -> torch.Tensor:
         return super()._compute_kl_logps(model, batch)
