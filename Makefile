@@ -8,7 +8,7 @@
 # make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
 # make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; 20 minutes
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; 9 minutes
-# make trainers  the transformers from 4.55 on, saved and loaded by each on other ranks; 40 minutes
+# make trainers  the transformers from 4.55 on, and TRL's trainers, saved and loaded by each on other ranks; 60 minutes
 # make deepspeed-suite  DeepSpeed's own checkpoint tests through install(); they are in DEEPSPEED, a clone: ./DeepSpeed
 # make engines   every kind of engine that DeepSpeed builds on a CPU: saved, loaded on the same ranks and others; 5 minutes
 # make mirror    what a save, and a copy in another machine's memory, cost a step; 4 minutes
@@ -263,6 +263,7 @@ versions: .venv/installed
 # The transformers that people have
 trainers: .venv/installed-dev
 	$(PY) -m measure.trainers --output $(OUT)/trainers.txt
+	$(PY) -m measure.trl --output $(OUT)/trl.txt
 
 # SUITE: what pytest takes, to choose among them
 DEEPSPEED ?= DeepSpeed

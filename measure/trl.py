@@ -18,6 +18,8 @@ import random
 import shutil
 import sys
 import warnings
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,13 +42,17 @@ DATASETS = (
     "datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 pandas==3.0.0 pyarrow==26.0.1 "
     "python-dateutil==2.9.0.post0 pytz==2026.6 six==1.17.0 xxhash==4.1.0"
 )
+OLD_DATASETS = (
+    "datasets==4.0.0 dill==0.3.8 multiprocess==0.70.16 pandas==2.3.3 pyarrow==26.0.1 "
+    "python-dateutil==2.9.0.post0 pytz==2026.6 six==1.17.0 xxhash==4.1.0 fsspec==2025.3.0"
+)
 # {TRL: (transformers, accelerate, what else they want)}
 RELEASES = {
-    "0.24.0": ("4.57.6", "1.12.0", f"{OLD_HUB} tokenizers==0.22.2"),
-    "1.0.0": ("5.6.0", "1.11.0", f"{HUB} tokenizers==0.22.2"),
-    "1.10.0": ("5.17.0", "1.14.0", HUB),
-    "1.14.0": ("5.19.0", "1.15.0", HUB),
-    "1.16.0": ("5.24.0", "1.15.0", HUB),
+    "0.24.0": ("4.57.6", "1.12.0", f"{OLD_HUB} tokenizers==0.22.2 {OLD_DATASETS}"),
+    "1.0.0": ("5.6.0", "1.11.0", f"{HUB} tokenizers==0.22.2 {DATASETS}"),
+    "1.10.0": ("5.17.0", "1.14.0", f"{HUB} {DATASETS}"),
+    "1.14.0": ("5.19.0", "1.15.0", f"{HUB} {DATASETS}"),
+    "1.16.0": ("5.24.0", "1.15.0", f"{HUB} {DATASETS}"),
 }
 COLUMNS = ("on 3    ", "on 2    ", "TRL alone")
 PACKED = {"packing": True, "max_length": 16}
@@ -135,13 +141,13 @@ def rows(kind):
 
 
 def find(trl, name):
-    """A class of TRL, wherever this release has it."""
+    """A class of TRL, wherever this release has it; None if it has not."""
     if hasattr(trl, name):
         return getattr(trl, name)
-    from importlib import import_module
-
     folder = name.removesuffix("Trainer").removesuffix("Config").lower()
-    return getattr(import_module(f"trl.experimental.{folder}"), name)
+    if find_spec("trl.experimental") and find_spec(f"trl.experimental.{folder}"):
+        return getattr(import_module(f"trl.experimental.{folder}"), name)
+    return None
 
 
 def train(case, way, log, folder, resume):
@@ -212,7 +218,8 @@ def play(trl, names):
     models = WORK / "models" / transformers.__version__
     if not models.exists():
         make_models(models)
-    return {name: play_case(WORK / trl / name, CASES[name]) for name in names}
+    known = [name for name in names if find(import_module("trl"), f"{CASES[name].trainer}Trainer")]
+    return {name: play_case(WORK / trl / name, CASES[name]) for name in known}
 
 
 def play_case(folder, case):
@@ -261,7 +268,7 @@ def run(release, names):
     """Calls play() under that TRL."""
     transformers, accelerate, others = RELEASES[release]
     packages = f"trl=={release} transformers=={transformers} accelerate=={accelerate}"
-    wanted = (*packages.split(), *others.split(), *DATASETS.split())
+    wanted = (*packages.split(), *others.split())
     path = versions.install(INSTALLED / f"trl-{release}", *wanted)
     results = {}
     for way in ("class", "command"):

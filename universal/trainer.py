@@ -22,16 +22,12 @@ only collate.
 fill_steps() does this for a loop over accelerate's DataLoader, as in examples/accelerate_loop.py.
 """
 
-import contextlib
-import copy
 import functools
 import hashlib
 import itertools
 import math
 import sys
-import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -42,10 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from universal import batches
 from universal.load.collective import process_group, say
 from universal.load.hooks import overridden
-
-NUMBER = "num_items_in_batch"
-ROUTER = "router_aux_loss_coef"  # transformers' name for the weight of a router's loss
-ROUNDING = 1e-5  # of a loss, relative
+from universal.losses import NUMBER, LossKind, kind_of_loss, times_router_loss
 
 
 class Samples(data.Dataset):
@@ -204,28 +197,6 @@ def gather_rows(gather: Callable, tensors: Any) -> Any:
     return tree_map_only(torch.Tensor, gather_one, tensors)
 
 
-def is_of_numbers(value: Any) -> bool:
-    """Whether a value is a collection of numbers, as a trainer's metrics are."""
-    return isinstance(value, dict | list | deque) and all(
-        isinstance(leaf, int | float | str) for leaf in tree_leaves(value)
-    )
-
-
-@contextlib.contextmanager
-def times_router_loss(routers: list[torch.nn.Module], factor: float) -> Iterator[None]:
-    """Multiply the weights of these routers' losses in this block."""
-    with contextlib.ExitStack() as stack:
-        for router in routers:
-            weight = getattr(router, ROUTER) * factor
-            stack.enter_context(overridden(router, **{ROUTER: weight}))
-        yield
-
-
-def router_losses(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The parts of a mixture of experts that add a router's loss to a loss of their own."""
-    return [part for part in model.modules() if vars(part).get(ROUTER)]
-
-
 class AnyRanks:
     """A base class that keeps Trainer's batch; it comes before Trainer.
 
@@ -300,7 +271,7 @@ class AnyRanks:
         self.filled_steps = fill_steps(loader, self.batch_share(), stream)
         self.epoch_iterator = None
         self.step_weights = []
-        self.takes_mean = None
+        self.loss_kind = None
         self.groups_before_load = []
         self.check_loss()
         return loader
@@ -504,91 +475,23 @@ class AnyRanks:
         divisor = self.step_count / self.args.world_size
         # Trainers divide by this what is a mean of a micro-batch in a loss that else is none.
         self.current_gradient_accumulation_steps = divisor
-        if self.takes_mean is None:
-            self.ask_for_mean(compute_loss, model, args, options)
-        if self.takes_mean and NUMBER in options:
+        kind = self.loss_kind or kind_of_loss(self, compute_loss, model, args, options)
+        self.loss_kind = kind
+        takes_mean, routers = kind or LossKind(takes_mean=False)  # of a loss of 0
+        if takes_mean and NUMBER in options:
             options[NUMBER] = None
         gather = self.accelerator.gather
         if self.is_last:
             gather = functools.partial(gather_rows, gather)
         with (
             overridden(self.accelerator, gather=gather),
-            times_router_loss(self.routers, 1 / self.step_count),
+            times_router_loss(routers, 1 / self.step_count),
         ):
             result = compute_loss(model, *args, **options)
         # By this Trainer divides what its version takes for mean losses.
         self.current_gradient_accumulation_steps = 1
-        weight = bool(weight) / (divisor if self.takes_mean else 1)
+        weight = bool(weight) / (divisor if takes_mean else 1)
         return (result[0] * weight, *result[1:]) if isinstance(result, tuple) else result * weight
-
-    def ask_for_mean(self, compute_loss, model, args, options):
-        """Find out whether a loss is a mean of its micro-batch, whatever num_items_in_batch is.
-
-        Sets takes_mean, None while losses are 0 or not finite, and routers. Raises ValueError if a
-        part of the loss is such a mean, and cannot be told apart.
-        """
-        self.routers = []
-        scaled = getattr(self, "loss_is_scaled_for_ga", None)
-        if scaled is not None or options.get(NUMBER) is None:
-            self.takes_mean = not scaled
-            return
-        ask = functools.partial(self.ask, compute_loss, model, args, options)
-        routers = router_losses(model)
-        kinds = [ask([]), ask(routers), ask(routers), ask(routers, 2), ask(routers, across=False)]
-        sums = self.accelerator.gather(torch.stack(kinds)[None]).sum(dim=0).tolist()
-        with_routers, loss, again, halved, of_rank = sums
-        if not loss or not math.isfinite(loss):
-            return
-        rounding = ROUNDING * abs(loss) + 4 * abs(again - loss)
-        undivided = 2 * halved - loss
-        self.takes_mean = abs(undivided - loss) <= rounding
-        counted = f"counts once in a step, and with Trainer alone {self.step_count} times: as often"
-        counted += " as there are micro-batches"
-        if self.takes_mean:
-            say(f"NOTE: the loss is a mean that takes no {NUMBER}; it {counted}")
-            return
-        if abs(undivided) > rounding:
-            raise ValueError(
-                f"{type(self).__name__}'s loss is {loss:.6g}, and {halved:.6g} with twice the "
-                f"{NUMBER}: neither a mean nor a sum that is divided by it. Let compute_loss() "
-                "divide a mean in it by self.current_gradient_accumulation_steps"
-            )
-        if self.args.world_size > 1 and abs(of_rank - loss) <= rounding:
-            raise ValueError(
-                f"{type(self).__name__}'s loss is divided by the {NUMBER} of all ranks, and does "
-                "not follow average_tokens_across_devices: let compute_loss() multiply it by "
-                "self.accelerator.num_processes where that is set, as Trainer's does"
-            )
-        if abs(with_routers - loss) > rounding:
-            self.routers = routers
-            say(f"NOTE: the router's loss {counted}")
-
-    def ask(self, compute_loss, model, args, options, routers, times=1, across=True):
-        """The loss [] of a micro-batch without that of its routers, if the numbers by which it may
-        be divided were so many times as large. Nothing of it remains.
-
-        across: whether it may be multiplied by the ranks, as DeepSpeed divides by them.
-        """
-        asked = copy.copy(self)  # its metrics are its own
-        kept = {name: copy.deepcopy(v) for name, v in vars(self).items() if is_of_numbers(v)}
-        vars(asked).update(kept)
-        asked.current_gradient_accumulation_steps *= times
-        bound = getattr(compute_loss, "__func__", None)
-        ask = types.MethodType(bound, asked) if bound else compute_loss
-        device = self.args.device
-        devices = [] if device.type == "cpu" else [device]
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices, device_type=device.type),
-            times_router_loss(routers, 0),
-            overridden(self.args, average_tokens_across_devices=across),
-        ):
-            named = options | {NUMBER: options[NUMBER] * times}
-            result = ask(model, *map(copy.copy, args), **named)
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        return (result[0] if isinstance(result, tuple) else result).float()
 
 
 def train_whole(training_step: Callable, trainer: AnyRanks, model: Any, inputs: Any, *args: Any):

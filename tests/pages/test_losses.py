@@ -74,7 +74,7 @@ MODELS = {
     "BART": (bart, "words"),
     "Mixtral": (mixtral, "words"),
 }
-MEAN = "NOTE: the loss is a mean that takes no num_items_in_batch; it counts once in a step"
+MEAN = "NOTE: the loss is a mean that takes no num_items_in_batch: it counts once in a step, and"
 ROUTER = "NOTE: the router's loss counts once in a step, and with Trainer alone 6 times"
 
 
