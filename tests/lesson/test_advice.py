@@ -347,7 +347,7 @@ REFUSED = {
         [*ANY_RANKS, (STEPS, "gradient_accumulation_steps=2")],
         [("gradient_accumulation_steps=2", r"wants (\w+=\d+)")],
     ),
-    "the DataLoader's batch_size is 4": (
+    "the DataLoader deals 4 at once": (
         [*ANY_RANKS, ("trainer = type", "args.per_device_train_batch_size = 4\ntrainer = type")],
         [
             ("batches.config(16, 2)", "`(batches.*?)`"),
