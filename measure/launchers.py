@@ -29,10 +29,14 @@ BATCH = 20
 ROUNDING = 1e-6
 HOSTS = ("127.0.0.2", "127.0.0.3")
 PATH = f"{WORK}:{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
-ON_A_CPU = (
-    f"DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR={ROOT}/.venv/torch_extensions"
-)
-FILE = [*ON_A_CPU.split(), "PYTHONPATH=/of/deepspeed_env", "UNIVERSAL_BATCH=12"]
+ON_A_CPU = {
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_EXTENSIONS_DIR": f"{ROOT}/.venv/torch_extensions",
+}
+TYPED = {**ON_A_CPU, "PATH": PATH, "PYTHONPATH": str(ROOT), "UNIVERSAL_BATCH": str(BATCH)}
+FILE = {**ON_A_CPU, "PYTHONPATH": "/of/deepspeed_env", "UNIVERSAL_BATCH": "12"}
 OPTIONS = f"-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -i {WORK}/key"
 SSHD = f"""HostKey {WORK}/key
 AuthorizedKeysFile {WORK}/key.pub
@@ -123,7 +127,7 @@ def train(name, ranks, command, is_on_each):
     """Train with that launcher, as it is typed on one host or on each; print what ranks got."""
     hosts = dict(zip(HOSTS, ranks, strict=False))
     (WORK / "hostfile").write_text("".join(f"{host} slots={n}\n" for host, n in hosts.items()))
-    (WORK / ".deepspeed_env").write_text("\n".join([*FILE, ""]))
+    (WORK / ".deepspeed_env").write_text("".join(f"{key}={FILE[key]}\n" for key in FILE))
     port = free_port()
     folder = name.replace(" ", "_").replace(",", "")
     typed = {}
@@ -131,15 +135,14 @@ def train(name, ranks, command, is_on_each):
         words = command.format(host=number, ranks=hosts[host], port=port)
         flags = f"--output_dir {folder} --run_name {folder}"
         typed[host] = f"{sys.executable} -m universal {words} script.py {flags}"
-    environment = {"PATH": PATH, "PYTHONPATH": str(ROOT), "UNIVERSAL_BATCH": str(BATCH)}
     if is_on_each:
-        names = " ".join(f"{key}={value}" for key, value in environment.items())
-        jobs = [["ssh", h, f"cd {WORK}; {ON_A_CPU} {names} {words}"] for h, words in typed.items()]
+        names = " ".join(f"{key}={value}" for key, value in TYPED.items())
+        jobs = [["ssh", host, f"cd {WORK}; {names} {words}"] for host, words in typed.items()]
     else:
         jobs = [typed[HOSTS[0]].split()]
     (WORK / folder).mkdir(exist_ok=True)
     with open(WORK / f"{folder}.txt", "w") as log:
-        options = {"cwd": WORK, "env": os.environ | environment, "stdout": log, "stderr": log}
+        options = {"cwd": WORK, "env": os.environ | TYPED, "stdout": log, "stderr": log}
         running = [subprocess.Popen(job, **options) for job in jobs]
         codes = [process.wait(timeout=900) for process in running]
     assert not any(codes), (WORK / f"{folder}.txt").read_text()[-3000:]

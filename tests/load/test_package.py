@@ -16,8 +16,8 @@ print(universal.__file__, method.func is universal.load_checkpoint, method.keywo
 """
 
 
-def python(*words, folder, path=""):
-    return run_python(*words, folder=folder, PYTHONPATH=str(path))
+def python(*words, folder, path="", **variables):
+    return run_python(*words, folder=folder, PYTHONPATH=str(path), **variables)
 
 
 def test_pip_installs_it_and_touches_nothing_else(tmp_path):
@@ -58,8 +58,9 @@ def test_a_copy_beside_a_script(tmp_path):
 
 
 def test_errors_of_the_command(tmp_path):
-    """One line, and 2: no command, one that is not found, an interpreter without DeepSpeed; a path
-    with a colon, which PYTHONPATH has between paths: nothing would be installed."""
+    """One line, and 2: no command, one that is not found, an interpreter without DeepSpeed; no
+    batch; a launcher that passes nothing on; a path with a colon, which PYTHONPATH has between
+    paths: nothing would be installed."""
     folder = tmp_path / "9:30"
     shutil.copytree(ROOT / "universal", folder / "universal")
     colon = f"{folder}/universal/start cannot be on PYTHONPATH, which has : between"
@@ -68,7 +69,10 @@ def test_errors_of_the_command(tmp_path):
         (ROOT, (), ["nowhere.py"], "nowhere.py: No such file or directory"),
         (ROOT, ["-S"], ["true"], f"{sys.executable} has no deepspeed"),
         (folder, (), ["true"], colon),
+        (ROOT, (), ["srun", "--export=NONE", "true"], "srun would start ranks without PYTHONPATH"),
     ):
         done = python(*flags, "-m", "universal", *command, folder=place)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         assert reason in done.stderr
+    done = python("-m", "universal", "true", folder=ROOT, UNIVERSAL_BATCH="1k")
+    assert done.returncode == 2 and "UNIVERSAL_BATCH=1k is no number of samples" in done.stderr

@@ -248,40 +248,40 @@ def test_a_batch_that_only_a_file_names(tmp_path):
     assert "says UNIVERSAL_BATCH=12, and the command nothing: type it before" in done.stderr
 
 
-SLURM = "without PYTHONPATH and UNIVERSAL_BATCH: add `--export=ALL`"
-MPI = "without PYTHONPATH and UNIVERSAL_BATCH: add `-x PYTHONPATH -x UNIVERSAL_BATCH`"
+ADVICE = {
+    "srun": "`--export=ALL`",
+    "mpirun": "`-x PYTHONPATH -x UNIVERSAL_BATCH` with Open MPI, `-genvall` with",
+}
 
 
 @pytest.mark.parametrize(
-    "command, words",
+    "command, slurm",
     [
-        (
-            "srun --export=NONE python train.py",
-            "PYTHONPATH and UNIVERSAL_BATCH: add `--export=ALL`",
-        ),
-        ("srun --export=PYTHONPATH python train.py", "PYTHONPATH and UNIVERSAL_BATCH: add `--exp"),
-        ("mpirun -np 2 python train.py", MPI),
-        ("mpiexec -np 2 -x PYTHONPATH python train.py", MPI),
-        ("srun -n 2 python train.py", None),
-        ("srun --export=ALL,A=1 python train.py", None),
-        ("srun --export=UNIVERSAL_BATCH,PYTHONPATH python train.py", None),
-        ("mpirun -x UNIVERSAL_BATCH=20 -x PYTHONPATH -np 2 python train.py", None),
-        ("mpiexec -genvall python train.py", None),
+        ("srun --export=NONE python train.py", "ALL"),
+        ("srun --export PYTHONPATH python train.py", "ALL"),
+        ("srun python train.py", "NONE"),  # in a batch script that was told so
+        ("mpirun -np 2 python train.py", "ALL"),
+        ("mpirun -np 2 -x PYTHONPATH python train.py", "ALL"),
     ],
 )
-def test_launchers_that_pass_on_less(monkeypatch, capsys, command, words):
+def test_launchers_that_pass_on_less(monkeypatch, capsys, command, slurm):
     """They are refused before anything starts."""
     monkeypatch.setenv("UNIVERSAL_BATCH", "20")
-    if words is None:
-        check_exports(*command.split())
-        return
+    monkeypatch.setenv("SLURM_EXPORT_ENV", slurm)
+    launcher, *words = command.split()
     with pytest.raises(SystemExit) as end:
+        check_exports(launcher, *words)
+    said = f"{launcher} would start ranks without PYTHONPATH and UNIVERSAL_BATCH: add "
+    assert end.value.code == 2 and said + ADVICE[launcher] in capsys.readouterr().err
+
+
+def test_launchers_that_pass_on_enough(monkeypatch):
+    monkeypatch.setenv("UNIVERSAL_BATCH", "20")
+    for command in (
+        "srun -n 2 python train.py",
+        "srun --export=ALL,A=1 python train.py",
+        "srun --export=UNIVERSAL_BATCH,PYTHONPATH python train.py",
+        "mpirun -x UNIVERSAL_BATCH=20 -x PYTHONPATH -np 2 python train.py",
+        "mpiexec -genvall python train.py",
+    ):
         check_exports(*command.split())
-    assert end.value.code == 2 and words in capsys.readouterr().err
-
-
-def test_slurm_passes_on_less(monkeypatch):
-    """As a batch script has told every srun in it."""
-    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
-    with pytest.raises(SystemExit):
-        check_exports("srun", "python", "train.py")
