@@ -26,7 +26,7 @@ from packaging.version import Version
 
 from universal import batches
 from universal.load.engine import Engine
-from universal.load.hooks import clip_by, is_within_a_step
+from universal.load.hooks import clip_by
 
 
 def install(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -46,22 +46,30 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
         raise ValueError(
             'exact.py needs "memory_efficient_linear": False in the zero_optimization of the config'
         )
+    batches.watch_batches()
     share = batches.named_share(engine)
+    batches.check_gradient(engine, share)
     sums = round_gradients(trained, share.micro_batches, share.accumulation)
     norm = torch.zeros((), device=engine.device)
     backward = engine.backward
 
-    def exact_backward(loss, **options):
-        if not is_within_a_step(engine):  # a load may have cut one short
+    def exact_backward(loss, *args, **options):
+        if not batches.ledger_of(engine).backwards:  # a load may have cut a step short
             for rounded_sum in sums.values():
                 rounded_sum.shares.clear()
-        loss = backward(loss, **options | {"scale_wrt_gas": False})  # the hooks divide
-        if engine.is_gradient_accumulation_boundary():
+        # The hooks divide.
+        loss = backward(loss, *args[:1], **options | {"scale_wrt_gas": False})
+        if all(rounded_sum.is_complete for rounded_sum in sums.values()):
             norm.copy_(add_up(sums.values()))
         return loss
 
     def fill():
         """Replace ZeRO's sums, which it has divided by the number of ranks, with the exact ones."""
+        if not all(rounded_sum.is_added_up for rounded_sum in sums.values()):
+            raise ValueError(
+                "exact.py wants a gradient of every trained parameter in each of a step's "
+                f"{share.accumulation} micro-batches, by engine.backward(loss)"
+            )
         for flat in zero.flats:
             if flat.tensor.grad is not None:
                 for piece in flat.pieces:
@@ -96,9 +104,10 @@ def round_gradients(
 class RoundedSum:
     """The hook of a parameter: it replaces a micro-batch's gradient with what DeepSpeed is to add.
 
-    total: the sum of this rank's shares, after the last backward pass of a step; after add_up()
-    that of all ranks, flat. DeepSpeed's mean is as good as that only where it divides exactly: CUDA
-    multiplies by the reciprocal, in float32, which is off for 7, 13, 14, 15 and other ranks.
+    total: the sum of this rank's shares, once is_complete, after the last backward pass of a step;
+    once is_added_up that of all ranks, flat. DeepSpeed's mean is as good as that only where it
+    divides exactly: CUDA multiplies by the reciprocal, in float32, which is off for 7, 13, 14, 15
+    and other ranks.
     """
 
     def __init__(self, micro_batches: int, accumulation: int):
@@ -106,14 +115,18 @@ class RoundedSum:
         self.accumulation = accumulation
         self.shares = []
         self.total = None
+        self.is_complete = False
+        self.is_added_up = False
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.is_complete = self.is_added_up = False
         self.shares.append(gradient / self.micro_batches)
         if len(self.shares) < self.accumulation:
             return torch.zeros_like(gradient)
         shift = self.shift()
         self.total = sum((share + shift) - shift for share in self.shares)
         self.shares.clear()
+        self.is_complete = True
         return self.total * dist.get_world_size()
 
     def shift(self) -> torch.Tensor:
@@ -138,4 +151,6 @@ def add_up(sums: Collection[RoundedSum]) -> torch.Tensor:
     parts = gradient.split([rounded_sum.total.numel() for rounded_sum in sums])
     for rounded_sum, part in zip(sums, parts, strict=True):
         rounded_sum.total = part
+        rounded_sum.is_complete = False
+        rounded_sum.is_added_up = True
     return gradient.double().norm().float()

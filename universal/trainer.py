@@ -154,14 +154,15 @@ def fill_steps(
         isinstance(loader.dataset, data.IterableDataset)
         or getattr(sampler, "num_processes", 1) != share.ranks
         or getattr(sampler, "split_batches", False)
+        or getattr(order, "num_replicas", 1) > 1  # a DistributedSampler, whose part would be split
         # It draws anew at every start; LengthGroupedSampler by the accumulation steps, too.
         or (hasattr(order, "generator") and not hasattr(order, "set_epoch"))
     ):
         raise ValueError(
             "what the ranks get would depend on their number, or on when they start: leave out "
             "dispatch_batches, split_batches, batch_rebalance, group_by_length, and, but in "
-            "AnyRanks, a stream; set use_seedable_sampler=True; give a sampler of your own a "
-            "set_epoch()"
+            "AnyRanks, a stream or a DistributedSampler; set use_seedable_sampler=True; give a "
+            "sampler of your own a set_epoch()"
         )
     if stream is None:
         filled_steps = FilledSteps(global_sampler, share, len(global_sampler))

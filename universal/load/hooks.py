@@ -2,7 +2,6 @@
 """DeepSpeed's private functions and attributes: replaced for a while, watched, or read."""
 
 import contextlib
-import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from universal.batches import ledger_of, watching
 from universal.errors import CheckpointError
 from universal.load.flat import Partition
 
@@ -201,16 +201,9 @@ def wrap_methods(**wrappers: Callable) -> None:
     for name, wrapper in wrappers.items():
         method = getattr(deepspeed.DeepSpeedEngine, WATCHED[name])
         if not hasattr(method, "is_watched"):
-            setattr(deepspeed.DeepSpeedEngine, WATCHED[name], watching(method, wrapper))
-
-
-def watching(method, wrapper):
-    @functools.wraps(method)
-    def watched(engine, *args, **options):
-        return wrapper(method, engine, *args, **options)
-
-    watched.is_watched = True
-    return watched
+            watched = watching(method, wrapper)
+            watched.is_watched = True
+            setattr(deepspeed.DeepSpeedEngine, WATCHED[name], watched)
 
 
 def zero_options(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
@@ -233,6 +226,7 @@ def begin_step(engine: deepspeed.DeepSpeedEngine) -> None:
     """Start a new optimizer step: reset DeepSpeed's count of micro-batches, which no file holds."""
     engine.micro_steps = 0
     engine._unmanaged_backward_count = 0
+    ledger_of(engine).backwards.clear()
 
 
 def partition_of(parameter: torch.Tensor | None) -> Partition | None:
