@@ -123,11 +123,13 @@ class StubType(type):
 
 
 class Stub(metaclass=StubType):
-    """An instance of a class that is never imported. It is pickled again as it was read."""
+    """An instance of a class that is never imported. It is pickled again as it was read. build: a
+    function of BUILT that takes the class's place."""
+
+    build = None
 
     def __new__(cls, *args):
-        build = BUILT.get(f"{cls.__module__}.{cls.__qualname__}")
-        built = build(*args) if build else None
+        built = cls.build(*args) if cls.build else None
         return stub(cls, args) if built is None else built
 
     def __init__(self, *args):
@@ -147,7 +149,10 @@ class Stub(metaclass=StubType):
 
 
 def stub_type(module: str, name: str) -> StubType:
-    return StubType(name, (Stub,), {"__module__": module, "__qualname__": name})
+    names = {"__module__": module, "__qualname__": name}
+    if build := BUILT.get(f"{module}.{name}"):
+        names["build"] = staticmethod(build)
+    return StubType(name, (Stub,), names)
 
 
 # A class that this package names itself, and writes.
@@ -282,6 +287,8 @@ def archive_of(file: BinaryIO) -> zipfile.ZipFile:
 
 def record_of(path, file, info, name):
     """The Record of an entry in the archive's directory."""
+    if not info.file_size and not info.compress_type:  # ZeRO-3 leaves one for each parameter
+        return Record(str(path), info.header_offset, 0, info.CRC)
     header = os.pread(file.fileno(), 30, info.header_offset)
     mark, name_size, extra_size = struct.unpack("<4s22xHH", header)
     if mark != b"PK\3\4" or info.compress_type or info.file_size != info.compress_size:
