@@ -3,7 +3,7 @@ pasted into the script that has printed them, and run on 3 ranks, whose samples,
 are those of the run on 4 ranks that was not interrupted."""
 
 import functools
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -213,7 +213,8 @@ def behind(command):
         os.environ[name] = value
         site = runpy.run_path(str(ROOT / "universal/start/sitecustomize.py"))
         for module, function in site["AfterImport"].functions.items():
-            function(importlib.import_module(module))
+            if importlib.util.find_spec(module.partition(".")[0]):  # not all have TRL
+                function(importlib.import_module(module))
         transformers = sys.modules["transformers"]
         transformers.Trainer = transformers.trainer.Trainer
 
