@@ -308,7 +308,7 @@ ANY_RANKS = [
     ),
     ("trainer = Trainer(", "trainer = type('Mine', (AnyRanks, Trainer), {})("),
 ]
-SIZES = "the DataLoader's batch_size is {}, and the config's micro-batch is {}: "
+SIZES = "the DataLoader deals {} at once, and the config's micro-batch is {}: "
 # {kind: (changes of the script, whether UNIVERSAL_BATCH is set, what stops it)}
 KINDS = {
     "found_less": ([FINDS, *ANY_RANKS, ("# here", OOM)], False, SIZES.format(1, 2)),
