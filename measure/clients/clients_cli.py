@@ -30,6 +30,7 @@ WORK = ROOT / "runs" / "clients_cli"  # the model, checkpoints and logs
 STEPS = 20
 SAVED = 10
 BATCH = 24
+ANY_BATCH = {"sft": BATCH, "dpo": 16, "kto": BATCH}  # UNIVERSAL_BATCH: 3 ranks do not divide 8
 ROUNDING = 1e-5
 SEEN = 1e-3
 AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
@@ -161,7 +162,7 @@ def run(client, case, ranks, how="", **named):
         "MODELSCOPE_CACHE": str(WORK / "home"),
     }
     if how == "any" or case.task == "dpo":
-        environment["UNIVERSAL_BATCH"] = str(BATCH)
+        environment["UNIVERSAL_BATCH"] = str(ANY_BATCH[case.task])
     words = [f"{client.dashes}{key}={value}" for key, value in flags.items()]
     with open(f"{output}.log", "w") as log:
         subprocess.run(
@@ -199,7 +200,7 @@ def resume(client, case, ranks, baseline, how=""):
     proved = float((proof or "nan").split()[-1])
     batch = f'"train_batch_size": {json.dumps(case.batch)}'
     if how == "any" or case.task == "dpo":
-        batch = f"UNIVERSAL_BATCH={BATCH}"
+        batch = f"UNIVERSAL_BATCH={ANY_BATCH[case.task]}"
     row = f"{case.task}, {case.trains}, ZeRO-{case.stage}, {batch}, 4 to {ranks} ranks"
     print(f"{client.name:<15}{row}: {difference:.1e}, said {proved:.1e}", flush=True)
     loaded = said(resumed, f"written by 4 ranks, loaded on {ranks}")
@@ -223,8 +224,8 @@ def leave_out(client, case, baseline):
 def refuse(client, case, ranks, how, reason, **named):
     """Print why a run ends before its first step. Returns whether it says so."""
     refused = said(run(client, case, ranks, how, **named), rf"\w+Error: .*{reason}.*")
-    flags = [f"{key}={value}" for key, value in named.items()] or [f"UNIVERSAL_BATCH={BATCH}"]
-    print(f"{client.name}, {case.task}, {flags[0]}, {ranks} ranks: {refused}", flush=True)
+    ((flag, value),) = named.items() or {"UNIVERSAL_BATCH": ANY_BATCH[case.task]}.items()
+    print(f"{client.name}, {case.task}, {flag}={value}, {ranks} ranks: {refused}", flush=True)
     return refused
 
 
