@@ -151,7 +151,7 @@ def find(trl, name):
 
 
 def train(case, way, log, folder, resume):
-    """On a rank. way: "class", "command" or "alone". log: where rank 0 writes what Trainer logs."""
+    """Train a case on a rank. way: "class", "command" or "alone". log: where rank 0 writes it."""
     warnings.simplefilter("ignore")
     import datasets
     import deepspeed
