@@ -31,7 +31,6 @@ HOSTS = ("127.0.0.2", "127.0.0.3")
 PATH = f"{WORK}:{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
 ON_A_CPU = {
     "DS_ACCELERATOR": "cpu",
-    "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
     "TORCH_EXTENSIONS_DIR": f"{ROOT}/.venv/torch_extensions",
 }
@@ -44,6 +43,7 @@ PidFile none
 StrictModes no
 """
 SCRIPT = {  # of the example: what gives way to what
+    "import argparse\n": 'import argparse\nimport os\nos.environ["CUDA_VISIBLE_DEVICES"] = ""\n',
     "import universal\nfrom universal import batches\nfrom universal.trainer import AnyRanks\n": "",
     "universal.install()": "",
     "batches.config(BATCH, MICRO)": '{"gradient_accumulation_steps": 3}',
