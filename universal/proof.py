@@ -21,6 +21,7 @@ import functools
 import math
 import os
 import random
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ SUMMED = ("loss", "output", "norm", "draws", "others", *range(MOST_TENSORS))
 # of each doubling behind them as many as of the one before.
 PLACES = {1: 2**14, 2: 2**6}
 PLACES_OF_MORE = 4  # 768 of an image of 3 x 224 x 224
+COMPARED = weakref.WeakSet()  # engines: where there are two, lines say whose they are
 
 
 # --------------------------------------------------------------------------------------------------
@@ -150,13 +152,14 @@ class ForwardPass:
 class Comparison:
     """A comparison, on rank 0, with `rows`: {step: Row as trained before the load}.
 
-    restored: what was restored, in words. draws: of all steps so far, before and now. gaps: {a
-    number's name: its largest difference so far}.
+    restored: what was restored, in words. name: of the checkpoint and the folder above it. draws:
+    of all steps so far, before and now. gaps: {a number's name: its largest difference so far}.
     """
 
-    def __init__(self, rows, restored):
+    def __init__(self, rows, restored, name=""):
         self.rows = rows
         self.restored = restored
+        self.name = name
         self.draws = ([], [])
         self.gaps = {}
 
@@ -165,6 +168,7 @@ class Comparison:
         that none does. Returns whether one does. now: the step's Row.
         """
         before = self.rows[now.step]
+        whose = f"{self.name}: " if len(COMPARED) > 1 else ""
         trained = f"trained before on {ranks_in_words(before.ranks)}"
         for draws, row in zip(self.draws, (before, now), strict=True):
             draws.append(row.draws)
@@ -183,7 +187,7 @@ class Comparison:
                 if math.isfinite(number_before):
                     kind, cause = self.explain(name, before, now, is_sure)
                 numbers = f"{name} was {number_before:.7g}, and is {number:.7g}"
-                say(f"{kind}: step {now.step}, {trained}: {numbers}{cause}")
+                say(f"{kind}: {whose}step {now.step}, {trained}: {numbers}{cause}")
                 return True
         name = LOSS if LOSS in self.gaps else GRAD_NORM
         if now.step == max(self.rows) and name in self.gaps:
@@ -191,7 +195,8 @@ class Comparison:
             steps = f"steps {min(self.rows)} to {now.step}"
             if len(self.rows) == 1:
                 steps = f"step {now.step}"
-            say(f"{steps}, {trained}, now on {now.ranks}: {name} differs by at most {gap}")
+            on_ranks = f"{trained}, now on {now.ranks}"
+            say(f"{whose}{steps}, {on_ranks}: {name} differs by at most {gap}")
         return False
 
     def growth(self, before, now):
@@ -251,6 +256,10 @@ def are_same_samples(before, now):
     return all(a == b for a, b in pairs) if pairs else None
 
 
+def coarsest(dtypes):
+    return max(dtypes, key=lambda dtype: ROUNDING.get(dtype, MOST_ROUNDING))
+
+
 def rounding_of(*rows):
     return max(ROUNDING.get(row.dtype, MOST_ROUNDING) for row in rows)
 
@@ -278,7 +287,8 @@ class Proof:
     """Writes down the next steps of an engine, and compares those that were trained before.
 
     last_step: the last to be written down, the same on all ranks. files, comparison: on rank 0
-    alone. has_failed: whether an error was printed.
+    alone. has_failed: whether an error was printed. dtypes: of matrix products in an autocast of
+    the model's own, which no config tells; None until the first forward pass has been watched.
     """
 
     def __init__(self, engine):
@@ -287,6 +297,7 @@ class Proof:
         self.files = []
         self.comparison = None
         self.has_failed = False
+        self.dtypes = None
         self.settings = {}
         self.begin_step()
 
@@ -313,13 +324,32 @@ class Proof:
 
     def follow_load(self, folder, step, restored):
         if rows := read_rows(folder / NEXT_STEPS, step + 1):
-            self.comparison = Comparison(rows, restored)
+            self.comparison = Comparison(rows, restored, f"{folder.parent.name}/{folder.name}")
 
     def begin_forward(self, arguments):
         forward = ForwardPass(states=generator_states())
         self.waiting.append(forward)
         with contextlib.suppress(Exception):  # a sparse tensor has no hash, say
             self.see_inputs(forward, arguments)
+
+    @contextlib.contextmanager
+    def watching_products(self):
+        """See in which dtypes modules compute in the first forward pass of this block."""
+        hooks = []
+        if self.dtypes is None:
+            self.dtypes = set()
+            for module in self.engine.module.modules():
+                if getattr(module, "weight", None) is not None:
+                    hooks.append(module.register_forward_hook(self.see_product))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def see_product(self, module, inputs, output):
+        if torch.is_tensor(output) and output.dtype != module.weight.dtype:
+            self.dtypes.add(str(output.dtype).removeprefix("torch."))
 
     def see_inputs(self, forward, arguments):
         if not self.engine.sees_samples():
@@ -328,8 +358,8 @@ class Proof:
         mask = next((tensor for name, tensor in tensors if name == "attention_mask"), None)
         lengths = [len(tensor) for _, tensor in tensors]
         samples = self.engine.micro_batch()
-        if samples not in lengths and max(lengths[:1], default=0) > 1:  # the last of an epoch
-            samples = lengths[0]
+        if samples not in lengths and (max(lengths[:1], default=0) > 1 or {*lengths} == {1}):
+            samples = lengths[0]  # the last of an epoch
         mixed = 0
         for _, tensor in tensors:
             if len(tensor) == samples and len(forward.digests) < MOST_TENSORS:
@@ -417,7 +447,7 @@ class Proof:
             step=step,
             ranks=dist.get_world_size(),
             micro_batch=self.engine.micro_batch(),
-            dtype=self.engine.dtype(),
+            dtype=coarsest(self.engine.dtypes() | (self.dtypes or set())),
             loss=means["output"] if means["loss"] is None else means["loss"],
             grad_norm=means["norm"],
             draws=means["draws"] or 0,
@@ -491,6 +521,7 @@ def after_load(
     if folder and getattr(engine, "wants_universal_proof", False):
         with harmless(engine):
             proof = engine.universal_proof = Proof(engine)
+            COMPARED.add(engine)
             if dist.get_rank() == 0:
                 proof.follow_load(folder, engine.global_steps, restored)
 
@@ -520,7 +551,8 @@ def around_forward(method, engine, *inputs, **named):
     with harmless(engine):
         proof.begin_forward([*inputs, named])
     try:
-        output = method(engine, *inputs, **named)
+        with proof.watching_products():
+            output = method(engine, *inputs, **named)
     except BaseException:
         proof.waiting = proof.waiting[:-1]  # it may be tried again
         raise
@@ -531,7 +563,8 @@ def around_forward(method, engine, *inputs, **named):
 
 def around_backward(method, engine, loss, *args, **options):
     is_exact = hasattr(engine, "divides_gradients")
-    is_share = options.get("scale_wrt_gas") is False and not is_exact
+    scales = options.get("scale_wrt_gas", args[-1] if len(args) > 1 else True)
+    is_share = scales is False and not is_exact
     if engine.universal_proof:
         with harmless(engine):
             engine.universal_proof.see_loss(loss.detach().squeeze(), is_share, is_exact)

@@ -35,9 +35,12 @@ class Model(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.second = nn.Linear(8, 1)
         self.register_buffer("shift", torch.ones(1))
+        self.has_autocast = False
 
     def forward(self, samples, attention_mask=None, labels=0):
-        return self.loss(samples, attention_mask) + torch.as_tensor(labels).float().mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.has_autocast):
+            loss = self.loss(samples, attention_mask).float()
+        return loss + torch.as_tensor(labels).float().mean()
 
     def loss(self, samples, attention_mask):
         if isinstance(samples, dict):
@@ -94,6 +97,15 @@ def share_of_loss(engine, samples, weight):
     """As accelerate and Trainer do."""
     loss = weight * engine(samples) / engine.gradient_accumulation_steps()
     engine.backward(loss, scale_wrt_gas=False)
+
+
+def by_position(engine, samples, weight):
+    engine.backward(weight * engine(samples) / engine.gradient_accumulation_steps(), False, False)
+
+
+def own_autocast(engine, samples, weight):
+    engine.module.has_autocast = True
+    usual(engine, samples, weight)
 
 
 def loss_backward(engine, samples, weight):
@@ -187,7 +199,7 @@ class Kind(NamedTuple):
     train: Callable = usual
     stage: int = 1
     dropout: float = 0.0
-    dtype: str = "fp32"
+    dtype: str = "fp32 alone"
     steps: int = 3
     micro: tuple[int, int] = (1, 1)
     exact: bool = False
@@ -201,6 +213,9 @@ KINDS = {
     "fp16": Kind(stage=2, dtype="fp16"),
     "loss_of_one_row": Kind(loss_of_one_row),
     "share_of_loss": Kind(share_of_loss, stage=2),
+    "by_position": Kind(by_position),
+    "own_autocast": Kind(own_autocast, dtype="bf16 in the model alone"),
+    "communication": Kind(dtype="communication_data_type"),
     "loss_backward": Kind(loss_backward),
     "two_losses": Kind(two_losses),
     "dictionary": Kind(dictionary),
@@ -218,7 +233,9 @@ KINDS = {
 
 
 def engine_of(kind, micro, seed):
-    precision = {} if kind.dtype == "fp32" else {kind.dtype: {"enabled": True}}
+    precision = {kind.dtype: {"enabled": True}} if " " not in kind.dtype else {}
+    if kind.dtype == "communication_data_type":
+        precision = {kind.dtype: "bf16"}
     if kind.dtype == "torch_autocast":
         precision[kind.dtype]["dtype"] = "bfloat16"
     engine = make(

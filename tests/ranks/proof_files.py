@@ -334,6 +334,21 @@ def saves_without_steps():
 
 
 @story
+def two_engines():
+    """The lines of each say whose they are."""
+    names = ("actor", "critic")
+    engines = [new_engine() for _ in names]
+    for name, engine in zip(names, engines, strict=True):
+        train(engine, KIND, range(1, SAVED + 1))
+        engine.save_checkpoint(name, tag="t")
+        train_more(engine, 2)
+    for name, engine in zip(names, engines, strict=True):
+        engine.load_checkpoint(name, tag="t")
+    for engine in engines:
+        train_more(engine, 2)
+
+
+@story
 def not_wanted():
     universal.install(proof=False)
     saved_engine(1)

@@ -29,13 +29,17 @@ class TrainingEngine(Engine):
         """Returns the gradient norm of the last step; None where DeepSpeed does not compute it."""
         return self.engine.get_global_grad_norm()
 
-    def dtype(self) -> str:
-        """The dtype of matrix products, by the config; a model's own autocast is not seen."""
+    def dtypes(self) -> set[str]:
+        """The dtypes of matrix products and of the communication of gradients, by the config."""
+        communication = self.engine.communication_data_type
+        products = torch.float32
         if getattr(self.engine, "torch_autocast_enabled", bool)():
-            return str(self.engine.torch_autocast_dtype()).removeprefix("torch.")
-        if self.engine.bfloat16_enabled():
-            return "bfloat16"
-        return "float16" if self.engine.fp16_enabled() else "float32"
+            products = self.engine.torch_autocast_dtype()
+        elif self.engine.bfloat16_enabled():
+            products = torch.bfloat16
+        elif self.engine.fp16_enabled():
+            products = torch.float16
+        return {str(dtype).removeprefix("torch.") for dtype in (products, communication)}
 
     def micro_batch(self) -> int:
         """Samples of a forward pass."""
