@@ -299,14 +299,20 @@ def watching(method: Callable, wrapper: Callable) -> Callable:
     return watched
 
 
+def is_named(engine):
+    """Whether the script has told this package, by the config or by share(), what to train."""
+    return TRUE_BATCH in engine._config._param_dict or ledger_of(engine).dealt is not None
+
+
 def around_forward(method, engine, *inputs, **named):
     ledger_of(engine).forwards += 1
     return method(engine, *inputs, **named)
 
 
 def around_backward(method, engine, loss, *args, **options):
-    ledger = ledger_of(engine)
-    has_weight = None if ledger.is_compared else (loss.detach().abs() > 0).any()
+    has_weight = None
+    if is_named(engine) and not ledger_of(engine).is_compared:
+        has_weight = (loss.detach().abs() > 0).any()
     result = method(engine, loss, *args, **options)
     note_backward(engine, has_weight)
     return result
@@ -321,6 +327,8 @@ def around_epilogue(method, engine):
 
 
 def note_backward(engine, has_weight=None):
+    if not is_named(engine):
+        return
     ledger = ledger_of(engine)
     is_local = getattr(engine, "inside_no_sync_ctxt", False)
     is_added_later = getattr(engine.optimizer, "_coalesce_grad_reduction", False)
@@ -358,8 +366,7 @@ def checked_step(method, engine, *args, **options):
             f"universal: WARNING: UNIVERSAL_BATCH={asked} is for Trainers under `python -m "
             f"universal` alone: this step trains {share.batch} samples"
         )
-    if TRUE_BATCH not in engine._config._param_dict and not ledger.dealt:
-        ledger.backwards.clear()
+    if not is_named(engine):
         return method(engine, *args, **options)
     try:
         check_gradient(engine, share)
@@ -477,8 +484,10 @@ def name_batch(method, engine, batch):
             "set_train_batch_size() within a step, whose micro-batches are of the batch of before: "
             "call it after a step()"
         )
+    is_between = engine.micro_steps % engine.gradient_accumulation_steps() == 0
     method(engine, batch)
-    engine.micro_steps = 0  # DeepSpeed ends a step where the new accumulation steps divide it
+    if is_between or is_named(engine):
+        engine.micro_steps = 0  # a step ends where the new accumulation steps divide it
     ledger.dealt = None
     ledger.is_compared = False
     written = engine._config._param_dict  # a new one: other engines may have the same

@@ -37,15 +37,7 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
             f"exact.py needs DeepSpeed 0.16.4 or newer, and finds {deepspeed.__version__}"
         )
     zero = Engine(engine)
-    trained = {name: p for name, p in zero.parameters.items() if p.requires_grad}
-    if zero.stage == 0 or {p.dtype for p in trained.values()} != {torch.float32}:
-        raise ValueError(
-            "exact.py needs ZeRO 1, 2 or 3 and fp32: the sums of other types have too few bits"
-        )
-    if zero.stage == 3 and zero.has_efficient_linear():  # its matrix product rounds differently
-        raise ValueError(
-            'exact.py needs "memory_efficient_linear": False in the zero_optimization of the config'
-        )
+    trained = trained_parameters(zero)
     batches.watch_batches()
     share = batches.named_share(engine)
     batches.check_gradient(engine, share)
@@ -65,11 +57,7 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
 
     def fill():
         """Replace ZeRO's sums, which it has divided by the number of ranks, with the exact ones."""
-        if not all(rounded_sum.is_added_up for rounded_sum in sums.values()):
-            raise ValueError(
-                "exact.py wants a gradient of every trained parameter in each of a step's "
-                f"{share.accumulation} micro-batches, by engine.backward(loss)"
-            )
+        check_added_up(sums, share.accumulation)
         for flat in zero.flats:
             if flat.tensor.grad is not None:
                 for piece in flat.pieces:
@@ -80,6 +68,28 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
     # For batches.py and proof.py: the weight of a loss is 1 or 0, and the hooks take the mean.
     engine.divides_gradients = True
     clip_by(engine, norm, fill)
+
+
+def trained_parameters(zero):
+    """{name: parameter}. Raises ValueError if their sums cannot be exact."""
+    trained = {name: p for name, p in zero.parameters.items() if p.requires_grad}
+    if zero.stage == 0 or {p.dtype for p in trained.values()} != {torch.float32}:
+        raise ValueError(
+            "exact.py needs ZeRO 1, 2 or 3 and fp32: the sums of other types have too few bits"
+        )
+    if zero.stage == 3 and zero.has_efficient_linear():  # its matrix product rounds differently
+        raise ValueError(
+            'exact.py needs "memory_efficient_linear": False in the zero_optimization of the config'
+        )
+    return trained
+
+
+def check_added_up(sums, accumulation):
+    if not all(rounded_sum.is_added_up for rounded_sum in sums.values()):
+        raise ValueError(
+            "exact.py wants a gradient of every trained parameter in each of a step's "
+            f"{accumulation} micro-batches, by engine.backward(loss)"
+        )
 
 
 def round_gradients(

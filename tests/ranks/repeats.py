@@ -5,11 +5,13 @@ makes one of CHECKS, which assert what they see.
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -20,9 +22,11 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 from torch import nn
 
+import universal
 from tests.support.helpers import fp16_is
 from tests.support.toy import begin, in_turn, make
-from universal import batches, exact
+from universal import batches, exact, trainer
+from universal.errors import CheckpointError
 from universal.load.hooks import overridden
 
 MICRO = 3
@@ -456,12 +460,72 @@ def loader_of_deepspeed():
 
 
 def other_gradients():
-    """DeepSpeed's gradient is another on other ranks; or it is, where the config names no batch."""
+    """DeepSpeed's gradient is another on other ranks: no batch is kept by it."""
     total = {"gradient_allreduce_op": "sum"}
-    with pytest.raises(ValueError, match="gradient_allreduce_op .* 3 times .* batch of 24, and"):
+    with pytest.raises(ValueError, match="gradient_allreduce_op .* 3 times the mean of the batch"):
         new_loop(named(**total))
-    unnamed = make(1, Net, batch=27, micro=3, **total)
-    is_trained(unnamed)
+    with pytest.raises(ValueError, match="gradient_allreduce_op .* 3 times the mean of the batch"):
+        exact.install(named(**total))
+    divided = {"gradient_predivide_factor": 3.0}
+    options = batches.config(24, MICRO) | divided
+    engine = make(3, Net, batch=None, zero={"reduce_scatter": False}, **options)
+    with pytest.raises(ValueError, match="gradient_predivide_factor .* 0.3333 times the mean of"):
+        new_loop(engine)
+    is_trained(named(**divided, zero={"reduce_scatter": False}), new_loop)  # right at ZeRO-1
+
+
+def other_gradients_at_a_load():
+    engines = {"sum": make(1, Net, batch=27, micro=3, gradient_allreduce_op="sum")}
+    engines["mean"] = make(1, Net, batch=27, micro=3)
+    for op, engine in engines.items():
+        is_trained(engine)
+        engine.save_checkpoint(".", tag=op)
+    words = "makes the gradient 3 times the mean over the ranks, and it was 1 times: take it out"
+    with pytest.raises(CheckpointError, match=f"gradient_allreduce_op in the config {words}"):
+        universal.load_checkpoint(engines["sum"], ".", "mean")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        universal.load_checkpoint(engines["sum"], ".", "sum")
+        assert "gradient" not in printed.getvalue()
+        universal.load_checkpoint(engines["mean"], ".", "sum")
+    line = "WARNING: gradient_allreduce_op made the gradient 3 times the mean over the ranks, which"
+    assert printed.getvalue().count(line) == (dist.get_rank() == 0)
+
+
+def loader_of(sampler):
+    """As accelerate's prepare() makes it."""
+    of_all_ranks = torch.utils.data.BatchSampler(sampler, MICRO, drop_last=False)
+    of_rank = SimpleNamespace(batch_sampler=of_all_ranks, num_processes=dist.get_world_size())
+    return SimpleNamespace(
+        dataset=range(99), batch_sampler=of_rank, base_dataloader=SimpleNamespace()
+    )
+
+
+def filled(engine, sampler=range(99)):
+    steps = trainer.fill_steps(loader_of(sampler), batches.share(engine))
+
+    def loop(engine):
+        dealt = zip(steps, steps.all_weights(), strict=False)
+        for numbers, weight in itertools.islice(dealt, engine.gradient_accumulation_steps()):
+            usual(engine, weight * engine(samples(1, numbers[0])))
+
+    return loop
+
+
+def loaders_of_accelerate():
+    """One engine's is nothing to another. Its ranks have the same order."""
+    first, second = named(), named()
+    loop = filled(second)
+    is_trained(first, new_loop)
+    is_stopped(second, 24, 27)
+    is_trained(second, loop)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    engine = named()
+    with pytest.raises(ValueError, match="leave out .*, a stream or a DistributedSampler; set"):
+        filled(engine, torch.utils.data.DistributedSampler(range(99), ranks, rank))
+    with pytest.raises(ValueError, match="the ranks draw from different samples: give each the"):
+        filled(engine, range(rank, 99, ranks))(engine)
+    assert engine.global_steps == 0
 
 
 def orders_of_samples():
@@ -494,11 +558,29 @@ def exact_sums():
         check(engine, *(24, 27) * (check == is_stopped), loop)
 
 
+def exact_ways_to_step():
+    """The same bits, or a line."""
+
+    def norm(loop, **options):
+        engine = named(**options)
+        exact.install(engine)
+        is_trained(engine, loop)
+        return float(engine.get_global_grad_norm())
+
+    usual_norm = norm(new_loop)
+    for loop in (boundary, without_sync, coalesced, listed_once):
+        assert norm(loop) == usual_norm, loop.__name__
+    assert norm(unmanaged, **UNMANAGED) == usual_norm
+    with pytest.raises(ValueError, match="exact.py wants a gradient .* by engine.backward"):
+        norm(by_torch)
+
+
 CHECKS = (counters, other_accumulation, training_data, random_ltd, batch_of_trainers)
 CHECKS += (loop_that_was_left, changed_after_initialize, another_batch_by_name, two_engines)
 CHECKS += (said_and_not_dealt, no_weights, ways_to_step, ways_to_train_another_batch)
 CHECKS += (another_batch_in_mid_run, loader_of_deepspeed, other_gradients, orders_of_samples)
-CHECKS += (shared_micro_batches, exact_sums)
+CHECKS += (shared_micro_batches, exact_sums, exact_ways_to_step, other_gradients_at_a_load)
+CHECKS += (loaders_of_accelerate,)
 
 
 def play(*names):
