@@ -26,7 +26,7 @@ from packaging.version import Version
 
 from universal import batches
 from universal.load.engine import Engine
-from universal.load.hooks import clip_by
+from universal.load.hooks import clip_by, is_within_a_step
 
 
 def install(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -46,7 +46,8 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
     backward = engine.backward
 
     def exact_backward(loss, *args, **options):
-        if not batches.ledger_of(engine).backwards:  # a load may have cut a step short
+        # A load may have cut a step short.
+        if not (is_within_a_step(engine) or batches.ledger_of(engine).backwards):
             for rounded_sum in sums.values():
                 rounded_sum.shares.clear()
         # The hooks divide.
