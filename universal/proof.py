@@ -58,7 +58,7 @@ SUMMED = ("loss", "output", "norm", "draws", "others", *range(MOST_TENSORS))
 # of each doubling behind them as many as of the one before.
 PLACES = {1: 2**14, 2: 2**6}
 PLACES_OF_MORE = 4  # 768 of an image of 3 x 224 x 224
-COMPARED = weakref.WeakSet()  # engines: where there are two, lines say whose they are
+COMPARISONS = weakref.WeakSet()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -152,14 +152,20 @@ class ForwardPass:
 class Comparison:
     """A comparison, on rank 0, with `rows`: {step: Row as trained before the load}.
 
-    restored: what was restored, in words. name: of the checkpoint and the folder above it. draws:
-    of all steps so far, before and now. gaps: {a number's name: its largest difference so far}.
+    restored: what was restored, in words. name: of the checkpoint and the folder above it.
+    is_alone: whether no other engine goes on beside this one. draws: of all steps so far, before
+    and now. gaps: {a number's name: its largest difference so far}.
     """
 
     def __init__(self, rows, restored, name=""):
         self.rows = rows
         self.restored = restored
         self.name = name
+        others = [other for other in COMPARISONS if not other.gaps]  # loaded, and not trained yet
+        self.is_alone = not others
+        for other in others:
+            other.is_alone = False
+        COMPARISONS.add(self)
         self.draws = ([], [])
         self.gaps = {}
 
@@ -168,7 +174,7 @@ class Comparison:
         that none does. Returns whether one does. now: the step's Row.
         """
         before = self.rows[now.step]
-        whose = f"{self.name}: " if len(COMPARED) > 1 else ""
+        whose = "" if self.is_alone else f"{self.name}: "
         trained = f"trained before on {ranks_in_words(before.ranks)}"
         for draws, row in zip(self.draws, (before, now), strict=True):
             draws.append(row.draws)
@@ -324,7 +330,8 @@ class Proof:
 
     def follow_load(self, folder, step, restored):
         if rows := read_rows(folder / NEXT_STEPS, step + 1):
-            self.comparison = Comparison(rows, restored, f"{folder.parent.name}/{folder.name}")
+            name = f"{folder.absolute().parent.name}/{folder.name}"
+            self.comparison = Comparison(rows, restored, name)
 
     def begin_forward(self, arguments):
         forward = ForwardPass(states=generator_states())
@@ -521,7 +528,6 @@ def after_load(
     if folder and getattr(engine, "wants_universal_proof", False):
         with harmless(engine):
             proof = engine.universal_proof = Proof(engine)
-            COMPARED.add(engine)
             if dist.get_rank() == 0:
                 proof.follow_load(folder, engine.global_steps, restored)
 

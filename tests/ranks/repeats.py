@@ -514,11 +514,12 @@ def filled(engine, sampler=range(99)):
 
 def loaders_of_accelerate():
     """One engine's is nothing to another. Its ranks have the same order."""
-    first, second = named(), named()
+    first, second, third = named(), named(), named()
     loop = filled(second)
+    filled(third)
     is_trained(first, new_loop)
-    is_stopped(second, 24, 27)
     is_trained(second, loop)
+    is_stopped(third, 24, 27)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     engine = named()
     with pytest.raises(ValueError, match="leave out .*, a stream or a DistributedSampler; set"):
