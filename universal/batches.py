@@ -98,7 +98,7 @@ class Ledger:
     """
 
     sharers: int = 1
-    dealt: tuple[int, int, int, int] | None = None
+    dealt: tuple[int, int, int] | None = None
     drawn: str | None = None
     is_compared: bool = False
     forwards: int = 0
@@ -106,17 +106,18 @@ class Ledger:
 
     def micro_batches(self, wanted: int) -> dict[Any, bool]:
         """What the backward passes were of, and whether a loss of it had a weight: as many
-        micro-batches as forward passes, as one step() may end them all; or as calls of step(), as
-        one may have several passes, if that is the number wanted."""
-        by_pass, by_step = {}, {}
-        for backward in self.backwards:
-            for key, weights in (
-                ((backward.micro_step, backward.forwards), by_pass),
-                (backward.micro_step, by_step),
-            ):
-                weights[key] = weights.get(key) or bool(backward.has_weight)
-        is_local = any(backward.is_local for backward in self.backwards)
-        return by_pass if is_local or len(by_step) != wanted else by_step
+        micro-batches as calls of step(), or, as one step() may end them all, as forward passes or
+        as backward passes: what gives the number wanted."""
+        if not self.backwards:
+            return {}
+        ways = [{}, {}, {}]
+        for number, backward in enumerate(self.backwards):
+            step = backward.micro_step
+            for way, key in zip(ways, (step, (step, backward.forwards), number), strict=True):
+                way[key] = way.get(key) or bool(backward.has_weight)
+        if any(backward.is_local for backward in self.backwards):
+            del ways[0]
+        return next((way for way in ways if len(way) == wanted), ways[-2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,9 +171,9 @@ class Share:
         return min(max(rest, 0), self.accumulation)
 
     @property
-    def key(self) -> tuple[int, int, int, int]:
-        """What tells it from Shares that deal out other samples."""
-        return self.batch, self.micro_batch, self.accumulation, self.ranks
+    def key(self) -> tuple[int, int, int]:
+        """What tells it from Shares of other batches."""
+        return self.batch, self.micro_batch, self.accumulation
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
         """Returns the number of the micro-batch and the weight of its loss, for each accumulation
@@ -319,9 +320,11 @@ def around_backward(method, engine, loss, *args, **options):
 
 
 def around_epilogue(method, engine):
-    """The end of a backward pass, which the script may have called on the loss itself."""
+    """The end of a backward pass, which the script may have called on the loss itself, and a
+    pipeline on what a stage sends to the next."""
     result = method(engine)
-    if not getattr(engine, "_running_engine_backward", True):
+    is_pipeline = hasattr(engine, "is_first_stage")
+    if not is_pipeline and not getattr(engine, "_running_engine_backward", True):
         note_backward(engine)
     return result
 

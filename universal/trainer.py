@@ -22,6 +22,7 @@ only collate.
 fill_steps() does this for a loop over accelerate's DataLoader, as in examples/accelerate_loop.py.
 """
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -312,7 +313,8 @@ class AnyRanks:
     def begin_training(self):
         """Set the first epoch and step to deal, once the engine may have loaded a checkpoint."""
         filled_steps = self.filled_steps
-        share = filled_steps.share = batches.share(self.model_wrapped)
+        share = batches.share(self.model_wrapped)
+        filled_steps.share = dataclasses.replace(filled_steps.share, ledger=share.ledger)
         trained = self.state.global_step
         saved = self.state.stateful_callbacks  # what trainer_state.json has room for
         if filled_steps.length < math.inf:
