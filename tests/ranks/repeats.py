@@ -327,6 +327,15 @@ def boundary(engine):
     usual(engine, loss)
 
 
+def forwards_first(engine):
+    engine.set_gradient_accumulation_boundary(False)
+    *losses, last = [weight * engine(samples(1, m)) for m, weight in batches.share(engine)]
+    for loss in losses:
+        engine.backward(loss)
+    engine.set_gradient_accumulation_boundary(True)
+    usual(engine, last)
+
+
 def boundary_too_early(engine):
     engine.set_gradient_accumulation_boundary(True)
     m, weight = next(iter(batches.share(engine)))
@@ -399,6 +408,7 @@ def listed_once(engine):
 
 UNMANAGED = {"managed_gradient_accumulation": False}
 RIGHT = (boundary, without_sync, coalesced, by_torch, scaled, two_losses, listed_once)
+RIGHT += (forwards_first,)
 
 
 def ways_to_step():
