@@ -290,7 +290,7 @@ def without(where, keys, outcome, at_3=None):
     ]
 
 
-OTHER_STATES = refused("rank_1_mp_rank_00_optim_states.pt has other optimizer states")
+OTHER_STATES = refused("exp_avg_sq of the optimizer is not on all ranks")
 UINT32 = torch.tensor([1, 2], dtype=torch.uint32)
 ALWAYS = either("DeepSpeed always writes it; what it says can be had without, if one cares to")
 REFUSED = refused()

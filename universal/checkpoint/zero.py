@@ -48,6 +48,7 @@ def are_states(value):
 
 
 NOT_CUT = "is not cut like the weights"
+ABSENT = "is not on all ranks"
 
 
 def differs(rank):
@@ -433,7 +434,8 @@ def join_slices(
                 raise CheckpointError(
                     f"{path}: fp32 of {flat_cut.name} is not what it is in {first_path.name}"
                 )
-            others.setdefault(outer(key), differs(rank))
+            in_both = key in kinds and key in kinds_of_first
+            others.setdefault(outer(key), differs(rank) if in_both else ABSENT)
     of_team = [[*slices.values()][rank] for rank in flat_cut.team.ranks]
     share = flat_cut.share
     numels = [max(0, min(flat_cut.numel - i * share, share)) for i in range(len(of_team))]

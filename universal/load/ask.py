@@ -25,13 +25,13 @@ ROUNDING = 1e-5  # a part of an update that is none
 class Answer(NamedTuple):
     """What an optimizer did with small tensors.
 
-    states: names in its state of a tensor, but the step. settings: names in its groups. gap: how
-    far the updates of pieces are from that of the whole, as a part of it. of_rank: names of numbers
-    that each piece has for itself, in its state or its group. unread: those of them that change no
-    further step.
+    states: names in its state of a tensor, but the step, of each group. settings: names in its
+    groups. gap: how far the updates of pieces are from that of the whole, as a part of it. of_rank:
+    names of numbers that each piece has for itself, in its state or its group. unread: those of
+    them that change no further step.
     """
 
-    states: set[str]
+    states: list[set[str]]
     settings: set[str]
     gap: float
     of_rank: set[str]
@@ -59,7 +59,7 @@ def ask(optimizer: torch.optim.Optimizer, saved: list[dict]) -> Answer | None:
     """Ask an optimizer, which is left as it is.
 
     saved: a checkpoint's parameter groups, whose values it is given. Returns: None if its step
-    fails with such tensors, or changes none.
+    fails with such tensors.
     """
     if type(optimizer).__module__.startswith("deepspeed."):
         return None  # it has state outside of Python, where nothing can be put back
@@ -115,20 +115,19 @@ def answer_of(optimizer, groups):
         return Run(updates, numbers, twin)
 
     whole = run(0, NUMEL)
-    first, second = run(0, CUT), run(CUT, NUMEL)
+    groups = whole.twin.param_groups
+    kept = [whole.twin.state.get(group["params"][0], {}) for group in groups]
+    states = [{*map(str, state)} - {"step"} for state in kept]
+    answer = Answer(states, set().union(*groups), 0.0, set(), set())
     if not whole.updates.any():
-        return None
+        return answer  # it takes no such tensors
+    first, second = run(0, CUT), run(CUT, NUMEL)
     joined = torch.cat([first.updates, second.updates], dim=1)
     gap = (joined - whole.updates).abs().max() / whole.updates.abs().max()
-    of_rank = {
-        place[-1]
-        for place, value in first.numbers.items()
-        if not is_equal(value, second.numbers.get(place))
-    }
 
     def is_read(name):
-        """Whether a number changes a step: the other piece's, or a much larger one."""
-        for change in (lambda place, _: second.numbers[place], lambda _, value: enlarged(value)):
+        """Whether a number changes a step: the other piece's, a large one, a negative one."""
+        for change in (second.numbers.get, enlarged, opposite):
             with contextlib.suppress(ArithmeticError):
                 changed = run(0, CUT, lambda *at, of=change: of(*at) if at[0][-1] == name else None)
                 if torch.equal(changed.updates, first.updates):
@@ -136,11 +135,13 @@ def answer_of(optimizer, groups):
             return True
         return False
 
+    of_rank = {
+        place[-1]
+        for place, value in first.numbers.items()
+        if not is_equal(value, second.numbers.get(place))
+    }
     unread = {name for name in of_rank if not is_read(name)}
-    groups = whole.twin.param_groups
-    kept = [whole.twin.state.get(group["params"][0], {}) for group in groups]
-    states = {str(name) for state in kept for name in state} - {"step"}
-    return Answer(states, set().union(*groups), gap.item(), of_rank - unread, unread)
+    return answer._replace(gap=gap.item(), of_rank=of_rank - unread, unread=unread)
 
 
 def twin_of(optimizer, groups, tensors):
@@ -190,9 +191,15 @@ def numbers_of(twin: Any, change: Callable | None) -> dict:
     return numbers
 
 
-def enlarged(value):
+def enlarged(_, value):
+    """A number as large as none was in the run; other values are as they are."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value * 1000 + 1 if is_number or torch.is_tensor(value) else None
+    return abs(value) * 1000 + 1 if is_number or torch.is_tensor(value) else value
+
+
+def opposite(place, value):
+    large = enlarged(place, value)
+    return large if large is value else -large
 
 
 def is_equal(a, b):

@@ -6,7 +6,7 @@ import math
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.module_states import config_of
 from universal.checkpoint.types import Checkpoint, OptimizerState
-from universal.checkpoint.zero import outer
+from universal.checkpoint.zero import ABSENT, outer
 from universal.errors import CheckpointError
 from universal.load.ask import Answer
 from universal.load.collective import say
@@ -150,11 +150,17 @@ def misfits_of_optimizer(engine, checkpoint, model, saved, answer, resharded):
         yield f"converted without {', '.join(saved.left_out)} of the optimizer"
     stepped = model["global_steps"] > model["skipped_steps"]
     parameters = checkpoint.parameters
-    bare = [name for name in parameters if not states_of([parameters[name]])]
+    numbers = engine.group_numbers()
+    bare = [
+        name
+        for name, parameter in parameters.items()
+        if not states_of([parameter])
+        and keeps_states(engine, answer, numbers.get(name, parameter.group_number))
+    ]
     # DeepSpeed does not count what torch's GradScaler skips.
     if scaled_by_torch(model) and len(bare) == len(parameters):
         stepped &= any(parameters[name].scalars for name in bare)
-    if bare and stepped and not saved.rank_dependent and keeps_states(engine, answer):
+    if bare and stepped and not saved.rank_dependent:
         yield f"there is no optimizer state of {bare[0]}"
 
 
@@ -168,12 +174,15 @@ def other_optimizer(engine, checkpoint, saved, answer):
         return  # elastic_checkpoint
     if answer:
         states = states_of(checkpoint.parameters.values())
+        made = set().union(*answer.states)
         known = answer.settings.union(*engine.param_groups)
-        if states and answer.states and states != answer.states and names != known:
+        if states and made and states != made and names != known:
             yield (
-                f"of another optimizer: it has {sorted(states)}, that of the engine "
-                f"{sorted(answer.states)}"
+                f"of another optimizer: it has {sorted(states)}, that of the engine {sorted(made)}"
             )
+        for key, why in saved.rank_dependent.items():
+            if key in made and why == ABSENT:
+                yield f"{key} of the optimizer {why}"
     defaults = getattr(engine.torch_optimizer, "defaults", {})
     numbers = {name for name, value in defaults.items() if is_number(value)}
     if lacking := numbers - names:
@@ -190,11 +199,12 @@ def is_number(value):
     return isinstance(value, float | int | tuple) and not isinstance(value, bool)
 
 
-def keeps_states(engine, answer):
-    """Whether the engine's optimizer has states. If it gives no answer, its settings tell."""
-    if answer:
-        return bool(answer.states)
-    return any("betas" in group or group.get("momentum") for group in engine.param_groups)
+def keeps_states(engine, answer, number):
+    """Whether the optimizer has states in a group. If it gives no answer, the settings tell."""
+    if answer and number is not None:
+        return bool(answer.states[number])
+    settings = engine.param_groups[number or 0]
+    return "betas" in settings or bool(settings.get("momentum"))
 
 
 def in_groups_of(engine: Engine, checkpoint: Checkpoint) -> tuple[dict, OptimizerState]:
