@@ -280,12 +280,14 @@ class AnyRanks:
 
     def check_loss(self):
         """Raises ValueError if a loss depends on what other ranks compute at the same moment."""
-        if getattr(self, "calculate_KL", False) and not hasattr(self, "step_kl"):  # TRL's KTO
+        # AnyRanksKTO, and a KTO of TRL that asks for the KL where AnyRanksKTO gives it.
+        knows_kl = hasattr(self, "step_kl") and hasattr(self, "precompute_ref_logps")
+        if getattr(self, "calculate_KL", False) and not knows_kl:
             raise ValueError(
                 "the loss of KTOTrainer takes the KL of the micro-batches that all ranks have at "
                 "the same moment, and other ranks have others: set "
-                "loss_type='apo_zero_unpaired', or put universal.rollouts.AnyRanksKTO in front. "
-                "With LLaMA-Factory, leave UNIVERSAL_BATCH out, and keep ranks x "
+                "loss_type='apo_zero_unpaired', or put universal.rollouts.AnyRanksKTO in front "
+                "(TRL 1.16). With LLaMA-Factory, leave UNIVERSAL_BATCH out, and keep ranks x "
                 "per_device_train_batch_size, and gradient_accumulation_steps, as they were"
             )
         if type(getattr(self, "running", None)).__name__ == "RunningMoments":  # TRL's, for BCO
