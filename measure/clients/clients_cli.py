@@ -8,11 +8,11 @@ Llama of two layers and 288 rows, and starts their commands with universal/start
 steps on 4 ranks; then the checkpoint of step 10 continues with the same command on other ranks. A
 number is the largest difference of the losses of steps 11 to 20 from those of the run that went
 through; `said` is what the resume itself has printed. UNIVERSAL_BATCH keeps the batch on 5 ranks,
-which do not divide its 12 micro-batches, and for DPO on 3, which do not divide 8; an epoch's last
-step is short there. KTO, whose loss depends on what all ranks have at the same moment, keeps ranks x
-micro-batch instead, and refuses it; so does ms-swift, whose DataLoader is its own.
-Ends with an error where a number is no rounding, or where what was left out on purpose is not
-seen."""
+which do not divide its 12 micro-batches, and DPO's on 3, which do not divide 8; an epoch's last step
+is short there. What cannot be kept must be refused: KTO, whose loss depends on what all ranks have
+at the same moment, and which keeps ranks x micro-batch instead; ms-swift, whose DataLoader is its
+own. Ends with an error where a number is no rounding, or where what was left out on purpose
+is not seen."""
 
 import json
 import os
