@@ -8,11 +8,10 @@ Llama of two layers and 288 rows, and starts their commands with universal/start
 steps on 4 ranks; then the checkpoint of step 10 continues with the same command on other ranks. A
 number is the largest difference of the losses of steps 11 to 20 from those of the run that went
 through; `said` is what the resume itself has printed. UNIVERSAL_BATCH keeps the batch on 5 ranks,
-which do not divide its 12 micro-batches, and DPO's on 3, which do not divide 8; an epoch's last step
-is short there. What cannot be kept must be refused: KTO, whose loss depends on what all ranks have
-at the same moment, and which keeps ranks x micro-batch instead; ms-swift, whose DataLoader is its
-own. Ends with an error where a number is no rounding, or where what was left out on purpose
-is not seen."""
+which do not divide its 12 micro-batches, and DPO's on 3, which do not divide 8; an epoch's last
+step is short there. What cannot be kept must be refused: KTO, whose loss depends on what all ranks
+have at the same moment, and ms-swift, whose DataLoader is its own. Ends with an error where a
+number is no rounding, or where what was left out on purpose is not seen."""
 
 import json
 import os
@@ -140,10 +139,12 @@ def run(client, case, ranks, how="", **named):
         "deepspeed": WORK / f"zero{case.stage}.json",
         "gradient_accumulation_steps": 3 if keeps_steps else 12 // ranks,
     }
-    if case.task != "sft":  # of so many samples an epoch's last micro-batch is short, and its step
-        flags |= {"stage": case.task, "dataset": case.task, "max_samples": 281}
-    if case.task == "kto":  # its loss depends on what all ranks have at the same moment
-        flags["per_device_train_batch_size"] = 8 // ranks
+    if case.task != "sft":
+        flags |= {"stage": case.task, "dataset": case.task}
+    if case.task == "dpo":
+        flags["max_samples"] = 281  # an epoch's last micro-batch is short, and its last step
+    if case.task == "kto":
+        flags["per_device_train_batch_size"] = 8 // ranks  # all ranks have 8 samples at a time
     flags |= named
     if ranks != 4:
         checkpoint = output / f"checkpoint-{SAVED}"
