@@ -234,7 +234,7 @@ def refuse(client, case, ranks, how, reason, **named):
 
 def preferences():
     """Print the rows of LLaMA-Factory's DPO and KTO. Returns whether each is as it should be."""
-    for case, others in ((DPO, (3, 2)), (LORA_DPO, (3, 2)), (KTO, (2,))):
+    for case, others in ((DPO, (3, 2)), (LORA_DPO, (3,)), (KTO, (2,))):
         baseline = run(LLAMA_FACTORY, case, 4)
         for ranks in others:
             yield resume(LLAMA_FACTORY, case, ranks, baseline)
