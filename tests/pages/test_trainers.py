@@ -200,7 +200,7 @@ REFUSED = {
     "wants ignore_data_skip=False": {"ignore_data_skip": True},
     "wants average_tokens_across_devices=True": {"average_tokens_across_devices": False},
     "the ranks would begin with different samples": {"data": split},
-    "begin with different samples: AnyRanks": {"data": Numbers, "bases": (AnyRanks, SplitOrder)},
+    "a stream or a DistributedSampler": {"data": Numbers, "bases": (AnyRanks, SplitOrder)},
     "training_step.. does not call compute_loss": {"bases": (AnyRanks, OwnStep)},
 }
 
@@ -252,6 +252,7 @@ def test_an_epoch_whose_last_step_is_short(monkeypatch):
     monkeypatch.setattr("universal.trainer.say", said.append)
     trainer = AnyRanks()
     trainer.model_wrapped = trainer.lr_scheduler = None
+    trainer.say_kept = dict  # of a Trainer that is one
     for length, trained, epoch, saved in (
         (22, 3, 0.5, {}),
         (22, 3, 3 / 5.5, {}),  # of Trainer, whose last step has fewer micro-batches

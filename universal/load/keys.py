@@ -83,8 +83,10 @@ def clipping_of(config: dict, model: dict, settings: dict) -> float | None:
 
 
 def default_clipping(model):
-    """The clipping of the release that saved these model states, if its config names none."""
-    return float(Version(model["ds_version"]) >= CLIPS_SINCE)
+    """The clipping of the release that saved these model states, if its config names none; None if
+    they name no release."""
+    release = model.get("ds_version")
+    return float(Version(release) >= CLIPS_SINCE) if release else None
 
 
 def settings_changed(engine: Engine, model: dict, saved_groups: list[dict]) -> list[str]:
@@ -98,7 +100,7 @@ def settings_changed(engine: Engine, model: dict, saved_groups: list[dict]) -> l
         for name in names:
             if name in group and name in saved and not is_equal(group[name], saved[name]):
                 texts.append(f"{name} stays {saved[name]} ({group[name]} here)")
-    if model["lr_scheduler"] and not engine.engine.lr_scheduler:
+    if model.get("lr_scheduler") and not engine.engine.lr_scheduler:
         rates = ", ".join(f"{group['lr']:g}" for group in saved_groups if "lr" in group)
         texts.append(f"without a scheduler the learning rate stays {rates}")
     batch = batch_of(model)
@@ -112,7 +114,8 @@ def texts_of_config(engine, model, saved_groups):
     """What settings_changed() says of the config."""
     saved, config = config_of(model), engine.config()
     if CLIPPING in saved or saved and CLIPPING in config:
-        saved = {CLIPPING: default_clipping(model)} | saved
+        clipping = default_clipping(model)
+        saved = saved if clipping is None else {CLIPPING: clipping} | saved
         config = config | {CLIPPING: engine.engine.gradient_clipping()}
     in_groups = saved_groups[0] if saved_groups else {}
     by_deepspeed = type(engine.engine.lr_scheduler).__module__.startswith("deepspeed.")
