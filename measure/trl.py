@@ -86,7 +86,7 @@ CASES = {
     "TPO": Case("TPO", 2),
     "KTO, apo_zero_unpaired": Case("KTO", 2, {"loss_type": "apo_zero_unpaired"}),
     "KTO": Case("KTO", 2),
-    "SFT, Mixtral, command": Case("SFT", 2, model="mixtral", way="command"),
+    "SFT, Mixtral, command": Case("SFT", 3, model="mixtral", way="command"),
     "DPO, command": Case("DPO", 2, way="command"),
 }
 
@@ -204,7 +204,12 @@ def train(case, way, log, folder, resume):
     model = auto.from_pretrained(path, torch_dtype=torch.float32)
     data = "packed" if case.options == PACKED else TEXT.get(case.trainer, "pairs")
     data = datasets.Dataset.from_list([*rows("three" if case.trainer == "TPO" else data)])
-    trainer = kind(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    named = {}
+    if case.trainer == "DPO":
+        named["ref_model"] = auto.from_pretrained(path, torch_dtype=torch.float32)
+    trainer = kind(
+        model=model, args=arguments, train_dataset=data, processing_class=tokenizer, **named
+    )
     trainer.train(resume_from_checkpoint=resume)
     if trainer.is_world_process_zero():
         kept = [row for row in trainer.state.log_history if "grad_norm" in row]
