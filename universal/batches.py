@@ -305,6 +305,12 @@ def is_named(engine):
     return TRUE_BATCH in engine._config._param_dict or ledger_of(engine).dealt is not None
 
 
+def is_to_compare(engine):
+    """Whether the ranks have yet to compare what they trained: of a batch of DeepSpeed's own rule,
+    one rank alone may have asked for a share, and none has a weight of 0."""
+    return TRUE_BATCH in engine._config._param_dict and not ledger_of(engine).is_compared
+
+
 def around_forward(method, engine, *inputs, **named):
     ledger_of(engine).forwards += 1
     return method(engine, *inputs, **named)
@@ -312,7 +318,7 @@ def around_forward(method, engine, *inputs, **named):
 
 def around_backward(method, engine, loss, *args, **options):
     has_weight = None
-    if is_named(engine) and not ledger_of(engine).is_compared:
+    if is_to_compare(engine):
         has_weight = (loss.detach().abs() > 0).any()
     result = method(engine, loss, *args, **options)
     note_backward(engine, has_weight)
@@ -390,7 +396,7 @@ def compare_ranks(engine, ledger, weighted):
     how many losses had a weight, on all ranks; later 0."""
     from torch import distributed as dist
 
-    if ledger.is_compared:
+    if not is_to_compare(engine):
         return 0
     ledger.is_compared = True
     group = sharing_group(engine)
