@@ -461,8 +461,8 @@ def check_gradient(engine, share):
     if factor != 1:
         raise ValueError(
             f"{key} in the config makes the gradient {factor:.4g} times the mean of the batch of "
-            f"{share.batch}, and another on other ranks: take it out, and to go on with the "
-            "gradients of before, multiply each loss by what it was times the mean then"
+            f"{share.batch}, and another on other ranks: take it out, and multiply each loss by "
+            "the factor that the run began with"
         )
 
 
