@@ -311,12 +311,12 @@ def is_to_compare(engine):
     return TRUE_BATCH in engine._config._param_dict and not ledger_of(engine).is_compared
 
 
-def around_forward(method, engine, *inputs, **named):
+def counted_forward(method, engine, *inputs, **named):
     ledger_of(engine).forwards += 1
     return method(engine, *inputs, **named)
 
 
-def around_backward(method, engine, loss, *args, **options):
+def counted_backward(method, engine, loss, *args, **options):
     has_weight = None
     if is_to_compare(engine):
         has_weight = (loss.detach().abs() > 0).any()
@@ -325,7 +325,7 @@ def around_backward(method, engine, loss, *args, **options):
     return result
 
 
-def around_epilogue(method, engine):
+def counted_epilogue(method, engine):
     """The end of a backward pass, which the script may have called on the loss itself, and a
     pipeline on what a stage sends to the next."""
     result = method(engine)
@@ -347,7 +347,7 @@ def note_backward(engine, has_weight=None):
     ledger.backwards.append(passed)
 
 
-def around_loader(method, engine, *args, **options):
+def checked_loader(method, engine, *args, **options):
     """DeepSpeed's loader; with a sampler of the script's, that is what deals out the samples."""
     given = dict(zip(("dataset", "batch_size", "route", "", "data_sampler"), args, strict=False))
     given |= options
@@ -455,7 +455,7 @@ def check_weights(engine, share, ledger, weighted):
         )
 
 
-def check_gradient(engine, share):
+def check_gradient(engine: "deepspeed.DeepSpeedEngine", share: Share) -> None:
     """Raises ValueError if the gradient is not the mean over the ranks."""
     factor, key = gradient_factor(engine._config._param_dict, sharing_group(engine).size())
     if factor != 1:
@@ -467,8 +467,8 @@ def check_gradient(engine, share):
 
 
 def gradient_factor(config: dict[str, Any], ranks: int) -> tuple[float, str]:
-    """By how much DeepSpeed's gradient is more than the mean over so many data-parallel ranks, and
-    the key of the config that makes it so."""
+    """Returns by how much DeepSpeed's gradient is more than the mean over so many data-parallel
+    ranks, and the key of the config that makes it so."""
     zero = config.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     key = "gradient_allreduce_op"
@@ -507,12 +507,12 @@ def name_batch(method, engine, batch):
 
 # DeepSpeed's methods that are watched.
 WATCHED = {
-    "forward": around_forward,
-    "backward": around_backward,
-    "_backward_epilogue": around_epilogue,
+    "forward": counted_forward,
+    "backward": counted_backward,
+    "_backward_epilogue": counted_epilogue,
     "_take_model_step": checked_step,  # at the last micro-batch
     "set_train_batch_size": name_batch,
-    "deepspeed_io": around_loader,
+    "deepspeed_io": checked_loader,
 }
 
 

@@ -72,7 +72,7 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 def trained_parameters(zero):
-    """{name: parameter}. Raises ValueError if their sums cannot be exact."""
+    """Returns {name: parameter}. Raises ValueError if their sums cannot be exact."""
     trained = {name: p for name, p in zero.parameters.items() if p.requires_grad}
     if zero.stage == 0 or {p.dtype for p in trained.values()} != {torch.float32}:
         raise ValueError(
