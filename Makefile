@@ -57,7 +57,7 @@ $(PY) plot.py $(1) --output $@ --tolerance $(2) > $(basename $@).txt
 @cat $(basename $@).txt
 endef
 
-.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions trainers deepspeed-suite engines proof mirror chaos lesson \
+.PHONY: help demo elastic hosts exact 3d keys resume clients clients-cli versions trainers deepspeed-suite engines proof mirror chaos lesson \
 	gpu assets test test-all lint clean
 .DELETE_ON_ERROR:
 
@@ -273,6 +273,11 @@ deepspeed-suite: .venv/installed-dev
 # Every kind of engine. Builds DeepSpeed's Adam, once
 engines: .venv/installed
 	$(PY) -m measure.engines --output $(OUT)/engines.txt
+
+# Every key of DeepSpeed's config
+keys: .venv/installed
+	@mkdir -p $(OUT)
+	$(PY) -m measure.keys > $(OUT)/keys.txt
 
 # What a proof costs
 proof: .venv/installed
