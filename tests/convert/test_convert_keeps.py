@@ -24,6 +24,7 @@ from tests.support.files import MODEL, content, edit, load, states
 from tests.support.lay_out import lay_out
 from tests.support.toy import same
 from universal import convert
+from universal.checkpoint.describe import describe
 
 
 def converted(source):
@@ -199,3 +200,18 @@ def test_needs_nothing_but_python(laid_out, tmp_path):
     convert(source, tmp_path / "u")
     assert (tmp_path / "u" / "zero" / "ünï" / "fp32.pt").is_file()
     assert content(output) == content(tmp_path / "u")
+
+
+def test_a_layer_of_random_ltd(laid_out):
+    """DeepSpeed saves its weights in the module without its wrapper's name: they are the
+    optimizer's, and no buffers."""
+
+    def unwrapped(model):
+        module = model["module"]
+        model["module"] = {name.replace(".random_ltd_layer", ""): module[name] for name in module}
+
+    shapes = [{"layer.random_ltd_layer.weight": torch.Size((5, 3)), "b": torch.Size((3,))}]
+    folder = laid_out(1, unwrapped, shapes=shapes)
+    checkpoint, _ = describe(folder)
+    assert {*checkpoint.parameters} == {"layer.random_ltd_layer.weight", "b"}
+    assert "layer.weight" not in checkpoint.module.tensors

@@ -5,10 +5,12 @@ examples/megatron_info.py, which completes what Megatron says of how its weights
 import contextlib
 import enum
 import os
+import re
 import runpy
 import sys
 import tarfile
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.support import ROOT
 from tests.support.commands import command, failed
 from tests.support.conversions import assert_equal_file, convert_with_deepspeed
 from tests.support.files import MODEL, content, edit, load
+from universal.checkpoint.describe import describe
 
 # The archive in tests/data, the files with the weights of each rank, the dicts in which they are
 # there, and the first layer's name.
@@ -98,6 +101,21 @@ def test_equal_to_deepspeed(saved, tmp_path):
 def run_example(*words):
     script = str(ROOT / "examples" / "megatron_info.py")
     return command(lambda: runpy.run_path(script, run_name="__main__"), *words)
+
+
+def test_the_weights_alone(saved, tmp_path, monkeypatch):
+    """The lines of docs/converter.md give every parameter whole."""
+    page = (ROOT / "docs/converter.md").read_text()
+    [lines] = re.findall(r"^```python\n(zero = .*?)^```", page, re.M | re.S)
+    folder, *_ = saved
+    universal.convert(folder, tmp_path / "global_step100_universal")
+    monkeypatch.chdir(tmp_path)
+    names = {"Path": Path, "torch": torch}
+    exec(lines, names)
+    parameters = describe(folder).checkpoint.parameters
+    assert {name: tuple(weight.shape) for name, weight in names["weights"].items()} == {
+        name: parameter.shape for name, parameter in parameters.items()
+    }
 
 
 def test_what_megatron_leaves_out(saved):

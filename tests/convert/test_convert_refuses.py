@@ -13,6 +13,7 @@ from tests.support.commands import converter, failed
 from tests.support.conversions import not_converted
 from tests.support.files import MODEL, each_state, edit, states
 from universal import convert
+from universal.inspect import look
 
 
 def permitted(source, word):
@@ -198,3 +199,12 @@ def test_what_is_no_file(laid_out):
     shard.unlink()
     shard.mkdir()
     not_converted(source, f"{shard} is not a file")
+
+
+def test_a_mesh_of_sequence_parallelism(laid_out):
+    """Its ranks have trained apart: nothing is damaged, and the line says what is wrong."""
+    mesh = {"sequence_parallel_size": 2, "data_parallel_size": 1}
+    source = laid_out(3, lambda model: model["ds_config"].update(mesh))
+    not_converted(source, "data_parallel_size beside sequence_parallel_size")
+    [facts] = look(source)["tags"].values()
+    assert not facts["problem"] and "a mesh" in facts["refused"]

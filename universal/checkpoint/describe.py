@@ -164,6 +164,12 @@ def describe_one_rank(folder, mp_rank, paths, pool):
     check_present(folder, paths, ranks)
     model_paths = model_states_of(folder, mp_rank, shard)
     model = read_model_states(model_paths[0])
+    config = config_of(model)
+    if config.get("data_parallel_size") and config.get("sequence_parallel_size", 1) > 1:
+        raise Refused(
+            f"{folder}: data_parallel_size beside sequence_parallel_size makes a mesh, whose ranks "
+            "DeepSpeed lets train apart and save under the same names: give initialize() an mpu"
+        )
     if (folder / "offloaded_tensors").exists() and may_be_on_nvme(model):
         raise CheckpointError(f"{folder} has NVMe-offloaded states, which are not converted")
     experts = read_experts(folder, model)

@@ -176,7 +176,9 @@ def keep_untrained(
         shared = aliases | shared
         model = model | {"shared_params": shared}
     not_saved = []
-    for name in sorted(module.keys() - {*names, *shared, *kept}):
+    # DeepSpeed saves a layer of random-LTD without its wrapper's name.
+    unwrapped = {name.replace(".random_ltd_layer", "") for name in names}
+    for name in sorted(module.keys() - {*names, *unwrapped, *shared, *kept}):
         tensor = tensor_of(module[name])
         # Of a parameter in no group, which is neither trained nor frozen, ZeRO-3 saves only the
         # name.
