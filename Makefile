@@ -11,6 +11,7 @@
 # make trainers  the transformers from 4.55 on, and TRL's trainers, saved and loaded by each on other ranks; 60 minutes
 # make deepspeed-suite  DeepSpeed's own checkpoint tests through install(); they are in DEEPSPEED, a clone: ./DeepSpeed
 # make engines   every kind of engine that DeepSpeed builds on a CPU: saved, loaded on the same ranks and others; 5 minutes
+# make keys      every key of DeepSpeed's config: what it changes, and what becomes of it in a resume
 # make mirror    what a save, and a copy in another machine's memory, cost a step; 4 minutes
 # make chaos     a public tester kills trainings at files that a save touches (POINTS=1000: at all), and resumes them; 5 minutes
 # make proof    what the comparison of the next steps costs a step; a minute

@@ -37,6 +37,7 @@ import functools
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -72,6 +73,54 @@ def install() -> None:
 
         save_checkpoint.is_in_background = True
         deepspeed.DeepSpeedEngine.save_checkpoint = save_checkpoint
+
+
+def wait_in_trainers() -> None:
+    """Have Hugging Face's Trainer wait before a callback of the script sees a checkpoint, or it is
+    pushed to the Hub: they would copy a folder that lacks what is still written."""
+    callbacks = sys.modules.get("transformers.trainer_callback")
+    trainer = sys.modules.get("transformers.trainer")
+    if not callbacks or hasattr(callbacks.CallbackHandler, "waits_for_universal"):
+        return
+    nothing = callbacks.TrainerCallback.on_save
+
+    def looks(handler):
+        return any(type(callback).on_save is not nothing for callback in handler.callbacks)
+
+    callbacks.CallbackHandler.waits_for_universal = True
+    targets = [(callbacks.CallbackHandler, "on_save", looks)]
+    if trainer:
+        targets.append((trainer.Trainer, "_push_from_checkpoint", lambda _: True))
+    for owner, name, wanted in targets:
+        setattr(owner, name, after_wait(getattr(owner, name), wanted))
+
+
+def after_wait(method: Callable, wanted: Callable[[Any], bool]) -> Callable:
+    """Returns the method, which first waits for saves, if wanted(its object)."""
+
+    @functools.wraps(method)
+    def call(owner, *args, **options):
+        if wanted(owner):
+            wait()
+        return method(owner, *args, **options)
+
+    return call
+
+
+def can_rename(folder: Path) -> bool:
+    """Whether the file system can rename a folder with a file in it; mounted buckets often cannot.
+    Nothing is left behind."""
+    probe = folder / "probe"
+    probe.mkdir()
+    (probe / "file").touch()
+    try:
+        os.rename(probe, folder / "renamed")
+        return True
+    except OSError:
+        return False
+    finally:
+        for path in (probe, folder / "renamed"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def saves(engine: deepspeed.DeepSpeedEngine) -> bool:
@@ -119,6 +168,10 @@ def signals_later() -> Iterator[None]:
             signal.raise_signal(number)
 
 
+class CannotRename(OSError):
+    """The file system renames no folders: no rank can save there but under the final name."""
+
+
 class Place(NamedTuple):
     """The folders of a save. name: the folder as the script names it. hidden: while it is written.
     claimed: the hidden folder's name once one machine, of those that share it, publishes it."""
@@ -138,6 +191,7 @@ class Need(NamedTuple):
     save: str
     error: Exception | None
     machine: str
+    can_rename: bool
     memory: int  # bytes that it needs beside what it has
     free: int  # bytes
 
@@ -178,9 +232,17 @@ def begin_save(
         say_if_beside_latest(top, tag)
     arguments = engine, top, os.path.relpath(folder, top), client_state or {}, False, *args
     collect = functools.partial(method, *arguments, **options)
+    wait_in_trainers()
     with signals_later(), torch.inference_mode(False):
-        with saver.ended_by_error(place):
-            write, is_copied = saver.begin(engine, collect, place, attempt, at_once)
+        try:
+            with saver.ended_by_error(place):
+                write, is_copied = saver.begin(engine, collect, place, attempt, at_once)
+        except CannotRename:
+            say(f"{top} renames no folders: {tag} is saved in place, and the training waits for it")
+            method(engine, top, tag, client_state or {}, save_latest, *args, **options)
+            if published and saver.leads:
+                published()
+            return
         finish = functools.partial(saver.finish, place, write, published)
         finish = finish if at_once else functools.partial(saver.in_a_line, place, finish)
         if is_copied:
@@ -232,12 +294,13 @@ class Saver:
         """
         needs = []
         images = []
+        renames = []
 
         def meet(error):
             machine = Path("/proc/sys/kernel/random/boot_id").read_text()
             memory = sum(image.room for image in images if not self.fits(image))
             saved = f"{place.tag} at step {engine.global_steps}"
-            need = Need(attempt, saved, error, machine, memory, free_memory())
+            need = Need(attempt, saved, error, machine, all(renames), memory, free_memory())
             needs[:] = self.group.all_gather(need)
             while len({need.attempt for need in needs}) > 1:
                 if attempt < max(need.attempt for need in needs):
@@ -252,12 +315,15 @@ class Saver:
                 place.output.mkdir(parents=True, exist_ok=True)
             place.hidden.mkdir(parents=True, exist_ok=True)
             self.lock = lock(place.hidden)
+            renames.append(not self.leads or can_rename(place.hidden))
             files = files_of_save(engine, collect)
             images = [Image(path, content) for path, content in files]
         saved = sorted({need.save for need in needs})
         if saved[1:]:
             engine._checkpoint_tag_validation(place.tag)  # raises, if the config says so
             raise RankFailed(f"the ranks do not save the same: {', '.join(saved)}")
+        if not all(need.can_rename for need in needs):
+            raise CannotRename(place.hidden)
         if at_once or not self.has_room(needs):
             return functools.partial(write_files, files, place.hidden), False
         return functools.partial(write_images, images, self.copy(images)), True
@@ -324,18 +390,20 @@ class Saver:
         try:
             yield
         except Exception as error:
-            self.end(place, isinstance(error, RankSilent))
+            self.end(place, error)
             raise
 
-    def end(self, place: Place, is_silent: bool = False) -> None:
-        """Remove what is left of a save, published or not. is_silent: whether a rank is, which may
-        be publishing it under a name that is not this rank's to remove."""
+    def end(self, place: Place, error: Exception | None = None) -> None:
+        """Remove what is left of a save, published or not. error: what has ended it. A silent rank
+        may be publishing it under a name that is not this rank's to remove."""
         if self.lock:
             self.lock = os.close(self.lock)
         with contextlib.suppress(OSError):  # whoever publishes it has claimed it
             shutil.rmtree(place.hidden.rename(place.claimed))
+        if isinstance(error, CannotRename):
+            shutil.rmtree(place.hidden, ignore_errors=True)
         with contextlib.suppress(OSError):  # rmdir() wants it empty
-            if not is_silent:
+            if not isinstance(error, RankSilent):
                 sweep(place.output)  # on each rank: what others have locked, the last one removes
             place.output.rmdir()
 

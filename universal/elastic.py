@@ -125,4 +125,6 @@ def remove_old(folder: Path, keep: int) -> None:
         for path in (folder / f"{tag}_universal", folder / tag):
             if path.name not in kept and path.is_dir() and not path.is_symlink():
                 # A half-removed checkpoint must not have the name of a complete one.
-                shutil.rmtree(path.rename(hidden(path, "removed")), ignore_errors=True)
+                with contextlib.suppress(OSError):  # a mounted bucket may rename nothing
+                    path = path.rename(hidden(path, "removed"))
+                shutil.rmtree(path, ignore_errors=True)

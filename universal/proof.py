@@ -523,7 +523,7 @@ def after_load(
     if not resharded:
         restored = "DeepSpeed's own loader restored the state"
     elif left_out:
-        restored = "what was not left out was restored bit by bit"
+        restored = "what was not left out or rounded was restored bit by bit"
     engine.universal_proof = None
     if folder and getattr(engine, "wants_universal_proof", False):
         with harmless(engine):

@@ -123,6 +123,7 @@ def load_next(engine, search, options, group):
             wrapped.take_scheduled_rates()
         resharded = wrapped.is_resharded
         left_out = not (options.load_module_strict and options.load_lr_scheduler_states)
+        left_out |= wrapped.is_rounded
         after_load(engine, folder if options.load_optimizer_states else None, resharded, left_out)
     return path, client_state
 

@@ -509,4 +509,59 @@ def a_rank_that_saves_again_at_once(stage):
     assert PRINTED.getvalue().count("c/last is saved") == 2 * is_rank_0()
 
 
+# --------------------------------------------------------------------------------------------------
+# who reads a checkpoint at once, and who cannot rename
+
+
+def save_in_a_bucket(stage):
+    rename = os.rename
+
+    def of_files(source, target, **options):
+        if os.path.isdir(source):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), source)
+        rename(source, target, **options)
+
+    PATCHED.setattr(os, "rename", of_files)
+    engine = make(stage)
+    for step in (1, 2):
+        train(engine, step)
+        engine.save_checkpoint("c", client_state={"step": step})
+    train(engine, 3)
+    save_truth(snapshot(engine), "3.pt")
+    elastic.save(engine, "c", {"step": 3}, keep=1)
+    assert printed("renames no folders: global_step1 is saved in place", "global_step3 is saved")
+    assert Path("c/latest").read_text() == "global_step3"
+    dist.barrier()
+    assert folders_in(Path("c")) == ["global_step3"]
+
+
+@case(in_background(save_in_a_bucket), stages=(1,), quick_ranks=(2,))
+def a_bucket_that_renames_no_folders(stage):
+    """It is found out as a save begins: the save is an ordinary one, and leaves nothing else."""
+    resume(3)
+
+
 CASES = cases_of(sys.modules[__name__])
+
+
+def test_callbacks_of_trainer_wait():
+    """One that uploads a checkpoint gets all of it; without one the training goes on at once."""
+    callbacks = pytest.importorskip("transformers.trainer_callback")
+    files = []
+
+    class Upload(callbacks.TrainerCallback):
+        def on_save(self, *_, **__):
+            assert files == ["shard"]
+
+    def write():
+        time.sleep(0.3)
+        files.append("shard")
+
+    background.wait_in_trainers()
+    for callback, written in ((callbacks.DefaultFlowCallback(), []), (Upload(), ["shard"])):
+        files.clear()
+        background.begin(write)
+        handler = callbacks.CallbackHandler([callback], None, None, None, None)
+        handler.on_save(None, None, callbacks.TrainerControl())
+        assert files == written
+        background.wait()

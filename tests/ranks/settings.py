@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.case import PRINTED, case, load, printed, saved, saved_with_losses
+from tests.support.case import PRINTED, case, load, printed, resumed, saved, saved_with_losses
 from tests.support.helpers import fp16_is
-from tests.support.toy import falling, is_rank_0, make
+from tests.support.toy import BF16, Net, falling, is_rank_0, make
 
 NOTE = "NOTE: other settings than at the save: "
 
@@ -111,3 +111,24 @@ def micro_batch(stage):
     micro = 12 // dist.get_world_size()
     load(make(stage, seed=5, net=Normed, micro=micro))
     assert printed(f"{NOTE}BatchNorm sees {micro} samples (was 2)\n")
+
+
+class Averaged(Net):
+    """With a running mean that bf16 would round."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.linspace(1.0001, 20.003, 16))
+
+
+@case(saved(net=Averaged, **BF16), stages=(2, 3), quick_stages=(2, 3))
+def rounded_buffers(stage):
+    """A line says which; it restores nothing "bit by bit"."""
+    mean = Averaged().mean
+    engine = resumed(stage, net=Averaged, **BF16)
+    assert torch.equal(engine.module.mean.cpu(), mean) and "rounded" not in PRINTED.getvalue()
+    engine = make(stage, Averaged, seed=5, **BF16 | {"data_types": {"buffer_dtype": "bf16"}})
+    load(engine)
+    assert printed("NOTE: rounded, as this engine has them in fewer bits (")
+    assert printed("mean (bfloat16)")
+    assert torch.equal(engine.module.mean.cpu(), mean.bfloat16())

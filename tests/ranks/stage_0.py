@@ -157,3 +157,13 @@ def a_client_state_in_the_place_of_the_engines_own(stage):
     _, client_state = universal.load_checkpoint(loaded, ".", "t")
     assert client_state["step"] == loaded.global_steps == 1
     assert not differences(snapshot(engine), snapshot(loaded))
+
+
+@case(lambda stage: save("2 bf16"), stages=(0,))
+def an_evaluation(stage):
+    """An engine in bf16 without an optimizer takes the weights of ZeRO."""
+    options = PRECISIONS["bf16"]
+    engine = make(0, optimizer=None, seed=5, **options)
+    universal.load_checkpoint(engine, ".", "t")
+    weights, truth = engine.module.state_dict(), read_truth()
+    assert all(torch.equal(weights[name], truth[name]) for name in weights)

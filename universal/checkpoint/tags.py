@@ -220,7 +220,7 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
 
 
 def last_written(folder):
-    """When the last of rank 0's files was written, all of which are older than `latest`."""
+    """The time of the last of rank 0's files; DeepSpeed writes `latest` after them."""
     paths = [*folder.glob("[!.]*_rank_0_mp_rank_00_*_states.pt"), rank_0_model_states(folder)]
     return max(path.stat().st_mtime for path in paths)
 

@@ -9,7 +9,7 @@ from universal.checkpoint.types import Checkpoint, OptimizerState
 from universal.checkpoint.zero import ABSENT, outer
 from universal.errors import CheckpointError
 from universal.load.ask import Answer
-from universal.load.collective import say
+from universal.load.collective import ProcessGroup, say
 from universal.load.engine import Engine
 from universal.load.hooks import LoadOptions
 from universal.load.parts import Parts
@@ -241,6 +241,20 @@ def origins_of_groups(engine, checkpoint):
         if name in checkpoint.parameters:
             origins.setdefault(number, set()).add(checkpoint.parameters[name].group_number)
     return origins
+
+
+def say_rounded(entries: list, group: ProcessGroup) -> bool:
+    """Prints which buffers, or frozen weights, the engine has in a narrower dtype than the
+    checkpoint. Returns whether there are any. entries: those of reshard.read_module()."""
+    narrower = {
+        f"{entry.name} ({str(entry.target.dtype).removeprefix('torch.')})"
+        for entry in entries
+        if entry.target is not None and entry.target.dtype.itemsize < entry.value.dtype.itemsize
+    }
+    (names,) = group.unions(narrower)
+    if names:
+        say(f"NOTE: rounded, as this engine has them in fewer bits {listed(names)}")
+    return bool(names)
 
 
 def scaled_by_torch(model):
