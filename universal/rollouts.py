@@ -105,8 +105,6 @@ class AnyRanksRollouts(SeededSteps, MicroBatches):
     """AnyRanks for TRL's GRPO, RLOO and Distillation. Raises ValueError for settings with which the
     ranks would change the completions or the loss."""
 
-    not_overridden = ("get_batch_samples",)
-
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         bases = [base for base in type(self).__mro__ if base.__module__.startswith("trl.")]
