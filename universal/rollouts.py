@@ -82,6 +82,12 @@ class SeededSteps(AnyRanks):
 
     seeds = ()  # of the micro-batches that are still to be trained
 
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        version = sys.modules["trl"].__version__
+        if tuple(map(int, version.split(".")[:2])) < (1, 16):
+            raise ValueError(f"universal.rollouts wants TRL 1.16 or newer, and this is {version}")
+
     def prepare_step(self, samples: list) -> list:
         self.model.train()
         share, count = self.filled_steps.share, self.step_count
