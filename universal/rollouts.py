@@ -114,25 +114,24 @@ class AnyRanksRollouts(SeededSteps, MicroBatches):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         bases = [base for base in type(self).__mro__ if base.__module__.startswith("trl.")]
-        kinds = {base.__name__ for base in bases} & GENERATING
-        if not kinds or any(".experimental." in base.__module__ for base in bases):
-            raise ValueError(f"AnyRanksRollouts stands before one of {sorted(GENERATING)} alone")
-        accumulation = self.args.gradient_accumulation_steps
-        for name, allowed in {**WANTED, "steps_per_generation": (accumulation,)}.items():
-            value = getattr(self, name, getattr(self.args, name, allowed[0]))
-            if value not in allowed:
-                raise ValueError(
-                    f"the same completions on any number of ranks want {name}={allowed[0]}, and "
-                    f"it is {value}"
-                )
+        is_experimental = any(".experimental." in base.__module__ for base in bases)
         micro_batch = self.args.per_device_train_batch_size
-        if micro_batch % self.group:
-            raise ValueError(
-                f"a micro-batch must hold whole groups: per_device_train_batch_size={micro_batch} "
-                f"is no multiple of num_generations={self.group}"
-            )
-        if isinstance(self.train_dataset, data.IterableDataset):
-            raise ValueError("a stream of prompts is not dealt to any number of ranks: take a list")
+        checks = {
+            f"one of {sorted(GENERATING)} behind AnyRanksRollouts": not is_experimental
+            and GENERATING & {base.__name__ for base in bases},
+            f"whole groups in a micro-batch: per_device_train_batch_size={micro_batch} is no "
+            f"multiple of num_generations={self.group}": micro_batch % self.group == 0,
+            "prompts in a list, not in a stream": not isinstance(
+                self.train_dataset, data.IterableDataset
+            ),
+        }
+        wanted = {**WANTED, "steps_per_generation": (self.args.gradient_accumulation_steps,)}
+        for name, allowed in wanted.items():
+            value = getattr(self, name, getattr(self.args, name, allowed[0]))
+            checks[f"{name}={allowed[0]}, and it is {value}"] = value in allowed
+        for text, holds in checks.items():
+            if not holds:
+                raise ValueError(f"the same completions on any number of ranks want {text}")
 
     @property
     def group(self) -> int:

@@ -224,7 +224,7 @@ REFUSED = {
         "GRPO",
         {"num_generations": 4},
     ),
-    "a stream of prompts is not dealt": (
+    "prompts in a list, not in a stream": (
         "GRPO",
         {"train_dataset": datasets.Dataset.from_list(rows()).to_iterable_dataset()},
     ),
@@ -233,7 +233,7 @@ REFUSED = {
         {"train_dataset": datasets.Dataset.from_list(rows()[:3])},
     ),
     "wants precompute_ref_log_probs=False": ("KTO", {"precompute_ref_log_probs": True}),
-    "AnyRanksRollouts stands before one of": ("KTO", {"bases": (AnyRanksRollouts,)}),
+    "one of .* behind AnyRanksRollouts": ("KTO", {"bases": (AnyRanksRollouts,)}),
 }
 
 
