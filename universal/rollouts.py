@@ -131,7 +131,10 @@ class AnyRanksRollouts(SeededSteps, MicroBatches):
             checks[f"{name}={allowed[0]}, and it is {value}"] = value in allowed
         for text, holds in checks.items():
             if not holds:
-                raise ValueError(f"the same completions on any number of ranks want {text}")
+                raise ValueError(
+                    f"the same completions on any number of ranks want {text}. Without AnyRanks "
+                    "and UNIVERSAL_BATCH other ones are drawn, on ranks that divide the batch, too"
+                )
 
     @property
     def group(self) -> int:
