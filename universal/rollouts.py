@@ -41,6 +41,12 @@ WANTED = {
 GENERATING = {"GRPOTrainer", "RLOOTrainer", "DistillationTrainer"}
 
 
+def is_older() -> bool:
+    """Whether TRL is one that this has not been tried with, whose losses are divided otherwise."""
+    version = sys.modules["trl"].__version__
+    return tuple(map(int, version.split(".")[:2])) < (1, 16)
+
+
 class Groups(data.Sampler):
     """TRL's order of an epoch, each prompt `group` times, without what does not fill a step."""
 
@@ -84,9 +90,8 @@ class SeededSteps(AnyRanks):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        version = sys.modules["trl"].__version__
-        if tuple(map(int, version.split(".")[:2])) < (1, 16):
-            raise ValueError(f"universal.rollouts wants TRL 1.16 or newer, and this is {version}")
+        if is_older():
+            raise ValueError("universal.rollouts wants TRL 1.16 or newer")
 
     def prepare_step(self, samples: list) -> list:
         self.model.train()
@@ -218,6 +223,8 @@ OURS = {**dict.fromkeys(GENERATING, AnyRanksRollouts), "KTOTrainer": AnyRanksKTO
 
 def put_before(module: Any) -> None:
     """Under `python -m universal`, put one of these before the Trainer of a module of TRL."""
+    if is_older():
+        return
     for name in {*vars(module)} & {*OURS}:
         trainer = getattr(module, name)
         named = {"__module__": trainer.__module__}
