@@ -222,7 +222,7 @@ OURS = {**dict.fromkeys(GENERATING, AnyRanksRollouts), "KTOTrainer": AnyRanksKTO
 
 
 def put_before(module: Any) -> None:
-    """Under `python -m universal`, put one of these before the Trainer of a module of TRL."""
+    """Put one of these before the Trainer of a module of TRL, as `python -m universal` does."""
     if is_older():
         return
     for name in {*vars(module)} & {*OURS}:
