@@ -36,7 +36,7 @@ from universal.background import say_if_beside_latest
 from universal.checkpoint.next_steps import NextSteps, Row, read_rows
 from universal.checkpoint.types import NEXT_STEPS
 from universal.load.collective import say
-from universal.load.hooks import deepspeed_load, wrap_methods
+from universal.load.hooks import check_client_state, deepspeed_load, wrap_methods
 from universal.load.training import TrainingEngine
 
 STEPS = 10
@@ -496,6 +496,7 @@ def after_load(
 
 
 def around_save(method, engine, save_dir, tag=None, *args, **options):
+    check_client_state(engine, options.get("client_state", args[0] if args else None))
     result = method(engine, save_dir, tag, *args, **options)
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     after_save(engine, Path(save_dir, name))

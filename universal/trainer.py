@@ -283,7 +283,14 @@ class AnyRanks:
             raise ValueError(
                 "the loss of KTOTrainer takes the KL of the micro-batches that all ranks have at "
                 "the same moment, and other ranks have others: set "
-                "loss_type='apo_zero_unpaired', or put universal.rollouts.AnyRanksKTO in front"
+                "loss_type='apo_zero_unpaired', or put universal.rollouts.AnyRanksKTO in front. "
+                "With LLaMA-Factory, leave UNIVERSAL_BATCH out, and keep ranks x "
+                "per_device_train_batch_size, and gradient_accumulation_steps, as they were"
+            )
+        if type(getattr(self, "running", None)).__name__ == "RunningMoments":  # TRL's, for BCO
+            raise ValueError(
+                "the loss of BCO subtracts a mean of the rewards that all ranks have had until "
+                "then: leave loss_type='bco_pair' or, with LLaMA-Factory, pref_bco_weight out"
             )
         losses = tree_leaves(getattr(self, "loss", None))  # sentence-transformers', one or a dict
         parts = [part for loss in losses for part in getattr(loss, "modules", list)()]
@@ -395,7 +402,10 @@ class AnyRanks:
         """A step's micro-batches of this rank, and what Trainer counts as num_items_in_batch."""
         kind = type(self).__name__
         if not hasattr(self, "filled_steps"):
-            raise ValueError(f"{kind}.get_train_dataloader() does not call Trainer's")
+            raise ValueError(
+                f"{kind}.get_train_dataloader() does not call Trainer's, whose samples AnyRanks "
+                "deals: leave UNIVERSAL_BATCH or AnyRanks out, and take ranks that divide the batch"
+            )
         if self.step_weights:
             raise ValueError(f"{kind}.training_step() does not call AnyRanks'")
         filled_steps = self.filled_steps

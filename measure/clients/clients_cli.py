@@ -30,6 +30,7 @@ WORK = ROOT / "runs" / "clients_cli"  # the model, checkpoints and logs
 STEPS = 20
 SAVED = 10
 BATCH = 24
+ANY_BATCH = {"sft": BATCH, "dpo": 16, "kto": BATCH}  # UNIVERSAL_BATCH: 3 ranks do not divide 8
 ROUNDING = 1e-5
 SEEN = 1e-3
 AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
@@ -47,11 +48,12 @@ class Client(NamedTuple):
 
 class Case(NamedTuple):
     """A run to be resumed. trains: "full" or "lora". stage: of ZeRO. batch: train_batch_size in the
-    JSON."""
+    JSON. task: LLaMA-Factory's `stage`."""
 
     trains: str
     stage: int
     batch: int | str
+    task: str = "sft"
 
 
 FACTORY_YAML = FOLDER / "llamafactory.yaml"
@@ -61,6 +63,16 @@ LLAMA_FACTORY = Client(
 SWIFT = Client("ms-swift", ("swift", "sft", FOLDER / "swift.yaml"), "--", "tuner_type")
 FULL = Case("full", 3, BATCH)
 LORA = Case("lora", 2, "auto")
+DPO = Case("full", 3, BATCH, "dpo")
+LORA_DPO = Case("lora", 2, "auto", "dpo")
+KTO = Case("full", 3, BATCH, "kto")
+# LLaMA-Factory's data sets, all of the same rows.
+PROMPT = {"prompt": "instruction"}
+DATA = {
+    "sft": {},
+    "dpo": {"ranking": True, "columns": PROMPT | {"chosen": "output", "rejected": "worse"}},
+    "kto": {"columns": PROMPT | {"response": "output", "kto_tag": "good"}},
+}
 
 
 def install(client):
@@ -93,22 +105,32 @@ def prepare():
     )
     LlamaForCausalLM(config).save_pretrained(WORK / "model")
     rows = [
-        {"instruction": f"{n} times 37?", "input": "", "output": str(37 * n)} for n in range(288)
+        {
+            "instruction": f"{n} times 37?",
+            "input": "",
+            "output": str(37 * n),
+            "worse": str(36 * n + 1),
+            "good": n % 3 > 0,
+        }
+        for n in range(288)
     ]
     (WORK / "rows.json").write_text(json.dumps(rows))
-    (WORK / "dataset_info.json").write_text('{"rows": {"file_name": "rows.json"}}')
-    for _, stage, batch in (FULL, LORA):
+    data = {task: {"file_name": "rows.json"} | columns for task, columns in DATA.items()}
+    (WORK / "dataset_info.json").write_text(json.dumps(data))
+    for case in (FULL, LORA):
         config = dict.fromkeys(AUTO, "auto")
-        config |= {"train_batch_size": batch, "zero_optimization": {"stage": stage}}
-        (WORK / f"zero{stage}.json").write_text(json.dumps(config))
+        config |= {"train_batch_size": case.batch, "zero_optimization": {"stage": case.stage}}
+        (WORK / f"zero{case.stage}.json").write_text(json.dumps(config))
 
 
-def run(client, case, ranks, how=""):
+def run(client, case, ranks, how="", **named):
     """Run the client's command, on other ranks than 4 from the checkpoint of those.
 
     how: "without" universal/start; "left", with the accumulation steps of 4 ranks, which a number
-    in the JSON mends; "any", with UNIVERSAL_BATCH. Returns the folder that it writes."""
-    output = WORK / f"{client.name}-{case.trains}-{ranks}{how}"
+    in the JSON mends; "any", with UNIVERSAL_BATCH. named: more flags. Returns the folder that it
+    writes."""
+    name = f"{client.name}-{case.task}-{case.trains}"
+    output = WORK / f"{name}-{ranks}{how}"
     keeps_steps = how == "left" or case.batch == BATCH
     flags = {
         client.tuner: case.trains,
@@ -116,9 +138,14 @@ def run(client, case, ranks, how=""):
         "deepspeed": WORK / f"zero{case.stage}.json",
         "gradient_accumulation_steps": 3 if keeps_steps else 12 // ranks,
     }
+    if case.task != "sft":  # of so many samples an epoch's last micro-batch is short, and its step
+        flags |= {"stage": case.task, "dataset": case.task, "max_samples": 281}
+    if case.task == "kto":  # its loss depends on what all ranks have at the same moment
+        flags["per_device_train_batch_size"] = 8 // ranks
+    flags |= named
     if ranks != 4:
         checkpoint = output / f"checkpoint-{SAVED}"
-        shutil.copytree(WORK / f"{client.name}-{case.trains}-4" / checkpoint.name, checkpoint)
+        shutil.copytree(WORK / f"{name}-4" / checkpoint.name, checkpoint)
         if client is SWIFT:  # LLaMA-Factory looks by itself
             flags["resume_from_checkpoint"] = checkpoint
     commands, packages = install(client)
@@ -134,8 +161,8 @@ def run(client, case, ranks, how=""):
         "HF_HOME": str(WORK / "home"),
         "MODELSCOPE_CACHE": str(WORK / "home"),
     }
-    if how == "any":
-        environment["UNIVERSAL_BATCH"] = str(BATCH)
+    if how == "any" or case.task == "dpo":
+        environment["UNIVERSAL_BATCH"] = str(ANY_BATCH[case.task])
     words = [f"{client.dashes}{key}={value}" for key, value in flags.items()]
     with open(f"{output}.log", "w") as log:
         subprocess.run(
@@ -172,9 +199,9 @@ def resume(client, case, ranks, baseline, how=""):
     proof = said(resumed, rf"steps {SAVED + 1} to {STEPS}, trained before on 4 ranks, now on .*")
     proved = float((proof or "nan").split()[-1])
     batch = f'"train_batch_size": {json.dumps(case.batch)}'
-    if how == "any":
-        batch = f"UNIVERSAL_BATCH={BATCH}"
-    row = f"{case.trains}, ZeRO-{case.stage}, {batch}, 4 to {ranks} ranks"
+    if how == "any" or case.task == "dpo":
+        batch = f"UNIVERSAL_BATCH={ANY_BATCH[case.task]}"
+    row = f"{case.task}, {case.trains}, ZeRO-{case.stage}, {batch}, 4 to {ranks} ranks"
     print(f"{client.name:<15}{row}: {difference:.1e}, said {proved:.1e}", flush=True)
     loaded = said(resumed, f"written by 4 ranks, loaded on {ranks}")
     return loaded and difference <= ROUNDING and proved <= ROUNDING
@@ -194,11 +221,11 @@ def leave_out(client, case, baseline):
     return refused and batch and proof and difference >= SEEN
 
 
-def refuse(client, case):
-    """Print why the client cannot keep the batch on any number of ranks. Returns whether it says
-    so."""
-    refused = said(run(client, case, 5, "any"), "ValueError: .* of its own.*")
-    print(f"{client.name}, UNIVERSAL_BATCH={BATCH}, 4 to 5 ranks: {refused}", flush=True)
+def refuse(client, case, ranks, how, reason, **named):
+    """Print why a run ends before its first step. Returns whether it says so."""
+    refused = said(run(client, case, ranks, how, **named), rf"\w+Error: .*{reason}.*")
+    ((flag, value),) = named.items() or {"UNIVERSAL_BATCH": ANY_BATCH[case.task]}.items()
+    print(f"{client.name}, {case.task}, {flag}={value}, {ranks} ranks: {refused}", flush=True)
     return refused
 
 
@@ -211,10 +238,17 @@ def main():
             baseline = run(client, case, 4)
             right += [resume(client, case, ranks, baseline) for ranks in (2, 3)]
         right.append(leave_out(client, LORA, baseline))
-        if client is SWIFT:
-            right.append(refuse(client, LORA))
-        else:
+        if client is LLAMA_FACTORY:
             right.append(resume(client, LORA, 5, baseline, "any"))
+    for case, others in ((DPO, (3, 2)), (LORA_DPO, (3, 2)), (KTO, (2,))):
+        baseline = run(LLAMA_FACTORY, case, 4)
+        right += [resume(LLAMA_FACTORY, case, ranks, baseline) for ranks in others]
+    right += [
+        refuse(LLAMA_FACTORY, KTO, 4, "any", "KL of the micro-batches"),
+        refuse(LLAMA_FACTORY, DPO, 4, "bco", "loss of BCO", pref_bco_weight=0.5),
+        refuse(SWIFT, LORA, 5, "any", "get_train_dataloader.. does not call Trainer's"),
+        refuse(SWIFT, LORA, 4, "elastic", "elasticity", callbacks="deepspeed_elastic"),
+    ]
     if not all(right):
         sys.exit("measure/clients/clients_cli.py: not all is as it should be")
 

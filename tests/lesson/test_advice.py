@@ -3,7 +3,7 @@ pasted into the script that has printed them, and run on 3 ranks, whose samples,
 are those of the run on 4 ranks that was not interrupted."""
 
 import functools
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -213,7 +213,8 @@ def behind(command):
         os.environ[name] = value
         site = runpy.run_path(str(ROOT / "universal/start/sitecustomize.py"))
         for module, function in site["AfterImport"].functions.items():
-            function(importlib.import_module(module))
+            if importlib.util.find_spec(module.partition(".")[0]):  # not all have TRL
+                function(importlib.import_module(module))
         transformers = sys.modules["transformers"]
         transformers.Trainer = transformers.trainer.Trainer
 
@@ -307,7 +308,7 @@ ANY_RANKS = [
     ),
     ("trainer = Trainer(", "trainer = type('Mine', (AnyRanks, Trainer), {})("),
 ]
-SIZES = "the DataLoader's batch_size is {}, and the config's micro-batch is {}: "
+SIZES = "the DataLoader deals {} at once, and the config's micro-batch is {}: "
 # {kind: (changes of the script, whether UNIVERSAL_BATCH is set, what stops it)}
 KINDS = {
     "found_less": ([FINDS, *ANY_RANKS, ("# here", OOM)], False, SIZES.format(1, 2)),

@@ -295,3 +295,7 @@ def test_a_loss_of_other_ranks(loss):
     trainer.calculate_KL = True
     with pytest.raises(ValueError, match="loss_type='apo_zero_unpaired'"):
         trainer.check_loss()
+    trainer = AnyRanks()
+    trainer.running = type("RunningMoments", (), {})()
+    with pytest.raises(ValueError, match="pref_bco_weight"):
+        trainer.check_loss()

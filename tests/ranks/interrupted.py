@@ -7,8 +7,10 @@ from pathlib import Path
 
 import deepspeed
 import pytest
+import torch
 import torch.distributed as dist
 from optimizers import momentum
+from torch import nn
 
 import universal
 from tests.support.case import (
@@ -32,9 +34,11 @@ from tests.support.toy import (
     forward,
     is_rank_0,
     make,
+    save_of_rank,
     save_truth,
     snapshot,
     train,
+    truths_of_ranks,
 )
 from universal import batches, mirror
 from universal.load import reshard
@@ -285,3 +289,47 @@ def the_newest_in_memory_or_on_the_disk(stage):
     assert mirrored.gather(disk) == disk
     universal.load_checkpoint(engine, disk)
     check_restored(engine, f"{disk}.pt")
+
+
+class Branches(nn.Module):
+    """A step uses one of the two."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 1, bias=False), nn.Linear(8, 1, bias=False)
+
+    def forward(self, x, name, factor):
+        return factor * getattr(self, name)(x).mean()
+
+
+def step_of(engine, name, factor=1):
+    engine.backward(engine(torch.ones(1, 8), name, factor))
+    engine.step()
+
+
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+
+
+def branches(stage, seed=1):
+    zero = OFFLOADED if stage < 3 else None
+    return make(stage, Branches, momentum, seed, zero, batch=None, clip=1.0)
+
+
+def train_on_and_load(stage):
+    engine = branches(stage)
+    step_of(engine, "left")
+    engine.save_checkpoint(".", "t")
+    step_of(engine, "left", 100)  # is thrown away
+    for name, after in (("here", engine), ("anew", branches(stage, seed=5))):
+        load(after)
+        step_of(after, "right")
+        step_of(after, "right")
+        save_of_rank(snapshot(after), name)
+
+
+@case(train_on_and_load, stages=(1, 2, 3), quick_stages=(1, 3))
+def a_step_that_is_thrown_away(stage):
+    """Its gradient is not applied to what the next step does not use: the engine that has trained
+    on goes on as a new one, to the bit."""
+    for here, anew in zip(truths_of_ranks("here"), truths_of_ranks("anew"), strict=True):
+        assert here["left.weight"].abs().sum() > 0 and not differences(anew, here)

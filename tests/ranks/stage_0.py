@@ -4,8 +4,10 @@ and a precision."""
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from deepspeed.runtime import engine as deepspeed_engine
+from torch import nn
 
 import universal
 from tests.support.case import case, convert, printed, refused
@@ -126,3 +128,32 @@ def from_zero(stage):
     convert()
     refused(engine_of("0 bf16", 5), "u was not saved without ZeRO", tag="u")
     refused(engine_of("0 bf16", 5), "u was not", tag="u", load_optimizer_states=False)
+
+
+def refused_at_the_save(engine, **client_state):
+    """The save raises one line with the key."""
+    [key] = client_state
+    with pytest.raises(universal.CheckpointError, match=f"client_state.'{key}'. would take"):
+        engine.save_checkpoint(".", "t", client_state)
+
+
+@case(lambda stage: None, stages=(0, 1), quick_stages=(0, 1))
+def a_client_state_in_the_place_of_the_engines_own(stage):
+    """It is refused at the save, but for what is the same, or is in no load's way."""
+    universal.install()
+    engine = engine_of(f"{stage} fp32", seed=1)
+    train(engine, 0)
+    second = torch.optim.Adam(nn.Linear(2, 2).parameters(), 5e-4).state_dict()
+    refused_at_the_save(engine, global_steps=999)
+    refused_at_the_save(engine, lr_scheduler={"last_epoch": 7})
+    states = {"global_steps": 1, "lr_scheduler": engine.lr_scheduler.state_dict(), "step": 1}
+    if stage:
+        states["optimizer"] = second
+    else:
+        refused_at_the_save(engine, optimizer=second)
+        states["optimizer"] = engine.optimizer.state_dict()
+    engine.save_checkpoint(".", "t", states)
+    loaded = engine_of(f"{stage} fp32", seed=5)
+    _, client_state = universal.load_checkpoint(loaded, ".", "t")
+    assert client_state["step"] == loaded.global_steps == 1
+    assert not differences(snapshot(engine), snapshot(loaded))

@@ -9,6 +9,7 @@ shows it in milliseconds; one that cannot be asked gives no answer.
 import collections
 import contextlib
 import copy
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -54,17 +55,21 @@ class AloneMode(TorchDispatchMode):
         return operation(*args, **(options or {}))
 
 
-def ask(optimizer: torch.optim.Optimizer, groups: list[dict]) -> Answer | None:
+def ask(optimizer: torch.optim.Optimizer, saved: list[dict]) -> Answer | None:
     """Ask an optimizer, which is left as it is.
 
-    groups: settings for its groups, those of a checkpoint. Returns: None if its step fails with
-    such tensors, or changes none.
+    saved: a checkpoint's parameter groups, whose values it is given. Returns: None if its step
+    fails with such tensors, or changes none.
     """
     if type(optimizer).__module__.startswith("deepspeed."):
         return None  # it has state outside of Python, where nothing can be put back
+    groups = [
+        {key: values.get(key, group[key]) for key in group}
+        for group, values in itertools.zip_longest(optimizer.param_groups, saved, fillvalue={})
+    ]
     try:
         with undisturbed():
-            return answer_of(optimizer, groups)
+            return answer_of(optimizer, groups[: len(optimizer.param_groups)])
     except Exception:
         return None
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import deepspeed
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_flatten
 
 from universal.batches import ledger_of, watching
 from universal.errors import CheckpointError
@@ -46,6 +47,7 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "scatter",
 )
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 # The methods that proof.py watches, under its names; a pipeline's engine calls them, too.
 WATCHED = {
     "save": "save_checkpoint",
@@ -204,6 +206,38 @@ def wrap_methods(**wrappers: Callable) -> None:
             watched = watching(method, wrapper)
             watched.is_watched = True
             setattr(deepspeed.DeepSpeedEngine, WATCHED[name], watched)
+
+
+def check_client_state(engine: deepspeed.DeepSpeedEngine, client_state: dict | None) -> None:
+    """Raises CheckpointError if a client state would replace what DeepSpeed saves of the engine.
+
+    With ZeRO the optimizer is in other files.
+    """
+    parts = {"module": engine.module, "lr_scheduler": engine.lr_scheduler}
+    if not engine.zero_optimization():
+        parts["optimizer"] = engine.optimizer
+    for key, value in (client_state or {}).items():
+        own = parts[key].state_dict() if parts.get(key) else None
+        if key in COUNTERS:
+            own = getattr(engine, key)
+        if own is not None and not hold_same(value, own):
+            raise CheckpointError(
+                f"client_state[{key!r}] would take the place of the engine's own in the "
+                "checkpoint: save it under another name"
+            )
+
+
+def hold_same(value, own):
+    """Whether two states hold the same tensors, and equal numbers."""
+    leaves, shape = tree_flatten(value)
+    own_leaves, own_shape = tree_flatten(own)
+    if shape != own_shape:
+        return False
+    leaves, own_leaves = [
+        [leaf.data_ptr() if torch.is_tensor(leaf) else leaf for leaf in of_state]
+        for of_state in (leaves, own_leaves)
+    ]
+    return leaves == own_leaves
 
 
 def zero_options(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
