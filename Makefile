@@ -5,7 +5,7 @@
 # make exact     the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of checkpoints; 20 to 30 minutes
 # make 3d        change the tensor, pipeline and sequence layout; 30 minutes
 # make resume    what it costs to resume a model of 86 million parameters, and by others' means; 5 minutes
-# make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate and Lightning, on other ranks
+# make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate, Lightning and TRL, on other ranks
 # make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; 20 minutes
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; 9 minutes
 # make trainers  the transformers from 4.55 on, and TRL's trainers, saved and loaded by each on other ranks; 60 minutes
@@ -244,7 +244,7 @@ $(OUT)/load_cost.txt: .venv/installed measure/resume.py train.py $(PACKAGE)
 # Training loops that are not ours
 clients: .venv/installed-clients
 	@mkdir -p $(OUT)
-	CLIENTS_TABLE=$(OUT)/clients.txt $(PY) -m pytest -q -m "clients or not clients" tests/pages/test_clients.py
+	CLIENTS_TABLE=$(OUT)/clients.txt $(PY) -m pytest -q -m "clients or not clients" tests/pages/test_clients.py tests/pages/test_rollouts.py
 	cat $(OUT)/clients.txt
 
 # Commands that have no script

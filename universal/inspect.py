@@ -12,6 +12,7 @@ damaged or incomplete, or there is none. If the package is installed, the comman
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -31,6 +32,7 @@ from universal.checkpoint.same_step import check_same_step, compares_weights
 from universal.checkpoint.tags import choose_tag, is_checkpoint, list_tags, place_of
 from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Described
 from universal.errors import CheckpointError, Refused
+from universal.files.schema import is_natural
 from universal.files.torch_file import damages_in, load, tensor_of
 from universal.write.console import counted, in_one_line, print_screen, short, wrapped
 
@@ -180,6 +182,7 @@ def facts_of(described: Described) -> dict[str, Any]:
         "elements": sum(p.states["fp32"].numel for p in checkpoint.parameters.values()),
         "client_state": sorted(map(str, client_state_of(model))),
         "client_signs": client_signs(checkpoint),
+        "generating": generating(checkpoint, batch),
         "next_steps": steps and [steps[0], steps[-1]],
         "own_ranks_only": own_ranks_only(checkpoint),
         "notes": notes,
@@ -192,6 +195,20 @@ def client_signs(checkpoint):
     beside = [name for name in CLIENT_FILES if (folder / name).exists()]
     is_pipeline = any(checkpoint.folder.glob("layer_*"))
     return [*beside, "deepspeed.runtime.pipe"] if is_pipeline else beside
+
+
+def generating(checkpoint, batch):
+    """Returns how many completions one of TRL's Trainers has made at once, by the arguments that
+    Trainer saves; None if they do not tell."""
+    path = checkpoint.folder.absolute().parent / "training_args.bin"
+    arguments = {}
+    with contextlib.suppress(CheckpointError, OSError):
+        arguments = getattr(load(path), "state", arguments)
+    names = ("steps_per_generation", "gradient_accumulation_steps")
+    steps, accumulation = (arguments.get(name) for name in names)
+    if not (batch and is_natural(steps) and is_natural(accumulation) and accumulation):
+        return None
+    return batch.samples * steps // accumulation
 
 
 def kind_of(checkpoint):
@@ -293,6 +310,28 @@ def settings_on(facts: dict[str, Any], ranks: int) -> Iterator[str]:
     names = facts["client_signs"] + facts["client_state"]
     cures = batches.cures(None if doubt else batch, micro, *names)
     yield from (f"  {cure}" for cure in cures)
+    if facts["generating"] and not doubt:
+        yield from wrapped(f"  {stock_rollouts(batch, micro, facts['generating'], ranks)}")
+
+
+def stock_rollouts(batch: int, micro: int, generated: int, ranks: int) -> str:
+    """Says what keeps both batches of a Trainer of TRL that generates, where AnyRanksRollouts is
+    not used. generated: completions that are made at once."""
+    both = f"the batch of {batch} and the {generated} completions that are made at once"
+    shared = math.gcd(batch, generated)
+    if shared % ranks:
+        fitting = [str(n) for n in range(1, shared + 1) if shared % n == 0]
+        return (
+            f"TRL alone keeps {both} on no {counted(ranks, 'rank')}, but on {', '.join(fitting)}; "
+            "universal.rollouts.AnyRanksRollouts on any"
+        )
+    own = batches.largest_divisor(shared // ranks, micro)
+    return (
+        f"TRL alone keeps {both} with per_device_train_batch_size={own}, "
+        f"gradient_accumulation_steps={batch // own // ranks}, "
+        f"steps_per_generation={generated // own // ranks}, without generation_batch_size, and "
+        "draws other completions"
+    )
 
 
 def main():

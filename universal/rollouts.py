@@ -41,6 +41,12 @@ WANTED = {
 GENERATING = {"GRPOTrainer", "RLOOTrainer", "DistillationTrainer"}
 
 
+def is_older() -> bool:
+    """Whether TRL is one that this has not been tried with, whose losses are divided otherwise."""
+    version = sys.modules["trl"].__version__
+    return tuple(map(int, version.split(".")[:2])) < (1, 16)
+
+
 class Groups(data.Sampler):
     """TRL's order of an epoch, each prompt `group` times, without what does not fill a step."""
 
@@ -82,6 +88,11 @@ class SeededSteps(AnyRanks):
 
     seeds = ()  # of the micro-batches that are still to be trained
 
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        if is_older():
+            raise ValueError("universal.rollouts wants TRL 1.16 or newer")
+
     def prepare_step(self, samples: list) -> list:
         self.model.train()
         share, count = self.filled_steps.share, self.step_count
@@ -105,30 +116,30 @@ class AnyRanksRollouts(SeededSteps, MicroBatches):
     """AnyRanks for TRL's GRPO, RLOO and Distillation. Raises ValueError for settings with which the
     ranks would change the completions or the loss."""
 
-    not_overridden = ("get_batch_samples",)
-
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         bases = [base for base in type(self).__mro__ if base.__module__.startswith("trl.")]
-        kinds = {base.__name__ for base in bases} & GENERATING
-        if not kinds or any(".experimental." in base.__module__ for base in bases):
-            raise ValueError(f"AnyRanksRollouts stands before one of {sorted(GENERATING)} alone")
-        accumulation = self.args.gradient_accumulation_steps
-        for name, allowed in {**WANTED, "steps_per_generation": (accumulation,)}.items():
-            value = getattr(self, name, getattr(self.args, name, allowed[0]))
-            if value not in allowed:
-                raise ValueError(
-                    f"the same completions on any number of ranks want {name}={allowed[0]}, and "
-                    f"it is {value}"
-                )
+        is_experimental = any(".experimental." in base.__module__ for base in bases)
         micro_batch = self.args.per_device_train_batch_size
-        if micro_batch % self.group:
-            raise ValueError(
-                f"a micro-batch must hold whole groups: per_device_train_batch_size={micro_batch} "
-                f"is no multiple of num_generations={self.group}"
-            )
-        if isinstance(self.train_dataset, data.IterableDataset):
-            raise ValueError("a stream of prompts is not dealt to any number of ranks: take a list")
+        checks = {
+            f"one of {sorted(GENERATING)} behind AnyRanksRollouts": not is_experimental
+            and GENERATING & {base.__name__ for base in bases},
+            f"whole groups in a micro-batch: per_device_train_batch_size={micro_batch} is no "
+            f"multiple of num_generations={self.group}": micro_batch % self.group == 0,
+            "prompts in a list, not in a stream": not isinstance(
+                self.train_dataset, data.IterableDataset
+            ),
+        }
+        wanted = {**WANTED, "steps_per_generation": (self.args.gradient_accumulation_steps,)}
+        for name, allowed in wanted.items():
+            value = getattr(self, name, getattr(self.args, name, allowed[0]))
+            checks[f"{name}={allowed[0]}, and it is {value}"] = value in allowed
+        for text, holds in checks.items():
+            if not holds:
+                raise ValueError(
+                    f"the same completions on any number of ranks want {text}. Without AnyRanks "
+                    "and UNIVERSAL_BATCH other ones are drawn, on ranks that divide the batch, too"
+                )
 
     @property
     def group(self) -> int:
@@ -211,7 +222,9 @@ OURS = {**dict.fromkeys(GENERATING, AnyRanksRollouts), "KTOTrainer": AnyRanksKTO
 
 
 def put_before(module: Any) -> None:
-    """Under `python -m universal`, put one of these before the Trainer of a module of TRL."""
+    """Put one of these before the Trainer of a module of TRL, as `python -m universal` does."""
+    if is_older():
+        return
     for name in {*vars(module)} & {*OURS}:
         trainer = getattr(module, name)
         named = {"__module__": trainer.__module__}

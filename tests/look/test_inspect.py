@@ -256,6 +256,35 @@ def test_settings(source):
     assert str(Share(24, 2, 5)) in " ".join(lines.split())
 
 
+class Arguments:
+    """What Trainer saves has the same, in a class of TRL's."""
+
+    def __init__(self):
+        self.steps_per_generation = 4
+        self.gradient_accumulation_steps = 2
+
+
+def test_trl_alone(source):
+    """24 completions make a step, and 48 are made at once."""
+    assert "TRL alone" not in inspected(source, "--ranks", 3).out
+    torch.save(Arguments(), source.parent / "training_args.bin")
+    for ranks, numbers in ((3, (2, 4, 8)), (4, (2, 3, 6)), (24, (1, 1, 2))):
+        names = (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "steps_per_generation",
+        )
+        micro, accumulation, steps = numbers
+        assert (micro * accumulation * ranks, micro * steps * ranks) == (24, 48)
+        said = " ".join(inspected(source, "--ranks", ranks).out.split())
+        settings = ", ".join(f"{n}={value}" for n, value in zip(names, numbers, strict=True))
+        assert f"24 and the 48 completions that are made at once with {settings}, " in said
+    said = " ".join(inspected(source, "--ranks", 5).out.split())
+    assert "at once on no 5 ranks, but on 1, 2, 3, 4, 6, 8, 12, 24; universal.rollouts" in said
+    (source.parent / "training_args.bin").write_bytes(b"not what torch saves")
+    assert "TRL alone" not in inspected(source, "--ranks", 3).out
+
+
 def test_lightning_saved(source):
     """What runs under it comes first; test_advice.py has the others."""
     edit(source, "*_model_*", lambda model: model.update({"pytorch-lightning_version": 2}))

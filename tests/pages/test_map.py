@@ -23,7 +23,17 @@ FILES = [*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), *ROOT.glob("universal
 # From the highest to the lowest.
 ROOMS = ("universal.load", "universal.write", "universal.checkpoint", "universal.files")
 # Beside load/.
-WITH_TORCH = ("resume", "mirror", "proof", "trainer", "exact", "elastic", "background", "diff")
+WITH_TORCH = (
+    "resume",
+    "mirror",
+    "proof",
+    "trainer",
+    "rollouts",
+    "exact",
+    "elastic",
+    "background",
+    "diff",
+)
 
 
 def name_of(path):

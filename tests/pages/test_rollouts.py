@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -18,7 +19,7 @@ from measure.logs import compare
 from tests.support import ROOT
 from tests.support.ranks import run
 from universal import batches
-from universal.rollouts import AnyRanksKTO, AnyRanksRollouts, Groups
+from universal.rollouts import AnyRanksKTO, AnyRanksRollouts, Groups, put_before
 
 pytestmark = pytest.mark.clients
 trl = pytest.importorskip("trl")
@@ -224,7 +225,7 @@ REFUSED = {
         "GRPO",
         {"num_generations": 4},
     ),
-    "a stream of prompts is not dealt": (
+    "prompts in a list, not in a stream": (
         "GRPO",
         {"train_dataset": datasets.Dataset.from_list(rows()).to_iterable_dataset()},
     ),
@@ -233,7 +234,7 @@ REFUSED = {
         {"train_dataset": datasets.Dataset.from_list(rows()[:3])},
     ),
     "wants precompute_ref_log_probs=False": ("KTO", {"precompute_ref_log_probs": True}),
-    "AnyRanksRollouts stands before one of": ("KTO", {"bases": (AnyRanksRollouts,)}),
+    "one of .* behind AnyRanksRollouts": ("KTO", {"bases": (AnyRanksRollouts,)}),
 }
 
 
@@ -248,6 +249,16 @@ def test_refused(models, tmp_path, words):
 
     run(tmp_path, 1 if kind == "KTO" else 2, job)  # on 2, TRL cannot precompute these rows
     assert not list(tmp_path.glob("saved/checkpoint*"))
+
+
+def test_an_older_trl(monkeypatch):
+    """By the command, what AnyRanks alone says of its Trainers stays."""
+    module = SimpleNamespace(KTOTrainer=trl.KTOTrainer)
+    monkeypatch.setattr(trl, "__version__", "1.15.2")
+    put_before(module)
+    assert module.KTOTrainer is trl.KTOTrainer
+    with pytest.raises(ValueError, match=r"wants TRL 1\.16 or newer"):
+        AnyRanksKTO()
 
 
 def test_the_order_is_trl_s():

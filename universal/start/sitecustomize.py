@@ -48,6 +48,7 @@ def keep_batch(integration):
 def keep_any_batch(trainer):
     """Put AnyRanks before every Trainer, if UNIVERSAL_BATCH is set."""
     if ANY_RANKS in os.environ:
+        import_module("deepspeed")  # before ours, of which it imports the rest
         import_ours("universal.rollouts")  # while AnyRanks is what it stands on
         ours = import_ours("universal.trainer")
         trainer.Trainer = ours.on_any_ranks(trainer.Trainer)
