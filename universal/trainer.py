@@ -280,9 +280,7 @@ class AnyRanks:
 
     def check_loss(self):
         """Raises ValueError if a loss depends on what other ranks compute at the same moment."""
-        # AnyRanksKTO, and a KTO of TRL that asks for the KL where AnyRanksKTO gives it.
-        knows_kl = hasattr(self, "step_kl") and hasattr(self, "precompute_ref_logps")
-        if getattr(self, "calculate_KL", False) and not knows_kl:
+        if getattr(self, "calculate_KL", False) and not hasattr(self, "step_kl"):  # TRL's KTO
             raise ValueError(
                 "the loss of KTOTrainer takes the KL of the micro-batches that all ranks have at "
                 "the same moment, and other ranks have others: set "
