@@ -124,6 +124,26 @@ def prepare():
         (WORK / f"zero{case.stage}.json").write_text(json.dumps(config))
 
 
+def environment(client, case, ranks, how):
+    """Variables for the client's command."""
+    commands, packages = install(client)
+    path = [] if how == "without" else [ROOT / "universal" / "start"]
+    variables = {
+        "PYTHONPATH": ":".join(map(str, [*path, FOLDER / "on_cpu", packages])),
+        "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "NPROC_PER_NODE": str(ranks),
+        "MASTER_PORT": "29533",
+        "FORCE_TORCHRUN": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(WORK / "home"),
+        "MODELSCOPE_CACHE": str(WORK / "home"),
+    }
+    if how == "any" or case.task == "dpo":
+        variables["UNIVERSAL_BATCH"] = str(ANY_BATCH[case.task])
+    return variables
+
+
 def run(client, case, ranks, how="", **named):
     """Run the client's command, on other ranks than 4 from the checkpoint of those.
 
@@ -151,27 +171,12 @@ def run(client, case, ranks, how="", **named):
         shutil.copytree(WORK / f"{name}-4" / checkpoint.name, checkpoint)
         if client is SWIFT:  # LLaMA-Factory looks by itself
             flags["resume_from_checkpoint"] = checkpoint
-    commands, packages = install(client)
-    path = [] if how == "without" else [ROOT / "universal" / "start"]
-    environment = {
-        "PYTHONPATH": ":".join(map(str, [*path, FOLDER / "on_cpu", packages])),
-        "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "NPROC_PER_NODE": str(ranks),
-        "MASTER_PORT": "29533",
-        "FORCE_TORCHRUN": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(WORK / "home"),
-        "MODELSCOPE_CACHE": str(WORK / "home"),
-    }
-    if how == "any" or case.task == "dpo":
-        environment["UNIVERSAL_BATCH"] = str(ANY_BATCH[case.task])
     words = [f"{client.dashes}{key}={value}" for key, value in flags.items()]
     with open(f"{output}.log", "w") as log:
         subprocess.run(
             ["timeout", "600", *client.command, *words],
             cwd=WORK,
-            env=os.environ | environment,
+            env=os.environ | environment(client, case, ranks, how),
             stdout=log,
             stderr=log,
         )
