@@ -250,7 +250,7 @@ def preferences():
 def main():
     os.environ["DS_ACCELERATOR"] = "cpu"
     prepare()
-    right = []
+    right = [*preferences()]
     for client in (LLAMA_FACTORY, SWIFT):
         for case in (FULL, LORA):
             baseline = run(client, case, 4)
@@ -258,7 +258,6 @@ def main():
         right.append(leave_out(client, LORA, baseline))
         if client is LLAMA_FACTORY:
             right.append(resume(client, LORA, 5, baseline, "any"))
-            right += preferences()
     right += [
         refuse(SWIFT, LORA, 5, "any", "get_train_dataloader.. does not call Trainer's"),
         refuse(SWIFT, LORA, 4, "elastic", "elasticity", callbacks="deepspeed_elastic"),
