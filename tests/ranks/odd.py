@@ -4,10 +4,12 @@ saved, they go on as with DeepSpeed alone; on others they are right, or refused 
 import functools
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import universal
 from tests.support.case import (
     case,
     check_losses,
@@ -16,8 +18,6 @@ from tests.support.case import (
     printed,
     refused,
     resumed,
-    saved_with_losses,
-    train_and_save,
 )
 from tests.support.toy import (
     Net,
@@ -34,6 +34,23 @@ from universal.load.hooks import deepspeed_load
 
 def losses_of(engine):
     return [train(engine, step) for step in (2, 3)]
+
+
+def save(stage, change=None, back=None, **options):
+    """change(engine): ahead of the save. back(engine): after it."""
+    engine = make(stage, **options)
+    for step in (0, 1):
+        train(engine, step)
+    if change:
+        change(engine)
+    engine.save_checkpoint(".", "t")
+    if back:
+        back(engine)
+    save_truth(losses_of(engine), "losses.pt")
+
+
+def saved_by(**options):
+    return functools.partial(save, **options)
 
 
 def check_as_deepspeed_alone(stage, change=None, **options):
@@ -201,11 +218,15 @@ class Averages(Plain):
         self.turn(False)
 
 
-def right(kind, ranks_alike=True, says=()):
-    """A case of an optimizer that resumes everywhere."""
+def right(kind, ranks_alike=True, says=(), not_converted=None):
+    """A case of an optimizer that resumes everywhere. not_converted: names of states for which a
+    conversion has no place."""
 
-    @case(saved_with_losses(optimizer=kind), quick_stages=(1, 3), quick_ranks=(2, 3))
+    @case(saved_by(optimizer=kind), quick_stages=(1, 3), quick_ranks=(2, 3))
     def play(stage):
+        if not_converted:
+            with pytest.raises(universal.CheckpointError, match=f": {not_converted} of the optim"):
+                universal.convert("t", f"u{dist.get_rank()}")
         if on_own_ranks():
             check_as_deepspeed_alone(stage, optimizer=kind)
             return
@@ -220,7 +241,7 @@ def right(kind, ranks_alike=True, says=()):
 def of_its_ranks(kind, reason):
     """A case of an optimizer that resumes on the ranks that saved."""
 
-    @case(saved_with_losses(optimizer=kind), quick_stages=(1, 3), quick_ranks=(2, 3))
+    @case(saved_by(optimizer=kind), quick_stages=(1, 3), quick_ranks=(2, 3))
     def play(stage):
         if on_own_ranks():
             check_as_deepspeed_alone(stage, optimizer=kind)
@@ -233,11 +254,11 @@ def of_its_ranks(kind, reason):
 
 
 groups_grow = right(GroupsGrow)
-in_dicts = right(InDicts)
+in_dicts = right(InDicts, not_converted="0, momentum_buffer")
 other_muon = right(OtherMuon)
 stateless = right(Stateless)
-marks_by_none = right(MarksByNone)
-keeps_norm = right(KeepsNorm)
+marks_by_none = right(MarksByNone, not_converted="mark")
+keeps_norm = right(KeepsNorm, not_converted="norm, ratio")
 clipped = right(Clipped, ranks_alike=False, says=["NOTE: ZeRO cuts the tensors of which Clipped"])
 on_some_ranks = of_its_ranks(OnSomeRanks, "momentum_buffer of the optimizer is not on all ranks")
 reads_norm = of_its_ranks(ReadsNorm, "d of the optimizer differs between ranks 0 and 1")
@@ -249,9 +270,9 @@ def turn(engine, mode):
 
 
 def save_in_eval(stage):
-    engine = train_and_save(stage, optimizer=Averages, change=lambda of: turn(of, False))
-    turn(engine, True)
-    save_truth(losses_of(engine), "losses.pt")
+    save(
+        stage, optimizer=Averages, change=lambda of: turn(of, False), back=lambda of: turn(of, True)
+    )
 
 
 @case(save_in_eval, quick_stages=(1, 3), quick_ranks=(2, 3))
@@ -279,10 +300,11 @@ def weights_of(engine):
     return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
-def save_halved(stage):
-    engine = train_and_save(stage, change=halve)
+def save_weights(engine):
     save_truth(weights_of(engine), "weights.pt")
-    save_truth(losses_of(engine), "losses.pt")
+
+
+save_halved = saved_by(change=lambda of: (halve(of), save_weights(of)))
 
 
 def check_weights(engine):
@@ -335,7 +357,7 @@ class LeavesOut(Net):
         return {name: state[name] for name in state if not name.endswith(left_out)}
 
 
-@case(saved_with_losses(net=LeavesOut), stages=(1, 2), quick_stages=(1,), quick_ranks=(2, 3))
+@case(saved_by(net=LeavesOut), stages=(1, 2), quick_stages=(1,), quick_ranks=(2, 3))
 def left_out_of_the_state(stage):
     """A buffer is not missed. A weight that was in no file is named."""
     resumed(stage, net=LeavesOut)
@@ -351,22 +373,13 @@ class Twins(Net):
         return super().forward(x) + self.c(self.norm(self.a(x))).mean()
 
 
-def tied_later(stage, **options):
-    engine = make(stage, Twins, **options)
+def tie(engine):
     engine.module.c.weight = engine.module.b.weight
-    return engine
 
 
-def save_tied(stage):
-    engine = tied_later(stage)
-    for step in (0, 1):
-        train(engine, step)
-    engine.save_checkpoint(".", "t")
-    save_truth(losses_of(engine), "losses.pt")
-
-
-@case(save_tied, quick_stages=(1, 3), quick_ranks=(2, 3))
+@case(saved_by(net=Twins, change=tie), quick_stages=(1, 3), quick_ranks=(2, 3))
 def tied_after_initialize(stage):
-    engine = tied_later(stage, seed=5)
+    engine = make(stage, Twins, seed=5)
+    tie(engine)
     load(engine)
     check_losses(engine)

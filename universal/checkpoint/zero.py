@@ -499,8 +499,9 @@ def lost_states(parameters: dict, optimizer: OptimizerState) -> list[str]:
     names = {*optimizer.extra_states, *optimizer.extra_keys}
     names |= optimizer.rank_dependent.keys()
     for parameter in parameters.values():
-        scalars = parameter.scalars
-        names |= {key for key in scalars if scalars[key] is not None and key != "step"}
+        # A None alone is what a new state has, too; beside others it may tell that these are made.
+        if len(parameter.states) > 1 or any(v is not None for v in parameter.scalars.values()):
+            names |= parameter.scalars.keys() - {"step"}
     names = {name for name in names if not is_computed_anew(name, optimizer.param_groups)}
     return sorted({str(name) for name in names})
 
