@@ -12,6 +12,7 @@
 # make deepspeed-suite  DeepSpeed's own checkpoint tests through install(); they are in DEEPSPEED, a clone: ./DeepSpeed
 # make engines   every kind of engine that DeepSpeed builds on a CPU: saved, loaded on the same ranks and others; 5 minutes
 # make keys      every key of DeepSpeed's config: what it changes, and what becomes of it in a resume
+# make optimizers  what ZeRO makes of the optimizers that people use, and how they resume; an hour
 # make mirror    what a save, and a copy in another machine's memory, cost a step; 4 minutes
 # make chaos     a public tester kills trainings at files that a save touches (POINTS=1000: at all), and resumes them; 5 minutes
 # make proof    what the comparison of the next steps costs a step; a minute
@@ -59,6 +60,7 @@ $(PY) plot.py $(1) --output $@ --tolerance $(2) > $(basename $@).txt
 endef
 
 .PHONY: help demo elastic hosts exact 3d keys resume clients clients-cli versions trainers deepspeed-suite engines proof mirror chaos lesson \
+.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions trainers deepspeed-suite engines optimizers proof mirror chaos lesson \
 	gpu assets test test-all lint clean
 .DELETE_ON_ERROR:
 
@@ -279,6 +281,12 @@ engines: .venv/installed
 keys: .venv/installed
 	@mkdir -p $(OUT)
 	$(PY) -m measure.keys > $(OUT)/keys.txt
+# The optimizers that people use; in a folder of their own
+OPTIMIZERS = pytorch-optimizer==4.1.0 schedulefree==1.4.1 prodigyopt==1.1.2 dadaptation==3.2 torch-optimi==0.3.3 \
+	heavyball==3.2.1 lightbench==0.1.1 opt-einsum==3.4.0 bitsandbytes==0.50.2 lion-pytorch==0.2.5
+optimizers: .venv/installed-dev
+	.venv/bin/pip install -q --no-deps --upgrade --target out/optimizers $(OPTIMIZERS)
+	PYTHONPATH=$(CURDIR)/out/optimizers $(PY) -m measure.optimizers --output $(OUT)/optimizers.txt
 
 # What a proof costs
 proof: .venv/installed

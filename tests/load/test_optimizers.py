@@ -8,8 +8,8 @@ import torch
 
 import universal
 from universal.checkpoint.types import OptimizerState
-from universal.load import compare
-from universal.load.ask import ask
+from universal.load import compare, loader
+from universal.load.ask import Answer, ask
 from universal.load.engine import Engine
 
 
@@ -50,3 +50,51 @@ def test_optimizers_of_torch(saved):
             takers.add(kind.__name__)
     alike = ({"Adam", "AdamW", "RAdam"},)
     assert takers == next((names for names in alike if saved.__name__ in names), {saved.__name__})
+
+
+class Kept(torch.optim.SGD):
+    """Keeps a norm that its next step reads, one that nobody reads, and a count."""
+
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        (p,) = group["params"]
+        group["seen"] = group.get("seen", 0) + 1
+        group["of_all"] = p.norm().item()
+        self.state[p]["unread"] = p.grad.norm()
+        p.data -= 0.1 * p.grad / (1 + self.state[p].get("norm", 1.0))
+        self.state[p]["norm"] = p.grad.norm()
+
+
+def test_what_an_optimizer_is_asked():
+    """What depends on the slice, and what of it a step reads. It is left as it is."""
+    parameter = torch.nn.Parameter(torch.ones(7))
+    optimizer = Kept([parameter], lr=0.1)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # it replaces step()
+    before = torch.get_rng_state()
+    answer = ask(optimizer, optimizer.param_groups)
+    assert torch.equal(before, torch.get_rng_state())
+    assert parameter.tolist() == [1.0] * 7 and not optimizer.state
+    assert "seen" not in optimizer.param_groups[0]
+    assert answer.of_rank == {"norm"} and answer.unread == {"unread", "of_all"}
+    assert answer.states == [{"norm", "unread"}] and answer.depends_on_cut
+    assert "seen" in answer.settings
+
+
+def shards(number, scalars, answer):
+    """numbers_of_ranks() of a checkpoint that so many ranks have saved."""
+    known = SimpleNamespace(scalars=scalars)
+    checkpoint = SimpleNamespace(
+        parameters={"weight": known},
+        optimizer=OptimizerState([{"lr": 0.1}], {}, {}, {}),
+        is_universal=False,
+        layout=SimpleNamespace(shards=number),
+    )
+    return dict(loader.numbers_of_ranks(checkpoint, answer))
+
+
+def test_saved_by_one_rank():
+    """What two ranks would show to differ is refused of one, too; not what nobody reads."""
+    answer = Answer([{"norm"}], {"lr"}, 0.1, {"norm"}, {"unread"})
+    assert [*shards(1, {"norm": 1.0, "unread": 2.0}, answer)] == ["norm"]
+    assert not shards(2, {"norm": 1.0}, answer)
+    assert not shards(1, {"norm": 1.0}, None)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 import universal
@@ -162,6 +163,16 @@ class ReadsNorm(Plain):
         return group["d"] * self.momentum(p, state)
 
 
+class AddsUp(Plain):
+    """As Prodigy(fsdp_in_use=True): a number of all weights, added up over the ranks."""
+
+    def update(self, p, state, group):
+        total = p.square().sum()
+        dist.all_reduce(total)
+        group["d"] = 0.9 * group.get("d", 0.5) + 0.1 * total.sqrt().item()
+        return group["d"] * self.momentum(p, state)
+
+
 class Codes(Plain):
     """As 8-bit ones: a byte for each weight, and a number for each block of weights."""
 
@@ -259,6 +270,7 @@ other_muon = right(OtherMuon)
 stateless = right(Stateless)
 marks_by_none = right(MarksByNone, not_converted="mark")
 keeps_norm = right(KeepsNorm, not_converted="norm, ratio")
+adds_up = right(AddsUp)
 clipped = right(Clipped, ranks_alike=False, says=["NOTE: ZeRO cuts the tensors of which Clipped"])
 on_some_ranks = of_its_ranks(OnSomeRanks, "momentum_buffer of the optimizer is not on all ranks")
 reads_norm = of_its_ranks(ReadsNorm, "d of the optimizer differs between ranks 0 and 1")
@@ -267,6 +279,13 @@ codes = of_its_ranks(Codes, "scale of the optimizer is not cut like the weights"
 
 def turn(engine, mode):
     torch_optimizer(engine).turn(mode)
+
+
+def names_of_set_weights(engine):
+    """Of the weights that are not their masters."""
+    parameters = engine.module.named_parameters()
+    trained = [(name, p) for name, p in parameters if p.requires_grad]
+    return [name for name, p in trained if not torch.equal(p, safe_get_full_fp32_param(p))]
 
 
 def save_in_eval(stage):
@@ -281,6 +300,10 @@ def averages(stage):
     if on_own_ranks():
         check_as_deepspeed_alone(stage, lambda of: turn(of, True), optimizer=Averages)
     engine = resumed(stage, optimizer=Averages)
+    if stage < 3:
+        assert set(names_of_set_weights(engine)) >= {"a.weight", "b.weight"}
+        engine.optimizer.update_lp_params()  # as the page says, to evaluate the average
+        assert not names_of_set_weights(engine)
     assert not any(group["train_mode"] for group in engine.optimizer.param_groups)
     turn(engine, True)
     check_losses(engine)
