@@ -274,6 +274,7 @@ adds_up = right(AddsUp)
 clipped = right(Clipped, ranks_alike=False, says=["NOTE: ZeRO cuts the tensors of which Clipped"])
 on_some_ranks = of_its_ranks(OnSomeRanks, "momentum_buffer of the optimizer is not on all ranks")
 reads_norm = of_its_ranks(ReadsNorm, "d of the optimizer differs between ranks 0 and 1")
+own_keys = of_its_ranks(OwnKeys, "the state dict of the optimizer is not cut like the weights")
 codes = of_its_ranks(Codes, "scale of the optimizer is not cut like the weights")
 
 

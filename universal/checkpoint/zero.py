@@ -49,22 +49,28 @@ def are_states(value):
 
 NOT_CUT = "is not cut like the weights"
 ABSENT = "is not on all ranks"
+UNKNOWN = "the state dict"  # one with other keys than PyTorch's
 
 
 def differs(rank):
     return f"differs between ranks 0 and {rank}"
 
 
+def has_other_keys(value):
+    """Whether this is a state dict with other keys than PyTorch's, as a wrapper may save."""
+    return isinstance(value, dict) and not {"state", "param_groups"} & value.keys()
+
+
 OPTIMIZER = {"state": are_states, "param_groups": [{"params": [is_natural]}]}
 STAGE_3 = {
     "partition_count": is_count,
     "fp32_flat_groups": [is_flat],
-    "optimizer_state_dict": OPTIMIZER,
+    "optimizer_state_dict": (has_other_keys, OPTIMIZER),
 }
 STAGE_1_OR_2 = {
     "partition_count": ([is_count], is_count),
     "single_partition_of_fp32_groups": [is_flat],
-    "base_optimizer_state": ([dict], OPTIMIZER),
+    "base_optimizer_state": ([dict], has_other_keys, OPTIMIZER),
     "param_slice_mappings": [{str: Stub}],
     "group_paddings": [is_natural],
     "param_alignment_paddings?": (NoneType, [(NoneType, [is_natural])]),
@@ -126,6 +132,9 @@ def read_shard(path: Path) -> SavedShard:
         if "zero_stage" not in content:
             kind = (1, "BF16_Optimizer")
             paddings = [0] * len(flats)  # it saves the padding with the slice
+    if has_other_keys(optimizer):
+        groups = [{"params": [i]} for i in range(len(flats))]
+        optimizer = {"state": {0: {UNKNOWN: optimizer}}, "param_groups": groups}
     ranks = content["partition_count"]
     ranks = [ranks] * len(flats) if isinstance(ranks, int) else ranks
     mappings = content.get("param_slice_mappings", flats)
@@ -377,11 +386,13 @@ def slice_state(masters: Tensor, state: dict, longest: int) -> SliceState:
         """Sorts what a value holds. Returns it with None in place of each state."""
         key = path[0] if len(path) == 1 else StatePath(path)
         tensor = tensor_of(value)
-        if tensor is None and type(value) is dict:
+        if path == (UNKNOWN,):
+            result.others[UNKNOWN] = value
+        elif tensor is None and type(value) is dict:
             return {inner: sort(value[inner], (*path, inner)) for inner in value}
-        if tensor is None and type(value) in (list, tuple):
+        elif tensor is None and type(value) in (list, tuple):
             return type(value)(sort(inner, (*path, i)) for i, inner in enumerate(value))
-        if tensor and key not in ("fp32", "step") and has_elements(tensor):
+        elif tensor and key not in ("fp32", "step") and has_elements(tensor):
             result.states[key] = tensor
             return None
         in_an_object = masters.numel > 1 and holds_elements(value, {masters.numel, longest})
