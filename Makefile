@@ -59,9 +59,8 @@ $(PY) plot.py $(1) --output $@ --tolerance $(2) > $(basename $@).txt
 @cat $(basename $@).txt
 endef
 
-.PHONY: help demo elastic hosts exact 3d keys resume clients clients-cli versions trainers deepspeed-suite engines proof mirror chaos lesson \
-.PHONY: help demo elastic hosts exact 3d resume clients clients-cli versions trainers deepspeed-suite engines optimizers proof mirror chaos lesson \
-	gpu assets test test-all lint clean
+.PHONY: help demo elastic hosts exact 3d keys resume clients clients-cli versions trainers deepspeed-suite engines optimizers proof \
+	mirror chaos lesson gpu assets test test-all lint clean
 .DELETE_ON_ERROR:
 
 help:

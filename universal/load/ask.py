@@ -94,53 +94,69 @@ class Run(NamedTuple):
     twin: Any
 
 
-def answer_of(optimizer, groups):
-    """Returns an Answer, or None. Raises what the optimizer raises."""
-    generator = torch.Generator().manual_seed(1)
-    start = torch.randn(len(groups), NUMEL, generator=generator) * 0.3
-    shape = (STEPS + MORE, len(groups), NUMEL)
-    gradients = torch.randn(shape, generator=generator) * torch.linspace(0.1, 3, NUMEL)
+class Trial(NamedTuple):
+    """What twins of an optimizer step: a tensor of each group, and its gradients."""
 
-    def run(begin, end, change=None):
-        tensors = [torch.nn.Parameter(row[begin:end].clone()) for row in start]
-        twin = twin_of(optimizer, groups, tensors)
-        for step, gradient in enumerate(gradients):
+    optimizer: torch.optim.Optimizer
+    groups: list[dict]
+    start: torch.Tensor
+    gradients: torch.Tensor
+
+    def run(self, begin: int, end: int, change: Callable | None = None) -> Run:
+        """Step the elements from `begin` to `end`. change: as of numbers_of()."""
+        tensors = [torch.nn.Parameter(row[begin:end].clone()) for row in self.start]
+        twin = twin_of(self.optimizer, self.groups, tensors)
+        for step, gradient in enumerate(self.gradients):
             if step == STEPS:
                 numbers = numbers_of(twin, change)
             torch.manual_seed(step)
             for tensor, row in zip(tensors, gradient, strict=True):
                 tensor.grad = row[begin:end].clone()
             type(twin).step(twin)
-        updates = torch.stack([*tensors]).detach() - start[:, begin:end]
+        updates = torch.stack([*tensors]).detach() - self.start[:, begin:end]
         return Run(updates, numbers, twin)
 
-    whole = run(0, NUMEL)
+    def is_read(self, name: str, first: Run, second: Run) -> bool:
+        """Whether a number of the first piece changes a step, if it is the second's, or a large or
+        a negative one."""
+        for change in (second.numbers.get, enlarged, opposite):
+            with contextlib.suppress(ArithmeticError):
+                changed = self.run(0, CUT, of_name(name, change))
+                if torch.equal(changed.updates, first.updates):
+                    continue
+            return True
+        return False
+
+
+def of_name(name, change):
+    """change(place, value) for places of this name alone."""
+    return lambda place, value: change(place, value) if place[-1] == name else None
+
+
+def answer_of(optimizer, groups):
+    """Returns an Answer. Raises what the optimizer raises."""
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(len(groups), NUMEL, generator=generator) * 0.3
+    shape = (STEPS + MORE, len(groups), NUMEL)
+    gradients = torch.randn(shape, generator=generator) * torch.linspace(0.1, 3, NUMEL)
+    trial = Trial(optimizer, groups, start, gradients)
+    whole = trial.run(0, NUMEL)
     groups = whole.twin.param_groups
     kept = [whole.twin.state.get(group["params"][0], {}) for group in groups]
     states = [{*map(str, state)} - {"step"} for state in kept]
     answer = Answer(states, set().union(*groups), 0.0, set(), set())
     if not whole.updates.any():
         return answer  # it takes no such tensors
-    first, second = run(0, CUT), run(CUT, NUMEL)
+    first, second = trial.run(0, CUT), trial.run(CUT, NUMEL)
     joined = torch.cat([first.updates, second.updates], dim=1)
     gap = (joined - whole.updates).abs().max() / whole.updates.abs().max()
-
-    def is_read(name):
-        """Whether a number changes a step: the other piece's, a large one, a negative one."""
-        for change in (second.numbers.get, enlarged, opposite):
-            with contextlib.suppress(ArithmeticError):
-                changed = run(0, CUT, lambda *at, of=change: of(*at) if at[0][-1] == name else None)
-                if torch.equal(changed.updates, first.updates):
-                    continue
-            return True
-        return False
 
     of_rank = {
         place[-1]
         for place, value in first.numbers.items()
         if not is_equal(value, second.numbers.get(place))
     }
-    unread = {name for name in of_rank if not is_read(name)}
+    unread = {name for name in of_rank if not trial.is_read(name, first, second)}
     return answer._replace(gap=gap.item(), of_rank=of_rank - unread, unread=unread)
 
 
