@@ -18,23 +18,26 @@ from universal.files.torch_file import load, tensor_of, trim_storage
 from universal.load.collective import ProcessGroup, say
 from universal.load.engine import Engine
 from universal.load.flat import full_shape, is_same_bits
-from universal.load.hooks import LoadOptions
 from universal.load.reader import TensorReader
 
 
 def set_weights(
     engine: Engine,
     checkpoint: Checkpoint,
-    path: Path,
+    folder: Path,
+    own_file: bool,
     states: list[dict],
-    options: LoadOptions,
+    load_states: bool,
     group: ProcessGroup,
 ) -> dict[str, torch.Tensor]:
     """Returns {trained parameter: value in the module} of those that are not their masters.
 
-    path: of this rank's model states. states: of each flat tensor, with its masters, which become
-    these weights where weights alone are loaded.
+    own_file: whether this rank has a file of its own. states: of each flat tensor, with its
+    masters, which become these weights unless load_states.
     """
+    path = path_of_weights(engine, checkpoint, folder, own_file)
+    if path is None:
+        return {}
     module = expect(load(path), dict, path).get("module") or {}
     weights = {}
     for name in checkpoint.parameters.keys() & module.keys() & engine.parameters.keys():
@@ -49,7 +52,7 @@ def set_weights(
     reader.fetch()
     if not all(group.all_gather(is_undamaged(reader))):
         return {}  # the masters will do
-    if not options.load_optimizer_states:
+    if not load_states:
         for piece, masters in pieces_of(engine, states):
             if piece.name in values:
                 end = piece.start + piece.numel
@@ -59,6 +62,16 @@ def set_weights(
         "they are restored as they were saved"
     )
     return values
+
+
+def path_of_weights(engine, checkpoint, folder, own_file):
+    """The file with the trained weights that this rank has, whole; None if there is none."""
+    if checkpoint.stage == 3:
+        return None
+    if own_file:
+        return engine.own_file(folder)
+    same = checkpoint.is_data_parallel and engine.is_data_parallel()
+    return checkpoint.model_states if same else None
 
 
 def pieces_of(engine, states):
