@@ -14,6 +14,7 @@
 # make keys      every key of DeepSpeed's config: what it changes, and what becomes of it in a resume
 # make optimizers  what ZeRO makes of the optimizers that people use, and how they resume; an hour
 # make mirror    what a save, and a copy in another machine's memory, cost a step; 4 minutes
+# make scale     what a load costs beside its tensors on 8 to 64 ranks; a picture of the growth; 10 minutes
 # make chaos     a public tester kills trainings at files that a save touches (POINTS=1000: at all), and resumes them; 5 minutes
 # make proof    what the comparison of the next steps costs a step; a minute
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 2 minutes
@@ -60,7 +61,7 @@ $(PY) plot.py $(1) --output $@ --tolerance $(2) > $(basename $@).txt
 endef
 
 .PHONY: help demo elastic hosts exact 3d keys resume clients clients-cli versions trainers deepspeed-suite engines optimizers proof \
-	mirror chaos lesson gpu assets test test-all lint clean
+	mirror scale chaos lesson gpu assets test test-all lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -294,6 +295,10 @@ proof: .venv/installed
 	@cat $(OUT)/proof.txt
 
 # What a mirror and a save cost a step
+scale: .venv/installed
+	@mkdir -p $(OUT)
+	$(PY) -m measure.scale --output $(OUT)/scale.png
+
 mirror: .venv/installed
 	@mkdir -p $(OUT)
 	$(PY) -m measure.mirror --output $(OUT)/mirror.png > $(OUT)/mirror.txt

@@ -16,6 +16,7 @@ from universal.checkpoint.zero import Cut, Slices
 from universal.errors import CheckpointError
 from universal.files.same import is_same
 from universal.files.schema import expect, is_natural, is_shape
+from universal.files.sources import packed_extents
 from universal.files.torch_file import (
     Tensor,
     contiguous,
@@ -201,7 +202,7 @@ def join_frozen(name, shape, fragments):
         raise CheckpointError(
             f"{numel - share * len(fragments)} elements of the frozen {name} are missing"
         )
-    extents = tuple(extent_of(fragment) for fragment in fragments)
+    extents = packed_extents([extent_of(fragment) for fragment in fragments])
     return contiguous(fragments[0].dtype, Slices(extents, Cut(0, share, 0, numel)), shape)
 
 

@@ -252,7 +252,7 @@ class Cut(NamedTuple):
 class Slices(NamedTuple):
     """A Source of a parameter's elements, in the flat tensors of its ranks."""
 
-    extents: tuple[Extent, ...]
+    extents: Sequence[Extent]
     cut: Cut
 
     @property

@@ -12,7 +12,7 @@ import re
 import resource
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -100,6 +100,46 @@ class Extent(NamedTuple):
     def ranges(self, start: int, numel: int) -> Iterator[ByteRange]:
         part = self.part(start, numel)
         yield ByteRange(self.record, part.byte_offset, nbytes_of(part))
+
+
+class ExtentsOfRanks(NamedTuple):
+    """The Extents of a tensor in the files of all ranks, at the same place of records that are
+    alike: 12 bytes for each, since a description has them for each frozen parameter and rank.
+
+    first: the Extent of rank 0. paths: of the files. offsets: of the records. crcs: None if none
+    was saved.
+    """
+
+    first: Extent
+    paths: tuple[str, ...]
+    offsets: array
+    crcs: array | None
+
+    def __getitem__(self, rank: int) -> Extent:
+        crc = self.crcs and self.crcs[rank]
+        place = {"path": self.paths[rank], "offset": self.offsets[rank], "crc": crc}
+        return self.first._replace(record=self.first.record._replace(**place))
+
+
+def packed_extents(extents: Sequence[Extent]) -> Sequence[Extent]:
+    """The same extents; as ExtentsOfRanks, if they are alike."""
+    records = [extent.record for extent in extents]
+    kinds = {
+        (of.dtype, of.byte_offset, of.numel, record.nbytes, record.kind, record.crc is None)
+        for of, record in zip(extents, records, strict=True)
+    }
+    if len(kinds) > 1:
+        return tuple(extents)
+    first = extents[0]
+    crcs = None if first.record.crc is None else array("I", [record.crc for record in records])
+    paths = shared_paths(tuple(record.path for record in records))
+    return ExtentsOfRanks(first, paths, array("Q", [record.offset for record in records]), crcs)
+
+
+@functools.lru_cache(1)
+def shared_paths(paths):
+    """The tuple that was equal, if the last one was: it is pickled once for all parameters."""
+    return paths
 
 
 def nbytes_of(content: bytes | Source) -> int:
