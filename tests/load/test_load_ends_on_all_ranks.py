@@ -1,6 +1,7 @@
 """What keeps load_checkpoint() from going on is one line, the same on all ranks, and soon: no rank
 waits for ever."""
 
+import datetime
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import time
 import traceback
 from pathlib import Path
 
+import deepspeed
 import plants
 import pytest
 import torch
@@ -108,6 +110,36 @@ def test_a_rank_that_vanishes(saved, by):
     assert time.monotonic() - began < 25
     assert "a rank does not answer" in of_rank_2, of_rank_2
     assert "rank 1 is not there" in of_rank_0, of_rank_0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_load_outlasts_the_groups(tmp_path, stage):
+    """A rank may read for longer than DeepSpeed's groups wait; each minute, a line names it."""
+
+    def main():
+        deepspeed.init_distributed("gloo", timeout=datetime.timedelta(seconds=3))
+        engine = make(stage)
+        engine.save_checkpoint(".", tag="t")
+        collective.MINUTE = 1
+        for owner, name, rank in (
+            (reader.TensorReader, "fetch", 1),
+            (reshard, "restore_module", 1),
+            (reader, "pack_optimizer", 0),
+        ):
+            good = getattr(owner, name)
+
+            def slow(*args, good=good, rank=rank):
+                if is_rank(rank):
+                    time.sleep(4)
+                return good(*args)
+
+            setattr(owner, name, slow)
+            assert universal.load_checkpoint(engine, ".", timeout=30)[0]
+            setattr(owner, name, good)
+
+    said = run(tmp_path, 2, main).splitlines()
+    assert said.count("universal: rank 0 waits for rank 1: 3 min") == 2, said
+    assert said.count("universal: rank 1 waits for rank 0: 3 min") == 1, said
 
 
 OUR_BUGS = [  # and the rank that has it
