@@ -4,7 +4,13 @@ import os
 import pickle
 import zlib
 
+import pytest
+import torch
+
+from universal.errors import CheckpointError
+from universal.files import sources, torch_file
 from universal.files.sources import SHORT, Extent, Record, join_crcs, packed_extents
+from universal.files.torch_file import number_in, read_scalar
 
 
 def extents_of(ranks, numel=10):
@@ -42,3 +48,26 @@ def test_joined_crcs():
         second = os.urandom(nbytes)
         joined = join_crcs(zlib.crc32(first), zlib.crc32(second), nbytes)
         assert joined == zlib.crc32(first + second)
+
+
+def test_a_file_is_opened_once(tmp_path, monkeypatch):
+    """Its scalars are read with its directory; damage in one is named."""
+    opened = []
+    monkeypatch.setattr(
+        torch_file, "open_file", lambda path: opened.append(path) or sources.open_file(path)
+    )
+    path = tmp_path / "scalars.pt"
+    torch.save({f"{i}": torch.tensor(1234.5 + i) for i in range(9)}, path)
+    content = torch_file.load(path)
+    assert [number_in(read_scalar(content[f"{i}"])) for i in range(9)] == [
+        1234.5 + i for i in range(9)
+    ]
+    assert opened == [path]
+    data = path.read_bytes()
+    number = torch.tensor(1234.5).numpy().tobytes()
+    path.write_bytes(data.replace(number, bytes([number[0] ^ 1]) + number[1:]))
+    with pytest.raises(CheckpointError, match=f"{path} is damaged"):
+        read_scalar(torch_file.load(path)["0"])
+    view = torch.arange(5.0)[3]
+    torch.save(view, path)
+    assert number_in(read_scalar(torch_file.load(path))) == 3

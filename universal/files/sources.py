@@ -58,7 +58,8 @@ class Source(Protocol):
 class Record(NamedTuple):
     """The bytes of one storage in a file. offset: in the file, in bytes.
 
-    crc: their CRC-32; None if none was saved. kind: "Float" of torch.FloatStorage.
+    crc: their CRC-32; None if none was saved. kind: "Float" of torch.FloatStorage. content: the
+    bytes, if they are of one number, which was read with the file's directory.
     """
 
     path: str
@@ -66,6 +67,7 @@ class Record(NamedTuple):
     nbytes: int
     crc: int | None
     kind: str = "Untyped"
+    content: bytes | None = None
 
     dtype = "byte"
 

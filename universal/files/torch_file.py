@@ -15,6 +15,7 @@ import pickle
 import pickletools
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -261,7 +262,7 @@ def load(path: str | Path) -> Any:
         if "byteorder" in records and archive.read(f"{prefix}/byteorder") != b"little":
             raise CheckpointError("it was written on a big-endian machine")
         data = archive.read(f"{prefix}/data.pkl")  # zipfile compares it with its checksum
-        return Unpickler(data, records).load()
+        return Unpickler(data, records, file).load()
 
 
 UNZIPPED = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # how a file without an archive begins
@@ -310,10 +311,11 @@ def check_memo(data):
 class Unpickler(pickle.Unpickler):
     """Reads a pickle, and calls only what is in this file."""
 
-    def __init__(self, data, records):
+    def __init__(self, data, records, file):
         check_memo(data)
         super().__init__(io.BytesIO(data))
         self.records = records
+        self.file = file
         self.classes = {}
 
     def find_class(self, module, name):
@@ -344,7 +346,10 @@ class Unpickler(pickle.Unpickler):
             raise CheckpointError(
                 f"record {key} has {record.nbytes} bytes, which is not {numel} elements"
             )
-        return record._replace(kind=kind)
+        content = None
+        if numel == 1:  # read_scalar() does not open the file again
+            content = os.pread(self.file.fileno(), nbytes, record.offset)
+        return record._replace(kind=kind, content=content)
 
 
 def records_of(path: Path) -> dict[str, Record]:
@@ -376,9 +381,16 @@ def read_scalar(value: Any) -> Any:
     tensor = tensor_of(value)
     if tensor is None or tensor.numel != 1:
         return value
-    reader = ByteReader(open_file)
-    data = reader.read(extent_of(tensor), 0, 1)
-    reader.check()
+    extent = extent_of(tensor)
+    data = extent.record.content
+    if data is None:  # a view of more
+        reader = ByteReader(open_file)
+        data = reader.read(extent, 0, 1)
+        reader.check()
+    elif extent.record.crc not in (zlib.crc32(data), None):
+        raise CheckpointError(
+            f"{extent.record.path} is damaged: a number does not match its checksum"
+        )
     return contiguous(tensor.dtype, bytes(data), tensor.size)
 
 
