@@ -32,6 +32,7 @@ def test_extents_of_ranks():
         ]
         sizes.append(len(data))
     assert (sizes[1] - sizes[0]) / (50 * 100) < 13
+    assert len({packed_extents(extents_of(3)), packed_extents(extents_of(3))}) == 1
     different = [*extents_of(3), *extents_of(1, numel=9)]
     assert packed_extents(different) == tuple(different)
     unchecked = [of._replace(record=of.record._replace(crc=None)) for of in extents_of(3)]

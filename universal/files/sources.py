@@ -10,6 +10,7 @@ import functools
 import os
 import re
 import resource
+import struct
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -108,18 +109,19 @@ class ExtentsOfRanks(NamedTuple):
     """The Extents of a tensor in the files of all ranks, at the same place of records that are
     alike: 12 bytes for each, since a description has them for each frozen parameter and rank.
 
-    first: the Extent of rank 0. paths: of the files. offsets: of the records. crcs: None if none
-    was saved.
+    first: the Extent of rank 0. paths: of the files. offsets, crcs: of the records, as numbers of 8
+    and of 4 bytes; crcs is None if none was saved.
     """
 
     first: Extent
     paths: tuple[str, ...]
-    offsets: array
-    crcs: array | None
+    offsets: bytes
+    crcs: bytes | None
 
     def __getitem__(self, rank: int) -> Extent:
-        crc = self.crcs and self.crcs[rank]
-        place = {"path": self.paths[rank], "offset": self.offsets[rank], "crc": crc}
+        (offset,) = struct.unpack_from("=Q", self.offsets, 8 * rank)
+        (crc,) = struct.unpack_from("=I", self.crcs, 4 * rank) if self.crcs else (None,)
+        place = {"path": self.paths[rank], "offset": offset, "crc": crc}
         return self.first._replace(record=self.first.record._replace(**place))
 
 
@@ -133,9 +135,12 @@ def packed_extents(extents: Sequence[Extent]) -> Sequence[Extent]:
     if len(kinds) > 1:
         return tuple(extents)
     first = extents[0]
-    crcs = None if first.record.crc is None else array("I", [record.crc for record in records])
+    crcs = None
+    if first.record.crc is not None:
+        crcs = array("I", [record.crc for record in records]).tobytes()
+    offsets = array("Q", [record.offset for record in records]).tobytes()
     paths = shared_paths(tuple(record.path for record in records))
-    return ExtentsOfRanks(first, paths, array("Q", [record.offset for record in records]), crcs)
+    return ExtentsOfRanks(first, paths, offsets, crcs)
 
 
 @functools.lru_cache(1)
