@@ -17,6 +17,7 @@
 # make scale     what a load costs beside its tensors on 8 to 64 ranks; a picture of the growth; 10 minutes
 # make chaos     a public tester kills trainings at files that a save touches (POINTS=1000: at all), and resumes them; 5 minutes
 # make proof    what the comparison of the next steps costs a step; a minute
+# make findings  what other packages do that nobody guesses, each script alone; NAME=: one of them; 60 minutes
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 2 minutes
 # make gpu       on NVIDIA cards, one or several: precisions, layouts, costs; a table to report; 5 minutes
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
@@ -61,7 +62,7 @@ $(PY) plot.py $(1) --output $@ --tolerance $(2) > $(basename $@).txt
 endef
 
 .PHONY: help demo elastic hosts exact 3d keys resume clients clients-cli versions trainers deepspeed-suite engines optimizers proof \
-	mirror scale chaos lesson gpu assets test test-all lint clean
+	mirror scale chaos lesson findings gpu assets test test-all lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -314,3 +315,13 @@ chaos: .venv/installed
 
 lesson: .venv/installed-dev
 	$(PY) -m measure.lesson
+
+# Others' surprises, one after the other: what each saw, and whether it is still so
+FINDINGS = $(wildcard findings/$(or $(NAME),*).sh)
+findings:
+	@mkdir -p $(OUT)/findings; code=0; \
+	for script in $(FINDINGS); do name=$$(basename $$script .sh); start=$$(date +%s); \
+		if $$script > $(OUT)/findings/$$name.txt 2>&1; then state=AS-WRITTEN; else state=CHANGED; code=1; fi; \
+		printf "%-10s %4d s  %s\n%18s%s\n" $$state $$(($$(date +%s) - start)) $$name "" \
+			"$$(tail -n 1 $(OUT)/findings/$$name.txt)"; \
+	done; test -n "$(FINDINGS)" && exit $$code
