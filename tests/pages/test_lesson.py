@@ -175,6 +175,12 @@ def test_traps(lesson):
     assert {name for name, trap in measured.items() if trap["rate"] > 1.01} == late
 
 
+def test_a_sum_in_bf16_stops_growing(lesson):
+    growth = lesson.names["growth"]
+    assert growth[8] == pytest.approx(8, rel=0.01) and growth[64] == pytest.approx(64, rel=0.05)
+    assert 256 < growth[512] < 512 and growth[1024] == growth[512]
+
+
 # -----------------------------------------------------------------------------
 # homework
 
