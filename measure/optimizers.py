@@ -52,7 +52,7 @@ CONFIG = {
 
 
 def classes():
-    """{name: class} of all optimizers in the packages that are installed."""
+    """Returns {name: class} of all optimizers in the packages that are installed."""
     kinds = {}
     for package in PACKAGES:
         with contextlib.suppress(ImportError):
@@ -155,7 +155,7 @@ def gap(known, key, other):
 
 
 def outcome(known, key, other):
-    """gap() of a resume; or why there is none."""
+    """Returns the gap() of a resume, or why there is none."""
     error = known.get("error", "")
     if key in known or not error:
         return gap(known, key, other)

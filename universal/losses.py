@@ -19,18 +19,18 @@ from universal.load.hooks import overridden
 
 NUMBER = "num_items_in_batch"
 ROUTER = "router_aux_loss_coef"  # transformers' name for the weight of a router's loss
-ROUNDING = 1e-5  # of a loss, relative
+CLOSE = 1e-5  # by how much equal losses differ, relative
 
 
 class LossKind(NamedTuple):
     """What a loss is.
 
     takes_mean: whether it is a mean of its micro-batch, whatever num_items_in_batch is. routers:
-    the modules whose router's loss is added to a loss that is none.
+    what has the weight of a router's loss that is added to a loss which is no mean.
     """
 
     takes_mean: bool
-    routers: list[torch.nn.Module] = []
+    routers: list[Any] = []
 
 
 def kind_of_loss(
@@ -45,13 +45,13 @@ def kind_of_loss(
     if scaled is not None or options.get(NUMBER) is None:
         return LossKind(takes_mean=not scaled)
     ask = functools.partial(ask_loss, trainer, compute_loss, model, args, options)
-    routers = [part for part in model.modules() if vars(part).get(ROUTER)]
+    routers = routers_of(model)
     asked = [ask([]), ask(routers), ask(routers), ask(routers, 2), ask(routers, across=False)]
     sums = trainer.accelerator.gather(torch.stack(asked)[None]).sum(dim=0).tolist()
     with_routers, loss, again, halved, of_rank = sums
     if not loss or not math.isfinite(loss):
         return None
-    rounding = ROUNDING * abs(loss) + 4 * abs(again - loss)
+    rounding = CLOSE * abs(loss) + 4 * abs(again - loss)
     name, ranks, count = type(trainer).__name__, trainer.args.world_size, trainer.step_count
     follows_ranks = ranks == 1 or abs(of_rank - loss) > rounding
     undivided = 2 * halved - loss
@@ -81,6 +81,16 @@ def kind_of_loss(
         "often as there are micro-batches"
     )
     return LossKind(takes_mean=False, routers=routers)
+
+
+def routers_of(model: torch.nn.Module) -> list[Any]:
+    """The modules and configs that have the weight of a router's loss: a mixture takes it from
+    itself, and TRL before 1.15 from the config of its text."""
+    owners = [*model.modules()]
+    configs = [part.config for part in owners if hasattr(part, "config")]
+    texts = [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
+    different = {id(owner): owner for owner in [*owners, *configs, *texts]}
+    return [owner for owner in different.values() if getattr(owner, "__dict__", {}).get(ROUTER)]
 
 
 def ask_loss(trainer, compute_loss, model, args, options, routers, times=1, across=True):
@@ -119,7 +129,7 @@ def is_of_numbers(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def times_router_loss(routers: list[torch.nn.Module], factor: float) -> Iterator[None]:
+def times_router_loss(routers: list[Any], factor: float) -> Iterator[None]:
     """Multiply the weights of these routers' losses in this block."""
     with contextlib.ExitStack() as stack:
         for router in routers:

@@ -28,6 +28,7 @@ WITH_TORCH = (
     "mirror",
     "proof",
     "trainer",
+    "losses",
     "rollouts",
     "exact",
     "elastic",

@@ -2,6 +2,7 @@
 """Compare a checkpoint with the engine that is to load it: parameters, optimizer, groups."""
 
 import math
+from collections.abc import Collection
 
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.module_states import config_of
@@ -98,7 +99,8 @@ def cure_of_names(live, saved):
     return ""
 
 
-def listed(names):
+def listed(names: Collection[str]) -> str:
+    """How many names there are, and the first five."""
     return f"({len(names)}): {', '.join(sorted(names)[:5])}"
 
 
