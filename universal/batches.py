@@ -285,7 +285,7 @@ def watch_batches() -> None:
     kind = deepspeed.DeepSpeedEngine
     if not hasattr(kind, "universal_watches_batches"):
         kind.universal_watches_batches = True
-        for name, wrapper in WATCHED.items():
+        for name, wrapper in WRAPPERS.items():
             if hasattr(kind, name):
                 setattr(kind, name, watching(getattr(kind, name), wrapper))
 
@@ -506,7 +506,7 @@ def name_batch(method, engine, batch):
 
 
 # DeepSpeed's methods that are watched.
-WATCHED = {
+WRAPPERS = {
     "forward": counted_forward,
     "backward": counted_backward,
     "_backward_epilogue": counted_epilogue,
