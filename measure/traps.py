@@ -4,9 +4,9 @@ makes it, and what it does to the loss.
     python -m measure.traps
 
 Each runs 4 micro-batches of 8, and is compared with the right program in PyTorch on one batch of
-32, under the same optimizer. "ragged" has sequences of unequal length, of which neither script
-knows: there the scripts as they are take the mean of the micro-batches' means, and the edit weights
-each micro-batch by its share of the tokens."""
+32, under the same optimizer; in bf16, with that on DeepSpeed. "ragged" has sequences of unequal
+length, of which neither script knows: there the scripts as they are take the mean of the
+micro-batches' means, and the edit weights each micro-batch by its share of the tokens."""
 
 import functools
 import textwrap
@@ -48,6 +48,13 @@ WEIGHTED = [(BACKWARD, "(loss * share_of_tokens(targets, rows)).backward()")]
 # both.
 RIGHT_DS = "engine.backward(loss * (share_of_tokens(targets, rows) * accumulation * ranks))"
 WEIGHTED_DS = [("engine.backward(loss)", RIGHT_DS)]
+# DeepSpeed adds gradients in bf16, if nothing is said.
+ZERO = '    "zero_optimization": {"stage": 1},\n'
+BF16 = [
+    (ZERO, ZERO + '    "bf16": {"enabled": True},\n'),
+    ("self.mask, is", "self.mask.to(x.dtype), is"),
+]
+FP32_SUMS = [(ZERO, ZERO + '    "data_types": {"grad_accum_dtype": "fp32"},\n')]
 WITHOUT_WEIGHTS = [("weight * engine(", "engine(")]
 
 
@@ -56,6 +63,7 @@ class Trap(NamedTuple):
     ranks: int
     common: list  # edits of the trap's program and of the right one
     edits: list  # edits of the trap's program alone
+    right: str = PT  # the script of the right one
 
 
 TRAPS = {
@@ -70,6 +78,8 @@ TRAPS = {
     "mean of means, ragged, DeepSpeed, 2 ranks": Trap(DS, 2, RAGGED, []),
     "no trap, DeepSpeed, 3 ranks": Trap(DS, 3, [], []),
     "no weights, DeepSpeed, 3 ranks": Trap(DS, 3, [], WITHOUT_WEIGHTS),
+    "bf16, added in bf16, DeepSpeed": Trap(DS, 1, BF16, [], DS),
+    "bf16, added in fp32, DeepSpeed": Trap(DS, 1, BF16, FP32_SUMS, DS),
 }
 
 
@@ -112,7 +122,7 @@ def main():
     print(f"{heading:<43}{'max |loss difference|':>22}{'gradient norm, step 1':>24}")
     for name, trap in TRAPS.items():
         # One batch of all sequences is one mean over all tokens: it has no trap to fall into.
-        losses, norm = train(PT, 1, 32, *trap.common)
+        losses, norm = train(trap.right, 1, 32, *trap.common)
         # An edit may move a line that another one replaces: the trap's own go first.
         trap_losses, trap_norm = train(trap.script, trap.ranks, 8, *trap.edits, *trap.common)
         gap = max(abs(a - b) for a, b in zip(losses, trap_losses, strict=True))
