@@ -307,7 +307,9 @@ def averages(stage):
         assert not names_of_set_weights(engine)
     assert not any(group["train_mode"] for group in engine.optimizer.param_groups)
     turn(engine, True)
-    check_losses(engine)
+    if stage < 3:
+        engine.optimizer.update_lp_params()
+    check_losses(engine, exact=False)
 
 
 # --------------------------------------------------------------------------------------------------

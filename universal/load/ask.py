@@ -28,7 +28,7 @@ class Answer(NamedTuple):
     states: names in its state of a tensor, but the step, of each group. settings: names in its
     groups. gap: how far the updates of pieces are from that of the whole, as a part of it. of_rank:
     names of numbers that each piece has for itself, in its state or its group. unread: those of
-    them that change no further step.
+    them that change no further step. on_all_ranks: names of states that every rank's has.
     """
 
     states: list[set[str]]
@@ -36,10 +36,23 @@ class Answer(NamedTuple):
     gap: float
     of_rank: set[str]
     unread: set[str]
+    on_all_ranks: set[str] = frozenset()
 
     @property
     def depends_on_cut(self) -> bool:
         return not self.gap <= ROUNDING  # NaN does, too
+
+
+def agreed(own: Answer | None, answers: list[Answer | None]) -> Answer | None:
+    """This rank's own answer, with what those of all ranks have in common. Parameters may be of one
+    rank alone. Returns: None if a rank has none."""
+    if None in answers:
+        return None
+    return own._replace(
+        of_rank=set().union(*(answer.of_rank for answer in answers)),
+        unread=set.intersection(*(answer.unread for answer in answers)),
+        on_all_ranks=set.intersection(*(set().union(*answer.states) for answer in answers)),
+    )
 
 
 class Meets(RuntimeError):

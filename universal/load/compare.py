@@ -183,7 +183,7 @@ def other_optimizer(engine, checkpoint, saved, answer):
                 f"of another optimizer: it has {sorted(states)}, that of the engine {sorted(made)}"
             )
         for key, why in saved.rank_dependent.items():
-            if key in made and why == ABSENT:
+            if key in answer.on_all_ranks and why == ABSENT:
                 yield f"{key} of the optimizer {why}"
     defaults = getattr(engine.torch_optimizer, "defaults", {})
     numbers = {name for name, value in defaults.items() if is_number(value)}
