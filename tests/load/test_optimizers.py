@@ -53,7 +53,10 @@ def test_optimizers_of_torch(saved):
 
 
 class Kept(torch.optim.SGD):
-    """Keeps a norm that its next step reads, one that nobody reads, and a count."""
+    """Keeps norms that nobody reads, a count, and a norm that its next step reads, if it is told
+    to."""
+
+    reads = 0
 
     def step(self, closure=None):
         (group,) = self.param_groups
@@ -61,7 +64,7 @@ class Kept(torch.optim.SGD):
         group["seen"] = group.get("seen", 0) + 1
         group["of_all"] = p.norm().item()
         self.state[p]["unread"] = p.grad.norm()
-        p.data -= 0.1 * p.grad / (1 + self.state[p].get("norm", 1.0))
+        p.data -= 0.1 * p.grad / (1 + self.reads * self.state[p].get("norm", 1.0))
         self.state[p]["norm"] = p.grad.norm()
 
 
@@ -75,9 +78,13 @@ def test_what_an_optimizer_is_asked():
     assert torch.equal(before, torch.get_rng_state())
     assert parameter.tolist() == [1.0] * 7 and not optimizer.state
     assert "seen" not in optimizer.param_groups[0]
-    assert answer.of_rank == {"norm"} and answer.unread == {"unread", "of_all"}
-    assert answer.states == [{"norm", "unread"}] and answer.depends_on_cut
+    assert answer.unread == {"norm", "unread", "of_all"} and not answer.of_rank
+    assert answer.states == [{"norm", "unread"}] and not answer.depends_on_cut
     assert "seen" in answer.settings
+    optimizer.reads = 1
+    answer = ask(optimizer, optimizer.param_groups)
+    assert answer.of_rank == {"norm", "unread", "of_all"} and not answer.unread
+    assert answer.depends_on_cut
 
 
 def shards(number, scalars, answer):
