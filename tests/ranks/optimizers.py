@@ -67,7 +67,7 @@ class SliceNorm(torch.optim.Optimizer):
             state["step"] = state.get("step", 0) + 1
             for key in ("exp_avg", "exp_avg_sq"):
                 state.setdefault(key, torch.zeros_like(p)).lerp_(p.grad, 0.1)
-            state["norm"] = state["exp_avg"].norm()
+            state["norm"] = 0.5 * state.get("norm", 0.0) + state["exp_avg"].norm()
             p.sub_(0.01 * state["exp_avg"] / (1e-3 + state["norm"]))
 
 
