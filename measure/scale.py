@@ -176,7 +176,7 @@ def memory(kind):
 
 
 def load(folder, loader):
-    """Of one rank. Writes what it has cost."""
+    """Load on one rank, and write what that costs."""
     toy.begin()
     dtype = {"bf16": {"enabled": True}}
     engine = toy.make(LOADERS[loader], model, optimizer, batch=dist.get_world_size(), **dtype)
