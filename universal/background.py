@@ -368,14 +368,14 @@ class Saver:
         with self.ended_by_error(place):
             with all_or_none(meet):
                 names = write()
-                states = states_of(place.hidden, names)
+                states = stamps_of(place.hidden, names)
             with all_or_none(meet):
                 is_published = self.leads and publish_first(place)
             are_published = meet(is_published)
             with all_or_none(meet):
                 is_gone = not any(are_published) or os.fstat(self.lock).st_nlink == 0
                 # What another machine has renamed, this one may not see yet.
-                if is_gone or is_published and states_of(place.output, names) != states:
+                if is_gone or is_published and stamps_of(place.output, names) != states:
                     raise FileNotFoundError("another process has replaced or removed it")
             with all_or_none(meet):
                 if is_published and published:
@@ -436,7 +436,7 @@ def write_files(files: list[tuple[Path, Any]], folder: Path) -> list[str]:
     return [path.name for path, _ in files]
 
 
-def states_of(folder: Path, names: list[str]) -> list[tuple[int, int]]:
+def stamps_of(folder: Path, names: list[str]) -> list[tuple[int, int]]:
     """The times and sizes of files, by which contents of one name are told apart."""
     stats = [(folder / name).stat() for name in names]
     return [(stat.st_mtime_ns, stat.st_size) for stat in stats]
