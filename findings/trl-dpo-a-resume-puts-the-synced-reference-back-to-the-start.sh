@@ -67,4 +67,4 @@ if same != {False: True, True: False}:
     sys.exit("CHANGED: wanted the same without sync_ref_model, and another loss with it")
 END
 export CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
-"$python" body.py 2> log || { grep -m 1 -E '^(CHANGED|[A-Za-z.]*Error)' log || tail -n 5 log; exit 1; } >&2
+"$python" body.py 2> log || { grep -m 1 -E '^(CHANGED|(\[rank.\]: )?[A-Za-z.]*Error)' log || tail -n 5 log; exit 1; } >&2
