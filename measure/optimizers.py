@@ -58,7 +58,7 @@ def classes():
         with contextlib.suppress(ImportError):
             for name, kind in sorted(vars(importlib.import_module(package)).items()):
                 is_kind = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-                if is_kind and kind is not torch.optim.Optimizer and "step" in vars(kind):
+                if is_kind and kind.step is not torch.optim.Optimizer.step:
                     kinds[f"{package.split('.')[0]}.{name}"] = kind
     return kinds
 
@@ -155,7 +155,7 @@ def gap(known, key, other):
 
 
 def outcome(known, key, other):
-    """Returns the gap() of a resume, or why there is none."""
+    """The gap of a resume, in words; or why there is none."""
     error = known.get("error", "")
     if key in known or not error:
         return gap(known, key, other)

@@ -49,7 +49,7 @@ def are_states(value):
 
 NOT_CUT = "is not cut like the weights"
 ABSENT = "is not on all ranks"
-UNKNOWN = "the state dict"  # one with other keys than PyTorch's
+OTHER_KEYS = "the state dict"  # one with other keys than PyTorch's
 
 
 def differs(rank):
@@ -134,7 +134,7 @@ def read_shard(path: Path) -> SavedShard:
             paddings = [0] * len(flats)  # it saves the padding with the slice
     if has_other_keys(optimizer):
         groups = [{"params": [i]} for i in range(len(flats))]
-        optimizer = {"state": {0: {UNKNOWN: optimizer}}, "param_groups": groups}
+        optimizer = {"state": {0: {OTHER_KEYS: optimizer}}, "param_groups": groups}
     ranks = content["partition_count"]
     ranks = [ranks] * len(flats) if isinstance(ranks, int) else ranks
     mappings = content.get("param_slice_mappings", flats)
@@ -386,8 +386,8 @@ def slice_state(masters: Tensor, state: dict, longest: int) -> SliceState:
         """Sorts what a value holds. Returns it with None in place of each state."""
         key = path[0] if len(path) == 1 else StatePath(path)
         tensor = tensor_of(value)
-        if path == (UNKNOWN,):
-            result.others[UNKNOWN] = value
+        if path == (OTHER_KEYS,):
+            result.others[OTHER_KEYS] = value
         elif tensor is None and type(value) is dict:
             return {inner: sort(value[inner], (*path, inner)) for inner in value}
         elif tensor is None and type(value) in (list, tuple):

@@ -18,8 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 NUMEL, CUT = 600, 347  # elements of a tensor, and of its first piece
-STEPS, MORE = 5, 4  # of the twin, and after a number was changed
-ROUNDING = 1e-5  # a part of an update that is none
+EARLY, MORE = 5, 4  # of the twin, and after a number was changed
+NEGLIGIBLE = 1e-5  # a part of an update that is none
 
 
 class Answer(NamedTuple):
@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 
     @property
     def depends_on_cut(self) -> bool:
-        return not self.gap <= ROUNDING  # NaN does, too
+        return not self.gap <= NEGLIGIBLE  # NaN does, too
 
 
 def agreed(own: Answer | None, answers: list[Answer | None]) -> Answer | None:
@@ -120,7 +120,7 @@ class Trial(NamedTuple):
         tensors = [torch.nn.Parameter(row[begin:end].clone()) for row in self.start]
         twin = twin_of(self.optimizer, self.groups, tensors)
         for step, gradient in enumerate(self.gradients):
-            if step == STEPS:
+            if step == EARLY:
                 numbers = numbers_of(twin, change)
             torch.manual_seed(step)
             for tensor, row in zip(tensors, gradient, strict=True):
@@ -142,7 +142,7 @@ class Trial(NamedTuple):
 
 
 def of_name(name, change):
-    """change(place, value) for places of this name alone."""
+    """Returns a change of the places of this name alone."""
     return lambda place, value: change(place, value) if place[-1] == name else None
 
 
@@ -150,7 +150,7 @@ def answer_of(optimizer, groups):
     """Returns an Answer. Raises what the optimizer raises."""
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(len(groups), NUMEL, generator=generator) * 0.3
-    shape = (STEPS + MORE, len(groups), NUMEL)
+    shape = (EARLY + MORE, len(groups), NUMEL)
     gradients = torch.randn(shape, generator=generator) * torch.linspace(0.1, 3, NUMEL)
     trial = Trial(optimizer, groups, start, gradients)
     whole = trial.run(0, NUMEL)

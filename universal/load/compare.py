@@ -99,8 +99,8 @@ def cure_of_names(live, saved):
     return ""
 
 
-def listed(names: Collection[str]) -> str:
-    """How many names there are, and the first five."""
+def listed(names: set[str]) -> str:
+    """The number of names, and the first ones."""
     return f"({len(names)}): {', '.join(sorted(names)[:5])}"
 
 
@@ -156,7 +156,7 @@ def misfits_of_optimizer(engine, checkpoint, model, saved, answer, resharded):
     bare = [
         name
         for name, parameter in parameters.items()
-        if not states_of([parameter])
+        if not kept_of([parameter])
         and keeps_states(engine, answer, numbers.get(name, parameter.group_number))
     ]
     # DeepSpeed does not count what torch's GradScaler skips.
@@ -175,7 +175,7 @@ def other_optimizer(engine, checkpoint, saved, answer):
     if "lr" not in names:
         return  # elastic_checkpoint
     if answer:
-        states = states_of(checkpoint.parameters.values())
+        states = kept_of(checkpoint.parameters.values())
         made = set().union(*answer.states)
         known = answer.settings.union(*engine.param_groups)
         if states and made and states != made and names != known:
@@ -191,7 +191,7 @@ def other_optimizer(engine, checkpoint, saved, answer):
         yield f"of another optimizer: its parameter groups have no {', '.join(sorted(lacking))}"
 
 
-def states_of(parameters):
+def kept_of(parameters):
     """The names of what the optimizer keeps of parameters, besides masters and steps."""
     names = {outer(name) for of in parameters for name in (*of.states, *of.scalars)}
     return {*map(str, names)} - {"fp32", "step"}

@@ -44,7 +44,7 @@ def set_weights(
         tensor = tensor_of(module[name])
         if tensor and tensor.size == full_shape(engine.parameters[name]):
             weights[name] = trim_storage(tensor)
-    (names,) = group.unions(differing(engine, weights, states))
+    names = group.union(names_set(engine, weights, states))
     if not names:
         return {}
     reader = TensorReader()
@@ -81,7 +81,7 @@ def pieces_of(engine, states):
             yield piece, piece.within(state["fp32"])
 
 
-def differing(engine, weights, states):
+def names_set(engine, weights, states):
     """The names of weights that are not their masters, rounded, where this rank has these."""
     names = set()
     reader = TensorReader()
