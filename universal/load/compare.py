@@ -2,7 +2,6 @@
 """Compare a checkpoint with the engine that is to load it: parameters, optimizer, groups."""
 
 import math
-from collections.abc import Collection
 
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.module_states import config_of
