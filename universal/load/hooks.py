@@ -47,7 +47,7 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "scatter",
 )
-COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
+COUNTED = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 # The methods that proof.py watches, under its names; a pipeline's engine calls them, too.
 WATCHED = {
     "save": "save_checkpoint",
@@ -218,7 +218,7 @@ def check_client_state(engine: deepspeed.DeepSpeedEngine, client_state: dict | N
         parts["optimizer"] = engine.optimizer
     for key, value in (client_state or {}).items():
         own = parts[key].state_dict() if parts.get(key) else None
-        if key in COUNTERS:
+        if key in COUNTED:
             own = getattr(engine, key)
         if own is not None and not hold_same(value, own):
             raise CheckpointError(
