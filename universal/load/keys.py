@@ -98,7 +98,7 @@ def settings_changed(engine: Engine, model: dict, saved_groups: list[dict]) -> l
     names = CONSTANTS if engine.engine.lr_scheduler else CONSTANTS + CYCLED
     for group, saved in zip(engine.param_groups, saved_groups, strict=False):
         for name in names:
-            if name in group and name in saved and not is_equal(group[name], saved[name]):
+            if name in group and name in saved and not is_same_setting(group[name], saved[name]):
                 texts.append(f"{name} stays {saved[name]} ({group[name]} here)")
     if model.get("lr_scheduler") and not engine.engine.lr_scheduler:
         rates = ", ".join(f"{group['lr']:g}" for group in saved_groups if "lr" in group)
@@ -120,7 +120,7 @@ def texts_of_config(engine, model, saved_groups):
     in_groups = saved_groups[0] if saved_groups else {}
     by_deepspeed = type(engine.engine.lr_scheduler).__module__.startswith("deepspeed.")
     texts = []
-    for key, was, now in differences(saved, config) if saved else ():
+    for key, was, now in different_settings(saved, config) if saved else ():
         name = key.removeprefix("optimizer.params.")
         if name in CONSTANTS + CYCLED or IN_GROUPS.get(name, key) in in_groups:
             continue  # of groups
@@ -133,7 +133,7 @@ def texts_of_config(engine, model, saved_groups):
     return texts
 
 
-def differences(saved, config):
+def different_settings(saved, config):
     """Yields (key, saved value, new value) of the keys above that differ."""
     saved, config = flattened(saved), flattened(config)
     for key in sorted({*saved, *config}):
@@ -145,7 +145,7 @@ def differences(saved, config):
             continue
         default = DEFAULTS.get(key)
         was, now = saved.get(key, default), config.get(key, default)
-        if "auto" not in (was, now) and not is_equal(was, now):
+        if "auto" not in (was, now) and not is_same_setting(was, now):
             yield key, was, now
 
 
@@ -158,7 +158,7 @@ def flattened(config, prefix=""):
     return flat
 
 
-def is_equal(a, b):
+def is_same_setting(a, b):
     """Whether two values of a config are the same; JSON has lists for tuples."""
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return [*a] == [*b]
