@@ -52,7 +52,7 @@ def kind_of_loss(
     if not loss or not math.isfinite(loss):
         return None
     rounding = CLOSE * abs(loss) + 4 * abs(again - loss)
-    name, ranks, count = type(trainer).__name__, trainer.args.world_size, trainer.step_count
+    ranks, count = trainer.args.world_size, trainer.step_count
     follows_ranks = ranks == 1 or abs(of_rank - loss) > rounding
     undivided = 2 * halved - loss
     if abs(undivided - loss) <= rounding:
@@ -62,7 +62,20 @@ def kind_of_loss(
             f"Trainer alone {times:g} times"
         )
         return LossKind(takes_mean=True)
-    if abs(undivided) > rounding:
+    check_sum(type(trainer).__name__, loss, halved, abs(undivided) <= rounding, follows_ranks)
+    if abs(with_routers - loss) <= rounding:
+        return LossKind(takes_mean=False)
+    say(
+        f"NOTE: the router's loss counts once in a step, and with Trainer alone {count} times, as "
+        "often as there are micro-batches"
+    )
+    return LossKind(takes_mean=False, routers=routers)
+
+
+def check_sum(name, loss, halved, is_divided, follows_ranks):
+    """Raises ValueError if a sum is not divided by the tokens of all ranks, or DeepSpeed's mean of
+    the ranks divides it once more. name: of the trainer. halved: with twice the tokens."""
+    if not is_divided:
         raise ValueError(
             f"{name}'s loss is {loss:.6g}, and {halved:.6g} with twice the {NUMBER}: neither a "
             "mean nor a sum that is divided by it. Let compute_loss() divide a mean in it by "
@@ -74,13 +87,6 @@ def kind_of_loss(
             "average_tokens_across_devices: let compute_loss() multiply it by "
             "self.accelerator.num_processes where that is set, as Trainer's does"
         )
-    if abs(with_routers - loss) <= rounding:
-        return LossKind(takes_mean=False)
-    say(
-        f"NOTE: the router's loss counts once in a step, and with Trainer alone {count} times, as "
-        "often as there are micro-batches"
-    )
-    return LossKind(takes_mean=False, routers=routers)
 
 
 def routers_of(model: torch.nn.Module) -> list[Any]:

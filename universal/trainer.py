@@ -214,8 +214,8 @@ class AnyRanks:
             )
         return super().__new__(cls)
 
-    def batch_share(self) -> batches.Share:
-        """This rank's part of every step."""
+    def named_config(self) -> dict[str, Any]:
+        """DeepSpeed's config. Raises ValueError if there is none that names a batch."""
         plugin = self.accelerator.state.deepspeed_plugin
         if not plugin:
             kind = self.accelerator.distributed_type.value
@@ -226,7 +226,7 @@ class AnyRanks:
                 "ACCELERATE_USE_CPU and --cpu"
             )
         config = plugin.deepspeed_config
-        ranks, rank = self.args.world_size, self.args.process_index
+        ranks = self.args.world_size
         parallelism = getattr(self.accelerator, "parallelism_config", None)
         sharers = getattr(parallelism, "sp_size", 1)
         if sharers > 1:
@@ -247,6 +247,12 @@ class AnyRanks:
                 'config["gradient_accumulation_steps"], ...)`. BATCH is what the run had that goes '
                 f"on (`python -m universal.inspect` prints it); a new one would have {batch} now"
             )
+        return config
+
+    def batch_share(self) -> batches.Share:
+        """This rank's part of every step."""
+        config = self.named_config()
+        ranks, rank = self.args.world_size, self.args.process_index
         batch, micro_batch = config[batches.TRUE_BATCH], config["train_micro_batch_size_per_gpu"]
         share = batches.Share(batch, micro_batch, ranks, rank)
         wanted = {
