@@ -44,7 +44,7 @@ def set_weights(
         tensor = tensor_of(module[name])
         if tensor and tensor.size == full_shape(engine.parameters[name]):
             weights[name] = trim_storage(tensor)
-    names = group.union(names_set(engine, weights, states))
+    (names,) = group.unions(names_set(engine, weights, states))
     if not names:
         return {}
     reader = TensorReader()
