@@ -46,4 +46,4 @@ if "already exists" not in error:
     sys.exit("CHANGED: the count goes on after load_state()")
 END
 export CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
-"$python" body.py 2> log || { grep -m 1 -E '^(CHANGED|[A-Za-z.]*Error)' log || tail -n 5 log; exit 1; } >&2
+"$python" body.py 2> log || { grep -m 1 -E '^(CHANGED|(\[rank.\]: )?[A-Za-z.]*Error)' log || tail -n 5 log; exit 1; } >&2

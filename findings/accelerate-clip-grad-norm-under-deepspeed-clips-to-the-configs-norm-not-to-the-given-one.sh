@@ -47,4 +47,4 @@ if [round(value, 3) for value in (moved, norm, after)] != [5.0, 10.0, 5.0]:
 END
 export CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 "$python" -m torch.distributed.run --standalone --nproc-per-node 1 body.py 2> log ||
-    { grep -m 1 -E '^(CHANGED|[A-Za-z.]*Error)' log || tail -n 5 log; exit 1; } >&2
+    { grep -m 1 -E '^(CHANGED|(\[rank.\]: )?[A-Za-z.]*Error)' log || tail -n 5 log; exit 1; } >&2

@@ -4,7 +4,7 @@
 # Guess, before the run: both ranks compute parts of one sequence, so gradients are averaged over
 # both, and the weights stay the same everywhere.
 # Seen, 2026-11-28, torch 2.13.0, 2 ranks, ZeRO-1: each rank keeps the gradient of its own part.
-# The weights are apart after the first step (0.1 here, rate 0.1), nothing says so, and both ranks
+# The weights are apart after the first step (1.0 and 0.8 here), nothing says so, and both ranks
 # write the same file names at a save.
 # Instead: give initialize() an mpu, deepspeed.runtime.sequence_parallel.parallel_state_sp.
 set -euo pipefail
@@ -49,4 +49,4 @@ if rank == 0:
 END
 export CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 body.py 2> log ||
-    { grep -m 1 -E '^(CHANGED|[A-Za-z.]*Error)' log || tail -n 5 log; exit 1; } >&2
+    { grep -m 1 -E '^(CHANGED|(\[rank.\]: )?[A-Za-z.]*Error)' log || tail -n 5 log; exit 1; } >&2

@@ -62,4 +62,4 @@ if deepspeed.comm.get_rank() == 0:
 END
 export CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 body.py 2> log ||
-    { grep -m 1 -E '^(CHANGED|[A-Za-z.]*Error)' log || tail -n 5 log; exit 1; } >&2
+    { grep -m 1 -E '^(CHANGED|(\[rank.\]: )?[A-Za-z.]*Error)' log || tail -n 5 log; exit 1; } >&2
