@@ -180,7 +180,7 @@ def tags(stage):
 STATES = {
     "begun": (background, "files_of_save"),
     "copied": (background, "copies_done"),
-    "written": (background, "states_of"),
+    "written": (background, "stamps_of"),
     "aside": (Path, "rename"),
     "published": (Path, "rename"),
     "named": (Path, "rmdir"),
@@ -490,7 +490,7 @@ def a_machine_that_sees_late(stage):
         raise FileNotFoundError
 
     if is_rank(1):
-        call_of(background, "states_of", 2, no_such_file)
+        call_of(background, "stamps_of", 2, no_such_file)
     train_and_save(make(stage), [1])
     all_saved()
     assert printed("c/step1 is saved")
