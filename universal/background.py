@@ -224,13 +224,10 @@ def begin_save(
         raise RankFailed("not saved: the handler of a signal has saved since")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     top = os.path.realpath(save_dir)  # a path with .. leads elsewhere behind a symbolic link
-    output = Path(os.path.realpath(Path(top, tag)))
-    folder = output.with_name(f".{output.name}.{attempt}.saving")
-    latest = Path(top, "latest") if save_latest else None
-    place = Place(Path(save_dir, tag), output, folder, hidden(output, "saving"), latest, tag)
+    place = place_of_save(save_dir, top, tag, attempt, save_latest)
     if not save_latest:
         say_if_beside_latest(top, tag)
-    arguments = engine, top, os.path.relpath(folder, top), client_state or {}, False, *args
+    arguments = engine, top, os.path.relpath(place.hidden, top), client_state or {}, False, *args
     collect = functools.partial(method, *arguments, **options)
     wait_in_trainers()
     with signals_later(), torch.inference_mode(False):
@@ -240,15 +237,18 @@ def begin_save(
         except CannotRename:
             say(f"{top} renames no folders: {tag} is saved in place, and the training waits for it")
             method(engine, top, tag, client_state or {}, save_latest, *args, **options)
-            if published and saver.leads:
-                published()
-            return
+            return published() if published and saver.leads else None
         finish = functools.partial(saver.finish, place, write, published)
         finish = finish if at_once else functools.partial(saver.in_a_line, place, finish)
-        if is_copied:
-            begin(finish)
-        else:
-            finish()
+        begin(finish) if is_copied else finish()
+
+
+def place_of_save(save_dir, top, tag, attempt, save_latest):
+    """Returns the Place of a tag. top: save_dir, as it is on the disk."""
+    output = Path(os.path.realpath(Path(top, tag)))
+    folder = output.with_name(f".{output.name}.{attempt}.saving")
+    latest = Path(top, "latest") if save_latest else None
+    return Place(Path(save_dir, tag), output, folder, hidden(output, "saving"), latest, tag)
 
 
 def say_if_beside_latest(save_dir: str | os.PathLike, tag: str) -> None:

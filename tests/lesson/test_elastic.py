@@ -49,7 +49,7 @@ def shards(folder):
 
 
 @pytest.mark.parametrize(
-    "stage, moment", [(1, "states_of"), slow(3, "write_files"), slow(2, "states_of")]
+    "stage, moment", [(1, "stamps_of"), slow(3, "write_files"), slow(2, "stamps_of")]
 )
 def test_one_job(work, uninterrupted, stage, moment):
     """The same command on other ranks goes on each time, whatever has happened, and a job that is

@@ -199,13 +199,8 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
     named = [tag for tag in tags if tag.name == name]
     later = []
     if named:
-        # A job killed before it wrote `latest` leaves a newer tag. Tags of more steps that were
-        # written before `latest` are from an earlier run, or `latest` was edited.
         pointer = latest_file(folder, pointers)
-        since = pointer.stat().st_mtime
-        # A copy may have given `latest` an earlier time than what it names: it tells nothing.
-        if last_written(places[name]) <= since:
-            later = [tag for tag in tags if tag.step > named[0].step and tag.written > since]
+        later = written_later(tags, named[0], places[name], pointer.stat().st_mtime)
         says += [
             f"`{pointer.name}` names {name}, and {tag.name} was written after it: the later one is "
             "taken, if it is complete"
@@ -217,6 +212,18 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
     candidates = [name] if name else saved or names
     meant = candidates[0] if len(candidates) == 1 else ""
     return Choice([*dict.fromkeys([*later, *named, *tags])], says, meant)
+
+
+def written_later(tags, named, folder, since):
+    """Which tags a job has left that was killed before it wrote `latest`.
+
+    named: the tag that `latest` names. folder: its. since: when `latest` was written. Tags of more
+    steps that are older are from an earlier run, or `latest` was edited.
+    """
+    # A copy may have given `latest` an earlier time than what it names: it tells nothing.
+    if last_written(folder) > since:
+        return []
+    return [tag for tag in tags if tag.step > named.step and tag.written > since]
 
 
 def last_written(folder):
