@@ -6,8 +6,7 @@
 # Seen, 2026-11-28, torch 2.13.0: each step() counts once for every rank: after 4 steps on 2 ranks
 # the rate is 9 thousandths. The state is restored on 1 rank as it is, and goes on by 1 for each
 # step: 10, 11, where the run on 2 ranks goes on with 11, 13.
-# Instead: Accelerator(step_scheduler_with_optimizer=True) with split_batches=True, or step an
-# unprepared schedule.
+# Instead: DataLoaderConfiguration(split_batches=True), or a schedule that is not prepared.
 set -euo pipefail
 cd "$(mktemp -d)" && trap 'rm -rf "$PWD"' EXIT
 pins="torch==2.13.0 accelerate==1.15.0"
