@@ -138,7 +138,7 @@ SLICES = [
     ("fp32", "of_another_dtype", "fp32 of group 0 is not", "fp32 of sub-group 0 is not"),
     ("exp_avg", "shorter", "exp_avg of the optimizer", "exp_avg of the optimizer"),
     ("exp_avg", "with_gaps", "has gaps between", "has gaps between"),
-    ("exp_avg", "of_another_dtype", "exp_avg of group 0 is not", "exp_avg of sub-group 0 is not"),
+    ("exp_avg", "of_another_dtype", "exp_avg of the optimizer", "exp_avg of the optimizer"),
     ("partition_count", "of fewer ranks", ": group 0 is cut for 1 ranks", "is of 2 ranks"),
     (PADDINGS, "too few", ": group 0 has another number", ": sub-group 0 has another number"),
 ]

@@ -86,7 +86,7 @@ SAYS = {
     "deepspeeds_own_loader": ["steps 3 to 5, trained before", "(DeepSpeed's own loader restored"],
     "tag_0": ["step 3, trained before"],
     "earlier_version": ["steps 3 to 5, trained before"],
-    "not_strict": ["micro-batches, or draws that it cannot see (what was not left out was"],
+    "not_strict": ["micro-batches, or draws that it cannot see (what was not left out"],
     "no_rate": ["steps 3 to 5, trained before"],
     "not_a_number_before": [
         "WARNING: step 3, trained before on 2 ranks: the loss was nan, and is nan: there is nothing"

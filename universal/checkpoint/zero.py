@@ -454,7 +454,7 @@ def join_slices(
     extents = {
         key: tuple(map(extent_of, (of_rank.states[key] for of_rank in of_team), numels))
         for key in first.states
-        if outer(key) not in others
+        if key == "fp32" or outer(key) not in others
     }
     if momentum:
         del others["momentum_buffer"]
