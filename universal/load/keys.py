@@ -120,7 +120,7 @@ def texts_of_config(engine, model, saved_groups):
     in_groups = saved_groups[0] if saved_groups else {}
     by_deepspeed = type(engine.engine.lr_scheduler).__module__.startswith("deepspeed.")
     texts = []
-    for key, was, now in different_settings(saved, config) if saved else ():
+    for key, was, now in changed_keys(saved, config) if saved else ():
         name = key.removeprefix("optimizer.params.")
         if name in CONSTANTS + CYCLED or IN_GROUPS.get(name, key) in in_groups:
             continue  # of groups
@@ -133,7 +133,7 @@ def texts_of_config(engine, model, saved_groups):
     return texts
 
 
-def different_settings(saved, config):
+def changed_keys(saved, config):
     """Yields (key, saved value, new value) of the keys above that differ."""
     saved, config = flattened(saved), flattened(config)
     for key in sorted({*saved, *config}):
