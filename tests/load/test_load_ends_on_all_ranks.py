@@ -114,9 +114,11 @@ def test_a_rank_that_vanishes(saved, by):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_load_outlasts_the_groups(tmp_path, stage):
-    """A rank may read for longer than DeepSpeed's groups wait; each minute, a line names it."""
+    """A rank may read for longer than DeepSpeed's groups wait; each minute, a line of rank 0's names
+    it. Rank 1's names rank 0, in an output of its own."""
 
     def main():
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed("gloo", timeout=datetime.timedelta(seconds=3))
         engine = make(stage)
         engine.save_checkpoint(".", tag="t")
@@ -128,10 +130,10 @@ def test_a_load_outlasts_the_groups(tmp_path, stage):
         ):
             good = getattr(owner, name)
 
-            def slow(*args, good=good, rank=rank):
+            def slow(*args, good=good, rank=rank, **options):
                 if is_rank(rank):
                     time.sleep(4)
-                return good(*args)
+                return good(*args, **options)
 
             setattr(owner, name, slow)
             assert universal.load_checkpoint(engine, ".", timeout=30)[0]
@@ -139,7 +141,6 @@ def test_a_load_outlasts_the_groups(tmp_path, stage):
 
     said = run(tmp_path, 2, main).splitlines()
     assert said.count("universal: rank 0 waits for rank 1: 3 min") == 2, said
-    assert said.count("universal: rank 1 waits for rank 0: 3 min") == 1, said
 
 
 OUR_BUGS = [  # and the rank that has it
