@@ -114,7 +114,7 @@ def test_a_rank_that_vanishes(saved, by):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_load_outlasts_the_groups(tmp_path, stage):
-    """A rank may read for longer than DeepSpeed's groups wait; each minute, a line of rank 0's names
+    """A rank may read for longer than DeepSpeed's groups wait; each minute, a line of rank 0 names
     it. Rank 1's names rank 0, in an output of its own."""
 
     def main():
