@@ -215,7 +215,7 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
 
 
 def written_later(tags, named, folder, since):
-    """Which tags a job has left that was killed before it wrote `latest`.
+    """Returns the tags that a job has left which was killed before it wrote `latest`.
 
     named: the tag that `latest` names. folder: its. since: when `latest` was written. Tags of more
     steps that are older are from an earlier run, or `latest` was edited.
