@@ -137,8 +137,8 @@ class AnyRanksRollouts(SeededSteps, MicroBatches):
         for text, holds in checks.items():
             if not holds:
                 raise ValueError(
-                    f"the same completions on any number of ranks want {text}. Without AnyRanks "
-                    "and UNIVERSAL_BATCH other ones are drawn, on ranks that divide the batch, too"
+                    f"the same completions on any number of ranks want {text}. (TRL alone, without "
+                    "AnyRanks and UNIVERSAL_BATCH, draws other ones on other ranks)"
                 )
 
     @property
