@@ -38,6 +38,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -110,16 +111,16 @@ def after_wait(method: Callable, wanted: Callable[[Any], bool]) -> Callable:
 def can_rename(folder: Path) -> bool:
     """Whether the file system can rename a folder with a file in it; mounted buckets often cannot.
     Nothing is left behind."""
-    probe = folder / "probe"
-    probe.mkdir()
+    probe = Path(tempfile.mkdtemp(dir=folder))  # other machines may have one there
+    renamed = probe.with_name(f"{probe.name}.renamed")
     (probe / "file").touch()
     try:
-        os.rename(probe, folder / "renamed")
+        os.rename(probe, renamed)
         return True
     except OSError:
         return False
     finally:
-        for path in (probe, folder / "renamed"):
+        for path in (probe, renamed):
             shutil.rmtree(path, ignore_errors=True)
 
 
