@@ -137,6 +137,12 @@ def test_any_ranks_and_micro_batches(tmp_path, name):
             assert abs(norm_now - norm) <= 10 * ROUNDING * norm
 
 
+def test_a_routers_loss_counts_once(tmp_path):
+    """Of micro-batches its mean is nearly that of the batch; counted 6 times it is 5 more."""
+    (whole, of_micro_batches) = (trained(tmp_path, 1, *MODELS["Mixtral"], m)[0] for m in (12, 2))
+    assert abs(of_micro_batches[0][0] - whole[0][0]) <= 0.05 * whole[0][0]
+
+
 class Penalized(Trainer):
     """Adds a mean to a sum. by: what divides it."""
 
