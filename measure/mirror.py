@@ -40,8 +40,8 @@ import universal
 from measure import resume
 from tests.support.ranks import run
 from universal import background
-from universal.load.snapshot import Image, files_of_save
 from universal.mirror import Mirror
+from universal.save.snapshot import Image, files_of_save
 
 BATCH, ROUNDS = 4, 5
 LAYERS = 6  # of 12: each way keeps copies of its own, and all must fit

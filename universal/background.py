@@ -50,30 +50,32 @@ import psutil
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from universal.checkpoint.tags import BACKGROUND, wait
+from universal import patches
 from universal.errors import RankFailed, RankSilent, one_line
+from universal.lines import print_line
 from universal.load.collective import ProcessGroup, all_or_none, say
-from universal.load.snapshot import Image, copies_done, files_of_save, new_memory
-from universal.write.console import print_line
-from universal.write.publish import hidden, lock, publish, sweep, sync
+from universal.save.plain import say_if_beside_latest
+from universal.save.snapshot import Image, copies_done, files_of_save, new_memory
+from universal.write.publish import BACKGROUND, hidden, lock, publish, sweep, sync, wait
 
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def install() -> None:
     """Have every engine.save_checkpoint() save in the background."""
-    method = deepspeed.DeepSpeedEngine.save_checkpoint
-    if not hasattr(method, "is_in_background"):
+    patches.patch("background", save_checkpoint=save_in_background)
 
-        @functools.wraps(method)
-        def save_checkpoint(engine, *args, **options):
-            if not saves(engine):
-                return method(engine, *args, **options)
-            begin_save(engine, *args, **options)
-            return True
 
-        save_checkpoint.is_in_background = True
-        deepspeed.DeepSpeedEngine.save_checkpoint = save_checkpoint
+def before_load(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Wait for saves that still write."""
+    wait()
+
+
+def save_in_background(method, engine, *args, **options):
+    if not saves(engine):
+        return method(engine, *args, **options)
+    begin_save(engine, *args, **options)
+    return True
 
 
 def wait_in_trainers() -> None:
@@ -126,7 +128,7 @@ def can_rename(folder: Path) -> bool:
 
 def saves(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Whether an engine saves in the background: not if its config chooses another writer."""
-    is_installed = hasattr(deepspeed.DeepSpeedEngine.save_checkpoint, "is_in_background")
+    is_installed = patches.is_patched("save_checkpoint", "background")
     return is_installed and type(engine.checkpoint_engine) is TorchCheckpointEngine
 
 
@@ -214,8 +216,7 @@ def begin_save(
     raise on all ranks what goes wrong on one. Raises on all ranks the error that DeepSpeed's save
     raises on one before all is copied.
     """
-    method = deepspeed.DeepSpeedEngine.save_checkpoint
-    method = method.__wrapped__ if hasattr(method, "is_in_background") else method
+    method = patches.inside("save_checkpoint", "background")
     if not hasattr(engine, "universal_saver"):
         engine.universal_saver = Saver()
     saver = engine.universal_saver
@@ -250,21 +251,6 @@ def place_of_save(save_dir, top, tag, attempt, save_latest):
     folder = output.with_name(f".{output.name}.{attempt}.saving")
     latest = Path(top, "latest") if save_latest else None
     return Place(Path(save_dir, tag), output, folder, hidden(output, "saving"), latest, tag)
-
-
-def say_if_beside_latest(save_dir: str | os.PathLike, tag: str) -> None:
-    """Print which checkpoint a load would take, if `latest` does not name the one just saved."""
-    if Path(save_dir, "latest").exists():
-        say_beside_latest(tag)
-
-
-@functools.cache
-def say_beside_latest(tag):
-    """Prints the line once for each tag."""
-    say(
-        f"{tag} is saved beside `latest`: a load without a tag takes whichever is of the later "
-        "step; one with the tag takes what it names"
-    )
 
 
 class Saver:

@@ -28,7 +28,7 @@ import functools
 import itertools
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def config(batch: int, micro_batch: int, ranks: int | None = None) -> dict[str, 
     ranks = ranks or int(os.environ.get("WORLD_SIZE", 0))
     if not ranks:
         raise ValueError("WORLD_SIZE is not set: start a launcher, or name the number of ranks")
-    watch_batches()
+    install()
     return {
         "train_batch_size": None,  # DeepSpeed's, which is a product
         "train_micro_batch_size_per_gpu": micro_batch,
@@ -235,7 +235,7 @@ def share(engine: "deepspeed.DeepSpeedEngine", sharers: int = 1) -> Share:
         )
     if engine.training_data is not None:
         check_loader(result)
-    watch_batches()
+    install()
     result.ledger.sharers = sharers
     engine._config.train_batch_size = result.batch
     for name, attribute in BATCH_ATTRIBUTES.items():
@@ -275,29 +275,19 @@ def ledger_of(engine: "deepspeed.DeepSpeedEngine") -> Ledger:
 # the batch that is named is the batch that is trained
 
 
-def watch_batches() -> None:
+def install() -> None:
     """Refuse, from now on, every step that trains another batch than its engine's config names.
 
     set_train_batch_size() names another batch.
     """
-    import deepspeed
+    from universal import patches
 
-    kind = deepspeed.DeepSpeedEngine
-    if not hasattr(kind, "universal_watches_batches"):
-        kind.universal_watches_batches = True
-        for name, wrapper in WRAPPERS.items():
-            if hasattr(kind, name):
-                setattr(kind, name, watching(getattr(kind, name), wrapper))
+    patches.patch("batches", **WRAPPERS)
 
 
-def watching(method: Callable, wrapper: Callable) -> Callable:
-    """Returns a method that calls wrapper(method, engine, ...) in place of a method."""
-
-    @functools.wraps(method)
-    def watched(engine, *args, **options):
-        return wrapper(method, engine, *args, **options)
-
-    return watched
+def before_load(engine: "deepspeed.DeepSpeedEngine") -> None:
+    """A loop that is resumed is watched, also without install()."""
+    install()
 
 
 def is_named(engine):

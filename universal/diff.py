@@ -27,6 +27,7 @@ from universal.files.same import is_same
 from universal.files.sources import ByteReader, Source, nbytes_of
 from universal.files.torch_file import number_in
 from universal.write.console import in_one_line, print_screen, short, size, wrapped
+from universal.write.publish import wait
 
 THREADS = 4
 PIECE = 1 << 18  # elements that are compared at once
@@ -43,6 +44,7 @@ def diff(first: str, second: str, tolerance: float = 0.0) -> dict[str, Any]:
     "others": what else differs, in lines}.
     Raises: CheckpointError, if one of them is damaged; OSError.
     """
+    wait()  # for saves in the background
     described = [describe(find_tag(folder), THREADS) for folder in (first, second)]
     pairs, kinds = match(*map(tensors_of, described))
     words = differing("tensor", *kinds)

@@ -38,7 +38,7 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
         )
     zero = Engine(engine)
     trained = trained_parameters(zero)
-    batches.watch_batches()
+    batches.install()
     share = batches.named_share(engine)
     batches.check_gradient(engine, share)
     sums = round_gradients(trained, share.micro_batches, share.accumulation)

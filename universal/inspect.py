@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from universal import batches
+from universal.batch.saved import CHOOSE, batch_of, doubt_of
 from universal.checkpoint.describe import describe, left_over, paths_of
-from universal.checkpoint.facts import CHOOSE, batch_of, doubt_of
 from universal.checkpoint.module_states import client_state_of, config_of
-from universal.checkpoint.next_steps import read_rows
 from universal.checkpoint.same_step import check_same_step, compares_weights
 from universal.checkpoint.tags import choose_tag, is_checkpoint, list_tags, place_of
 from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Described
 from universal.errors import CheckpointError, Refused
 from universal.files.schema import is_natural
 from universal.files.torch_file import damages_in, load, tensor_of
+from universal.proving.next_steps import read_rows
 from universal.write.console import counted, in_one_line, print_screen, short, wrapped
 
 WORKERS = 4

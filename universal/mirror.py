@@ -32,17 +32,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
+from universal import patches
 from universal.background import begin, signals_later
 from universal.checkpoint.describe import describe
 from universal.checkpoint.tags import choose_tag, place_of
 from universal.errors import CheckpointError, one_line
 from universal.files.torch_file import verify
+from universal.lines import print_line
 from universal.load import reader
 from universal.load.collective import ProcessGroup, all_or_none
 from universal.load.engine import Engine
-from universal.load.snapshot import Image, copies_done, files_of_save
-from universal.proof import after_save
-from universal.write.console import print_line
+from universal.save.snapshot import Image, copies_done, files_of_save
 
 if TYPE_CHECKING:
     import deepspeed
@@ -197,7 +197,10 @@ class Mirror:
             reserve(image.path, image.room)
             image.copy(memory)
         copies_done()
-        after_save(self.engine, slot)
+        if patches.is_patched("save_checkpoint", "proof"):
+            from universal.proof import begin_after_save
+
+            begin_after_save(self.engine, slot)
 
     def leave_out(self, files: list[tuple[Path, Any]]) -> None:
         """Replace weights that a load makes from the masters with empty tensors."""

@@ -26,19 +26,18 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import numpy
 import torch
 import torch.distributed as dist
 
-from universal import batches
-from universal.background import say_if_beside_latest
-from universal.checkpoint.next_steps import NextSteps, Row, read_rows
+from universal import patches
 from universal.checkpoint.types import NEXT_STEPS
 from universal.load.collective import say
-from universal.load.hooks import check_client_state, deepspeed_load, wrap_methods
-from universal.load.training import TrainingEngine
+from universal.proving.next_steps import NextSteps, Row, read_rows
+from universal.proving.training import TrainingEngine
 
 STEPS = 10
 # By how much a loss may differ from rounding alone, by the dtype of matrix products: as a share of
@@ -46,6 +45,7 @@ STEPS = 10
 ROUNDING = {"float32": 1e-5, "float16": 2e-3}
 MOST_ROUNDING = 1e-2  # of bfloat16, and of what is not known
 NORM_ROUNDING = 10  # times as much of the gradient norm
+BY_DEEPSPEED = "DeepSpeed's own loader restored the state"
 LOSS = "the loss"
 GRAD_NORM = "the gradient norm"
 # Views of elements as integers, by their bytes.
@@ -430,7 +430,9 @@ class Proof:
         """Add up what all ranks have seen. Rank 0 writes the row, and compares it."""
         try:
             if self.engine.is_pipeline():  # its first stage, which sees samples, sees no loss
-                del self.waiting[batches.named_share(self.engine.engine).weighted :]
+                from universal.batches import named_share
+
+                del self.waiting[named_share(self.engine.engine).weighted :]
             self.add_forward_passes()
             norm = self.engine.grad_norm()
             if norm is not None:
@@ -468,21 +470,17 @@ class Proof:
 # 4. DeepSpeed's methods
 
 
-def watch(wanted: bool = True) -> None:
-    """Start a proof at every save and load of every engine from now on; not if not wanted."""
-    batches.watch_batches()
-    deepspeed.DeepSpeedEngine.universal_proof = None  # of each engine
-    deepspeed.DeepSpeedEngine.wants_universal_proof = wanted
-    wrap_methods(
-        save=around_save, forward=around_forward, backward=around_backward, step=around_step
-    )
-
-
 def install() -> None:
-    """Start a proof also after loads by DeepSpeed's own loader, without load_checkpoint()."""
-    watch()
-    if deepspeed.DeepSpeedEngine.load_checkpoint is deepspeed_load:
-        wrap_methods(load=around_load)
+    """Start a proof at every save and load of every engine from now on, also at loads by
+    DeepSpeed's own loader."""
+    patches.patch(
+        "proof",
+        load_checkpoint=around_load,
+        save_checkpoint=around_save,
+        forward=around_forward,
+        backward=around_backward,
+        _take_model_step=around_step,
+    )
 
 
 @contextlib.contextmanager
@@ -491,7 +489,7 @@ def harmless(engine):
     try:
         yield
     except Exception as error:
-        proof = engine.universal_proof
+        proof = proof_of(engine)
         if proof:  # it goes on, as the other ranks wait for this one in end_step()
             proof.files = []
             proof.comparison = None
@@ -501,31 +499,43 @@ def harmless(engine):
             proof.has_failed = True
 
 
-def after_save(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
+def proof_of(engine):
+    """The Proof of an engine that goes on; None if there is none."""
+    return vars(engine).get("universal_proof")
+
+
+def is_installed() -> bool:
+    return patches.is_patched("save_checkpoint", "proof")
+
+
+def begin_after_save(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
     """Write this engine's next steps beside the checkpoint in a folder. Call it on all ranks."""
-    if getattr(engine, "wants_universal_proof", False):
-        with harmless(engine):
-            proof = engine.universal_proof = engine.universal_proof or Proof(engine)
-            proof.last_step = engine.global_steps + STEPS
-            if dist.get_rank() == 0:
-                proof.follow_save(folder, engine.global_steps)
+    with harmless(engine):
+        proof = engine.universal_proof = proof_of(engine) or Proof(engine)
+        proof.last_step = engine.global_steps + STEPS
+        if dist.get_rank() == 0:
+            proof.follow_save(folder, engine.global_steps)
 
 
-def after_load(
-    engine: deepspeed.DeepSpeedEngine, folder: Path | None, resharded: bool, left_out: bool = False
-) -> None:
-    """Compare this engine's next steps with the checkpoint's. Call it on all ranks.
-
-    folder: of the checkpoint; None if the optimizer was not loaded. resharded: whether this package
-    loaded it. left_out: whether the load was told to leave out something else.
-    """
+def after_load(engine: deepspeed.DeepSpeedEngine, loaded: Any, group: Any) -> None:
+    """Compare this engine's next steps with the checkpoint's. loaded: loader.Loaded."""
+    options = loaded.options
     restored = "the state was restored bit by bit"
-    if not resharded:
-        restored = "DeepSpeed's own loader restored the state"
-    elif left_out:
+    if loaded.by_deepspeed:
+        restored = BY_DEEPSPEED
+    elif loaded.is_rounded or not (options.load_module_strict and options.load_lr_scheduler_states):
         restored = "what was not left out or rounded was restored bit by bit"
+    if is_installed():
+        begin_after_load(engine, loaded.folder if options.load_optimizer_states else None, restored)
+
+
+def begin_after_load(engine: deepspeed.DeepSpeedEngine, folder: Path | None, restored: str) -> None:
+    """Compare this engine's next steps with the checkpoint's.
+
+    folder: None if there is nothing to compare. restored: says how the state was restored.
+    """
     engine.universal_proof = None
-    if folder and getattr(engine, "wants_universal_proof", False):
+    if folder:
         with harmless(engine):
             proof = engine.universal_proof = Proof(engine)
             if dist.get_rank() == 0:
@@ -533,24 +543,21 @@ def after_load(
 
 
 def around_save(method, engine, save_dir, tag=None, *args, **options):
-    check_client_state(engine, options.get("client_state", args[0] if args else None))
     result = method(engine, save_dir, tag, *args, **options)
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    after_save(engine, Path(save_dir, name))
-    is_latest = options.get("save_latest", args[1] if len(args) > 1 else True)
-    if not is_latest and not name.endswith((".unfinished", ".saving")):  # which are renamed
-        say_if_beside_latest(save_dir, name)
+    begin_after_save(engine, Path(save_dir, name))
     return result
 
 
 def around_load(method, engine, *args, **options):
     path, client_state = method(engine, *args, **options)
-    after_load(engine, path and Path(path).parent, resharded=False)  # the path is of a file
+    if not patches.is_patched("load_checkpoint", "resume"):  # which calls after_load()
+        begin_after_load(engine, path and Path(path).parent, BY_DEEPSPEED)  # the path is of a file
     return path, client_state
 
 
 def around_forward(method, engine, *inputs, **named):
-    proof = engine.universal_proof
+    proof = proof_of(engine)
     trains = engine.module.training and torch.is_grad_enabled()
     if not proof or not trains or torch.compiler.is_compiling():
         return method(engine, *inputs, **named)
@@ -571,14 +578,14 @@ def around_backward(method, engine, loss, *args, **options):
     is_exact = hasattr(engine, "divides_gradients")
     scales = options.get("scale_wrt_gas", args[-1] if len(args) > 1 else True)
     is_share = scales is False and not is_exact
-    if engine.universal_proof:
+    if proof := proof_of(engine):
         with harmless(engine):
-            engine.universal_proof.see_loss(loss.detach().squeeze(), is_share, is_exact)
+            proof.see_loss(loss.detach().squeeze(), is_share, is_exact)
     return method(engine, loss, *args, **options)
 
 
 def around_step(method, engine, *args, **options):
-    proof = engine.universal_proof
+    proof = proof_of(engine)
     if not proof:
         return method(engine, *args, **options)
     with harmless(engine):

@@ -9,25 +9,23 @@ top of the script:
 
     universal.install()
 
-How a checkpoint gets into an engine is in load/; whether the next steps are those of before, in
-proof.py.
+How a checkpoint gets into an engine is in load/, which knows nothing of what is added here: each of
+ADD_ONS can go, with its name in that tuple. What install() changes in DeepSpeed is in patches.py.
 """
 
-import functools
 from pathlib import Path
 
 import deepspeed
 from packaging.version import Version
 
-from universal import batches
-from universal.background import install as save_in_background
-from universal.background import wait
-from universal.checkpoint.facts import check_trainer_step
+from universal import background, batches, patches, proof
+from universal.batch import saved
 from universal.errors import CheckpointError
 from universal.load.collective import process_group
 from universal.load.engine import Engine
-from universal.load.hooks import LoadOptions, meeting_before_collectives, replace_load_checkpoint
+from universal.load.hooks import LoadOptions, meeting_before_collectives
 from universal.load.loader import (
+    Loaded,
     Search,
     check_same_call,
     find_and_load,
@@ -35,8 +33,12 @@ from universal.load.loader import (
     load_other_experts,
 )
 from universal.load.reader import Damaged
-from universal.proof import after_load, watch
+from universal.save import plain
 
+# Modules with one or more of four functions, which are called in this order: install(), for every
+# engine; before_load(engine); compare(engine, model states, options), when a load knows the
+# checkpoint and has not changed the engine; after_load(engine, loaded, group).
+ADD_ONS = (batches, saved, plain, background, proof)
 OLDEST_DEEPSPEED = "0.16.4"
 TIMEOUT = 1800  # seconds that a rank waits for another one, which may still be reading
 
@@ -54,10 +56,24 @@ def install(proof: bool = True, background: bool = False) -> None:
 
     Raises: CheckpointError, if another copy of this package is installed.
     """
-    watch(proof)
-    if background:
-        save_in_background()
-    replace_load_checkpoint(functools.partialmethod(load_checkpoint, missing_ok=True), __file__)
+    patches.claim(__file__)
+    patches.patch("resume", load_checkpoint=load_in_place)
+    wanted = {"universal.proof": proof, "universal.background": background}
+    for add_on in having("install"):
+        if wanted.get(add_on.__name__, True):
+            add_on.install()
+    if not proof:
+        patches.undo("proof")
+
+
+def having(function):
+    """Returns those of ADD_ONS that have a function of this name."""
+    return [add_on for add_on in ADD_ONS if hasattr(add_on, function)]
+
+
+def load_in_place(method, engine, *args, **options):
+    """Call load_checkpoint() in place of DeepSpeed's method."""
+    return load_checkpoint(engine, *args, missing_ok=True, **options)
 
 
 def load_checkpoint(
@@ -93,39 +109,35 @@ def load_checkpoint(
         load_lr_scheduler_states=load_lr_scheduler_states,
         load_module_only=load_module_only,
     )
-    search = Search(load_dir, tag, missing_ok)
+    checks = [add_on.compare for add_on in having("compare")]
+    search = Search(load_dir, tag, missing_ok, options, checks)
     while True:
         try:
             with process_group(timeout) as group, meeting_before_collectives(group.meet):
-                batches.watch_batches()
-                wait()  # for saves in the background
+                for add_on in having("before_load"):
+                    add_on.before_load(engine)
                 check_requirements(load_dir, custom_load_fn)
-                return load_next(engine, search, options, group)
+                loaded = load_next(engine, search, group)
+                for add_on in having("after_load") if loaded.path else ():
+                    add_on.after_load(engine, loaded, group)
+                return loaded.path, loaded.client_state
         except Damaged as error:
             if tag is not None or not search.tags:
                 raise
             search.damage = str(error)
 
 
-def load_next(engine, search, options, group):
-    """Load the next checkpoint of a search. Returns: as load_checkpoint()."""
-    check_same_call(search, options, group)
+def load_next(engine: deepspeed.DeepSpeedEngine, search: Search, group) -> Loaded:
+    """Load the next checkpoint of a search."""
+    check_same_call(search, group)
     wrapped = Engine(engine)
     if engine.has_moe_layers and not has_known_experts(wrapped):
-        path, client_state = load_other_experts(engine, search, options)
-        folder = path and Path(path).parent  # the path is of a file
-    else:
-        path, client_state = find_and_load(wrapped, search, options, group)
-        folder = path and Path(path)
-    if path:
-        group.on_rank_0(lambda: check_trainer_step(folder, engine.global_steps))
-        if wrapped.loads_scheduler(options) and not options.load_optimizer_states:
+        return load_other_experts(engine, search)
+    loaded = find_and_load(wrapped, search, group)
+    if loaded.path and not loaded.options.load_optimizer_states:
+        if wrapped.loads_scheduler(loaded.options):
             wrapped.take_scheduled_rates()
-        resharded = wrapped.is_resharded
-        left_out = not (options.load_module_strict and options.load_lr_scheduler_states)
-        left_out |= wrapped.is_rounded
-        after_load(engine, folder if options.load_optimizer_states else None, resharded, left_out)
-    return path, client_state
+    return loaded
 
 
 def check_requirements(load_dir, custom_load_fn):

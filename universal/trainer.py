@@ -37,9 +37,9 @@ from torch.utils import data
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from universal import batches
+from universal.batch.losses import NUMBER, LossKind, kind_of_loss, times_router_loss
 from universal.load.collective import process_group, say
 from universal.load.hooks import overridden
-from universal.losses import NUMBER, LossKind, kind_of_loss, times_router_loss
 
 
 class Samples(data.Dataset):

@@ -8,7 +8,7 @@ from measure.logs import largest, read_log
 from tests.support.commands import slow
 from tests.support.ranks import run
 from universal.batches import Share
-from universal.checkpoint.next_steps import read_rows
+from universal.proving.next_steps import read_rows
 
 COMMON = (
     "--n_layer 2 --n_head 4 --n_embd 32 --seq_len 16 --train_batch_size 8 "

@@ -27,9 +27,9 @@ from tests.support.files import MODEL, flip, folders_in
 from tests.support.helpers import at_step
 from tests.support.ranks import launch, run
 from universal import mirror as mirrors
-from universal.load import snapshot as snapshots
 from universal.load.hooks import overridden
 from universal.mirror import Mirror
+from universal.save import snapshot as snapshots
 
 COMMON = (
     "--n_embd 32 --seq_len 16 --n_layer 1 --train_batch_size 24 --steps 12 --warmup_steps 4 "

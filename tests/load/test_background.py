@@ -37,8 +37,8 @@ from tests.support.toy import (
 from universal import background, elastic
 from universal.files.same import is_same
 from universal.files.torch_file import load, verify
-from universal.load import snapshot as snapshots
 from universal.load.hooks import meeting_before_collectives
+from universal.save import snapshot as snapshots
 from universal.write import publish
 
 PATCHED = pytest.MonkeyPatch()  # until a job ends

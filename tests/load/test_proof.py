@@ -13,8 +13,8 @@ from proof_engines import FAULTS, KINDS, SAVED, SOUND, play
 from proof_files import STORIES, play_stories
 
 from tests.support.ranks import run
-from universal.checkpoint.next_steps import Row, read_rows
 from universal.proof import Comparison, ForwardPass, Proof, hashes
+from universal.proving.next_steps import Row, read_rows
 
 
 @pytest.fixture(scope="module")

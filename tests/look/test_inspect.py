@@ -23,8 +23,8 @@ from tests.support.files import (
     with_bit_flipped,
 )
 from universal import CheckpointError, convert, elastic, inspect
+from universal.batch.saved import BATCH_KEYS, batch_of
 from universal.batches import Share, cures
-from universal.checkpoint import facts
 from universal.inspect import lines_of, look
 from universal.write.console import short
 
@@ -312,11 +312,11 @@ def test_batch(name):
     """The batch by the rules of DeepSpeed's config, or of universal_train_batch_size; ranks that
     share sequences count once, or it is not known."""
     numbers, more, wanted = BATCHES[name]
-    config = dict(zip(facts.BATCH_KEYS[1:], numbers, strict=False)) | more
+    config = dict(zip(BATCH_KEYS[1:], numbers, strict=False)) | more
     config = {key: value for key, value in config.items() if value is not None}
     model = {"ds_config": config, "dp_world_size": 4, "global_steps": 100}
     model["global_samples"] = config.pop("samples", None)
-    assert facts.batch_of(model) == wanted
+    assert batch_of(model) == wanted
 
 
 def test_a_batch_that_was_not_trained(source):
@@ -379,7 +379,7 @@ def test_without_torch(source):
     """Nothing of torch, DeepSpeed or numpy is imported."""
     code = (
         "import sys; from universal.inspect import look; look(sys.argv[1]);"
-        "import universal.checkpoint.next_steps;"
+        "import universal.proving.next_steps;"
         "print({'torch', 'deepspeed', 'numpy'} & {*sys.modules})"
     )
     done = run_python("-c", code, source)

@@ -21,9 +21,12 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 MAP, RECIPES, TESTS = re.split("## Recipes|## Tests", PAGE)
 FILES = [*ROOT.glob("*.py"), *ROOT.glob("universal/*.py"), *ROOT.glob("universal/*/[!_]*.py")]
 # From the highest to the lowest.
-ROOMS = ("universal.load", "universal.write", "universal.checkpoint", "universal.files")
-# Beside load/.
+CORE = ("universal.load", "universal.checkpoint", "universal.files")
+ROOMS = ("universal.batch", "universal.proving", "universal.save", "universal.write", *CORE)
+# Beside load/ and save/.
 WITH_TORCH = (
+    "patches",
+    "training",
     "resume",
     "mirror",
     "proof",
@@ -83,7 +86,7 @@ def test_rooms():
     alone."""
     assert [name for name in listed(MAP) if name in ROOMS] == [*ROOMS]
     for path in ROOT.glob("universal/**/*.py"):
-        if path.parent.name not in ("load", "start") and path.stem not in WITH_TORCH:
+        if path.parent.name not in ("load", "save", "start") and path.stem not in WITH_TORCH:
             packages = {module.split(".")[0] for module in imported(path, indent="")}
             assert not packages & {"torch", "deepspeed"}, path
 
@@ -100,7 +103,7 @@ def test_a_wrong_map_is_seen():
 
 def test_one_name_one_thing():
     """No top-level name is defined twice, but for what several modules offer alike."""
-    homes = {"main": None, "install": None}
+    homes = dict.fromkeys(["main", "install", "before_load", "compare", "after_load"])
     for path in ROOT.glob("universal/**/*.py"):
         for name in re.findall(r"^(?:def |class |(?=\w+ = ))(\w+)", path.read_text(), re.M):
             assert homes.setdefault(name, path) in (path, None), (name, path)

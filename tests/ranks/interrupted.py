@@ -5,7 +5,6 @@ import os
 import shutil
 from pathlib import Path
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from tests.support.case import (
     case,
     check_losses,
     check_restored,
+    installed,
     load,
     printed,
     refused,
@@ -57,8 +57,7 @@ def save_beside_damage(stage):
 def the_first_start(stage):
     """install() keeps DeepSpeed's contract for it, and load_checkpoint() stays strict."""
     engine = make(stage)
-    with overridden(deepspeed.DeepSpeedEngine, load_checkpoint=None):  # as it was, after that
-        universal.install()
+    with installed():
         for folder in ("nowhere", "empty"):
             assert engine.load_checkpoint(folder) == (None, None)
         assert printed("nothing was loaded: nowhere holds no checkpoint")
@@ -168,7 +167,7 @@ def half_a_step_unmanaged(stage):
 
 
 def grow(engine):
-    batches.watch_batches()  # the save's config then tells it
+    batches.install()  # the save's config then tells it
     engine.set_train_batch_size(24)
     train(engine, 4)
 

@@ -2,18 +2,17 @@
 
 import torch
 import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import nn
 
-import universal
 from tests.support.case import (
     PRINTED,
     case,
     check_restored,
     check_same_state,
     convert,
+    installed,
     load,
     on_own_ranks,
     printed,
@@ -35,7 +34,6 @@ from tests.support.toy import (
     two_groups,
 )
 from universal import batches
-from universal.load.hooks import overridden
 
 
 class Shaped(Net):
@@ -324,7 +322,6 @@ def experts(stage):
     engine = make(stage, Experts, groups_of_experts, seed=5)
     refused(engine, "of experts, only those of")
     if on_own_ranks():
-        with overridden(DeepSpeedEngine, load_checkpoint=None):  # as it was, after that
-            universal.install()
+        with installed():
             assert engine.load_checkpoint(".", "t")[0]
         check_same_state(engine.module, f"truth.{dist.get_rank()}")

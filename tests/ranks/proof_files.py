@@ -210,7 +210,7 @@ def no_folder():
     """As if an asynchronous writer had not yet made it."""
     engine = new_engine()
     train(engine, KIND, range(1, 2))
-    proof.after_save(engine, Path("nowhere"))
+    proof.begin_after_save(engine, Path("nowhere"))
     train_more(engine, 2)
     assert engine.global_steps == 3
 

@@ -242,7 +242,7 @@ def loop_that_was_left():
 
 def batch_of_trainers():
     """It is nothing to another engine, which says so, once."""
-    batches.watch_batches()
+    batches.install()
     printed = io.StringIO()
     with pytest.MonkeyPatch().context() as patched, contextlib.redirect_stdout(printed):
         patched.setenv("UNIVERSAL_BATCH", "24")

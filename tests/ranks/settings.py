@@ -110,7 +110,7 @@ class Normed(nn.Module):
 def micro_batch(stage):
     micro = 12 // dist.get_world_size()
     load(make(stage, seed=5, net=Normed, micro=micro))
-    assert printed(f"{NOTE}BatchNorm sees {micro} samples (was 2)\n")
+    assert printed(f"NOTE: BatchNorm sees {micro} samples (was 2)\n")
 
 
 class Averaged(Net):

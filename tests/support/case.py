@@ -34,6 +34,7 @@ from tests.support.toy import (
     snapshot,
     train,
 )
+from universal import patches
 from universal.load.hooks import overridden
 
 PRINTED = io.StringIO()  # by this rank, in this case
@@ -153,6 +154,16 @@ def load(engine, tag="t", **options):
     path, client_state = universal.load_checkpoint(engine, ".", tag, **options)
     assert path is None or Path(path).is_dir()
     return client_state
+
+
+@contextlib.contextmanager
+def installed():
+    """universal.install(), in this block alone."""
+    universal.install()
+    try:
+        yield
+    finally:
+        patches.undo(*(owner for owners in patches.PATCHES.values() for owner in owners))
 
 
 def convert(tag="t", output="u", **options):

@@ -4,7 +4,6 @@
 import contextlib
 import os
 import re
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +23,6 @@ WRITTEN = re.compile(
     r"((bf16|fp16)_)?((zero_pp|expp)_rank_\d+_)?mp_rank_\d+(_\d+)?_(model|optim)_states\.pt"
     rf"|layer_\d+[-_]\w+([-_]\w+)*_states\.pt|zero|{NEXT_STEPS}|\{POINTER}"
 )
-BACKGROUND = "universal"  # the name of the threads in which saves go on
 
 
 class Tag(NamedTuple):
@@ -60,7 +58,6 @@ def is_checkpoint(folder: Path) -> bool:
 def find_tag(folder: str | Path) -> Path:
     """The folder of the checkpoint that is meant: this one, or one of the tags in it. Raises
     CheckpointError if `latest` and a resume's choice differ: commands must not guess."""
-    wait()
     folder = Path(folder)
     if is_checkpoint(folder):
         return folder
@@ -73,19 +70,6 @@ def find_tag(folder: str | Path) -> Path:
             "one to take"
         )
     return place_of(folder, choice.name)
-
-
-def wait() -> None:
-    """Wait for saves in the background.
-
-    An event, not join(): if a signal interrupts join(), Python before 3.13 forgets the thread.
-    """
-    while events := [
-        thread.done
-        for thread in threading.enumerate()
-        if thread.name == BACKGROUND and not thread.done.is_set()
-    ]:
-        events[0].wait()
 
 
 def restore_all(folder: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""DeepSpeed's private functions and attributes: replaced for a while, watched, or read."""
+"""DeepSpeed's private functions and attributes: replaced for a while, or read."""
 
 import contextlib
 import sys
@@ -10,10 +10,7 @@ from typing import Any, NamedTuple
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten
 
-from universal.batches import ledger_of, watching
-from universal.errors import CheckpointError
 from universal.load.flat import Partition
 
 
@@ -47,15 +44,6 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "scatter",
 )
-COUNTED = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
-# The methods that proof.py watches, under its names; a pipeline's engine calls them, too.
-WATCHED = {
-    "save": "save_checkpoint",
-    "load": "load_checkpoint",
-    "forward": "forward",
-    "backward": "backward",
-    "step": "_take_model_step",  # at the last micro-batch
-}
 deepspeed_load = deepspeed.DeepSpeedEngine.load_checkpoint  # before anybody replaces it
 
 
@@ -186,60 +174,6 @@ def gathering_at_once() -> Iterator[None]:
         yield
 
 
-def replace_load_checkpoint(replacement: Callable, owner: str) -> None:
-    """Replace engine.load_checkpoint() for every engine.
-
-    owner: the file that replaces it. Raises CheckpointError if another file has done so.
-    """
-    other = getattr(deepspeed.DeepSpeedEngine, "universal", owner)
-    if other != owner:
-        raise CheckpointError(f"two copies of universal: {other} is installed, {owner} cannot be")
-    deepspeed.DeepSpeedEngine.universal = owner
-    deepspeed.DeepSpeedEngine.load_checkpoint = replacement
-
-
-def wrap_methods(**wrappers: Callable) -> None:
-    """Have wrapper(method, engine, ...) called in place of a method of WATCHED. Once is enough."""
-    for name, wrapper in wrappers.items():
-        method = getattr(deepspeed.DeepSpeedEngine, WATCHED[name])
-        if not hasattr(method, "is_watched"):
-            watched = watching(method, wrapper)
-            watched.is_watched = True
-            setattr(deepspeed.DeepSpeedEngine, WATCHED[name], watched)
-
-
-def check_client_state(engine: deepspeed.DeepSpeedEngine, client_state: dict | None) -> None:
-    """Raises CheckpointError if a client state would replace what DeepSpeed saves of the engine.
-
-    With ZeRO the optimizer is in other files.
-    """
-    parts = {"module": engine.module, "lr_scheduler": engine.lr_scheduler}
-    if not engine.zero_optimization():
-        parts["optimizer"] = engine.optimizer
-    for key, value in (client_state or {}).items():
-        own = parts[key].state_dict() if parts.get(key) else None
-        if key in COUNTED:
-            own = getattr(engine, key)
-        if own is not None and not hold_same(value, own):
-            raise CheckpointError(
-                f"client_state[{key!r}] would take the place of the engine's own in the "
-                "checkpoint: save it under another name"
-            )
-
-
-def hold_same(value, own):
-    """Whether two states hold the same tensors, and equal numbers."""
-    leaves, shape = tree_flatten(value)
-    own_leaves, own_shape = tree_flatten(own)
-    if shape != own_shape:
-        return False
-    leaves, own_leaves = [
-        [leaf.data_ptr() if torch.is_tensor(leaf) else leaf for leaf in of_state]
-        for of_state in (leaves, own_leaves)
-    ]
-    return leaves == own_leaves
-
-
 def zero_options(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
     """The config's zero_optimization as written; {} if there is none, or it is just `true`."""
     options = engine._config._param_dict.get("zero_optimization")
@@ -260,7 +194,6 @@ def begin_step(engine: deepspeed.DeepSpeedEngine) -> None:
     """Start a new optimizer step: reset DeepSpeed's count of micro-batches, which no file holds."""
     engine.micro_steps = 0
     engine._unmanaged_backward_count = 0
-    ledger_of(engine).backwards.clear()
 
 
 def partition_of(parameter: torch.Tensor | None) -> Partition | None:

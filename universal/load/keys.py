@@ -7,7 +7,6 @@ decay, stays as it was saved. A default that DeepSpeed has changed since the sav
 
 from packaging.version import Version
 
-from universal.checkpoint.facts import batch_of
 from universal.checkpoint.module_states import config_of
 from universal.load.engine import Engine
 
@@ -103,10 +102,6 @@ def settings_changed(engine: Engine, model: dict, saved_groups: list[dict]) -> l
     if model.get("lr_scheduler") and not engine.engine.lr_scheduler:
         rates = ", ".join(f"{group['lr']:g}" for group in saved_groups if "lr" in group)
         texts.append(f"without a scheduler the learning rate stays {rates}")
-    batch = batch_of(model)
-    micro = engine.engine.train_micro_batch_size_per_gpu()
-    if batch and batch.micro != micro and engine.has_batch_norm():
-        texts.append(f"BatchNorm sees {micro} samples (was {batch.micro})")
     return [*dict.fromkeys(texts)]
 
 

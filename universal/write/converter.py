@@ -23,8 +23,8 @@ from universal.errors import CheckpointError, naming
 from universal.files.sources import ByteReader, Extent, nbytes_of
 from universal.files.torch_file import contiguous, verify
 from universal.files.torch_writer import Pickled, pickled, write_pt
-from universal.write.console import bar
-from universal.write.publish import check_output, publish, unfinished
+from universal.lines import bar
+from universal.write.publish import check_output, publish, unfinished, wait
 
 # --------------------------------------------------------------------------------------------------
 # 1. convert()
@@ -52,6 +52,7 @@ def convert(
     """
     began = time.perf_counter()
     restore_all(Path(input_folder))
+    wait()  # for saves in the background
     source = find_tag(input_folder)
     output_folder = output_folder or f"{os.path.abspath(source)}_universal"
     output = Path(os.path.realpath(output_folder))

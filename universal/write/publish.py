@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,21 @@ from universal.checkpoint.tags import HIDDEN, POINTER, restore
 from universal.checkpoint.types import NEXT_STEPS
 from universal.errors import CheckpointError
 
+BACKGROUND = "universal"  # the name of the threads in which saves go on
 DAY = 86400  # seconds; nobody writes any more into a folder that is older
+
+
+def wait() -> None:
+    """Wait for saves in the background.
+
+    An event, not join(): if a signal interrupts join(), Python before 3.13 forgets the thread.
+    """
+    while events := [
+        thread.done
+        for thread in threading.enumerate()
+        if thread.name == BACKGROUND and not thread.done.is_set()
+    ]:
+        events[0].wait()
 
 
 def hidden(output: Path, kind: str) -> Path:

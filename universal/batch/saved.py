@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""The global batch of a checkpoint, from the config that DeepSpeed saves in it."""
+"""The global batch of a checkpoint, from the config that DeepSpeed saves in it, and an engine's."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from universal.batches import TRUE_BATCH
+from universal.batches import TRUE_BATCH, cures, gradient_factor, ledger_of
 from universal.checkpoint.module_states import config_of
 from universal.errors import CheckpointError
 from universal.files.schema import is_natural
@@ -77,3 +78,60 @@ def check_trainer_step(folder: Path, steps: int) -> None:
             f'earlier one; if there is none, write "global_step": {steps} and "epoch": '
             f"{epoch:.17g} there: the learning rate then stays a step behind"
         )
+
+
+# --------------------------------------------------------------------------------------------------
+# at a load
+
+
+def compare(engine: Any, model: dict, options: Any) -> Iterator[str]:
+    """Yields lines about what the batch was and is now, before the engine changes.
+
+    engine: load.engine.Engine. model: model states. options: LoadOptions. Raises CheckpointError if
+    the gradient would be another one.
+    """
+    if not hasattr(engine.torch_optimizer, "step"):  # None, or DeepSpeed's DummyOptim
+        return  # nothing is trained
+    if saved := batch_of(model):
+        yield from compare_batch(engine, model, saved)
+    if options.load_optimizer_states:
+        yield from compare_gradients(engine, model)
+
+
+def compare_batch(engine, model, saved):
+    """Warns if the engine's global batch is not the saved one, or not the only one that was
+    trained, and the engine's config names none."""
+    written = engine.config()
+    now = written.get(TRUE_BATCH, engine.engine.train_batch_size())
+    was = saved.samples
+    doubt = doubt_of(was, model)
+    keep = CHOOSE if doubt else f"to keep {was}"
+    micro = engine.engine.train_micro_batch_size_per_gpu()
+    cure, *_ = cures(None if doubt else was, micro, type(engine.engine).__module__)
+    if was != now or doubt and TRUE_BATCH not in written:
+        yield f"WARNING: the global batch was {was}{doubt}, and is {now} now: {keep}, {cure}"
+    if saved.micro != micro and engine.has_batch_norm():
+        yield f"NOTE: BatchNorm sees {micro} samples (was {saved.micro})"
+
+
+def compare_gradients(engine, model):
+    """Raises CheckpointError if the gradient would be more than the mean over the ranks, and was
+    not as much; warns if it was, and will be the mean."""
+    saved, saved_key = gradient_factor(config_of(model), model["dp_world_size"])
+    now, key = gradient_factor(engine.config(), engine.ranks)
+    if now not in (1, saved):
+        raise CheckpointError(
+            f"{key} in the config makes the gradient {now:.4g} times the mean over the ranks, and "
+            f"it was {saved:.4g} times: take it out, and multiply each loss by {saved:.4g}"
+        )
+    if now != saved:
+        yield (
+            f"WARNING: {saved_key} made the gradient {saved:.4g} times the mean over the ranks, "
+            f"which it is now: multiply each loss by {saved:.4g} to go on as before"
+        )
+
+
+def after_load(engine: Any, loaded: Any, group: Any) -> None:
+    """Begin a step. loaded: loader.Loaded. Raises: as check_trainer_step()."""
+    ledger_of(engine).backwards.clear()
+    group.on_rank_0(lambda: check_trainer_step(loaded.folder, engine.global_steps))

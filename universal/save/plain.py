@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: MIT
+"""What engine.save_checkpoint() is asked and told, in the background or not."""
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch.utils._pytree import tree_flatten
+
+from universal import patches
+from universal.errors import CheckpointError
+from universal.load.collective import say
+
+COUNTED = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
+
+
+def install() -> None:
+    """Check what every engine.save_checkpoint() is given from now on."""
+    patches.patch("saves", save_checkpoint=checked_save)
+
+
+def checked_save(
+    method: Callable,
+    engine: deepspeed.DeepSpeedEngine,
+    save_dir: str,
+    tag: str | None = None,
+    client_state: dict | None = None,
+    save_latest: bool = True,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Save by a method. Raises CheckpointError; says where a load would take another checkpoint."""
+    check_client_state(engine, client_state)
+    result = method(engine, save_dir, tag, client_state or {}, save_latest, *args, **options)
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    if not save_latest and not name.endswith((".unfinished", ".saving")):  # which are renamed
+        say_if_beside_latest(save_dir, name)
+    return result
+
+
+def check_client_state(engine: deepspeed.DeepSpeedEngine, client_state: dict | None) -> None:
+    """Raises CheckpointError if a client state would replace what DeepSpeed saves of the engine.
+
+    With ZeRO the optimizer is in other files.
+    """
+    parts = {"module": engine.module, "lr_scheduler": engine.lr_scheduler}
+    if not engine.zero_optimization():
+        parts["optimizer"] = engine.optimizer
+    for key, value in (client_state or {}).items():
+        own = parts[key].state_dict() if parts.get(key) else None
+        if key in COUNTED:
+            own = getattr(engine, key)
+        if own is not None and not hold_same(value, own):
+            raise CheckpointError(
+                f"client_state[{key!r}] would take the place of the engine's own in the "
+                "checkpoint: save it under another name"
+            )
+
+
+def hold_same(value, own):
+    """Whether two states hold the same tensors, and equal numbers."""
+    leaves, shape = tree_flatten(value)
+    own_leaves, own_shape = tree_flatten(own)
+    if shape != own_shape:
+        return False
+    leaves, own_leaves = [
+        [leaf.data_ptr() if torch.is_tensor(leaf) else leaf for leaf in of_state]
+        for of_state in (leaves, own_leaves)
+    ]
+    return leaves == own_leaves
+
+
+def say_if_beside_latest(save_dir: str | os.PathLike, tag: str) -> None:
+    """Print which checkpoint a load would take, if `latest` does not name the one just saved."""
+    if Path(save_dir, "latest").exists():
+        say_beside_latest(tag)
+
+
+@functools.cache
+def say_beside_latest(tag):
+    """Prints the line once for each tag."""
+    say(
+        f"{tag} is saved beside `latest`: a load without a tag takes whichever is of the later "
+        "step; one with the tag takes what it names"
+    )
