@@ -13,7 +13,6 @@ a run that nothing happened to. One line for each way to train:
     told     had none, and train.py --resume ended with one line that says how to begin
 """
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -26,6 +25,7 @@ from pathlib import Path
 import torch
 
 import universal
+from measure import options
 from tests.support.ranks import launch, run_script
 from universal import background
 from universal.proof import tensors_in
@@ -121,9 +121,7 @@ def verdict(result):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options.parser(__doc__)
     parser.add_argument("--points", type=int, default=1000, help="of each way, at most")
     args = parser.parse_args()
     wrong = []

@@ -7,7 +7,6 @@ million parameters, on so many ranks writes them: random weights, all else as it
 tools run as whole processes, in turn, and the median of three rounds counts. Ours waits until the
 disk has it, so that each is followed by a sync."""
 
-import argparse
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from measure import options
 from tests.support import ROOT
 from tests.support.lay_out import groups_of, lay_out
 from train import GPT
@@ -96,9 +96,7 @@ def measure(work, stage, ranks):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument(
         "--folder", type=Path, default="/dev/shm", help="where: /dev/shm is memory, others a disk"

@@ -9,7 +9,6 @@ node that is lost takes its memory with it. --soak: nodes of one rank, and for s
 events drawn from the seed. Then every step must be in the log once, with the numbers of one rank
 that nothing happened to: every bit, with --exact. Nothing may be left over."""
 
-import argparse
 import os
 import random
 import shutil
@@ -21,6 +20,7 @@ from matplotlib.figure import Figure
 from torch.distributed import TCPStore
 
 import plot
+from measure import options
 from measure.machines import HEAD, TORCHRUN, WARM, Job, differences, train_alone
 
 FOLDER = Path("ckpt_elastic").resolve()
@@ -141,7 +141,6 @@ def draw(runs, path):
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
 
 
@@ -231,9 +230,7 @@ def print_soak(job, events):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options.parser(__doc__)
     parser.add_argument("--zero_stage", type=int, choices=[1, 2, 3], default=1)
     parser.add_argument(
         "--rounding", action="store_true", help="without --exact: the last digits may differ"
@@ -245,7 +242,7 @@ def main():
         "--soak", type=float, metavar="MINUTES", help="random events instead, for so long"
     )
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--output", type=Path, help="the picture of two runs")
+    parser.add_argument("--output", type=options.place, help="the picture of two runs")
     args = parser.parse_args()
     if args.soak:
         try_soak(args)

@@ -10,7 +10,6 @@ g++ for DeepSpeed's own Adam.
 Every number comes from processes of its own.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -23,7 +22,6 @@ import string
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +34,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 import universal.load.loader
+from measure import options
 from tests.support import ROOT
 from tests.support.ranks import deepspeed, last_error, launch, run
 
@@ -423,13 +422,9 @@ def letter(text, letters):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("out/engines.txt"))
+    parser = options.parser(__doc__, "out/engines.txt")
     parser.add_argument("words", nargs="*")
     args = parser.parse_args()
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     run(ROOT, 1, build_extensions, limit=BUILD)
     names = [name for name in kinds(2) if all(word in name for word in args.words)]
     text = table(measure(names))

@@ -8,7 +8,6 @@ trains with and without it over seeds, on 2 ranks. The ranks are forked from thi
 an error when a bit of a loss or gradient norm differs with --exact, or when it changes what is
 learned by more than the seeds do."""
 
-import argparse
 import shutil
 import statistics
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import plot
+from measure import options
 from measure.logs import largest, read_log
 from tests.support.ranks import ends_after, run
 
@@ -85,7 +85,6 @@ def draw(path):
             for axis in figure.axes:
                 axis.axvline(begin + 0.5, color="0.4", ls="--", lw=1)
         begin = last
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
     plot.write_joined(runs, path.with_suffix(".csv"))
 
@@ -116,15 +115,7 @@ def over_seeds():
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("out/exact.png"),
-        help="picture, with its .csv beside it",
-    )
+    parser = options.parser(__doc__, "out/exact.png")
     args = parser.parse_args()
     shutil.rmtree(FOLDER, ignore_errors=True)
     row = "{:<22}{:>10}{:>10}{:>10}{:>22}"

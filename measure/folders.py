@@ -4,7 +4,6 @@ universal checkpoint, and on two ranks that go on at ZeRO-3. One matrix is follo
     python -m measure.folders ds_transformer_checkpoint/global_step100 --output out/folders.png
 """
 
-import argparse
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +11,8 @@ import matplotlib
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
+
+from measure import options
 
 FOLLOWED = "#56B4E9"
 OTHER = "0.85"
@@ -117,11 +118,8 @@ def draw(files, folders, readers, followed):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options.parser(__doc__, "out/folders.png")
     parser.add_argument("checkpoint", type=Path, help="a ZeRO-1 checkpoint")
-    parser.add_argument("--output", type=Path, default=Path("out/folders.png"))
     args = parser.parse_args()
     path = args.checkpoint / "mp_rank_00_model_states.pt"
     model = torch.load(path, mmap=True, weights_only=False)
@@ -133,7 +131,6 @@ def main():
     followed = max(matrices, key=names.count)  # the one that is cut most
     folders = [[parameter] for parameter in parameters]
     figure = draw(files, folders, readers, followed)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.output, dpi=200)
     print(f"wrote {args.output}")
 

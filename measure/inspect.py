@@ -8,7 +8,6 @@ shortest counts, for whatever else the machine does adds to all others. "memory"
 files there; "disk": it has nothing of them. The last column is the peak of the process's own memory
 (VmHWM) as it ends; of diff, less that of a process that imports torch alone."""
 
-import argparse
 import functools
 import os
 import re
@@ -19,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from measure import options
 from tests.support import ROOT
 from tests.support.lay_out import groups_of, lay_out
 from train import GPT
@@ -111,9 +111,7 @@ def measure_many_ranks(folder, stage):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options.parser(__doc__)
     parser.add_argument("--folder", type=Path, help="where to lay the checkpoints out")
     parser.add_argument("--times", type=int, default=1, help="of 12 layers, which have 86 million")
     parser.add_argument("--rounds", type=int, default=7)

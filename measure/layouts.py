@@ -8,13 +8,13 @@ goes on, on other layouts, to step 160; those 100 steps are compared with the un
 ranks are forked from this process. Ends with an error when any loss differs by more than 1e-5, or
 the same layout by a bit."""
 
-import argparse
 import math
 import shutil
 import sys
 from pathlib import Path
 
 import plot
+from measure import options
 from measure.logs import largest
 from tests.support.ranks import run
 
@@ -75,7 +75,6 @@ def draw(path):
     runs = dict(zip(legend, logs, strict=True))
     figure = plot.draw(runs, gaps)
     figure.axes[0].get_legend().set_title("ranks: tensor (TP) x pipeline (PP) x data (DP)")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
     plot.write_joined(runs, path.with_suffix(".csv"))
 
@@ -98,12 +97,7 @@ def play(script, stage, layout, others):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("out/3d.png"), help="picture, with its .csv beside it"
-    )
+    parser = options.parser(__doc__, "out/3d.png")
     args = parser.parse_args()
     train(TPSP, 1, (1, 1, 1), ONE_RANK, "ckpt_3d/one")
     table = {}  # {(script, from, to): {stage: difference}}

@@ -11,7 +11,6 @@ of 3. Other numbers, losses say, may move by 1%. Another version of Python has a
 learn, of which `helpers` tells first, and other numbers. In the end it prints the seconds that the
 cells of each part took."""
 
-import argparse
 import itertools
 import re
 import sys
@@ -20,6 +19,8 @@ from pathlib import Path
 
 import nbclient
 import nbformat
+
+from measure import options
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "docs" / "lesson.ipynb"
@@ -114,9 +115,7 @@ def differences(old, new):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options.parser(__doc__)
     parser.add_argument(
         "--write", action="store_true", help="put the new outputs into the notebook"
     )

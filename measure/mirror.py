@@ -20,7 +20,6 @@ installed (0.2.0), its copy in a neighbor's memory, too: of other tensors, for t
 The picture: steps that sleep, with a copy or a save at each.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -37,7 +36,7 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 
 import universal
-from measure import resume
+from measure import options, resume
 from tests.support.ranks import run
 from universal import background
 from universal.mirror import Mirror
@@ -267,15 +266,12 @@ def draw(steps, path):
     axes[0].set_ylabel("ms of a step")
     lines = axes[0].get_lines()
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, help="the picture")
+    parser = options.parser(__doc__)
+    parser.add_argument("--output", type=options.place, help="the picture")
     args = parser.parse_args()
     Path("out").mkdir(exist_ok=True)
     print("                                    longer a step that")

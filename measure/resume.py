@@ -15,7 +15,6 @@ The peers of loading: DeepSpeed's own loader, on the ranks that saved; DCP, torc
 checkpoint of FSDP2, on others; and the reads of a rank's own files into memory, with nothing else.
 """
 
-import argparse
 import json
 import os
 import re
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import universal
+from measure import options
 from measure.convert import Run, commands, timed
 from tests.support.lay_out import lay_out
 from tests.support.ranks import deepspeed, run
@@ -316,8 +316,6 @@ def main():
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options.parser(__doc__)
     parser.add_argument("--loads", action="store_true", help="loading alone")
     loads() if parser.parse_args().loads else main()

@@ -4,13 +4,11 @@ ranks are worth.
     python -m measure.shares --output out/shares.png
 """
 
-import argparse
-from pathlib import Path
-
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from measure import options
 from universal.batches import Share
 
 FOLLOWED = "#56B4E9"
@@ -103,13 +101,9 @@ def draw():
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("out/shares.png"))
+    parser = options.parser(__doc__, "out/shares.png")
     args = parser.parse_args()
     print_table((8, 16, 24, 32, 48, 64), most=8)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     draw().savefig(args.output, dpi=200)
 
 

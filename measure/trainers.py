@@ -10,7 +10,6 @@ letter is an error. The last column is a Trainer without AnyRanks in it, under U
 python -m universal, with what LLaMA-Factory 0.9.5 and ms-swift 4.6.0 want. Ends with an error where
 a number is no rounding, or a rate differs."""
 
-import argparse
 import functools
 import shutil
 import sys
@@ -20,7 +19,7 @@ import accelerate
 import torch
 import transformers
 
-from measure import versions
+from measure import options, versions
 from measure.logs import compare, steps
 from tests.support import ROOT
 from tests.support.ranks import last_error, launch
@@ -175,13 +174,9 @@ def run(release, beside, columns, folder=WORK):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("out/trainers.txt"))
+    parser = options.parser(__doc__, "out/trainers.txt")
     parser.add_argument("releases", nargs="*", default=RELEASES)
     args = parser.parse_args()
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     rows = {}
     for release in args.releases:
         of_its_time = RELEASES[release][0]

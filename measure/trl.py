@@ -10,7 +10,6 @@ before the short step, which it fills with other samples; it is no check. A lett
 "command" is a Trainer without AnyRanks in it, under UNIVERSAL_BATCH=16 python -m universal. Ends
 with an error where a number is no rounding, or an error is not the one to be expected."""
 
-import argparse
 import functools
 import json
 import os
@@ -25,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from measure import versions
+from measure import options, versions
 from measure.trainers import HUB, INSTALLED, OLD_HUB
 from tests.support import ROOT
 from tests.support.ranks import last_error, launch
@@ -291,14 +290,10 @@ def run(release, names):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("out/trl.txt"))
+    parser = options.parser(__doc__, "out/trl.txt")
     parser.add_argument("--cases", nargs="*", default=CASES)
     parser.add_argument("releases", nargs="*", default=RELEASES)
     args = parser.parse_args()
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     table = {}
     for release in args.releases:
         for name, values in run(release, args.cases).items():

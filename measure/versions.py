@@ -9,7 +9,6 @@ number is the largest difference of their losses at any ZeRO stage, a letter is 
 the table has the last number, and below it the others. Ends with an error where universal is still
 off, and DeepSpeed alone is not, or where a model that loads nothing is close."""
 
-import argparse
 import functools
 import itertools
 import json
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from measure import options
 from measure.logs import compare
 from tests.support import ROOT
 from tests.support.ranks import deepspeed, last_error, launch
@@ -243,15 +243,11 @@ def write(output, everything, notes):
     }
     lines = table("DeepSpeed", rows)
     lines += ["", "Measured again:", *notes] if notes else []
-    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("\n".join(lines) + "\n")
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("out/versions.txt"))
+    parser = options.parser(__doc__, "out/versions.txt")
     parser.add_argument("versions", nargs="*", default=OLD)
     args = parser.parse_args()
     everything = {version: {} for version in (*args.versions, NEW)}

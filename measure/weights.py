@@ -14,13 +14,13 @@ of that by its size, so these biases move by up to the learning rate in each ste
 that rounding chooses. Nothing of the loss depends on them. The bound for them is the way that Adam
 can go in these steps, from both sides."""
 
-import argparse
 import csv
 import os
 import sys
 from array import array
 from pathlib import Path
 
+from measure import options
 from universal.checkpoint.describe import describe
 from universal.diff import diff, screen_lines
 from universal.files.sources import ByteReader
@@ -66,9 +66,7 @@ def longest_way(log):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options.parser(__doc__)
     for name in ("first", "same_ranks", "fewer_ranks"):
         parser.add_argument(name, help="folder of checkpoints")
     args = parser.parse_args()
