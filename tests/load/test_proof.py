@@ -1,6 +1,6 @@
 """universal/proof.py: the next steps of a checkpoint are written down, and compared when they are
 trained again; a fault after the load is named at its first or second step. That nothing is named
-where there is no fault, lives.py and random_engines.py see, too."""
+where there is no fault, random_engines.py sees, too."""
 
 import math
 import re
