@@ -1,10 +1,12 @@
 """Every option and every kind of engine and optimizer that load_checkpoint() knows, with ZeRO and
 without, on the ranks that saved and on others: it restores what was saved, or refuses with the line
-that says why. And the recipes of docs/troubleshooting.md do what they say."""
+that says why; what is odd is never worse than with DeepSpeed alone. And the recipes of
+docs/troubleshooting.md do what they say."""
 
 import by_deepspeed
 import interrupted
 import models
+import odd
 import optimizers
 import recipes
 import settings
@@ -13,4 +15,6 @@ import weights
 
 from tests.support.case import cases_of, test_case  # noqa: F401
 
-CASES = cases_of(weights, models, optimizers, interrupted, by_deepspeed, recipes, settings, stage_0)
+CASES = cases_of(
+    weights, models, optimizers, odd, interrupted, by_deepspeed, recipes, settings, stage_0
+)
