@@ -36,7 +36,8 @@ def one_rank(work):
     train(work, 1, "exact_1", "--exact")
 
 
-@pytest.mark.parametrize("stages", [(2, 3, 1, 3), *(slow([n] * 4) for n in (1, 2, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [(2, 3, 1, 3), *([n] * 4 for n in (1, 2, 3))])
 def test_chain(work, one_rank, stages):
     """From 4 ranks to 3, 5 and 1, the last time by a conversion; with clipping and dropout, in
     partitions of odd sizes."""
