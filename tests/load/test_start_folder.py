@@ -196,23 +196,35 @@ def start(command, env):
 runner.subprocess = type("Fake", (), {"Popen": start})
 runner.logger.setLevel("ERROR")
 multinode_runner.MVAPICH_TMP_HOSTFILE = os.devnull
-for launcher in sys.argv[1:]:
-    kind = runner.LAUNCHER_CLASSES[launcher]
-    kind.backend_exists = lambda self: True
-    words = f"--hostfile hosts --no_ssh_check --master_addr one --launcher {launcher} train.py"
-    runner.main(words.split())
+for file, batch, launchers in json.loads(sys.argv[1]):
+    with open(".deepspeed_env", "w") as lines:
+        lines.write(file)
+    os.environ.pop("UNIVERSAL_BATCH", None)
+    os.environ |= {"UNIVERSAL_BATCH": batch} if batch else {}
+    for launcher in launchers:
+        kind = runner.LAUNCHER_CLASSES[launcher]
+        kind.backend_exists = lambda self: True
+        words = f"--hostfile hosts --no_ssh_check --master_addr one --launcher {launcher} train.py"
+        runner.main(words.split())
 """
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 
 
-def start_hosts(folder, deepspeed_env, *launchers, **variables):
-    """What DeepSpeed's launcher says, and the commands that it would run to start two hosts."""
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    """A folder, what DeepSpeed's launcher says there, and the commands that it would run to start
+    two hosts: with a .deepspeed_env and a batch, without both, and with a batch in the file."""
+    folder = tmp_path_factory.mktemp("hosts") / "with blank"
     write(folder / "hosts", "one slots=2\ntwo slots=2\n")
-    write(folder / ".deepspeed_env", deepspeed_env)
-    variables |= {"HOME": str(folder), "PYTHONPATH": str(START)}
-    done = run_python("-c", RUNNER, *launchers, folder=folder, **variables)
+    cases = [
+        ("PYTHONPATH=/theirs\nUNIVERSAL_BATCH=12\n", "20", LAUNCHERS),
+        ("", "", LAUNCHERS),
+        ("UNIVERSAL_BATCH=12\n", "", ["pdsh"]),
+    ]
+    variables = {"HOME": str(folder), "PYTHONPATH": str(START)}
+    done = run_python("-c", RUNNER, json.dumps(cases), folder=folder, **variables)
     lines = [line for line in done.stdout.splitlines() if line.startswith('["')]
-    return done, [json.loads(line) for line in lines]
+    return folder, done, [json.loads(line) for line in lines]
 
 
 def exported(launcher, command):
@@ -227,25 +239,22 @@ def exported(launcher, command):
     return dict(word.split("=", 1) for word in command if word.startswith(names))
 
 
-def test_deepspeed_starts_other_machines(tmp_path):
+def test_deepspeed_starts_other_machines(hosts):
     """Their ranks get this folder first, and the batch, whatever a .deepspeed_env says, and however
     the working directory is named."""
-    folder = tmp_path / "with blank"
-    theirs = "PYTHONPATH=/theirs\nUNIVERSAL_BATCH=12\n"
-    _, commands = start_hosts(folder, theirs, *LAUNCHERS, UNIVERSAL_BATCH="20")
-    for launcher, command in zip(LAUNCHERS, commands, strict=True):
+    folder, _, commands = hosts
+    for launcher, command in zip(LAUNCHERS, commands[: len(LAUNCHERS)], strict=True):
         wanted = {"PYTHONPATH": f"{START}:/theirs", "UNIVERSAL_BATCH": "20"}
         assert exported(launcher, command) == wanted, launcher
-    _, commands = start_hosts(folder, "", *LAUNCHERS)
-    for launcher, command in zip(LAUNCHERS, commands, strict=True):
+    for launcher, command in zip(LAUNCHERS, commands[len(LAUNCHERS) :], strict=True):
         paths = exported(launcher, command)
         assert paths == {"PYTHONPATH": f"{START}:{folder}:{START}"}, launcher
 
 
-def test_a_batch_that_only_a_file_names(tmp_path):
-    """As accelerate has written it there for the run before."""
-    done, commands = start_hosts(tmp_path, "UNIVERSAL_BATCH=12\n", "pdsh")
-    assert done.returncode == 2 and not commands
+def test_a_batch_that_only_a_file_names(hosts):
+    """As accelerate has written it there for the run before: nothing is started."""
+    _, done, commands = hosts
+    assert done.returncode == 2 and len(commands) == 2 * len(LAUNCHERS)
     assert "says UNIVERSAL_BATCH=12, and the command nothing: type it before" in done.stderr
 
 
