@@ -72,12 +72,16 @@ demo: $(OUT)/resume.png $(OUT)/stock.txt $(OUT)/resume_no_uc.png \
 	$(OUT)/folders.png $(OUT)/shares.txt $(OUT)/grad_accu.png $(OUT)/resume_uc.png $(OUT)/stock_3.txt \
 	$(OUT)/traps.txt $(OUT)/diff.txt
 
-# Without an NVIDIA driver torch's CPU build will do: 200 megabytes in place of gigabytes.
+# $(call cpu_torch,pip,pin): without an NVIDIA driver torch's CPU build will do: 200 megabytes in place of gigabytes
+define cpu_torch
+{ command -v nvidia-smi > /dev/null || $(1) install -q --no-deps --retries 1 --timeout 15 \
+	--index-url https://download.pytorch.org/whl/cpu $(2) 2> /dev/null \
+	|| echo "torch: its CPU build is not to be had; this installs PyPI's, with gigabytes of CUDA libraries"; }
+endef
+
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
-	@command -v nvidia-smi > /dev/null || .venv/bin/pip install -q --no-deps --retries 1 --timeout 15 \
-		--index-url https://download.pytorch.org/whl/cpu $(shell grep ^torch== requirements.txt) 2> /dev/null \
-		|| echo "torch: its CPU build is not to be had; this installs PyPI's, with gigabytes of CUDA libraries"
+	@$(call cpu_torch,.venv/bin/pip,$(shell grep ^torch== requirements.txt))
 	.venv/bin/pip install -q -r requirements.txt
 	touch $@
 
@@ -317,11 +321,19 @@ lesson: .venv/installed-dev
 	$(PY) -m measure.lesson
 
 # Others' surprises, one after the other: what each saw, and whether it is still so
+# Each script can install what it needs; here those of the same pins share an environment.
 FINDINGS = $(wildcard findings/$(or $(NAME),*).sh)
 findings:
 	@mkdir -p $(OUT)/findings; code=0; \
-	for script in $(FINDINGS); do name=$$(basename $$script .sh); start=$$(date +%s); \
-		if $$script > $(OUT)/findings/$$name.txt 2>&1; then state=AS-WRITTEN; else state=CHANGED; code=1; fi; \
+	for script in $(FINDINGS); do name=$$(basename $$script .sh); \
+		pins=$$(sed -n 's/^pins="\(.*\)"$$/\1/p' $$script); \
+		env=$(abspath $(OUT))/findings/$$(echo $$pins | tr ' ' _); \
+		[ -x $$env/bin/python ] || ! grep -q FINDINGS_PYTHON $$script || { \
+			$(PYTHON) -m venv $$env && $(call cpu_torch,$$env/bin/pip,$${pins%% *}) && \
+			$$env/bin/pip install -q $$pins || rm -rf $$env; }; \
+		start=$$(date +%s); \
+		if FINDINGS_PYTHON=$$env/bin/python timeout -k 10 1200 $$script > $(OUT)/findings/$$name.txt 2>&1; \
+		then state=AS-WRITTEN; else state=CHANGED; code=1; fi; \
 		printf "%-10s %4d s  %s\n%18s%s\n" $$state $$(($$(date +%s) - start)) $$name "" \
 			"$$(tail -n 1 $(OUT)/findings/$$name.txt)"; \
 	done; test -n "$(FINDINGS)" && exit $$code
