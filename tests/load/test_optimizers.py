@@ -68,13 +68,17 @@ class Kept(torch.optim.SGD):
         self.state[p]["norm"] = p.grad.norm()
 
 
-def test_what_an_optimizer_is_asked():
-    """What depends on the slice, and what of it a step reads. It is left as it is."""
+def test_what_an_optimizer_is_asked(monkeypatch):
+    """What depends on the slice, and what of it a step reads. It is left as it is, and so are the
+    random numbers of this process and of its cards."""
     parameter = torch.nn.Parameter(torch.ones(7))
     optimizer = Kept([parameter], lr=0.1)
     torch.optim.lr_scheduler.ConstantLR(optimizer)  # it replaces step()
     before = torch.get_rng_state()
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     answer = ask(optimizer, optimizer.param_groups)
+    assert not seeds
     assert torch.equal(before, torch.get_rng_state())
     assert parameter.tolist() == [1.0] * 7 and not optimizer.state
     assert "seen" not in optimizer.param_groups[0]

@@ -122,7 +122,7 @@ class Trial(NamedTuple):
         for step, gradient in enumerate(self.gradients):
             if step == EARLY:
                 numbers = numbers_of(twin, change)
-            torch.manual_seed(step)
+            torch.default_generator.manual_seed(step)  # not those of cards: nothing restores them
             for tensor, row in zip(tensors, gradient, strict=True):
                 tensor.grad = row[begin:end].clone()
             type(twin).step(twin)

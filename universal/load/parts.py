@@ -92,6 +92,8 @@ def parts_of(engine: Engine, checkpoint: Checkpoint, group: ProcessGroup) -> Par
     saved = unpack(checkpoint.packed.model).get(INFO_KEY)
     # One rank needs it, too: its vocabulary may be padded.
     info = engine.cuts() or saved and for_another_degree(saved)
+    if degree == 1 and not info:
+        return Parts(rank, degree, {name: PartMap(shape, ()) for name, shape in shapes.items()})
     joiner = TensorParallel(info, degree, "this engine")
     if checkpoint.layout is None or checkpoint.layout.tensor != degree:
         check_same_cuts(joiner, TensorParallel(saved, 1, checkpoint.folder), shapes)
