@@ -3,8 +3,17 @@
     python -m measure.optimizers --output out/optimizers.txt [parts of names...]
 
 A model of 272 weights trains for 7 steps on 2 and on 3 ranks, and in PyTorch alone; the 2 save at
-step 4, and 2 and 3 ranks resume. A number is the largest difference of two runs' losses: 2e-07 is
-rounding. Each class has its default settings; what needs others is not taken.
+step 4, and 2 and 3 ranks resume. Each class has its default settings; what needs others is not
+taken. A row, of a class and a ZeRO stage, has
+
+    3 RANKS       3 ranks against 2, not interrupted
+    CUT           how far an update follows from the cut, as a load asks the optimizer; -: no answer
+    PYTORCH       2 ranks against PyTorch alone
+    RESUMED ON 2  against the 2 ranks that were not interrupted
+    RESUMED ON 3  against the 3 ranks that were not interrupted
+
+Of losses, these are the largest differences; "same" is at most 3e-07, and inf is a loss that is no
+number. Rows that the output has are not made again.
 """
 
 import argparse
@@ -14,6 +23,7 @@ import inspect
 import io
 import json
 import re
+import shutil
 import warnings
 from pathlib import Path
 
@@ -23,26 +33,27 @@ from torch import nn
 import universal
 from measure.engines import begin
 from tests.support import ROOT
-from tests.support.helpers import run_all
-from tests.support.ranks import deepspeed
-from tests.support.toy import in_turn, is_rank_0, train
-from universal.load.ask import ask
+from tests.support.ranks import deepspeed, last_error, launch
+from tests.support.toy import is_rank_0, train
+from universal.load.ask import NEGLIGIBLE, ask
 
 WORK = ROOT / "runs" / "optimizers"
 PACKAGES = (
     "torch.optim",
-    "pytorch_optimizer",
+    "transformers.optimization",
+    "lion_pytorch",
     "schedulefree",
     "prodigyopt",
     "dadaptation",
     "optimi",
-    "heavyball",
     "bitsandbytes.optim",
-    "lion_pytorch",
-    "transformers.optimization",
+    "pytorch_optimizer",
+    "heavyball",
 )
+WIDTH = 44  # of a name
 SAVED, STEPS = 4, 7
 ROUNDING = 3e-7
+LIMIT = 120  # seconds, of a launch
 CONFIG = {
     "train_batch_size": 12,
     "train_micro_batch_size_per_gpu": 2,
@@ -85,16 +96,21 @@ def make(name, seed=1):
     rate = inspect.signature(kind).parameters.get("lr")
     is_small = rate and isinstance(rate.default, float) and rate.default < 5e-3
     required = rate and rate.default is inspect.Parameter.empty
-    optimizer = kind(model.parameters(), **({"lr": 0.01} if is_small or required else {}))
-    with contextlib.suppress(AttributeError):
-        optimizer.train()
-    return model, optimizer
+    return model, kind(model.parameters(), **({"lr": 0.01} if is_small or required else {}))
 
 
 def engine_of(name, stage, seed=1):
     model, optimizer = make(name, seed)
     config = CONFIG | {"zero_optimization": {"stage": stage}}
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    begin_training(engine.optimizer.optimizer)
+    return engine
+
+
+def begin_training(optimizer):
+    """Schedule-free ones want to be told."""
+    if hasattr(optimizer, "train"):
+        optimizer.train()
 
 
 def losses(engine, first, last):
@@ -104,6 +120,7 @@ def losses(engine, first, last):
 def alone(name):
     """The losses in PyTorch alone."""
     model, optimizer = make(name)
+    begin_training(optimizer)
     found = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -114,35 +131,27 @@ def alone(name):
     return found
 
 
-def play(stage, ranks, *names):
-    """What every rank does with these optimizers."""
+def play(stage, ranks, name):
+    """What every rank does with an optimizer."""
     begin()
+    torch.compiler.set_stance("force_eager")
     universal.install()
-
-    def notes(name):
-        known = {}
-        folder = f"zero-{stage}"
-        try:
-            engine = engine_of(name, stage)
-            known["losses"] = losses(engine, 0, SAVED)
-            if ranks == 2:
-                engine.save_checkpoint(folder, "t")
-            known["losses"] += losses(engine, SAVED, STEPS)
-            known["asked"] = getattr(ask(engine.optimizer.optimizer, []), "gap", None)
-            engine = engine_of(name, stage, seed=5)
-            with contextlib.redirect_stdout(io.StringIO()):
-                engine.load_checkpoint(folder, "t")
-                known["resumed"] = losses(engine, SAVED, STEPS)
-            if ranks == 2:
-                known["alone"] = alone(name)
-        except BaseException as error:
-            known["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    known = {}
+    try:
+        engine = engine_of(name, stage)
+        known["losses"] = losses(engine, 0, SAVED)
+        if ranks == 2:
+            engine.save_checkpoint(".", "t")
+            known["alone"] = alone(name)
+        known["losses"] += losses(engine, SAVED, STEPS)
+        known["asked"] = getattr(ask(engine.optimizer.optimizer, []), "gap", None)
+        engine = engine_of(name, stage, seed=5)
+        with contextlib.redirect_stdout(io.StringIO()):
+            engine.load_checkpoint(".", "t")
+            known["resumed"] = losses(engine, SAVED, STEPS)
+    finally:
         if is_rank_0():
-            Path(f"{stage}.{ranks}.json").write_text(json.dumps(known))
-        if "error" in known:
-            raise SystemExit(1)
-
-    in_turn(names, notes)
+            Path(f"{ranks}.json").write_text(json.dumps(known))
 
 
 def gap(known, key, other):
@@ -154,32 +163,46 @@ def gap(known, key, other):
     return "same" if worst <= ROUNDING else f"{worst:.0e}"
 
 
-def outcome(known, key, other):
+def outcome(known, other):
     """The gap of a resume, in words; or why there is none."""
-    error = known.get("error", "")
-    if key in known or not error:
-        return gap(known, key, other)
-    refusal = re.match(r"CheckpointError: (.*?)(;|$)", error)
+    error = known.get("error")
+    if "resumed" in known or not error:
+        return gap(known, "resumed", other)
+    refusal = re.search(r"CheckpointError: (.*?)(;|$)", error)
     return f"refused: {refusal[1]}"[:70] if refusal else error[:70]
 
 
+def tried(name, stage, ranks):
+    """What so many ranks have written, and their error."""
+    folder = WORK / name / f"zero-{stage}"
+    result = launch(folder, ranks, play, stage, ranks, name, limit=LIMIT, grace=2)
+    path = folder / f"{ranks}.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    return known | ({"error": last_error(result.err)} if result.code else {})
+
+
+def start_of_row(name, stage):
+    return f"{name:<{WIDTH}}{stage:>2}  "
+
+
 def row(name, stage):
-    two, three = (
-        json.loads(path.read_text()) if path.exists() else {"error": "no answer"}
-        for path in (WORK / name / f"{stage}.{ranks}.json" for ranks in (2, 3))
-    )
-    start = f"{name:<34}{stage:>2}  "
+    folder = WORK / name / f"zero-{stage}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    two = tried(name, stage, 2)
+    start = start_of_row(name, stage)
     if len(two.get("losses", ())) < STEPS:
         return f"{start}not taken: {two['error'][:90]}"
+    three = tried(name, stage, 3)
     asked = two.get("asked")
     cells = (
         gap(three, "losses", two["losses"]),
-        "-" if asked is None else "no" if asked <= 1e-5 else f"{asked:.0e}",
+        "-" if asked is None else "no" if asked <= NEGLIGIBLE else f"{asked:.0e}",
         gap(two, "alone", two["losses"]),
-        outcome(two, "resumed", two["losses"]),
+        outcome(two, two["losses"]),
     )
-    on_3 = outcome(three, "resumed", three.get("losses"))
-    return start + "".join(f"{cell:<10}" for cell in cells) + on_3
+    on_3 = outcome(three, three.get("losses"))
+    return start + "".join(f"{cell:<9} " for cell in cells) + on_3
 
 
 def main():
@@ -190,14 +213,16 @@ def main():
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     names = [name for name in classes() if any(part in name for part in args.parts or [""])]
-    WORK.mkdir(parents=True, exist_ok=True)
-    lines = [f"{'optimizer':<34}ST  3 RANKS   CUT       PYTORCH   RESUMED 2 RESUMED ON 3"]
-    for stage in args.stages:
-        for ranks in (2, 3):
-            run_all(WORK, ranks, play, stage, ranks, names=names, grace=2)
-        lines += [row(name, stage) for name in names]
+    head = f"{'optimizer':<{WIDTH}}ST  3 RANKS   CUT       PYTORCH   RESUMED ON 2, AND ON 3"
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text("\n".join(lines) + "\n")
+    lines = args.output.read_text().splitlines() if args.output.exists() else []
+    with args.output.open("a") as file:
+        if not lines:
+            print(head, file=file)
+        for name in names:
+            for stage in args.stages:
+                if not any(line.startswith(start_of_row(name, stage)) for line in lines):
+                    print(row(name, stage), file=file, flush=True)
     print(args.output.read_text(), end="")
 
 

@@ -18,7 +18,7 @@ import torch
 import universal
 from tests.support import ROOT
 from tests.support.commands import command, failed
-from tests.support.conversions import assert_equal_file, convert_with_deepspeed
+from tests.support.conversions import assert_equal_file, convert_with_deepspeed, not_converted
 from tests.support.files import MODEL, content, edit, load
 from universal.checkpoint.describe import describe
 
@@ -75,6 +75,17 @@ def test_a_rank_without_a_state(saved):
         universal.CheckpointError, match="ranks have other states of .* than rank 0"
     ):
         universal.convert(saved[0])
+
+
+@pytest.mark.parametrize("saved", CHECKPOINTS[:1], indirect=True)
+def test_weights_that_a_script_set(saved):
+    """A load takes them of no tensor parallelism; so they are named, and nothing is written."""
+    folder, layer, _ = saved
+    edit(folder, "layer_02-model_01-*", lambda weights: weights[DENSE].add_(1))
+    words = f"1 of the module's weights are not the optimizer's masters ({layer}{DENSE})"
+    not_converted(folder, words, "--no_strict")
+    with pytest.warns(UserWarning, match="which alone are kept"):
+        universal.convert(folder, strict=False)
 
 
 def test_equal_to_deepspeed(saved, tmp_path):

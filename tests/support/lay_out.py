@@ -11,6 +11,8 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+MASTERS = "single_partition_of_fp32_groups"  # at ZeRO-1
+
 
 def groups_of(net):
     """The parameter shapes of a model, in a decay and a no-decay group."""
@@ -36,16 +38,28 @@ def lay_out(folder, groups, ranks, stage, shared_params=None):
         model["module"] = {name: torch.empty(0, dtype=torch.bfloat16) for name in shapes}
         for rank in range(ranks):
             torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-    else:
-        model["module"] = {name: random(*shape).bfloat16() for name, shape in shapes.items()}
-        torch.save(model, folder / "mp_rank_00_model_states.pt")
     make_shard = shard_of_stage_3 if stage == 3 else shard_of_stage_1
+    masters = [[] for _ in groups]
     for rank in range(ranks):
         shard = make_shard(groups, rank, ranks, random)
+        for flat, of_rank in zip(masters, shard.get(MASTERS, ()), strict=False):
+            flat.append(of_rank)
         shard |= {"loss_scaler": LossScaler(1.0), "dynamic_loss_scale": False, "overflow": False}
         shard["zero_stage"] = ZeroStageEnum(stage)
         content = {"optimizer_state_dict": shard, "ds_config": {}, "ds_version": "0.19.8"}
         torch.save(content, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    if stage < 3:
+        model["module"] = weights_of(groups, masters)
+        torch.save(model, folder / "mp_rank_00_model_states.pt")
+
+
+def weights_of(groups, masters):
+    """{name: weights}. masters: of each group, its slices."""
+    weights = {}
+    for group, slices in zip(groups, masters, strict=True):
+        parts = torch.cat(slices).bfloat16().split([shape.numel() for shape in group.values()])
+        weights |= {name: part.view(group[name]) for name, part in zip(group, parts, strict=True)}
+    return weights
 
 
 def model_states(groups, ranks, shared_params):
@@ -116,7 +130,7 @@ def shard_of_stage_1(groups, rank, ranks, random):
     return {
         "clip_grad": 1.0,
         "base_optimizer_state": adam(sizes, random),
-        "single_partition_of_fp32_groups": fp32,
+        MASTERS: fp32,
         "group_paddings": paddings,
         "ds_version": "0.19.8",
         "partition_count": [ranks, ranks],

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Check that model states (the weights) and shards (the masters) are of the same step."""
+"""Compare the module's weights with their masters: are the files of the same step?"""
 
+from collections.abc import Iterator
 from types import NoneType
 
 from universal.checkpoint.module_states import modules_of_layers
@@ -10,7 +11,7 @@ from universal.errors import CheckpointError
 from universal.files.joined import Joined
 from universal.files.schema import expect
 from universal.files.sources import ByteReader
-from universal.files.torch_file import load, tensor_of
+from universal.files.torch_file import Tensor, load, tensor_of
 
 
 def compares_weights(checkpoint: Checkpoint) -> bool:
@@ -32,9 +33,17 @@ def counts_steps(checkpoint: Checkpoint) -> bool:
 
 
 def check_same_step(checkpoint: Checkpoint) -> None:
-    """Compare some elements of the weights with their masters. Raises CheckpointError."""
-    if not compares_weights(checkpoint):
-        return
+    """Raises CheckpointError unless model states and shards are of the same step."""
+    if compares_weights(checkpoint) and any(weights_set(checkpoint)):
+        text = f"{checkpoint.folder}: model states and shards are of different steps"
+        if left_over := checkpoint.left_over:
+            text += f"; older ones may be in the way: {', '.join(left_over)}"
+        raise CheckpointError(text)
+
+
+def weights_set(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """Yields the name and the value of each weight that is not its masters, rounded. Compares some
+    elements of each rank's slice."""
     reader = ByteReader()
     for rank, module in enumerate(saved_modules(checkpoint)):
         for name, parameter in checkpoint.parameters.items():
@@ -45,10 +54,7 @@ def check_same_step(checkpoint: Checkpoint) -> None:
             if weight is None or weight.numel != masters.numel:  # at ZeRO-3 it is empty
                 continue
             if not has_values_of(weight, masters, reader):
-                text = f"{checkpoint.folder}: model states and shards are of different steps"
-                if left_over := checkpoint.left_over:
-                    text += f"; older ones may be in the way: {', '.join(left_over)}"
-                raise CheckpointError(text)
+                yield name, weight
 
 
 def saved_modules(checkpoint: Checkpoint) -> list[dict]:

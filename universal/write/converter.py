@@ -15,13 +15,14 @@ from pathlib import Path
 from universal.checkpoint.converted import file_name
 from universal.checkpoint.describe import describe, left_over
 from universal.checkpoint.experts import expert_name
+from universal.checkpoint.same_step import weights_set
 from universal.checkpoint.tags import find_tag, restore_all
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import NEXT_STEPS, Checkpoint, RawStates
 from universal.checkpoint.zero import lost_states
 from universal.errors import CheckpointError, naming
 from universal.files.sources import ByteReader, Extent, nbytes_of
-from universal.files.torch_file import contiguous, verify
+from universal.files.torch_file import contiguous, trim_storage, verify
 from universal.files.torch_writer import Pickled, pickled, write_pt
 from universal.lines import bar
 from universal.write.publish import check_output, publish, unfinished, wait
@@ -59,6 +60,7 @@ def convert(
     check_output(Path(os.path.realpath(source)), output)
     checkpoint, raw = describe(source, num_extract_workers)
     complain(checkpoint, strict)
+    keep_weights(checkpoint, raw, strict)
     files = files_of(checkpoint, raw, zero3_before_0_19_3)
     with unfinished(output) as folder:
         make_folders(folder, files)
@@ -90,6 +92,25 @@ def complain(checkpoint, strict):
         if problem.loses_state and strict:
             raise CheckpointError(f"{problem.text} (--no_strict continues without it)")
         warnings.warn(problem.text, stacklevel=3)
+
+
+def keep_weights(checkpoint, raw, strict):
+    """Add the weights that a script has set in the module to the raw states, where a load finds
+    them. Raises CheckpointError where none would, if strict."""
+    weights = dict(weights_set(checkpoint))
+    if not weights:
+        return
+    text = (
+        f"{checkpoint.folder}: {len(weights)} of the module's weights are not the optimizer's "
+        f"masters ({min(weights)})"
+    )
+    if checkpoint.is_data_parallel:
+        warnings.warn(f"{text}: both are kept", stacklevel=3)
+        raw.models[0]["module"].update((name, trim_storage(weights[name])) for name in weights)
+    elif strict:
+        raise CheckpointError(f"{text}, which alone are kept (--no_strict continues without them)")
+    else:
+        warnings.warn(f"{text}, which alone are kept", stacklevel=3)
 
 
 def make_folders(folder, files):
