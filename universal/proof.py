@@ -153,14 +153,16 @@ class Comparison:
     """A comparison, on rank 0, with `rows`: {step: Row as trained before the load}.
 
     restored: what was restored, in words. name: of the checkpoint and the folder above it.
-    is_alone: whether no other engine goes on beside this one. draws: of all steps so far, before
-    and now. gaps: {a number's name: its largest difference so far}.
+    cut_words: why updates may be others. is_alone: whether no other engine goes on beside this one.
+    draws: of all steps so far, before and now. gaps: {a number's name: its largest difference so
+    far}.
     """
 
-    def __init__(self, rows, restored, name=""):
+    def __init__(self, rows, restored, name="", cut_words=""):
         self.rows = rows
         self.restored = restored
         self.name = name
+        self.cut_words = cut_words
         others = [other for other in COMPARISONS if not other.gaps]  # loaded, and not trained yet
         self.is_alone = not others
         for other in others:
@@ -234,6 +236,7 @@ class Comparison:
                 cause = "dropout follows the rank"
         elif now.step > min(self.rows):
             cause = f"step {now.step - 1} has updated the weights in another way"
+            cause += f", as {self.cut_words}" if self.cut_words else ""
             if rounding_of(before, now) > ROUNDING["float32"]:  # the first loss may have hidden it
                 cause += ", or there were draws that it cannot see"
         elif name == GRAD_NORM and LOSS in self.gaps:
@@ -328,10 +331,10 @@ class Proof:
         others = [f for f in self.files if not os.path.sameopenfile(f.folder, file.folder)]
         self.files = [*others, file][-STEPS:]  # each keeps its folder open
 
-    def follow_load(self, folder, step, restored):
+    def follow_load(self, folder, step, restored, cut_words):
         if rows := read_rows(folder / NEXT_STEPS, step + 1):
             name = f"{folder.absolute().parent.name}/{folder.name}"
-            self.comparison = Comparison(rows, restored, name)
+            self.comparison = Comparison(rows, restored, name, cut_words)
 
     def begin_forward(self, arguments):
         forward = ForwardPass(states=generator_states())
@@ -526,20 +529,24 @@ def after_load(engine: deepspeed.DeepSpeedEngine, loaded: Any, group: Any) -> No
     elif loaded.is_rounded or not (options.load_module_strict and options.load_lr_scheduler_states):
         restored = "what was not left out or rounded was restored bit by bit"
     if is_installed():
-        begin_after_load(engine, loaded.folder if options.load_optimizer_states else None, restored)
+        folder = loaded.folder if options.load_optimizer_states else None
+        begin_after_load(engine, folder, restored, loaded.cut)
 
 
-def begin_after_load(engine: deepspeed.DeepSpeedEngine, folder: Path | None, restored: str) -> None:
+def begin_after_load(
+    engine: deepspeed.DeepSpeedEngine, folder: Path | None, restored: str, cut_words: str = ""
+) -> None:
     """Compare this engine's next steps with the checkpoint's.
 
     folder: None if there is nothing to compare. restored: says how the state was restored.
+    cut_words: why updates may be others.
     """
     engine.universal_proof = None
     if folder:
         with harmless(engine):
             proof = engine.universal_proof = Proof(engine)
             if dist.get_rank() == 0:
-                proof.follow_load(folder, engine.global_steps, restored)
+                proof.follow_load(folder, engine.global_steps, restored, cut_words)
 
 
 def around_save(method, engine, save_dir, tag=None, *args, **options):
