@@ -28,7 +28,8 @@ def train_step(engine, samples, step, seed=0):
     share = batches.share(engine)
     total = 0.0
     for m, weight in share:  # the number of each micro-batch, and the weight of its loss
-        torch.manual_seed(hash((seed, step, m)))  # for dropout, and whatever else the model draws
+        # For dropout, and whatever else the model draws.
+        torch.manual_seed(batches.derive_seed(seed, step, m))
         loss = engine(*(tensor.to(engine.device) for tensor in next(samples)))
         engine.backward(weight * loss)  # divides by the accumulation steps
         engine.step()  # does nothing until the last of them

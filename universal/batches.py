@@ -16,18 +16,20 @@ ranks compute one again, with a loss of weight 0. On 3 ranks:
     accumulation step 1      0        2        0, weight 0
     accumulation step 2      1        3        1, weight 0
 
-ZeRO gathers weights and adds gradients on all ranks together, so every rank has to take part in
-both accumulation steps. A micro-batch of the same step, in training mode, makes the same calls of
-ZeRO and has a loss as finite as the others'. DeepSpeed takes the mean of all 6 losses; the mean of
-the 4 is wanted, so their weight is 6 / 4. Where the ranks divide the micro-batches, every weight is
-1, and nothing is computed twice.
+At ZeRO-2 the ranks add their gradients in every accumulation step, at ZeRO-3 they also gather the
+weights there, so a rank that took fewer steps would leave the others waiting. At ZeRO-1 they add
+them in the last step only. Ranks take equally many there, too, so that one rule holds; it costs no
+time, as rank 2 would wait for the others otherwise. A micro-batch of the same step, in training
+mode, makes the same calls of ZeRO and has a loss as finite as the others'. DeepSpeed takes the mean
+of all 6 losses; the mean of the 4 is wanted, so their weight is 6 / 4. Where the ranks divide the
+micro-batches, every weight is 1, and nothing is computed twice.
 """
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import os
-import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,32 +45,32 @@ BATCH_ATTRIBUTES = {
     "batch_timer": "batch_size",  # a pipeline's
     "random_ltd_scheduler": "global_batch_size",
 }
-# How to keep a batch, by what a name has in it: of a module that calls a step or a load, of a file
-# beside a checkpoint, or of a key in its client state.
+# How to keep a batch, by what a name has in it: of a file beside a checkpoint, of a key in its
+# client state, or of an engine's module.
 CURES = {
-    ("transformers", "trainer_state.json"): (
+    "trainer_state.json": (
         "under a Trainer, put `UNIVERSAL_BATCH={batch} python -m universal` before the command at "
         "every start, with per_device_train_batch_size={micro}"
     ),
-    ("accelerate", "random_states_"): (
+    "random_states_": (
         "with accelerate, `config |= batches.config({batch}, {micro})` for the plugin, `steps = "
         "trainer.fill_steps(loader, batches.share(model))` after prepare(), `steps.epoch, "
         "steps.begin = divmod(step, steps.per_epoch)` in place of what skips micro-batches, `for "
         "inputs, weight in zip(loader, steps.all_weights()):` and `accelerator.backward(weight * "
         "loss)`, with `from universal import batches, trainer`"
     ),
-    ("lightning",): (
+    "lightning": (
         "with Lightning, `config |= batches.config({batch}, {micro})`, `accumulate_grad_batches="
         'config.pop("gradient_accumulation_steps")`, and the lines (1) to (4) of '
         "examples/lightning_module.py, with `from universal import batches`"
     ),
-    ("deepspeed.runtime.pipe",): (
+    "deepspeed.runtime.pipe": (
         "in a pipeline, `config |= batches.config({batch}, {micro}, ranks)` for so many "
         "data-parallel ranks, and `engine.train_batch((inputs(m), (targets(m), torch.tensor(weight"
         "))) for m, weight in batches.share(engine))` with a loss_fn that multiplies by the weight"
         ", with `from universal import batches`"
     ),
-    ("",): (
+    "": (
         "in a loop of your own, `config |= batches.config({batch}, {micro})`, `for m, weight in "
         "batches.share(engine):` with micro-batch m of the step, and `engine.backward(weight * "
         "loss)`, with `from universal import batches`"
@@ -189,14 +191,22 @@ class Share:
             yield place % self.micro_batches, weight
 
     def __str__(self) -> str:
-        """Says, for example: 256 = 64 x 4 micro-batches; 4 = 2 accumulation steps x 3 ranks - 2 of
-        no weight"""
-        repeats = f" - {self.repeats} of no weight" if self.repeats else ""
+        """Says, for example: batch 256: 4 micro-batches of 64 on 3 ranks, 2 accumulation steps
+        each; 2 of these 6 are repeats, with weight 0"""
+        repeats = ""
+        if self.repeats:
+            are = "is a repeat" if self.repeats == 1 else "are repeats"
+            places = self.accumulation * self.ranks
+            repeats = f"; {self.repeats} of these {places} {are}, with weight 0"
         return (
-            f"{self.batch} = {self.micro_batch} x {self.micro_batches} micro-batches; "
-            f"{self.micro_batches} = {self.accumulation} accumulation steps "
-            f"x {self.ranks} ranks{repeats}"
+            f"batch {self.batch}: {amount(self.micro_batches, 'micro-batch', 'es')} of "
+            f"{self.micro_batch} on {amount(self.ranks, 'rank')}, "
+            f"{amount(self.accumulation, 'accumulation step')} each{repeats}"
         )
+
+
+def amount(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def config(batch: int, micro_batch: int, ranks: int | None = None) -> dict[str, Any]:
@@ -421,6 +431,7 @@ def check_batch(engine, share, ledger, count):
     if is_dealt and count == share.accumulation and not is_lost:
         return
     trained = share.micro_batch * count * share.ranks
+    module = type(engine).__module__
     ends = ""
     if count != steps or is_lost:
         ends = (
@@ -430,7 +441,7 @@ def check_batch(engine, share, ledger, count):
     raise ValueError(
         f"the config names a batch of {share.batch}, and this step trains {trained} samples, "
         f"{share.micro_batch} x {count} accumulation steps x {share.ranks} ranks{ends}. To keep "
-        + "\n  ".join([f"{share.batch}:", *cures(share.batch, share.micro_batch)])
+        + "\n  ".join([f"{share.batch}:", *cures(share.batch, share.micro_batch, module)])
     )
 
 
@@ -507,13 +518,18 @@ WRAPPERS = {
 
 
 def cures(batch: int | None, micro_batch: int, *names: str) -> list[str]:
-    """Says how to keep a batch on any number of ranks; what fits the calling code, or a checkpoint
-    with these names, comes first. batch: None for one that the reader has to choose."""
-    callers = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)]
-    seen = "\n".join([*names, *callers])
+    """Says how to keep a batch on any number of ranks, a line for each kind of code; what fits
+    these names of CURES comes first. batch: None for one that the reader has to choose."""
+    seen = "\n".join(names)
     micro = largest_divisor(batch, micro_batch) if batch else micro_batch
-    fitting_first = sorted(CURES, key=lambda signs: not any(sign in seen for sign in signs))
-    return [CURES[signs].format(batch=batch or "BATCH", micro=micro) for signs in fitting_first]
+    fitting_first = sorted(CURES, key=lambda sign: sign not in seen)
+    return [CURES[sign].format(batch=batch or "BATCH", micro=micro) for sign in fitting_first]
+
+
+def derive_seed(*key: int | str) -> int:
+    """An unrelated seed for each key, such as (seed, epoch), the same in every Python."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1  # 63 bits, as a seed may be a signed number
 
 
 def largest_divisor(batch: int, most: int) -> int:
@@ -578,5 +594,5 @@ class Sampler:
             return range(self.samples)
         import torch
 
-        generator = torch.Generator().manual_seed(hash((self.seed, epoch)))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
         return torch.randperm(self.samples, generator=generator)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from universal import batches
-from universal.batch.saved import CHOOSE, batch_of, doubt_of
+from universal.batch.saved import CHOOSE, batch_of, client_signs, doubt_of
 from universal.checkpoint.describe import describe, left_over, paths_of
 from universal.checkpoint.module_states import client_state_of, config_of
 from universal.checkpoint.same_step import check_same_step, compares_weights
@@ -38,7 +38,6 @@ from universal.write.console import counted, in_one_line, print_screen, short, w
 
 WORKERS = 4
 SHOWN = 8  # tags, groups on the screen
-CLIENT_FILES = ("trainer_state.json", "random_states_0.pkl")
 
 # --------------------------------------------------------------------------------------------------
 # 1. what is in a folder
@@ -181,20 +180,12 @@ def facts_of(described: Described) -> dict[str, Any]:
         "tensors": len(checkpoint.parameters),
         "elements": sum(p.states["fp32"].numel for p in checkpoint.parameters.values()),
         "client_state": sorted(map(str, client_state_of(model))),
-        "client_signs": client_signs(checkpoint),
+        "client_signs": client_signs(checkpoint.folder),
         "generating": generating(checkpoint, batch),
         "next_steps": steps and [steps[0], steps[-1]],
         "own_ranks_only": own_ranks_only(checkpoint),
         "notes": notes,
     }
-
-
-def client_signs(checkpoint):
-    """Returns the names, for batches.cures(), by which one knows whose code saved a checkpoint."""
-    folder = checkpoint.folder.absolute().parent
-    beside = [name for name in CLIENT_FILES if (folder / name).exists()]
-    is_pipeline = any(checkpoint.folder.glob("layer_*"))
-    return [*beside, "deepspeed.runtime.pipe"] if is_pipeline else beside
 
 
 def generating(checkpoint, batch):
@@ -271,7 +262,7 @@ def rows_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "saved by", f"DeepSpeed {facts['deepspeed']}"
     text = "{samples} in micro-batches of {micro}{doubt}"
     yield "batch", text.format(**facts["batch"]) if facts["batch"] else "its config does not tell"
-    kind = facts["optimizer"] or "of a type that is not saved"
+    kind = facts["optimizer"] or "type not recorded"
     yield "optimizer", f"{kind}: {', '.join(facts['states'])}"
     for i, group in enumerate(facts["groups"][:SHOWN]):
         rates = [f"{what} {short(rate)}" for what, rate in group.items() if rate is not None]
@@ -282,8 +273,10 @@ def rows_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     elements, tensors = short(facts["elements"]), counted(facts["tensors"], "tensor")
     yield "parameters", f"{elements} trained ({tensors})"
     yield "client state", ", ".join(facts["client_state"]) or "none"
-    steps = "{} to {}".format(*facts["next_steps"]) if facts["next_steps"] else "none"
-    yield "next steps", f"{steps} are written down"
+    steps = (
+        "{} to {} are written down".format(*facts["next_steps"]) if facts["next_steps"] else "none"
+    )
+    yield "next steps", steps
     reason = facts["own_ranks_only"]
     yield "resumes on", f"its own ranks only: {reason}" if reason else "any number of ranks"
     for text in facts["notes"]:
@@ -305,7 +298,7 @@ def settings_on(facts: dict[str, Any], ranks: int) -> Iterator[str]:
             share = batches.Share(batch, micro, ranks)
         except ValueError as error:
             raise CheckpointError(error) from error
-        heading = f"on {counted(ranks, 'data-parallel rank')}: {share}"
+        heading = str(share)
     yield from wrapped(heading)
     names = facts["client_signs"] + facts["client_state"]
     cures = batches.cures(None if doubt else batch, micro, *names)
@@ -323,7 +316,8 @@ def stock_rollouts(batch: int, micro: int, generated: int, ranks: int) -> str:
         fitting = [str(n) for n in range(1, shared + 1) if shared % n == 0]
         return (
             f"TRL alone keeps {both} on no {counted(ranks, 'rank')}, but on {', '.join(fitting)}; "
-            "universal.rollouts.AnyRanksRollouts on any"
+            f"on any with `UNIVERSAL_BATCH={batch} python -m universal` before the command, or "
+            "with universal.rollouts.AnyRanksRollouts"
         )
     own = batches.largest_divisor(shared // ranks, micro)
     return (
@@ -341,7 +335,7 @@ def main():
     parser.add_argument("folder", help="the folder above the tags, or a checkpoint")
     parser.add_argument("--tag", help="look at this one alone")
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="data-parallel ones that shall go on"
+        "--ranks", type=int, metavar="N", help="print how N data-parallel ranks keep the batch"
     )
     parser.add_argument("--quick", action="store_true", help="compare no checksums")
     parser.add_argument("--json", action="store_true", help="for programs")

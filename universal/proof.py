@@ -48,6 +48,7 @@ NORM_ROUNDING = 10  # times as much of the gradient norm
 BY_DEEPSPEED = "DeepSpeed's own loader restored the state"
 LOSS = "the loss"
 GRAD_NORM = "the gradient norm"
+UNSEEN = "random numbers were drawn that this check cannot see"
 # Views of elements as integers, by their bytes.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_TENSORS = 8  # of a micro-batch, that have a digest each; the rest are among the others
@@ -224,30 +225,31 @@ class Comparison:
             return "WARNING", ""
         known = are_same_samples(before, now)
         if known is False:
-            return "WARNING", ": other samples than before"
+            return "WARNING", ": other samples than before; derive them from the step"
         kind = "WARNING"
         draws_before, draws = self.draws
         if None not in draws_before and any(draws) != any(draws_before):
-            cause = "random numbers were drawn in one of the two runs alone"
+            cause = "random numbers were drawn in one of the two runs only: compare the dropout"
         elif any(draws) and draws != draws_before:
-            cause = "it is the dropout"
+            cause = "it is the dropout: seed it by step and micro-batch"
             if before.ranks != now.ranks:
                 kind = "NOTE"
-                cause = "dropout follows the rank"
+                cause = "dropout follows the rank: accept it, or seed it by step and micro-batch"
         elif now.step > min(self.rows):
             cause = f"step {now.step - 1} has updated the weights in another way"
             cause += f", as {self.cut_words}" if self.cut_words else ""
             if rounding_of(before, now) > ROUNDING["float32"]:  # the first loss may have hidden it
-                cause += ", or there were draws that it cannot see"
+                cause += f", or {UNSEEN}"
+            cause += ": compare the optimizer's settings with the old run's"
         elif name == GRAD_NORM and LOSS in self.gaps:
-            cause = "another backward pass: the loss is the same"
+            cause = "the backward pass differs, as the loss is the same: compare the clipping"
         else:
-            cause = "other weights, buffers or micro-batches, or draws that it cannot see"
+            cause = f"the weights, the buffers or the micro-batches differ, or {UNSEEN}"
         if not is_sure:
             kind = "NOTE"
-            cause += ", or micro-batches of another size round otherwise, in an autocast or TF32"
-        samples = "the same samples, so" if known else "other samples, or"
-        return kind, f": {samples} {cause} ({self.restored})"
+            cause += "; or micro-batches of another size round otherwise, in an autocast or TF32"
+        samples = ", and the samples are the same, so" if known else "; there are other samples, or"
+        return kind, f": {self.restored}{samples} {cause}"
 
 
 def ranks_in_words(ranks):
@@ -523,11 +525,11 @@ def begin_after_save(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
 def after_load(engine: deepspeed.DeepSpeedEngine, loaded: Any, group: Any) -> None:
     """Compare this engine's next steps with the checkpoint's. loaded: loader.Loaded."""
     options = loaded.options
-    restored = "the state was restored bit by bit"
+    restored = "the load has put back exactly what the files hold"
     if loaded.by_deepspeed:
         restored = BY_DEEPSPEED
     elif loaded.is_rounded or not (options.load_module_strict and options.load_lr_scheduler_states):
-        restored = "what was not left out or rounded was restored bit by bit"
+        restored = "the load has put back exactly what was not left out or rounded"
     if is_installed():
         folder = loaded.folder if options.load_optimizer_states else None
         begin_after_load(engine, folder, restored, loaded.cut)

@@ -36,7 +36,7 @@ from universal.load.reader import Damaged
 from universal.save import plain
 
 # Modules with one or more of four functions, which are called in this order: install(), for every
-# engine; before_load(engine); compare(engine, model states, options), when a load knows the
+# engine; before_load(engine); compare(engine, folder, model states, options), when a load knows the
 # checkpoint and has not changed the engine; after_load(engine, loaded, group).
 ADD_ONS = (batches, saved, plain, background, proof)
 OLDEST_DEEPSPEED = "0.16.4"

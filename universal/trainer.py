@@ -41,6 +41,12 @@ from universal.batch.losses import NUMBER, LossKind, kind_of_loss, times_router_
 from universal.load.collective import process_group, say
 from universal.load.hooks import overridden
 
+# What keeps the batch where AnyRanks cannot.
+BY_HAND = (
+    "leave UNIVERSAL_BATCH (AnyRanks) out, choose a number of ranks that divides the batch, and "
+    "set gradient_accumulation_steps to batch / (per_device_train_batch_size x ranks)"
+)
+
 
 class Samples(data.Dataset):
     """A data set whose indices are the samples, for a stream: its samples have no numbers."""
@@ -151,20 +157,27 @@ def fill_steps(
     sampler = loader.batch_sampler  # of this rank, around that of all; on a single rank that alone
     global_sampler = getattr(sampler, "batch_sampler", sampler)
     order = getattr(global_sampler, "sampler", None)
-    if (
-        isinstance(loader.dataset, data.IterableDataset)
-        or getattr(sampler, "num_processes", 1) != share.ranks
-        or getattr(sampler, "split_batches", False)
-        or getattr(order, "num_replicas", 1) > 1  # a DistributedSampler, whose part would be split
-        # It draws anew at every start; LengthGroupedSampler by the accumulation steps, too.
-        or (hasattr(order, "generator") and not hasattr(order, "set_epoch"))
-    ):
-        raise ValueError(
-            "what the ranks get would depend on their number, or on when they start: leave out "
-            "dispatch_batches, split_batches, batch_rebalance, group_by_length, and, but in "
-            "AnyRanks, a stream or a DistributedSampler; set use_seedable_sampler=True; give a "
-            "sampler of your own a set_epoch()"
-        )
+    refusals = {
+        "a stream goes on in AnyRanks only: use a data set with a length": isinstance(
+            loader.dataset, data.IterableDataset
+        ),
+        "split_batches=True makes a rank's samples depend on the number of ranks: leave it out": (
+            getattr(sampler, "split_batches", False)
+        ),
+        "not all ranks read the same DataLoader: leave out dispatch_batches and batch_rebalance": (
+            getattr(sampler, "num_processes", 1) != share.ranks
+        ),
+        "a DistributedSampler gives each rank a part, which would be split again: leave it out": (
+            getattr(order, "num_replicas", 1) > 1
+        ),
+        # LengthGroupedSampler also draws by the accumulation steps.
+        "this DataLoader shuffles anew at every start, so a resumed run would see other samples: "
+        "set use_seedable_sampler=True, leave out group_by_length, or give your sampler a "
+        "set_epoch()": hasattr(order, "generator") and not hasattr(order, "set_epoch"),
+    }
+    for text, is_so in refusals.items():
+        if is_so:
+            raise ValueError(text)
     if stream is None:
         filled_steps = FilledSteps(global_sampler, share, len(global_sampler))
     else:
@@ -331,8 +344,8 @@ class AnyRanks:
                 say(
                     f"WARNING: an epoch had {trained / self.state.epoch:.6g} steps, and has "
                     f"{filled_steps.per_epoch} now: some samples come twice, others not at all. "
-                    "Take the data set and the batch of before; Trainer with dataloader_drop_last "
-                    "has as many only on the ranks of before"
+                    "Use the old data set and batch; with dataloader_drop_last, Trainer alone has "
+                    "the old number only on the old number of ranks"
                 )
             elif trained and is_short and AnyRanks.__name__ not in saved:
                 say(
@@ -412,10 +425,10 @@ class AnyRanks:
         if not hasattr(self, "filled_steps"):
             raise ValueError(
                 f"{kind}.get_train_dataloader() does not call Trainer's, whose samples AnyRanks "
-                "deals: leave UNIVERSAL_BATCH or AnyRanks out, and take ranks that divide the batch"
+                f"deals: {BY_HAND}"
             )
         if self.step_weights:
-            raise ValueError(f"{kind}.training_step() does not call AnyRanks'")
+            raise ValueError(f"{kind}.training_step() does not call AnyRanks': {BY_HAND}")
         filled_steps = self.filled_steps
         is_first = self.epoch_iterator is None
         if is_first:
@@ -470,7 +483,8 @@ class AnyRanks:
 
     def training_step(self, model: Any, inputs: dict, *args: Any, **options: Any) -> torch.Tensor:
         if not self.step_weights:
-            raise ValueError(f"{type(self).__name__}.get_batch_samples() does not call Trainer's")
+            kind = type(self).__name__
+            raise ValueError(f"{kind}.get_batch_samples() does not call Trainer's: {BY_HAND}")
         compute_loss = self.compute_loss
         self.is_weighted = False
         # All of it has the weight: what a class in front of AnyRanks adds to super()'s, too.
@@ -480,7 +494,8 @@ class AnyRanks:
         finally:
             self.compute_loss = compute_loss
         if not self.is_weighted:
-            raise ValueError(f"{type(self).__name__}.training_step() does not call compute_loss()")
+            kind = type(self).__name__
+            raise ValueError(f"{kind}.training_step() does not call compute_loss(): {BY_HAND}")
         return loss
 
     def weigh(self, compute_loss, weight, model, *args, **options):

@@ -40,6 +40,24 @@ def test_each_micro_batch_has_its_weight_once(ranks):
         assert of_ranks[0].weighted == accumulation
 
 
+def test_what_a_start_prints():
+    share = "batch 256: 4 micro-batches of 64 on 4 ranks, 1 accumulation step each"
+    assert str(Share(256, 64, 4)) == share
+    assert (
+        str(Share(64, 64, 1)) == "batch 64: 1 micro-batch of 64 on 1 rank, 1 accumulation step each"
+    )
+    assert str(Share(256, 64, 3)).endswith(
+        "on 3 ranks, 2 accumulation steps each; 2 of these 6 are repeats, with weight 0"
+    )
+
+
+def test_the_order_of_samples_is_a_contract():
+    """Between runs, whatever Python and package they have: that of a digest."""
+    order = [*itertools.islice(Sampler(8, Share(8, 4, 1)), 2)]
+    assert order == [[1, 0, 6, 2], [4, 5, 3, 7]]
+    assert batches.derive_seed(0, -1) != batches.derive_seed(0, -2)
+
+
 @pytest.mark.parametrize("batch, micro_batch, fitting", [(10, 4, 2), (3, 4, 3), (0, 4, 1)])
 def test_a_batch_that_is_no_multiple(batch, micro_batch, fitting):
     words = f"a batch of {batch} does not divide into .* of {micro_batch}, .* of {fitting}$"

@@ -67,7 +67,7 @@ def test_one_job(work, uninterrupted, stage, moment):
 
     # One of 5 ranks, for 4 micro-batches, is told to stop in step 2: all save step 2 and leave.
     output = goes_on(0, 5, 143, at_step(2, 2, told_to_stop), stage=3)
-    assert "x 5 ranks - 1 of no weight" in output and steps(work, name) == [1, 2]
+    assert "1 of these 5 is a repeat, with weight 0" in output and steps(work, name) == [1, 2]
     # Rank 1 dies in the save of step 8, before or after it has written its shard.
     goes_on(2, 4, -signal.SIGKILL, at_step(8, 1, kill, f"universal.background.{moment}"))
     assert not shards(folder / "global_step8")

@@ -19,7 +19,7 @@ SMALL = (
     "--n_embd 32 --seq_len 16 --steps 4 --train_batch_size 8 --train_micro_batch_size_per_gpu 4 "
     "--checkpoint_interval 2"
 ).split()
-BATCH = "8 = 4 x 2 micro-batches; 2 = 1 accumulation steps x 2 ranks"
+BATCH = "batch 8: 2 micro-batches of 4 on 2 ranks, 1 accumulation step each"
 LAUNCHERS = {
     "deepspeed": [BIN / "deepspeed", "--master_port", PORT, "--num_gpus", 2],
     "torchrun": [BIN / "torchrun", "--master-port", PORT, "--nproc-per-node", 2],

@@ -78,8 +78,9 @@ def test_same_ranks_zero_checkpoint(work, saved, stage, dtype):
 def test_half_the_ranks(work, saved, halved, stage, dtype):
     """The ZeRO checkpoint of 4 ranks on 2, without a conversion: 1e-5 in fp32, 1e-2 in bf16."""
     name, resumed, out = halved(stage, dtype)
-    share = "6 x 4 micro-batches; 4 = 2" if stage == 3 else "2 x 12 micro-batches; 12 = 6"
-    assert f"24 = {share} accumulation steps x 2 ranks\n" in out
+    count, size, steps = (4, 6, 2) if stage == 3 else (12, 2, 6)
+    share = f"{count} micro-batches of {size} on 2 ranks, {steps} accumulation steps each"
+    assert f"batch 24: {share}\n" in out
     for column in ("loss", "val_loss"):
         gaps = compare(work, name, resumed, column)
         assert max(gaps) == STEPS and max(gaps.values()) <= (1e-5 if dtype == "fp32" else 1e-2)

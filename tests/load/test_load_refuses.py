@@ -180,7 +180,7 @@ WHOLE_FILES = [
         "killed_between_models_and_shards",
         in_order(each(MODELS, from_later), all_at_once, each(MODELS, written_at(61))),
         refused("step"),
-        at_3=refused("a save was killed before its shards"),
+        at_3=refused("the save was killed between the two, so name another tag"),
     ),
     # No damage.
     Damage("files_of_a_trainer", write(*TRAINERS.split()), loads()),
@@ -228,7 +228,7 @@ TAGS = [
     Damage(
         "folder_absent",
         load_with(tag=None, load_dir="nowhere"),
-        refused("nowhere holds no checkpoint that is complete"),
+        refused("nowhere holds no checkpoint"),
     ),
     Damage("folder_none", load_with(tag=None, load_dir=None), refused()),
 ]

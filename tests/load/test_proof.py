@@ -83,10 +83,10 @@ SAYS = {
     "full_disk": ["the next steps are not compared: OSError: [Errno 28] No space left on device"],
     "no_folder": ["the next steps are not compared: FileNotFoundError: [Errno 2]"],
     "converted": ["steps 3 to 5, trained before"],
-    "deepspeeds_own_loader": ["steps 3 to 5, trained before", "(DeepSpeed's own loader restored"],
+    "deepspeeds_own_loader": ["steps 3 to 5, trained before", ": DeepSpeed's own loader restored"],
     "tag_0": ["step 3, trained before"],
     "earlier_version": ["steps 3 to 5, trained before"],
-    "not_strict": ["micro-batches, or draws that it cannot see (what was not left out"],
+    "not_strict": [": the load has put back exactly what was not left out or rounded, and"],
     "no_rate": ["steps 3 to 5, trained before"],
     "not_a_number_before": [
         "WARNING: step 3, trained before on 2 ranks: the loss was nan, and is nan: there is nothing"

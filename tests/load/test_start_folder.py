@@ -72,6 +72,16 @@ def test_a_script_that_imports_universal_first(copy, theirs):
     assert python(code, folder, folder.parent, theirs) == ["deepspeed", "installed", "end"]
 
 
+@pytest.mark.parametrize("rank, says", [("0", True), ("1", False), ("", False)])
+def test_a_start_says_that_it_may_begin_at_step_1(copy, theirs, rank, says):
+    """Once, on rank 0, and not in the processes that it spawns, nor in the launcher."""
+    child = "from multiprocessing import get_context; import deepspeed"
+    child += "; get_context('spawn').Process(target=exit).start()"
+    words = python(child, copy(), theirs, RANK=rank)
+    assert words.count("installed") >= 1 and words.count("universal:") == says
+    assert ("resume_from_checkpoint=True)" in words) == says
+
+
 LOOKS = "from importlib.util import find_spec; find_spec('deepspeed'); "
 
 
@@ -116,7 +126,7 @@ def test_hides_nobodys_module(copy, theirs):
 
 def test_survives_a_second_hook_of_its_kind(copy, theirs):
     """Both take part: neither asks the other for ever, and neither hides the other."""
-    other = copy("two", ("universal.install()\n\n", "print('two')\n\n"))
+    other = copy("two", ("        universal.install()\n", "        print('two')\n"))
     for path in ([copy(), other], [other, copy()]):
         words = python("import deepspeed", *path, theirs)
         assert sorted(words) == ["deepspeed", "installed", "two"]

@@ -25,6 +25,7 @@ from tests.support.files import (
 from universal import CheckpointError, convert, elastic, inspect
 from universal.batch.saved import BATCH_KEYS, batch_of
 from universal.batches import Share, cures
+from universal.checkpoint.describe import check_present
 from universal.inspect import lines_of, look
 from universal.write.console import short
 
@@ -101,7 +102,7 @@ def test_command(source):
         "epoch, note",
         "rate 0.0001, decay 0.1",
         "26 trained (3 tensors)",
-        "next steps  none are written down",
+        "next steps  none\n",
         "any number of ranks",
     ):
         assert words in done.out, words
@@ -227,6 +228,13 @@ def test_what_a_resume_takes(laid_out, tmp_path):
         look(output)
 
 
+def test_all_that_is_missing_is_named(tmp_path):
+    paths = {0: tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"}
+    named = "zero_pp_rank_1_.* is missing, as are those of ranks 2, 3: .* copy them from there"
+    with pytest.raises(CheckpointError, match=named):
+        check_present(tmp_path, paths, 4)
+
+
 def test_there_is_none(tmp_path):
     for words in ((tmp_path,), (tmp_path / "absent",), (tmp_path, "--tag", "s1")):
         failed(inspected(*words), 2, "universal.inspect: error: ", "holds no checkpoint")
@@ -280,7 +288,10 @@ def test_trl_alone(source):
         settings = ", ".join(f"{n}={value}" for n, value in zip(names, numbers, strict=True))
         assert f"24 and the 48 completions that are made at once with {settings}, " in said
     said = " ".join(inspected(source, "--ranks", 5).out.split())
-    assert "at once on no 5 ranks, but on 1, 2, 3, 4, 6, 8, 12, 24; universal.rollouts" in said
+    assert (
+        "at once on no 5 ranks, but on 1, 2, 3, 4, 6, 8, 12, 24; on any with `UNIVERSAL_BATCH=24"
+        in said
+    )
     (source.parent / "training_args.bin").write_bytes(b"not what torch saves")
     assert "TRL alone" not in inspected(source, "--ranks", 3).out
 

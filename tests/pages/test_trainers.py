@@ -192,7 +192,7 @@ class OwnStep(Trainer):
 
 
 REFUSED = {
-    "leave out dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+    "leave out dispatch_batches and": {"accelerator_config": {"dispatch_batches": True}},
     "set use_seedable_sampler=True": {
         "data": Numbers,
         "accelerator_config": {"use_seedable_sampler": False},
@@ -200,7 +200,10 @@ REFUSED = {
     "wants ignore_data_skip=False": {"ignore_data_skip": True},
     "wants average_tokens_across_devices=True": {"average_tokens_across_devices": False},
     "the ranks would begin with different samples": {"data": split},
-    "a stream or a DistributedSampler": {"data": Numbers, "bases": (AnyRanks, SplitOrder)},
+    "a DistributedSampler gives": {
+        "data": Numbers,
+        "bases": (AnyRanks, SplitOrder),
+    },
     "training_step.. does not call compute_loss": {"bases": (AnyRanks, OwnStep)},
 }
 

@@ -40,7 +40,7 @@ from tests.support.toy import (
     train,
     truths_of_ranks,
 )
-from universal import batches, mirror
+from universal import batches, mirror, proof
 from universal.load import reshard
 from universal.load.hooks import overridden
 
@@ -69,6 +69,34 @@ def the_first_start(stage):
         assert not is_rank_0() or not printed("beside `latest`")
         engine.save_checkpoint("more", "best", save_latest=False)
         assert printed("best is saved beside `latest`: a load without a tag takes whichever is of")
+
+
+def save_as_trainer(stage):
+    engine = make(stage)
+    for step in (2, 4):
+        train(engine, step)
+        train(engine, step)
+        engine.save_checkpoint(f"out/checkpoint-{step}", f"global_step{step}")
+
+
+@case(save_as_trainer)
+def a_run_that_loads_nothing(stage):
+    """Its first save says which later checkpoint of another run is there: in its folder, or, where
+    that is named by the step, beside it."""
+    proof.watch()
+    begun, gone_on, apart = make(stage), make(stage), make(stage)
+    found = "now saves its step {} there: to continue the older run, stop this one, and start"
+    train(begun, 0)
+    begun.save_checkpoint("out/checkpoint-1", "global_step1")
+    assert printed("WARNING: ", "/checkpoint-4/global_step4 is of step 4, and", found.format(1))
+    train(begun, 1)
+    begun.save_checkpoint("out/checkpoint-2", "global_step2")
+    assert not is_rank_0() or not printed(found.format(2))
+    PRINTED.truncate(0)
+    universal.load_checkpoint(gone_on, "out/checkpoint-4", "global_step4")
+    gone_on.save_checkpoint("out/checkpoint-4", "again")
+    apart.save_checkpoint("elsewhere", "t")
+    assert not is_rank_0() or not printed("WARNING: ")
 
 
 def go_back(stage, tolerance=1e-6, exact=True, **options):

@@ -313,16 +313,20 @@ FAULTS = {
     "buffer": Fault(f"{FIRST} loss was", other_buffer),
     "byte": Fault("other samples than before", dealt=other_byte),
     "weights_of_1": Fault(f"{FIRST} loss was 0.26678", dealt=weights_of_1),
-    "unknown_samples": Fault("other samples, or", dealt=other_samples, kind="no_tensor"),
+    "unknown_samples": Fault("there are other samples, or", dealt=other_samples, kind="no_tensor"),
     "dropout_by_rank": Fault(NOTE, kind="dropout"),
-    "no_dropout": Fault("drawn in one of the two runs alone", no_dropout, kind="dropout"),
+    "no_dropout": Fault("drawn in one of the two runs only", no_dropout, kind="dropout"),
     "labels_of_others": Fault("other samples", dealt=other_samples, kind="labels"),
     "samples_unseen": Fault("other samples", dealt=other_samples, kind="hardly_any_samples"),
     "late_dropout": Fault(f"NOTE: step {SAVED + 2}, trained before", kind="late_dropout"),
     "numpys_draws": Fault(NOTE, kind="numpys_draws"),
     "draws_of_one_rank": Fault(NOTE, kind="draws_of_one_rank"),
-    "draws_of_its_own": Fault("or draws that it cannot see", kind="draws_of_its_own"),
-    "buffer_and_seeded_dropout": Fault("other weights", other_buffer, kind="seeded_dropout"),
+    "draws_of_its_own": Fault(
+        "or random numbers were drawn that this check cannot see", kind="draws_of_its_own"
+    ),
+    "buffer_and_seeded_dropout": Fault(
+        "so the weights, the buffers", other_buffer, kind="seeded_dropout"
+    ),
 }
 SOUND = [kind for kind in KINDS if kind != "dropout" and kind not in FAULTS]
 FAULTS |= {kind: Fault("the loss differs by at most", kind=kind) for kind in SOUND}

@@ -292,7 +292,7 @@ def two_engines():
 def said_and_not_dealt():
     """A line of a log deals out nothing; a list of it, here on one rank, may be thrown away."""
     engine = named()
-    assert str(batches.share(engine)).startswith("24 = 3 x 8 micro-batches")
+    assert str(batches.share(engine)).startswith("batch 24: 8 micro-batches of 3 on ")
     is_stopped(engine, 24, 27)
     engine = named()
     if dist.get_rank() == 0:
@@ -532,7 +532,7 @@ def loaders_of_accelerate():
     is_stopped(third, 24, 27)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     engine = named()
-    with pytest.raises(ValueError, match="leave out .*, a stream or a DistributedSampler; set"):
+    with pytest.raises(ValueError, match="a DistributedSampler gives each rank a part"):
         filled(engine, torch.utils.data.DistributedSampler(range(99), ranks, rank))
     with pytest.raises(ValueError, match="the ranks draw from different samples: give each the"):
         filled(engine, range(rank, 99, ranks))(engine)

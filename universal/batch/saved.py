@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from universal.batches import TRUE_BATCH, cures, gradient_factor, ledger_of
-from universal.checkpoint.module_states import config_of
+from universal.checkpoint.module_states import client_state_of, config_of
 from universal.errors import CheckpointError
 from universal.files.schema import is_natural
 
@@ -18,6 +18,9 @@ BATCH_KEYS = (
     "gradient_accumulation_steps",
     "sequence_parallel_size",
 )
+
+
+CLIENT_FILES = ("trainer_state.json", "random_states_0.pkl")
 
 
 class Batch(NamedTuple):
@@ -44,6 +47,15 @@ def batch_of(model: dict) -> Batch | None:
     per_step = (steps or 1) * max(1, model["dp_world_size"] // (sequence or 1))
     samples = true or batch or micro and micro * per_step
     return Batch(samples, micro or max(1, samples // per_step)) if samples else None
+
+
+def client_signs(folder: Path) -> list[str]:
+    """Returns the names, for batches.cures(), by which one knows whose code saved a checkpoint.
+
+    folder: the checkpoint.
+    """
+    beside = [name for name in CLIENT_FILES if (folder.absolute().parent / name).exists()]
+    return [*beside, "deepspeed.runtime.pipe"] if any(folder.glob("layer_*")) else beside
 
 
 # Follows doubt_of(): no number may be advised.
@@ -84,21 +96,21 @@ def check_trainer_step(folder: Path, steps: int) -> None:
 # at a load
 
 
-def compare(engine: Any, model: dict, options: Any) -> Iterator[str]:
+def compare(engine: Any, folder: Path, model: dict, options: Any) -> Iterator[str]:
     """Yields lines about what the batch was and is now, before the engine changes.
 
-    engine: load.engine.Engine. model: model states. options: LoadOptions. Raises CheckpointError if
-    the gradient would be another one.
+    engine: load.engine.Engine. folder: the checkpoint. model: model states. options: LoadOptions.
+    Raises CheckpointError if the gradient would be another one.
     """
     if not hasattr(engine.torch_optimizer, "step"):  # None, or DeepSpeed's DummyOptim
         return  # nothing is trained
     if saved := batch_of(model):
-        yield from compare_batch(engine, model, saved)
+        yield from compare_batch(engine, folder, model, saved)
     if options.load_optimizer_states:
         yield from compare_gradients(engine, model)
 
 
-def compare_batch(engine, model, saved):
+def compare_batch(engine, folder, model, saved):
     """Warns if the engine's global batch is not the saved one, or not the only one that was
     trained, and the engine's config names none."""
     written = engine.config()
@@ -107,7 +119,8 @@ def compare_batch(engine, model, saved):
     doubt = doubt_of(was, model)
     keep = CHOOSE if doubt else f"to keep {was}"
     micro = engine.engine.train_micro_batch_size_per_gpu()
-    cure, *_ = cures(None if doubt else was, micro, type(engine.engine).__module__)
+    signs = [*client_signs(folder), *map(str, client_state_of(model))]
+    cure, *_ = cures(None if doubt else was, micro, *signs)
     if was != now or doubt and TRUE_BATCH not in written:
         yield f"WARNING: the global batch was {was}{doubt}, and is {now} now: {keep}, {cure}"
     if saved.micro != micro and engine.has_batch_norm():

@@ -215,11 +215,16 @@ def may_be_on_nvme(model):
 
 def check_present(folder, paths, ranks):
     """Raises CheckpointError, if a rank's shard is missing."""
-    for rank in range(ranks):
-        if rank not in paths:
-            lowest = min(paths)
-            name = paths[lowest].name.replace(f"_rank_{lowest}_", f"_rank_{rank}_", 1)
-            raise CheckpointError(f"{folder / name} is missing")
+    missing = [rank for rank in range(ranks) if rank not in paths]
+    if missing:
+        first, *others = missing
+        lowest = min(paths)
+        name = paths[lowest].name.replace(f"_rank_{lowest}_", f"_rank_{first}_", 1)
+        also = f", as are those of ranks {', '.join(map(str, others))}" if others else ""
+        raise CheckpointError(
+            f"{folder / name} is missing{also}: a save was interrupted, or they are on another "
+            "machine's disk: copy them from there"
+        )
 
 
 def model_states_of(folder, mp_rank, shard):
@@ -305,8 +310,8 @@ def other_steps(ranks, parameters):
     written = max(shard.stat().st_mtime for rank in ranks for shard in rank.rests)
     if stage == 3 and path.stat().st_mtime > written + BETWEEN_SAVES:
         raise CheckpointError(
-            f"{text} and older: a save was killed before its shards "
-            "(or was copied: touch the shards)"
+            f"{text} and older: the save was killed between the two, so name another tag. If you "
+            "only copied the files, run `touch` on its *_optim_states.pt"
         )
     return [Problem(False, text)]
 

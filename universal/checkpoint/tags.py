@@ -241,6 +241,19 @@ def read_tags(places):
     return tags, problems
 
 
+def checkpoints_near(folder: Path, step: int) -> list[tuple[Path, Tag]]:
+    """Returns (place, Tag) of the checkpoints in a folder, most steps first; if the folder is named
+    by this step, as Trainer's checkpoint-100 is, also of those named alike."""
+    pattern = re.sub(r"\d+", "*", folder.name)
+    is_of_step = str(step) in re.findall(r"\d+", folder.name)
+    folders = folder.absolute().parent.glob(pattern) if is_of_step else [folder]
+    near = []
+    for place in folders:
+        tags, _ = read_tags({name: place_of(place, name) for name in list_tags(place)})
+        near += [(place / tag.name, tag) for tag in tags]
+    return sorted(near, key=lambda pair: pair[1].step, reverse=True)
+
+
 def what_is_missing(folder, converted_only):
     """Says why a folder is no checkpoint, after "which"."""
     if converted_only:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import psutil
 import torch
 from torch.utils._pytree import tree_flatten
 
 from universal import patches
+from universal.checkpoint.tags import checkpoints_near
 from universal.errors import CheckpointError
 from universal.load.collective import say
 
@@ -21,6 +23,11 @@ COUNTED = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "
 def install() -> None:
     """Check what every engine.save_checkpoint() is given from now on."""
     patches.patch("saves", save_checkpoint=checked_save)
+
+
+def after_load(engine: deepspeed.DeepSpeedEngine, loaded: Any, group: Any) -> None:
+    """Note that the run goes on: what it saves over is its own."""
+    engine.universal_run_is_known = True
 
 
 def checked_save(
@@ -35,6 +42,7 @@ def checked_save(
 ) -> Any:
     """Save by a method. Raises CheckpointError; says where a load would take another checkpoint."""
     check_client_state(engine, client_state)
+    say_if_another_run(engine, save_dir)
     result = method(engine, save_dir, tag, client_state or {}, save_latest, *args, **options)
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     if not save_latest and not name.endswith((".unfinished", ".saving")):  # which are renamed
@@ -72,6 +80,26 @@ def hold_same(value, own):
         for of_state in (leaves, own_leaves)
     ]
     return leaves == own_leaves
+
+
+def say_if_another_run(engine: deepspeed.DeepSpeedEngine, save_dir: str | os.PathLike) -> None:
+    """Print, before an engine's first save, which checkpoint of another run has as many steps, if
+    the engine has loaded none. Call it on all ranks."""
+    is_known = getattr(engine, "universal_run_is_known", False)
+    engine.universal_run_is_known = True
+    if is_known or engine.global_rank:
+        return
+    step = engine.global_steps
+    since = psutil.Process().create_time()  # others that this process has saved are of this run
+    for place, tag in checkpoints_near(Path(save_dir), step):
+        if tag.step >= step and tag.written < since:
+            say(
+                f"WARNING: {place} is of step {tag.step}, and this run, which has loaded no "
+                f"checkpoint, now saves its step {step} there: to continue the older run, stop "
+                "this one, and start the script with its resume option (Trainer: "
+                "resume_from_checkpoint=True); if it is new, give it another folder"
+            )
+            return
 
 
 def say_if_beside_latest(save_dir: str | os.PathLike, tag: str) -> None:

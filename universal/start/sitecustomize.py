@@ -12,6 +12,10 @@ from importlib import import_module, machinery, util
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 ANY_RANKS = "UNIVERSAL_BATCH"
+ACTIVE = (
+    "a checkpoint of any number of ranks loads here, if the script loads one: without its resume "
+    "option (Trainer: resume_from_checkpoint=True) it starts at step 1"
+)
 
 
 def import_ours(name):
@@ -25,6 +29,11 @@ def install_universal(deepspeed):
     universal = import_ours("universal")
     if hasattr(universal, "install"):  # absent while a script imports it; that script installs it
         universal.install()
+        is_child = import_module(
+            "multiprocessing"
+        ).parent_process()  # a worker of a DataLoader, say
+        if os.environ.get("RANK") == "0" and not is_child:
+            print(f"universal: {ACTIVE}", flush=True)
 
 
 def keep_batch(integration):
