@@ -23,6 +23,8 @@ deepspeed.utils.logger.setLevel("ERROR")
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a minute to build
 rank = int(os.environ.get("RANK", 0))
 ranks = int(os.environ.get("WORLD_SIZE", 0))
+if rank > 0:
+    sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
 
 
 def fail(message):
@@ -49,7 +51,6 @@ micro_batches, rest = divmod(batch, micro)
 if rest:
     fail(f"--train_batch_size must be a multiple of the micro-batch, {micro}, and is {batch}")
 accumulation = -(-micro_batches // ranks)  # rounded up: all ranks take as many steps
-again = accumulation * ranks - micro_batches  # so some compute a micro-batch again
 
 
 class GPT(nn.Module):
@@ -99,20 +100,18 @@ config = {
 }
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 device = engine.device
-if rank == 0:
-    print(f"{batch} = {micro} x {micro_batches} micro-batches")
-    repeated = f" - {again} again" if again else ""
-    print(f"{micro_batches} = {accumulation} accumulation steps x {ranks} ranks{repeated}")
-    Path("logs").mkdir(exist_ok=True)
-    log = open(f"logs/{args.run_name}.csv", "w", buffering=1)
-    print("step,loss,grad_norm,seconds,batch,micro_batch,accumulation,ranks", file=log)
+print(f"batch {batch}: micro-batches of {micro}, accumulation steps: {accumulation}")
+print(f"on each of {ranks} ranks; repeats, with weight 0: {accumulation * ranks - micro_batches}")
+Path("logs").mkdir(exist_ok=True)
+log = open(f"logs/{args.run_name}.csv" if rank == 0 else os.devnull, "w", buffering=1)
+print("step,loss,grad_norm,seconds,batch,micro_batch,accumulation,ranks", file=log)
 
 for step in range(1, args.steps + 1):
     began = time.perf_counter()
     mean = torch.zeros((), dtype=torch.float64, device=device)
     inputs, targets = global_batch(step)
     for place in range(rank * accumulation, (rank + 1) * accumulation):
-        m = place % micro_batches
+        m = place % micro_batches  # after the last one they begin again, with weight 0
         weight = accumulation * ranks / micro_batches if place < micro_batches else 0
         rows = slice(m * micro, (m + 1) * micro)
         loss = weight * engine(inputs[rows], targets[rows])
@@ -123,9 +122,8 @@ for step in range(1, args.steps + 1):
     dist.all_reduce(mean)
     norm = float(engine.get_global_grad_norm())
     seconds = time.perf_counter() - began
-    if rank == 0:
-        row = [step, mean.item(), norm, seconds, batch, micro, accumulation, ranks]
-        print(*row, sep=",", file=log)
-        print(f"step {step:4d} | loss {mean:.4f} | norm {norm:.3f}", flush=True)
+    row = [step, mean.item(), norm, seconds, batch, micro, accumulation, ranks]
+    print(*row, sep=",", file=log)
+    print(f"step {step:4d} | loss {mean:.4f} | norm {norm:.3f}", flush=True)
 dist.barrier()  # a rank that leaves early can take the others down
 dist.destroy_process_group()

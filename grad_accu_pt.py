@@ -17,12 +17,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 torch.set_num_threads(1)  # the number of threads that share a sum affects its last bits
-rank = 0
-ranks = 1
 
 
 def fail(message):
-    time.sleep(9 * rank)  # rank 0 speaks for all, and the launcher ends the others
     print(f"{parser.prog}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
@@ -38,11 +35,9 @@ batch = args.train_batch_size
 micro = args.train_micro_batch_size_per_gpu
 if min(batch, micro, args.steps) < 1:
     fail("the batch, the micro-batch and the steps must be at least 1")
-micro_batches, rest = divmod(batch, micro)
+accumulation, rest = divmod(batch, micro)
 if rest:
     fail(f"--train_batch_size must be a multiple of the micro-batch, {micro}, and is {batch}")
-accumulation = -(-micro_batches // ranks)  # rounded up: all ranks take as many steps
-again = accumulation * ranks - micro_batches  # so some compute a micro-batch again
 
 
 class GPT(nn.Module):
@@ -86,31 +81,25 @@ model = GPT()
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model.to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-if rank == 0:
-    print(f"{batch} = {micro} x {micro_batches} micro-batches")
-    repeated = f" - {again} again" if again else ""
-    print(f"{micro_batches} = {accumulation} accumulation steps x {ranks} ranks{repeated}")
-    Path("logs").mkdir(exist_ok=True)
-    log = open(f"logs/{args.run_name}.csv", "w", buffering=1)
-    print("step,loss,grad_norm,seconds,batch,micro_batch,accumulation,ranks", file=log)
+print(f"batch {batch}: micro-batches of {micro}, accumulation steps: {accumulation}")
+Path("logs").mkdir(exist_ok=True)
+log = open(f"logs/{args.run_name}.csv", "w", buffering=1)
+print("step,loss,grad_norm,seconds,batch,micro_batch,accumulation,ranks", file=log)
 
 for step in range(1, args.steps + 1):
     began = time.perf_counter()
     mean = torch.zeros((), dtype=torch.float64, device=device)
     inputs, targets = global_batch(step)
-    for place in range(rank * accumulation, (rank + 1) * accumulation):
-        m = place % micro_batches
-        weight = accumulation * ranks / micro_batches if place < micro_batches else 0
+    for m in range(accumulation):
         rows = slice(m * micro, (m + 1) * micro)
-        loss = weight * model(inputs[rows], targets[rows])
+        loss = model(inputs[rows], targets[rows])
         # backward() sums the gradients, and we want their mean: so the loss is divided first.
         (loss / accumulation).backward()
-        mean += loss.detach() / (accumulation * ranks)
+        mean += loss.detach() / accumulation
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
     optimizer.step()
     optimizer.zero_grad()
     seconds = time.perf_counter() - began
-    if rank == 0:
-        row = [step, mean.item(), norm, seconds, batch, micro, accumulation, ranks]
-        print(*row, sep=",", file=log)
-        print(f"step {step:4d} | loss {mean:.4f} | norm {norm:.3f}", flush=True)
+    row = [step, mean.item(), norm, seconds, batch, micro, accumulation, 1]
+    print(*row, sep=",", file=log)
+    print(f"step {step:4d} | loss {mean:.4f} | norm {norm:.3f}", flush=True)

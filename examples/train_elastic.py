@@ -13,7 +13,6 @@ file.
 
 import argparse
 import contextlib
-import functools
 import os
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import torch
 import train
 import universal
 from train import RANK, fail
-from universal import elastic, exact, mirror
+from universal import batches, elastic, exact, mirror
 
 
 def positive(text):
@@ -92,6 +91,7 @@ def start(args, ranks, build=train.GPT, mpu=None, names=train.RUN, **changes):
     model. names: of the arguments that a resume must have in common. changes: to the config."""
     text, held_out, fingerprint = train.load_text(args.data, args.seq_len)
     run = train.describe_run(args, fingerprint, names)
+    train.check_runs(args, run)
     torch.manual_seed(args.seed)
     model = build(args.n_layer, args.n_head, args.n_embd, args.seq_len, args.dropout)
     engine, *_ = deepspeed.initialize(
@@ -133,6 +133,17 @@ def write_rows(log, rows, committed, monitor):
         if row["step"] <= committed:
             train.write_row(log, row, monitor)
     return [row for row in rows if row["step"] > committed]
+
+
+def rows_of(engine, args, text, held_out, sharers=1):
+    """Returns rows(done), which trains the steps after `done`, for resume_and_train(). sharers:
+    ranks that share a sequence."""
+
+    def rows(done):
+        share = batches.share(engine, sharers)
+        return train.train(engine, share, args, text, held_out, done)
+
+    return rows
 
 
 def resume_and_train(engine, args, run, rows, memory=None):
@@ -210,8 +221,7 @@ def main():
     ranks = prepare(args)
     engine, text, held_out, run = (start_exact if args.exact else start)(args, ranks)
     memory = start_mirror(engine, args) if args.mirror else None
-    rows = functools.partial(train.train, engine, args, text, held_out)
-    resume_and_train(engine, args, run, rows, memory)
+    resume_and_train(engine, args, run, rows_of(engine, args, text, held_out), memory)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,15 @@ import torch.nn.functional as F
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 
-from examples.train_elastic import argument_parser, positive, prepare, resume_and_train, start
-from train import GPT, RANK, derive_seed, fail, train
+from examples.train_elastic import (
+    argument_parser,
+    positive,
+    prepare,
+    resume_and_train,
+    rows_of,
+    start,
+)
+from train import GPT, RANK, derive_seed, fail
 
 
 def parse_arguments():
@@ -156,7 +163,7 @@ def main():
     # at every ZeRO stage.
     changes = autotp(tensor) | {"mpu": groups} if tensor > 1 else {}
     engine, text, held_out, run = start(args, ranks, functools.partial(build, args), **changes)
-    rows = functools.partial(train, engine, args, text, held_out, sharers=sequence)
+    rows = rows_of(engine, args, text, held_out, sharers=sequence)
     resume_and_train(engine, args, run, rows)
 
 

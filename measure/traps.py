@@ -27,8 +27,9 @@ BACKWARD = "(loss / accumulation).backward()"
 ADAMW = "torch.optim.AdamW(model.parameters(), lr=1e-3)"
 CLIP = "clip_grad_norm_(model.parameters(), 1.0)"
 UPDATE = f"    norm = nn.utils.{CLIP}.item()\n    optimizer.step()\n    optimizer.zero_grad()\n"
-LOOP = "    for place in range(rank"
-MEAN = "        mean += loss.detach() / (accumulation * ranks)\n"
+DRAWN = "    inputs, targets = global_batch(step)\n"
+ADDED = "mean += loss.detach() / "
+MEAN = f"        {ADDED}accumulation\n"
 
 # Edits: (what stands there, what takes its place).
 NO_CLIPPING = [(CLIP, "clip_grad_norm_(model.parameters(), torch.inf)")]
@@ -40,8 +41,8 @@ EVERY = [(MEAN + UPDATE, MEAN + textwrap.indent(UPDATE, "    "))]
 # them. The log tells the mean over all tokens.
 RAGGED = [
     ("import torch\n", "import torch\nfrom measure.traps import ragged, share_of_tokens\n"),
-    (LOOP, f"    targets = ragged(targets, step)\n{LOOP}"),
-    (MEAN, MEAN.replace("/ (accumulation * ranks)", "* share_of_tokens(targets, rows)")),
+    (DRAWN, f"{DRAWN}    targets = ragged(targets, step)\n"),
+    (ADDED, "mean += loss.detach() * share_of_tokens(targets, rows)  # in place of / "),
 ]
 WEIGHTED = [(BACKWARD, "(loss * share_of_tokens(targets, rows)).backward()")]
 # DeepSpeed divides by the accumulation steps, and takes the mean over the ranks: the factor undoes

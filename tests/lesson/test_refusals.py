@@ -102,8 +102,8 @@ def test_another_run(refusal, change):
     torch.save({"run": run_before}, "c/tag/mp_rank_00_model_states.pt")
     flags = f"--resume --checkpoint_dir c --checkpoint_tag tag --{name} {value}"
     line = refusal("train.py", 2, flags)
-    assert f"{name} is {run_before[name]} in c/tag and " in line
-    assert "here: the loss would not go on alike" in line
+    assert f"--{name} was {run_before[name]} in c/tag, and is " in line
+    assert "here: the loss would leave its curve. Give it the old value" in line
     assert name == "data" or f"{value} here" in line
 
 
@@ -131,7 +131,7 @@ def test_machines_with_different_text(work):
     result = launch(work, 2, "train.py", *SIZE, "--run_name", "apart", patch=on_two_machines)
     assert result.codes[1] == 2 and not (work / "logs" / "apart.csv").exists()
     (line,) = result.errors.splitlines()
-    assert line.startswith("train.py: error: rank 1: data is ") and " in rank 0 and " in line
+    assert line.startswith("train.py: error: rank 1: --data was ") and " in rank 0, and is " in line
 
 
 def written(folder):
@@ -150,7 +150,7 @@ def test_one_rank_speaks(work):
     before = written(work)
     for flags, words in (
         # Which tag, the loader finds out.
-        ("--seed 1", "seed is 1337 in c/global_step2 and 1 here"),
+        ("--seed 1", "--seed was 1337 in c/global_step2, and is 1 here"),
         ("--checkpoint_tag no", "c/no does not exist; in c there is: global_step2"),
         (
             "--checkpoint_dir nowhere",
