@@ -115,7 +115,7 @@ def try_events(args):
 
 
 def draw(runs, path):
-    """The logged steps done again, after each event that cost any. runs: {name: events}, the first
+    """The steps trained twice, after each event that cost any. runs: {name: events}, the first
     without a mirror, the second with one."""
     rows = [events for events in zip(*runs.values(), strict=True) if any(e.again for e in events)]
     figure = Figure(figsize=(6, 4.4), layout="constrained")
@@ -132,9 +132,9 @@ def draw(runs, path):
     ]
     axis.set_yticks(range(len(rows)), labels)
     axis.margins(x=0.1)
-    axis.set(xlabel="logged steps done again")
+    axis.set(xlabel="steps trained twice (0: no bar)")
     figure.suptitle(
-        f"When machines die: how many of {STEPS} logged steps are done again\n"
+        f"When machines die: how many of {STEPS} steps are trained twice\n"
         f"({len(events) - len(rows)} more events cost none)",
         fontsize=11,
     )

@@ -74,7 +74,6 @@ def draw(path):
     ]
     runs = dict(zip(legend, logs, strict=True))
     figure = plot.draw(runs, gaps)
-    figure.axes[0].get_legend().set_title("ranks: tensor (TP) x pipeline (PP) x data (DP)")
     figure.savefig(path, dpi=200)
     plot.write_joined(runs, path.with_suffix(".csv"))
 

@@ -47,7 +47,7 @@ LAYERS = 6  # of 12: each way keeps copies of its own, and all must fit
 IDLE = 0.5  # seconds
 STEPS = 12  # of each line of the picture
 DRAWN = 1  # the ZeRO stage
-NONE = ("nothing", "0.8", "neither")
+NONE = ("nothing", "0.8", "no copy, no save")
 PANELS = [  # title, and for each line a way, its color and its label
     (
         "a copy in another machine's memory",
