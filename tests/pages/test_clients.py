@@ -177,7 +177,7 @@ def test_the_pages_say_which_transformers():
         r"^(\S+) .* (\d\.\de-\d\d)", (ROOT / "assets" / "trainers.txt").read_text(), re.M
     )
     releases, largest = zip(*rows, strict=True)
-    versions = (ROOT / "docs" / "troubleshooting.md").read_text()
+    versions = (ROOT / "docs" / "tested.md").read_text()
     assert f" | {releases[0]} to {releases[-1]} | " in versions
     page = (ROOT / "docs" / "clients.md").read_text()
     assert f"every release tried: at most {max(largest, key=float)}" in page
