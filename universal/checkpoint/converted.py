@@ -14,6 +14,7 @@ from pathlib import Path
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.module_states import module_state, read_model_states
 from universal.checkpoint.types import (
+    SETTINGS,
     Checkpoint,
     Described,
     OptimizerState,
@@ -69,13 +70,15 @@ def describe_universal(folder: Path, pool: Executor) -> Described:
     parameters = dict(zip(flats, read_all, strict=True))
     check_states(folder, parameters, flats)
     models = [model | {"module": untrained_entries(model, parameters)} for model in models]
+    settings = {key: optimizer.get(key) for key in SETTINGS}
+    left_out = optimizer.get("left_out")
     description = Checkpoint(
         folder=folder,
         stage=None,
         layout=None,
         parameters=parameters,
         module=module_state(models[0]),
-        optimizer=OptimizerState(param_groups, {}, {}, {}),
+        optimizer=OptimizerState(param_groups, {}, {}, {}, settings, left_out),
         model_states=paths[0],
         left_over=[],
         problems=[],

@@ -352,7 +352,7 @@ def join_all(folder, ranks, tensor, pipeline):
     info = first.model.get(INFO_KEY)
     joiner = TensorParallel(info, tensor, folder)
     parameters, dependent, untied = join_mp_ranks(folder, ranks, joiner)
-    optimizer = optimizer_state(first.shard.optimizer, dependent)
+    optimizer = optimizer_state(first.shard, dependent)
     problems = other_steps(ranks, parameters)
     problems += problem_of_loss(first.shard.path, parameters, optimizer)
     used = {path for rank in ranks for path in rank.files}

@@ -9,6 +9,8 @@ from universal.files.sources import Source
 
 NEXT_STEPS = "next_steps.csv"  # next_steps.py writes and reads it, beside the shards
 
+# What DeepSpeed's optimizer saves besides tensors and hyperparameters.
+SETTINGS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 UNSAVED = {  # what DeepSpeed saves in no file
     "ZenFlow": "the gradients that ZenFlow defers, nor all of its moments",
     "SuperOffload": "the optimizer's states, which SuperOffload keeps in another process",
@@ -83,8 +85,8 @@ class OptimizerState(NamedTuple):
 
     param_groups: hyperparameters. extra_states: entries of its "state" that belong to no parameter.
     extra_keys: entries beside "state" and "param_groups". rank_dependent: {name: why} of states
-    that differ between ranks, or are not cut like the weights. settings: those of flat.SETTINGS.
-    left_out: names of states that the converter had no place for. reader.py adds these two.
+    that differ between ranks, or are not cut like the weights. settings: those of SETTINGS.
+    left_out: names of states that the converter had no place for.
     """
 
     param_groups: list[dict]
@@ -108,20 +110,13 @@ class Problem(NamedTuple):
     of_ranks: bool = False
 
 
-class PackedStates(NamedTuple):
-    """The bytes of two files for reader.unpack(): rank 0's model states, and an OptimizerState."""
-
-    model: bytes
-    optimizer: bytes
-
-
 class Checkpoint(NamedTuple):
     """A checkpoint without its data. It can be pickled, to send it to other processes.
 
     stage: of ZeRO, 1 to 3. It and layout are None for a universal checkpoint, which is not cut.
     parameters: by name. model_states: rank 0's file. left_over: names of what an earlier save left
     in the folder. problems: what a load or a conversion loses. client_states_differ: whether a rank
-    has saved another client state than rank 0. packed: added by reader.describe_for_load().
+    has saved another client state than rank 0.
     """
 
     folder: Path
@@ -134,7 +129,6 @@ class Checkpoint(NamedTuple):
     left_over: list[str]
     problems: list[Problem]
     client_states_differ: bool = False
-    packed: PackedStates | None = None
 
     @property
     def is_universal(self) -> bool:

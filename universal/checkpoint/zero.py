@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from universal.checkpoint.experts import Team
-from universal.checkpoint.types import OptimizerState, Parameter, Problem
+from universal.checkpoint.types import SETTINGS, OptimizerState, Parameter, Problem
 from universal.errors import CheckpointError
 from universal.files.same import holds_elements, is_same
 from universal.files.schema import expect, is_natural
@@ -174,11 +174,13 @@ def extra_keys(optimizer: dict) -> dict:
     return {key: value for key, value in optimizer.items() if key not in ("state", "param_groups")}
 
 
-def optimizer_state(optimizer: dict, dependent: dict) -> OptimizerState:
-    """The OptimizerState in a state dict of PyTorch's optimizer. dependent: {name: why}."""
+def optimizer_state(shard: SavedShard, dependent: dict) -> OptimizerState:
+    """The OptimizerState of a shard. dependent: {name: why}."""
+    optimizer = shard.optimizer
     groups = optimizer["param_groups"]
     kept = {key: why for key, why in dependent.items() if not is_computed_anew(key, groups)}
-    return OptimizerState(groups, extra_states(optimizer), extra_keys(optimizer), kept)
+    settings = {key: shard.content.get(key) for key in SETTINGS}
+    return OptimizerState(groups, extra_states(optimizer), extra_keys(optimizer), kept, settings)
 
 
 def is_computed_anew(key: str, param_groups: list[dict]) -> bool:

@@ -13,7 +13,6 @@ from universal.load.collective import ProcessGroup, say
 from universal.load.engine import Engine
 from universal.load.hooks import LoadOptions
 from universal.load.parts import Parts
-from universal.load.reader import unpack, unpack_optimizer
 
 WIDE = ("bf", "32", "None")  # parts of names of dtypes that need no loss scale
 FRESH = "; load_optimizer_states=False continues with a fresh optimizer"
@@ -22,6 +21,7 @@ FRESH = "; load_optimizer_states=False continues with a fresh optimizer"
 def compare_parameters(
     engine: Engine,
     checkpoint: Checkpoint,
+    model: dict,
     parts: Parts,
     options: LoadOptions,
     optimized: set[str],
@@ -37,7 +37,7 @@ def compare_parameters(
     if optimized and options.load_optimizer_states:
         agree(optimized, trained, "trained", strict, "without their states")
     else:
-        tied = tied_names(engine, checkpoint, unpack(checkpoint.packed.model))
+        tied = tied_names(engine, checkpoint, model)
         known = trained | checkpoint.module.tensors.keys() | tied.keys()
         agree(optimized - known, trained - present, "trained", strict)
     by_group = options.load_optimizer_states or engine.loads_scheduler(options)
@@ -208,15 +208,15 @@ def keeps_states(engine, answer, number):
     return "betas" in settings or bool(settings.get("momentum"))
 
 
-def in_groups_of(engine: Engine, checkpoint: Checkpoint) -> tuple[dict, OptimizerState]:
-    """Returns the model states and the OptimizerState, with an entry for each parameter group of
-    the engine.
+def in_groups_of(
+    engine: Engine, checkpoint: Checkpoint, model: dict, saved: OptimizerState
+) -> tuple[dict, OptimizerState]:
+    """Returns model states and an OptimizerState with an entry for each parameter group of the
+    engine.
 
     DeepSpeed splits a group if a rank has many experts, so their number may change. Raises:
     CheckpointError, if a group here has experts from groups with different settings.
     """
-    model = unpack(checkpoint.packed.model)
-    saved = unpack_optimizer(checkpoint)
     origins = origins_of_groups(engine, checkpoint)
     has_experts = any(map(expert_name, engine.parameters))
     if not has_experts or len(origins) < len(engine.param_groups):  # the latter fit no groups

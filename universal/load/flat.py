@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-# What DeepSpeed's optimizer saves besides tensors and hyperparameters.
-SETTINGS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 # Of a loss scaler, what the config sets.
 PACE = ("scale_window", "min_scale", "min_loss_scale", "delayed_shift", "consecutive_hysteresis")
 

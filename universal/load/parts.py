@@ -8,7 +8,7 @@ elements are in the whole.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from universal.checkpoint.tensor_parallel import (
     AFFINE,
@@ -25,7 +25,6 @@ from universal.files.torch_file import Tensor, contiguous
 from universal.load.collective import ProcessGroup
 from universal.load.engine import Engine
 from universal.load.flat import full_shape
-from universal.load.reader import unpack
 
 
 class Parts(NamedTuple):
@@ -77,8 +76,9 @@ class Parts(NamedTuple):
         return contiguous(whole.dtype, source, shape)
 
 
-def parts_of(engine: Engine, checkpoint: Checkpoint, group: ProcessGroup) -> Parts:
-    """The Parts of this rank. Raises CheckpointError if neither model nor checkpoint tells them."""
+def parts_of(engine: Engine, checkpoint: Checkpoint, saved: Any, group: ProcessGroup) -> Parts:
+    """The Parts of this rank. saved: the checkpoint's universal_checkpoint_info. Raises
+    CheckpointError if neither model nor checkpoint tells them."""
     degree = engine.layout().tensor
     rank = engine.tensor_rank
     names = dict(engine.module.named_parameters())  # the frozen ones, too
@@ -89,7 +89,6 @@ def parts_of(engine: Engine, checkpoint: Checkpoint, group: ProcessGroup) -> Par
     if degree > 1:
         for of_rank, others in group.all_gather((rank, shapes)):
             of_ranks[of_rank] = others | of_ranks.get(of_rank, {})  # of all pipeline stages
-    saved = unpack(checkpoint.packed.model).get(INFO_KEY)
     # One rank needs it, too: its vocabulary may be padded.
     info = engine.cuts() or saved and for_another_degree(saved)
     if degree == 1 and not info:

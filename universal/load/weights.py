@@ -5,11 +5,10 @@ So are an average that was swapped in before a save, and what a script clamps af
 ZeRO-1 and 2 save the module's weights beside the masters. Both are restored.
 """
 
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from universal.checkpoint.types import Checkpoint
 from universal.errors import CheckpointError
 from universal.files.joined import strided
 from universal.files.schema import expect
@@ -22,20 +21,14 @@ from universal.load.reader import TensorReader
 
 
 def set_weights(
-    engine: Engine,
-    checkpoint: Checkpoint,
-    folder: Path,
-    own_file: bool,
-    states: list[dict],
-    load_states: bool,
-    group: ProcessGroup,
+    engine: Engine, plan: Any, load_states: bool, group: ProcessGroup
 ) -> dict[str, torch.Tensor]:
     """Returns {trained parameter: value in the module} of those that are not their masters.
 
-    own_file: whether this rank has a file of its own. states: of each flat tensor, with its
-    masters, which become these weights unless load_states.
+    plan: reshard.Plan, whose masters become these weights unless load_states.
     """
-    path = path_of_weights(engine, checkpoint, folder, own_file)
+    checkpoint, states = plan.checkpoint, plan.states
+    path = path_of_weights(engine, checkpoint, plan.own_file)
     if path is None:
         return {}
     module = expect(load(path), dict, path).get("module") or {}
@@ -48,7 +41,7 @@ def set_weights(
     if not names:
         return {}
     reader = TensorReader()
-    values = {name: reader.empty(weights[name]) for name in sorted(names & weights.keys())}
+    values = {name: reader.empty(name, weights[name]) for name in sorted(names & weights.keys())}
     reader.fetch()
     if not all(group.all_gather(is_undamaged(reader))):
         return {}  # the masters will do
@@ -64,12 +57,12 @@ def set_weights(
     return values
 
 
-def path_of_weights(engine, checkpoint, folder, own_file):
+def path_of_weights(engine, checkpoint, own_file):
     """The file with the trained weights that this rank has, whole; None if there is none."""
     if checkpoint.stage == 3:
         return None
     if own_file:
-        return engine.own_file(folder)
+        return engine.own_file(checkpoint.folder)
     same = checkpoint.is_data_parallel and engine.is_data_parallel()
     return checkpoint.model_states if same else None
 
