@@ -89,10 +89,10 @@ def test_a_rank_that_vanishes(saved, by):
         request = reader.TensorReader.request
         load = universal.load_checkpoint
 
-        def vanish(*args):
+        def vanish(*args, **options):
             if rank == "1":
                 os.kill(os.getpid(), by)
-            request(*args)
+            request(*args, **options)
 
         def leave(*args, **options):
             try:
@@ -126,7 +126,7 @@ def test_a_load_outlasts_the_groups(tmp_path, stage):
         for owner, name, rank in (
             (reader.TensorReader, "fetch", 1),
             (reshard, "restore_module", 1),
-            (reader, "pack_optimizer", 0),
+            (reader, "without_tensors", 0),
         ):
             good = getattr(owner, name)
 
@@ -145,11 +145,11 @@ def test_a_load_outlasts_the_groups(tmp_path, stage):
 
 OUR_BUGS = [  # and the rank that has it
     # Rank 0 alone describes.
-    (reader, "pack_optimizer", 0),
+    (reader, "without_tensors", 0),
     (reader, "check_same_step", 0),
     (zero, "differences", 0),
     (loader, "choose_tag", 0),
-    (loader, "check_compatible", 1),
+    (loader, "compare", 1),
     (reshard, "read_states", 1),
 ]
 
