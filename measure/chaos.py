@@ -28,7 +28,7 @@ import universal
 from measure import options
 from tests.support.ranks import launch, run_script
 from universal import background
-from universal.proof import tensors_in
+from universal.proving.samples import tensors_in
 
 SMALL = (
     "--n_layer 1 --n_embd 32 --seq_len 16 --train_batch_size 8 --train_micro_batch_size_per_gpu 4 "

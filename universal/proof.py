@@ -18,280 +18,33 @@ all-reduce at the end of each of the ten steps, whatever each has seen of it.
 
 import contextlib
 import functools
-import math
 import os
-import random
-import weakref
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import numpy
 import torch
 import torch.distributed as dist
 
 from universal import patches
 from universal.checkpoint.types import NEXT_STEPS
 from universal.load.collective import say
+from universal.proving.comparison import Comparison, coarsest
 from universal.proving.next_steps import NextSteps, Row, read_rows
+from universal.proving.samples import ForwardPass, generator_states, hashes, scrambled, tensors_in
 from universal.proving.training import TrainingEngine
 
 STEPS = 10
-# By how much a loss may differ from rounding alone, by the dtype of matrix products: as a share of
-# the loss, or of 1, if that is more.
-ROUNDING = {"float32": 1e-5, "float16": 2e-3}
-MOST_ROUNDING = 1e-2  # of bfloat16, and of what is not known
-NORM_ROUNDING = 10  # times as much of the gradient norm
 BY_DEEPSPEED = "DeepSpeed's own loader restored the state"
-LOSS = "the loss"
-GRAD_NORM = "the gradient norm"
-UNSEEN = "random numbers were drawn that this check cannot see"
-# Views of elements as integers, by their bytes.
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_TENSORS = 8  # of a micro-batch, that have a digest each; the rest are among the others
 # What is added up in a step, each with its count. output: of a model, that may be a loss; numbers:
 # digests of so many tensors.
 SUMMED = ("loss", "output", "norm", "draws", "others", *range(MOST_TENSORS))
-# How many places along each dimension of a sample are all looked at, by the number of dimensions;
-# of each doubling behind them as many as of the one before.
-PLACES = {1: 2**14, 2: 2**6}
-PLACES_OF_MORE = 4  # 768 of an image of 3 x 224 x 224
-COMPARISONS = weakref.WeakSet()
 
 
 # --------------------------------------------------------------------------------------------------
-# 1. the samples of a step
-
-
-def tensors_in(value, name="") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in nested arguments, each with the innermost key that leads to it."""
-    if torch.is_tensor(value):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from tensors_in(part, key)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part, name)
-
-
-def scrambled(numbers):
-    """Hash each number of an int64 tensor; 0 stays 0. Products wrap around."""
-    numbers = (numbers ^ (numbers >> 29)) * 0x5851F42D4C957F2D
-    numbers = (numbers ^ (numbers >> 32)) * 0x2545F4914F6CDD1D
-    return numbers ^ (numbers >> 29)
-
-
-def sampled_places(size, most, device):
-    """The places to look at along a dimension: of a longer one the same, and more behind them."""
-    parts = [torch.arange(min(size, most), device=device)]
-    begin, step = most, 2
-    while begin < size:
-        parts.append(torch.arange(begin, min(size, 2 * begin), step, device=device))
-        begin, step = 2 * begin, 2 * step
-    return torch.cat(parts)
-
-
-def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Hash each row of a tensor [B, ...]. Returns numbers below 2**32, as [B].
-
-    Padding with zeros, or with the -100 of labels, at the end of a dimension changes nothing. mask:
-    0 for other padding, whose length the micro-batch decides; used if samples are [B, T], as it is.
-    """
-    rows = samples.detach().reshape(len(samples), *samples.shape[1:] or [1])
-    if rows.is_complex():
-        rows = torch.view_as_real(rows)
-    most = PLACES.get(rows.dim() - 1, PLACES_OF_MORE)
-    looked_at = [sampled_places(size, most, rows.device) for size in rows.shape[1:]]
-    hashed_places = torch.zeros((), dtype=torch.long, device=rows.device)
-    for places in looked_at:
-        hashed_places = scrambled(hashed_places.unsqueeze(-1) + places + 1)
-    index = ...
-    if hashed_places.shape != rows.shape[1:]:
-        index = (slice(None), *torch.meshgrid(*looked_at, indexing="ij"))
-    numbers = rows[index].contiguous().view(INTEGERS[rows.element_size()]).long()
-    if not rows.is_floating_point():
-        numbers = numbers.masked_fill(numbers == -100, 0)
-    if mask is not None and mask.shape == samples.shape and rows.dim() == 2:
-        hashed_places = scrambled((mask.long().cumsum(1) * mask.bool())[index])
-    sums = (numbers * hashed_places).flatten(1).sum(1)
-    return scrambled(sums) & 0xFFFFFFFF
-
-
-def generator_states():
-    """Returns the states of the default generators: torch's, the device's, numpy's and Python's.
-    Generators that a script creates are not seen."""
-    device = deepspeed.accelerator.get_accelerator()
-    of_torch = [torch.get_rng_state(), device.get_rng_state().cpu()]
-    _, keys, *position = numpy.random.get_state()
-    of_numpy = (keys.tobytes(), *position)
-    return [*(state.numpy().tobytes() for state in of_torch), of_numpy, random.getstate()]
-
-
-@dataclass
-class ForwardPass:
-    """A forward pass that waits for its loss.
-
-    digests: hashes [rows] of each tensor that has a row for each sample, mixed with those before
-    it. others: a hash [1] of all other tensors; None without any. states: of the generators before
-    this pass; None once they have been compared. draws: a hash of those that changed; else None.
-    """
-
-    digests: list = field(default_factory=list)
-    others: torch.Tensor | None = None
-    states: list | None = None
-    draws: int | None = None
-
-
-# --------------------------------------------------------------------------------------------------
-# 2. steps that are trained again
-
-
-class Comparison:
-    """A comparison, on rank 0, with `rows`: {step: Row as trained before the load}.
-
-    restored: what was restored, in words. name: of the checkpoint and the folder above it.
-    cut_words: why updates may be others. is_alone: whether no other engine goes on beside this one.
-    draws: of all steps so far, before and now. gaps: {a number's name: its largest difference so
-    far}.
-    """
-
-    def __init__(self, rows, restored, name="", cut_words=""):
-        self.rows = rows
-        self.restored = restored
-        self.name = name
-        self.cut_words = cut_words
-        others = [other for other in COMPARISONS if not other.gaps]  # loaded, and not trained yet
-        self.is_alone = not others
-        for other in others:
-            other.is_alone = False
-        COMPARISONS.add(self)
-        self.draws = ([], [])
-        self.gaps = {}
-
-    def differs(self, now):
-        """Compare a step. Prints the first number that differs by more than rounding; at the last,
-        that none does. Returns whether one does. now: the step's Row.
-        """
-        before = self.rows[now.step]
-        whose = "" if self.is_alone else f"{self.name}: "
-        trained = f"trained before on {ranks_in_words(before.ranks)}"
-        for draws, row in zip(self.draws, (before, now), strict=True):
-            draws.append(row.draws)
-        for name, number_before, number, tolerance in pairs_of(
-            before, now, self.growth(before, now)
-        ):
-            gap = abs(number - number_before)
-            self.gaps[name] = max(self.gaps.get(name, 0), gap)
-            is_of_samples = name in (LOSS, GRAD_NORM)
-            is_other = gap > tolerance or not math.isfinite(gap)
-            if is_other or is_of_samples and are_same_samples(before, now) is False:
-                most = MOST_ROUNDING * (NORM_ROUNDING if name == GRAD_NORM else 1)
-                is_near = math.isclose(number_before, number, rel_tol=most, abs_tol=MOST_ROUNDING)
-                is_sure = before.micro_batch == now.micro_batch or not is_near
-                kind, cause = "WARNING", ": there is nothing to compare with"
-                if math.isfinite(number_before):
-                    kind, cause = self.explain(name, before, now, is_sure)
-                numbers = f"{name} was {number_before:.7g}, and is {number:.7g}"
-                say(f"{kind}: {whose}step {now.step}, {trained}: {numbers}{cause}")
-                return True
-        name = LOSS if LOSS in self.gaps else GRAD_NORM
-        if now.step == max(self.rows) and name in self.gaps:
-            gap = f"{self.gaps[name]:.1e}".replace("0.0e+00", "0")
-            steps = f"steps {min(self.rows)} to {now.step}"
-            if len(self.rows) == 1:
-                steps = f"step {now.step}"
-            on_ranks = f"{trained}, now on {now.ranks}"
-            say(f"{whose}{steps}, {on_ranks}: {name} differs by at most {gap}")
-        return False
-
-    def growth(self, before, now):
-        """Returns the factor by which rounding may have grown: doubled each step from the third on,
-        as from the second on weights differ; 1 if nothing was added in another order."""
-        same = before.ranks == now.ranks and before.micro_batch == now.micro_batch
-        if same and not any(self.gaps.values()):
-            return 1
-        return 2 ** max(0, now.step - min(self.rows) - 1)
-
-    def explain(self, name, before, now, is_sure):
-        """What a difference points to. Returns: "WARNING" or "NOTE"; the words.
-
-        is_sure: whether it is no rounding, in whatever dtype the model itself computes.
-        """
-        if name not in (LOSS, GRAD_NORM):
-            return "WARNING", ""
-        known = are_same_samples(before, now)
-        if known is False:
-            return "WARNING", ": other samples than before; derive them from the step"
-        kind = "WARNING"
-        draws_before, draws = self.draws
-        if None not in draws_before and any(draws) != any(draws_before):
-            cause = "random numbers were drawn in one of the two runs only: compare the dropout"
-        elif any(draws) and draws != draws_before:
-            cause = "it is the dropout: seed it by step and micro-batch"
-            if before.ranks != now.ranks:
-                kind = "NOTE"
-                cause = "dropout follows the rank: accept it, or seed it by step and micro-batch"
-        elif now.step > min(self.rows):
-            cause = f"step {now.step - 1} has updated the weights in another way"
-            cause += f", as {self.cut_words}" if self.cut_words else ""
-            if rounding_of(before, now) > ROUNDING["float32"]:  # the first loss may have hidden it
-                cause += f", or {UNSEEN}"
-            cause += ": compare the optimizer's settings with the old run's"
-        elif name == GRAD_NORM and LOSS in self.gaps:
-            cause = "the backward pass differs, as the loss is the same: compare the clipping"
-        else:
-            cause = f"the weights, the buffers or the micro-batches differ, or {UNSEEN}"
-        if not is_sure:
-            kind = "NOTE"
-            cause += "; or micro-batches of another size round otherwise, in an autocast or TF32"
-        samples = ", and the samples are the same, so" if known else "; there are other samples, or"
-        return kind, f": {self.restored}{samples} {cause}"
-
-
-def ranks_in_words(ranks):
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
-
-
-def are_same_samples(before, now):
-    """Whether a step has the same samples; None if that is not known."""
-    if before.dtype != now.dtype:
-        return None
-    digests = [(row.digests or "").split() for row in (before, now)]
-    pairs = [*zip(*digests, strict=False)]
-    if before.micro_batch == now.micro_batch and None not in (before.others, now.others):
-        pairs.append((before.others, now.others))
-    return all(a == b for a, b in pairs) if pairs else None
-
-
-def coarsest(dtypes):
-    return max(dtypes, key=lambda dtype: ROUNDING.get(dtype, MOST_ROUNDING))
-
-
-def rounding_of(*rows):
-    return max(ROUNDING.get(row.dtype, MOST_ROUNDING) for row in rows)
-
-
-def pairs_of(before, now, growth):
-    """Each number of a step: its name, its values, and how far apart rounding may bring them."""
-    for group, rates in enumerate(zip(before.rates, now.rates, strict=False)):
-        if None not in rates:  # as the optimizer chooses them
-            yield f"the learning rate of group {group}", *rates, 1e-6 * abs(rates[0])
-    yield "the loss scale", before.loss_scale, now.loss_scale, 0
-    rounding = min(growth * rounding_of(before, now), MOST_ROUNDING)
-    if None not in (before.loss, now.loss):
-        yield LOSS, before.loss, now.loss, rounding * max(1, abs(before.loss))
-    norms = (before.grad_norm, now.grad_norm)
-    if None not in norms and norms != (math.inf, math.inf):  # of a step that fp16 has skipped
-        tolerance = NORM_ROUNDING * rounding * abs(before.grad_norm)  # -1 after an overflow
-        yield GRAD_NORM, before.grad_norm, now.grad_norm, tolerance
-
-
-# --------------------------------------------------------------------------------------------------
-# 3. ten steps of an engine
+# 1. ten steps of an engine
 
 
 class Proof:
@@ -472,7 +225,7 @@ class Proof:
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. DeepSpeed's methods
+# 2. DeepSpeed's methods
 
 
 def install() -> None:

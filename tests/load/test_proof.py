@@ -13,8 +13,10 @@ from proof_engines import FAULTS, KINDS, SAVED, SOUND, play
 from proof_files import STORIES, play_stories
 
 from tests.support.ranks import run
-from universal.proof import Comparison, ForwardPass, Proof, hashes
+from universal.proof import Proof
+from universal.proving.comparison import Comparison
 from universal.proving.next_steps import Row, read_rows
+from universal.proving.samples import ForwardPass, hashes
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +125,7 @@ ROW = Row(3, 2, 1, "float32", 1.0, 1.0, None, 0, None, "1.5", [0.1])
 def lines(monkeypatch):
     """What a proof says, in this process."""
     said = []
-    monkeypatch.setattr("universal.proof.say", said.append)
+    monkeypatch.setattr("universal.proving.comparison.say", said.append)
     return said
 
 

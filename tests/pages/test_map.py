@@ -27,6 +27,8 @@ ROOMS = ("universal.batch", "universal.proving", "universal.save", "universal.wr
 WITH_TORCH = (
     "patches",
     "training",
+    "samples",
+    "comparison",
     "resume",
     "mirror",
     "proof",

@@ -21,7 +21,10 @@ SOURCES = {  # section: files
     "DeepSpeed": [DEEPSPEED / "runtime/engine.py", DEEPSPEED / "runtime/config.py"],
     "Trainer": [TRANSFORMERS / "integrations/deepspeed.py"],
     "This repository": OURS,
-    "A resume that is not the same": [ROOT / "universal/proof.py"],
+    "A resume that is not the same": [
+        *ROOT.glob("universal/pro*/*.py"),
+        ROOT / "universal/proof.py",
+    ],
 }
 ELSEWHERE = (  # in other files
     "The size of tensor a (...) must match the size of tensor b (...) at non-singleton dimension 0",
