@@ -372,8 +372,8 @@ def checked_step(method, engine, *args, **options):
     asked = os.environ.get("UNIVERSAL_BATCH", str(share.batch))
     if asked != str(share.batch) and engine.global_rank == 0:
         say_once(
-            f"universal: WARNING: UNIVERSAL_BATCH={asked} is for Trainers under `python -m "
-            f"universal` alone: this step trains {share.batch} samples"
+            f"universal: WARNING: UNIVERSAL_BATCH={asked} has no effect here (it has in Trainers "
+            f"under `python -m universal`): this step trains {share.batch} samples"
         )
     if not is_named(engine):
         return method(engine, *args, **options)

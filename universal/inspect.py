@@ -226,7 +226,9 @@ def lines_of(view: dict[str, Any], ranks: int | None = None) -> Iterator[str]:
     """Yields the lines of the screen. view: from look(). ranks: the number of data-parallel ranks
     that shall go on."""
     takes = view["takes"]
-    yield f"{view['folder']}: a resume takes {takes or 'none'}"
+    yield f"{view['folder']}: " + (
+        f"a resume takes {takes}" if takes else "no complete checkpoint: a resume would fail"
+    )
     for text in view["says"]:
         if " is passed over: " not in text:  # the tag's own line says why
             yield from wrapped(f"  {text}")

@@ -249,7 +249,7 @@ def batch_of_trainers():
         engine = make(1, Net, batch=27, micro=3)
         is_trained(engine)
         is_trained(engine)
-    line = "UNIVERSAL_BATCH=24 is for Trainers under `python -m universal` alone: this step"
+    line = "under `python -m universal`): this step"
     assert printed.getvalue().count(f"{line} trains 27 samples") == (dist.get_rank() == 0)
 
 
