@@ -9,7 +9,7 @@ from tests.support.commands import slow
 
 # How many seeds are in the first part, and in each of the others. Pipelines come last: they leave
 # their groups to later engines.
-SEEDS = {"random_engines": (12, 32), "random_layouts": (9, 21), "random_pipelines": (6, 6)}
+SEEDS = {"random_engines": (8, 32), "random_layouts": (6, 21), "random_pipelines": (4, 6)}
 
 
 @pytest.mark.parametrize("part", [0, *map(slow, range(1, 10))])
