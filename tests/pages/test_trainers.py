@@ -79,7 +79,7 @@ class SplitOrder(Trainer):
 
 
 def train(data=Stream, resume=None, bases=(AnyRanks, Trainer), callbacks=(), **named):
-    """In a rank, for 14 steps; each is saved."""
+    """In a rank, for 14 steps; each is saved, but in a resumed run the last alone."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
     universal.install()
@@ -93,7 +93,7 @@ def train(data=Stream, resume=None, bases=(AnyRanks, Trainer), callbacks=(), **n
         "lr_scheduler_type": "cosine",
         "max_steps": STEPS,
         "logging_steps": 1,
-        "save_steps": 1,
+        "save_steps": STEPS if resume else 1,
         "include_num_input_tokens_seen": True,
         "report_to": [],
         "use_cpu": True,

@@ -252,7 +252,7 @@ class Averages(Plain):
 def right(kind, not_converted=None, stages=(1, 2, 3)):
     """A case of an optimizer that resumes everywhere. not_converted: names of states for which a
     conversion has no place."""
-    quick_stages = tuple({1, 3} & {*stages})
+    quick_stages = (1, 3) if not_converted else stages[-1:]
 
     @case(saved_by(optimizer=kind), stages=stages, quick_stages=quick_stages, quick_ranks=(2, 3))
     def play(stage):
@@ -270,7 +270,7 @@ def right(kind, not_converted=None, stages=(1, 2, 3)):
 def of_its_ranks(kind, reason):
     """A case of an optimizer that resumes on the ranks that saved."""
 
-    @case(saved_by(optimizer=kind), quick_stages=(1, 3), quick_ranks=(2, 3))
+    @case(saved_by(optimizer=kind), quick_ranks=(2, 3))
     def play(stage):
         if on_own_ranks():
             check_as_deepspeed_alone(stage, optimizer=kind)
