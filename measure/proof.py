@@ -19,6 +19,7 @@ import universal
 from tests.support.ranks import run
 from train import GPT
 from universal import proof
+from universal.proving.samples import hashes
 
 SIZES = {"small": (2, 4, 128, 64), "medium": (4, 8, 256, 128)}  # layers, heads, width, tokens
 MICRO, ACCUMULATION, ROUNDS = 8, 2, 2

@@ -205,6 +205,12 @@ def of_page(reader):
     ]
 
 
+def without_names(piece):
+    """As the advice spells it, which has less room."""
+    piece = piece.removesuffix("  # new").replace("batch=16, micro_batch=2", "16, 2")
+    return re.sub(r"{\*\*(.*)}", r"\1", piece)
+
+
 def behind(command):
     """A patch: the script was started behind `UNIVERSAL_BATCH=16 python -m universal`."""
 
@@ -265,14 +271,18 @@ def test_pasted(tmp_path, saved, reader):
     warned = play(3)
     (cure,) = re.findall("the global batch was 16, and is 12 now: to keep 16, (.*)", warned.out)
     assert [row[-1] for row in rows_in(tmp_path).values()] != [row[-1] for row in whole.values()]
-    stopped = play(3, *HALF)
-    trained = "this step trains 18 samples, 2 x 3 accumulation steps x 3 ranks. To keep 16:"
-    assert trained in stopped.err and f"\n  {cure}\n" in stopped.err
-    assert stopped.codes == {0: 1, 1: 1, 2: 1}
+    if reader in ("own", "Trainer"):
+        stopped = play(3, *HALF)
+        trained = "this step trains 18 samples, 2 x 3 accumulation steps x 3 ranks. To keep 16:"
+        assert trained in stopped.err and f"\n  {cure}\n" in stopped.err
+        assert stopped.codes == {0: 1, 1: 1, 2: 1}
     lines = [*lines_of(look(tmp_path / folder), 3)]
     assert lines.index(f"  {cure}") == len(lines) - len(batches.CURES)
     code = re.findall("`(.*?)`", cure)
-    for pieces in filter(None, (code, of_page(reader))):
+    page = of_page(reader)
+    if {*code} <= {without_names(piece) for piece in page}:
+        code = []  # it is the page's
+    for pieces in filter(None, (code, page)):
         is_command = pieces[0].startswith("UNIVERSAL_BATCH=")
         kept = play(3, patch=behind(*pieces)) if is_command else play(3, *pieces)
         assert not kept.code, kept.errors
