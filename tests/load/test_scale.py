@@ -9,36 +9,52 @@ import torch
 
 from universal.errors import CheckpointError
 from universal.files import sources, torch_file
-from universal.files.sources import SHORT, Extent, Record, join_crcs, packed_extents
+from universal.files.sources import (
+    SHORT,
+    Extent,
+    ExtentsOfRanks,
+    Record,
+    RecordsOfFile,
+    join_crcs,
+    packed_extents,
+)
 from universal.files.torch_file import number_in, read_scalar
 
 
-def extents_of(ranks, numel=10):
+def extents_of(rank, numel=10, begin=0):
+    """Of 50 tensors in a file."""
     return [
-        Extent("float32", Record(f"rank_{i}.pt", 64 * i, 4 * numel, i, "Float"), 0, numel)
-        for i in range(ranks)
+        Extent(
+            "float32", Record(f"rank_{rank}.pt", 64 * i + begin, 4 * numel, 9 * i + rank), 0, numel
+        )
+        for i in range(50)
     ]
 
 
+def restored(of_ranks):
+    """What a pickle keeps of all ranks' extents, and its bytes."""
+    files = tuple(packed_extents(extents, of_ranks[0]) for extents in of_ranks)
+    data = pickle.dumps([ExtentsOfRanks(first, i, files) for i, first in enumerate(of_ranks[0])])
+    tensors = pickle.loads(data)
+    return [[tensor[rank] for tensor in tensors] for rank in range(len(of_ranks))], len(data)
+
+
 def test_extents_of_ranks():
-    """They are those that went in, after a pickle, too, and a rank of a parameter costs 12 bytes;
-    records that are not alike stay as they are."""
-    sizes = []
-    for ranks in (100, 200):
-        parameters = [packed_extents(extents_of(ranks)) for _ in range(50)]
-        data = pickle.dumps(parameters)
-        assert [[of[i] for i in range(ranks)] for of in pickle.loads(data)] == 50 * [
-            extents_of(ranks)
-        ]
-        sizes.append(len(data))
-    assert (sizes[1] - sizes[0]) / (50 * 100) < 13
-    assert len({packed_extents(extents_of(3)), packed_extents(extents_of(3))}) == 1
-    different = [*extents_of(3), *extents_of(1, numel=9)]
-    assert packed_extents(different) == tuple(different)
-    unchecked = [of._replace(record=of.record._replace(crc=None)) for of in extents_of(3)]
-    packed = packed_extents(unchecked)
-    assert [packed[i] for i in range(3)] == unchecked
-    assert packed_extents([*extents_of(3), unchecked[0]]) == (*extents_of(3), unchecked[0])
+    """They are those that went in, after a pickle, too, and a rank of a parameter costs 4 bytes, or
+    12 where the places differ; records that are not alike stay as they are."""
+    for begin, most in ((0, 6), (1, 14)):
+        sizes = []
+        for ranks in (100, 200):
+            of_ranks = [extents_of(rank, begin=begin * rank) for rank in range(ranks)]
+            same, nbytes = restored(of_ranks)
+            assert same == of_ranks
+            sizes.append(nbytes)
+        assert (sizes[1] - sizes[0]) / (50 * 100) < most
+    unchecked = [[of._replace(record=of.record._replace(crc=None)) for of in extents_of(1)]]
+    longer = [extents_of(3), extents_of(1, numel=9), extents_of(0)]
+    for of_ranks in (unchecked + unchecked, unchecked + longer, longer):
+        assert restored(of_ranks)[0] == of_ranks
+    assert not isinstance(packed_extents(longer[1], longer[0]), RecordsOfFile)
 
 
 def test_joined_crcs():

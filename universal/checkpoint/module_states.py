@@ -6,7 +6,7 @@ part of the frozen parameters and nothing of the trained ones."""
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -16,7 +16,7 @@ from universal.checkpoint.zero import Cut, Slices
 from universal.errors import CheckpointError
 from universal.files.same import is_same
 from universal.files.schema import expect, is_natural, is_shape
-from universal.files.sources import packed_extents
+from universal.files.sources import ExtentsOfRanks, RecordsOfFile, packed_extents
 from universal.files.torch_file import (
     Tensor,
     contiguous,
@@ -81,9 +81,10 @@ def read_model_states(path: Path) -> dict:
     return expect(load(path), MODEL_STATES, path)
 
 
-def read_own_states(path: Path, first_path: Path, first: dict) -> tuple[dict[str, Tensor], bool]:
-    """Returns what each rank saves for itself at ZeRO-3: {frozen parameter: Tensor of the rank's
-    part}, and whether its client state is another than rank 0's. first: rank 0's model states.
+def read_own_states(path: Path, first_path: Path, first: dict) -> tuple[Sequence, bool]:
+    """Returns what each rank saves for itself at ZeRO-3: its parts of the frozen parameters, from
+    packed_extents(), and whether its client state is another than rank 0's. first: rank 0's model
+    states.
 
     Raises: CheckpointError, if parts are missing, or these model states are of another save.
     """
@@ -92,12 +93,15 @@ def read_own_states(path: Path, first_path: Path, first: dict) -> tuple[dict[str
         if model.get(key) != first.get(key):
             raise CheckpointError(f"{path} has other {key} than {first_path.name}")
     names = first.get("frozen_param_shapes") or {}
-    fragments = model.get("frozen_param_fragments") or {}
-    expect(fragments, {str: tensor_of}, path)
-    if missing := names.keys() - fragments.keys():
-        raise CheckpointError(f"{path} has nothing of the frozen {min(missing)}")
+    parts = []
+    for place, states in ((first_path, first), (path, model)):
+        fragments = states.get("frozen_param_fragments") or {}
+        expect(fragments, {str: tensor_of}, place)
+        if missing := names.keys() - fragments.keys():
+            raise CheckpointError(f"{place} has nothing of the frozen {min(missing)}")
+        parts.append([extent_of(tensor_of(fragments[name])) for name in names])
     differs = not is_same(client_state_of(first), client_state_of(model))
-    return {name: tensor_of(fragments[name]) for name in names}, differs
+    return packed_extents(parts[1], parts[0]), differs
 
 
 def degrees_of(model: dict, mp_ranks: int, folder: Path) -> tuple[int, int]:
@@ -155,13 +159,13 @@ def client_state_of(model: dict) -> dict:
 
 
 def keep_untrained(
-    model: dict, names: Any, fragments: list[dict] | None = None
+    model: dict, names: Any, fragments: tuple | None = None
 ) -> tuple[dict, list[str]]:
     """Remove trained parameters from the module of model states. Returns these, and the names of
     parameters that were not saved.
 
     What stays: buffers, frozen parameters, what get_extra_state() or a hook of state_dict() added.
-    names: of the trained parameters. fragments: at ZeRO-3, {frozen parameter: Tensor} of each rank.
+    names: of the trained parameters. fragments: at ZeRO-3, from read_own_states() of each rank.
 
     Raises: CheckpointError, if parts of a frozen parameter are missing.
     """
@@ -169,8 +173,8 @@ def keep_untrained(
     frozen = model.get("frozen_param_shapes") or {}
     shapes = frozen if fragments else {}
     kept = {
-        name: join_frozen(name, shape, [of_rank[name] for of_rank in fragments])
-        for name, shape in shapes.items()
+        name: join_frozen(name, shape, number, model["frozen_param_fragments"][name], fragments)
+        for number, (name, shape) in enumerate(shapes.items())
     }
     shared = model.get("shared_params") or {}
     if aliases := second_names(module, [*names, *shapes], model["buffer_names"]):
@@ -194,16 +198,17 @@ def keep_untrained(
     return model, not_saved if len(not_saved) > len(renamed) else []
 
 
-def join_frozen(name, shape, fragments):
-    """Join a frozen parameter from the parts that all ranks have of it at ZeRO-3."""
+def join_frozen(name, shape, number, fragment, fragments):
+    """Join a frozen parameter from the parts that all ranks have of it at ZeRO-3. number: of the
+    parameter. fragment: rank 0's part."""
     numel = math.prod(shape)
-    share = fragments[0].numel
-    if share * len(fragments) < numel or any(part.numel != share for part in fragments):
-        raise CheckpointError(
-            f"{numel - share * len(fragments)} elements of the frozen {name} are missing"
-        )
-    extents = packed_extents([extent_of(fragment) for fragment in fragments])
-    return contiguous(fragments[0].dtype, Slices(extents, Cut(0, share, 0, numel)), shape)
+    first = extent_of(tensor_of(fragment))
+    unlike = [of_rank for of_rank in fragments if not isinstance(of_rank, RecordsOfFile)]
+    present = first.numel * len(fragments)
+    if present < numel or any(parts[number].numel != first.numel for parts in unlike):
+        raise CheckpointError(f"{numel - present} elements of the frozen {name} are missing")
+    extents = ExtentsOfRanks(first, number, fragments)
+    return contiguous(first.dtype, Slices(extents, Cut(0, first.numel, 0, numel)), shape)
 
 
 def second_names(module, names, buffer_names):

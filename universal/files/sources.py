@@ -105,48 +105,65 @@ class Extent(NamedTuple):
         yield ByteRange(self.record, part.byte_offset, nbytes_of(part))
 
 
-class ExtentsOfRanks(NamedTuple):
-    """The Extents of a tensor in the files of all ranks, at the same place of records that are
-    alike: 12 bytes for each, since a description has them for each frozen parameter and rank.
+class RecordsOfFile(NamedTuple):
+    """Records of a file that are like those of rank 0's, in the same order: 4 bytes for each, since
+    a description has them for each frozen parameter and rank.
 
-    first: the Extent of rank 0. paths: of the files. offsets, crcs: of the records, as numbers of 8
-    and of 4 bytes; crcs is None if none was saved.
+    offsets: of the records, as numbers of 8 bytes; b"" where they are those of rank 0's. crcs: as
+    numbers of 4 bytes; None if none was saved.
     """
 
-    first: Extent
-    paths: tuple[str, ...]
+    path: str
     offsets: bytes
     crcs: bytes | None
 
+
+class ExtentsOfRanks(NamedTuple):
+    """The Extents of a tensor in the files of all ranks.
+
+    first: the Extent of rank 0. number: of the tensor, in each file. files: from packed_extents().
+    """
+
+    first: Extent
+    number: int
+    files: tuple[RecordsOfFile | tuple[Extent, ...], ...]
+
     def __getitem__(self, rank: int) -> Extent:
-        (offset,) = struct.unpack_from("=Q", self.offsets, 8 * rank)
-        (crc,) = struct.unpack_from("=I", self.crcs, 4 * rank) if self.crcs else (None,)
-        place = {"path": self.paths[rank], "offset": offset, "crc": crc}
-        return self.first._replace(record=self.first.record._replace(**place))
+        file = self.files[rank]
+        if not isinstance(file, RecordsOfFile):
+            return file[self.number]
+        record = self.first.record._replace(path=file.path, content=None)
+        if file.offsets:
+            (offset,) = struct.unpack_from("=Q", file.offsets, 8 * self.number)
+            record = record._replace(offset=offset)
+        if file.crcs:
+            (crc,) = struct.unpack_from("=I", file.crcs, 4 * self.number)
+            record = record._replace(crc=crc)
+        return self.first._replace(record=record)
 
 
-def packed_extents(extents: Sequence[Extent]) -> Sequence[Extent]:
-    """The same extents; as ExtentsOfRanks, if they are alike."""
-    records = [extent.record for extent in extents]
-    kinds = {
-        (of.dtype, of.byte_offset, of.numel, record.nbytes, record.kind, record.crc is None)
-        for of, record in zip(extents, records, strict=True)
-    }
-    if len(kinds) > 1:
+def packed_extents(
+    extents: Sequence[Extent], firsts: Sequence[Extent]
+) -> RecordsOfFile | tuple[Extent, ...]:
+    """The same extents, all of one file; as RecordsOfFile, if they are like rank 0's."""
+    kinds, kinds_there = (
+        [
+            (of.dtype, of.byte_offset, of.numel, of.record.nbytes, of.record.kind)
+            + (of.record.crc is None,)
+            for of in of_rank
+        ]
+        for of_rank in (extents, firsts)
+    )
+    if not extents or kinds != kinds_there:
         return tuple(extents)
-    first = extents[0]
+    records = [extent.record for extent in extents]
+    offsets = array("Q", [record.offset for record in records])
+    if offsets == array("Q", [first.record.offset for first in firsts]):
+        offsets = array("Q")
     crcs = None
-    if first.record.crc is not None:
+    if records[0].crc is not None:
         crcs = array("I", [record.crc for record in records]).tobytes()
-    offsets = array("Q", [record.offset for record in records]).tobytes()
-    paths = shared_paths(tuple(record.path for record in records))
-    return ExtentsOfRanks(first, paths, offsets, crcs)
-
-
-@functools.lru_cache(1)
-def shared_paths(paths):
-    """The tuple that was equal, if the last one was: it is pickled once for all parameters."""
-    return paths
+    return RecordsOfFile(records[0].path, offsets.tobytes(), crcs)
 
 
 def nbytes_of(content: bytes | Source) -> int:

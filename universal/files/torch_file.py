@@ -253,10 +253,10 @@ def load(path: str | Path) -> Any:
     with parsing(path), open_file(path) as file:
         archive = archive_of(file)
         records = {}
+        prefixes = (path.stem, "archive")  # torch.save() writes the file's name into the archive
         for info in archive.infolist():
             prefix, _, name = info.filename.partition("/")
-            # torch.save() writes the file's name into the archive.
-            if prefix not in (path.stem, "archive"):
+            if prefix not in prefixes:
                 raise CheckpointError(f"it was written as {prefix}.pt, and renamed")
             records[name] = record_of(path, file, info, name)
         if "byteorder" in records and archive.read(f"{prefix}/byteorder") != b"little":
@@ -349,7 +349,7 @@ class Unpickler(pickle.Unpickler):
         content = None
         if numel == 1:  # read_scalar() does not open the file again
             content = os.pread(self.file.fileno(), nbytes, record.offset)
-        return record._replace(kind=kind, content=content)
+        return Record(record.path, record.offset, nbytes, record.crc, kind, content)
 
 
 def records_of(path: Path) -> dict[str, Record]:
