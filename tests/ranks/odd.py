@@ -71,6 +71,16 @@ def check_as_deepspeed_alone(stage, change=None, **options):
     assert stage == 3 or losses[0] == read_truth("losses.pt"), losses
 
 
+class Even(Net):
+    """On 1, 2 and 3 ranks, ZeRO-3 pads none of the parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 6)
+        self.b = nn.Linear(6, 6, bias=False)
+        self.norm = nn.LayerNorm(6)
+
+
 class Plain(torch.optim.Optimizer):
     """Momentum; the kinds below keep more. More is 0 where that must not matter."""
 
@@ -249,20 +259,21 @@ class Averages(Plain):
         self.turn(False)
 
 
-def right(kind, not_converted=None, stages=(1, 2, 3)):
+def right(kind, not_converted=None, stages=(1, 2, 3), **options):
     """A case of an optimizer that resumes everywhere. not_converted: names of states for which a
     conversion has no place."""
+    options["optimizer"] = kind
     quick_stages = (1, 3) if not_converted else stages[-1:]
 
-    @case(saved_by(optimizer=kind), stages=stages, quick_stages=quick_stages, quick_ranks=(2, 3))
+    @case(saved_by(**options), stages=stages, quick_stages=quick_stages, quick_ranks=(2, 3))
     def play(stage):
         if not_converted:
             with pytest.raises(universal.CheckpointError, match=f": {not_converted} of the optim"):
                 universal.convert("t", f"u{dist.get_rank()}")
         if on_own_ranks():
-            check_as_deepspeed_alone(stage, optimizer=kind)
+            check_as_deepspeed_alone(stage, **options)
             return
-        check_losses(resumed(stage, optimizer=kind))
+        check_losses(resumed(stage, **options))
 
     return play
 
@@ -288,8 +299,9 @@ other_muon = right(OtherMuon)
 stateless = right(Stateless)
 marks_by_none = right(MarksByNone, not_converted="mark")
 keeps_norm = right(KeepsNorm, not_converted="norm, ratio")
-# At ZeRO-3 it adds up what follows the last weight, too: gradients that DeepSpeed never writes.
 adds_up = right(AddsUp, stages=(1, 2))
+# Of padded parameters it adds up the padding, too, which follows gradients that nobody has written.
+adds_up_unpadded = right(AddsUp, stages=(3,), net=Even)
 on_some_ranks = of_its_ranks(OnSomeRanks, "momentum_buffer of the optimizer is not on all ranks")
 reads_norm = of_its_ranks(ReadsNorm, "d of the optimizer differs between ranks 0 and 1")
 own_keys = of_its_ranks(OwnKeys, "the state dict of the optimizer is not cut like the weights")
