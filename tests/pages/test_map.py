@@ -94,11 +94,11 @@ def test_rooms():
 
 
 def test_a_wrong_map_is_seen():
-    (line,) = re.findall(r"^        reader\.py.*\n", MAP, re.M)
+    (line,) = re.findall(r"^        engine\.py.*\n", MAP, re.M)
     without = MAP.replace(line, "")
-    assert wrong(without) == [("universal.load.reader", "is not in the map")]
+    assert wrong(without) == [("universal.load.engine", "is not in the map")]
     flat = re.search(r"^        flat\.py.*\n", without, re.M)[0]
-    assert ("universal.load.reader", "universal.load.flat") in wrong(
+    assert ("universal.load.engine", "universal.load.flat") in wrong(
         without.replace(flat, flat + line)
     )
 

@@ -3,6 +3,7 @@
 
 import math
 import weakref
+from collections.abc import Iterable
 
 from universal.load.collective import say
 
@@ -134,7 +135,7 @@ def are_same_samples(before, now):
     return all(a == b for a, b in pairs) if pairs else None
 
 
-def coarsest(dtypes):
+def coarsest(dtypes: Iterable[str]) -> str:
     return max(dtypes, key=lambda dtype: ROUNDING.get(dtype, MOST_ROUNDING))
 
 

@@ -29,7 +29,7 @@ def tensors_in(value, name="") -> Iterator[tuple[str, torch.Tensor]]:
             yield from tensors_in(part, name)
 
 
-def scrambled(numbers):
+def scrambled(numbers: torch.Tensor | int) -> torch.Tensor | int:
     """Hash each number of an int64 tensor; 0 stays 0. Products wrap around."""
     numbers = (numbers ^ (numbers >> 29)) * 0x5851F42D4C957F2D
     numbers = (numbers ^ (numbers >> 32)) * 0x2545F4914F6CDD1D
@@ -72,7 +72,7 @@ def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Ten
     return scrambled(sums) & 0xFFFFFFFF
 
 
-def generator_states():
+def generator_states() -> list:
     """Returns the states of the default generators: torch's, the device's, numpy's and Python's.
     Generators that a script creates are not seen."""
     device = deepspeed.accelerator.get_accelerator()
