@@ -11,6 +11,7 @@ Every number comes from processes of its own.
 """
 
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -18,7 +19,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import string
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -35,7 +35,8 @@ from torch import nn
 
 import universal.load.loader
 from measure import options
-from tests.support import ROOT
+from measure.logs import brief, write_table
+from tests.support import ROOT, toy
 from tests.support.ranks import deepspeed, last_error, launch, run
 
 WORK = ROOT / "runs" / "engines"
@@ -155,6 +156,11 @@ def lambda_lr(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
 
 
+def adamw_of_experts(parameters):
+    group = {"params": parameters, "name": "all"}
+    return adamw(split_params_into_different_moe_groups_for_optimizer(group))
+
+
 def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
@@ -230,69 +236,39 @@ def kinds(ranks):
         "ZeRO-0, pipeline, bf16": Kind(0, BF16, net=pipeline),
         "ZeRO-0, progressive layer drop": Kind(0, {"progressive_layer_drop": {"enabled": True}}),
         "ZeRO-0, sparse gradients": Kind(0, {"sparse_gradients": True}),
-        "ZeRO-2, experts": Kind(2, net=Experts),
+        "ZeRO-2, experts": Kind(2, net=Experts, optimizer=adamw_of_experts),
     }
 
 
 def build(kind, seed):
     """The engine of a kind."""
-    torch.manual_seed(seed)
-    config = {
-        "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": kind.stage} | kind.zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    config |= kind.more
-    if isinstance(kind.optimizer, dict):
-        config["optimizer"] = kind.optimizer
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=kind.zero_init):
-        model = kind.net()
-    kind.before(model)
-    for parameter in model.parameters():
-        parameter.use_muon = parameter.dim() == 2
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if isinstance(model, Experts):
-        group = {"params": parameters, "name": "all"}
-        parameters = split_params_into_different_moe_groups_for_optimizer(group)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=kind.optimizer(parameters) if callable(kind.optimizer) else None,
-        model_parameters=parameters,
-        config=config,
-        lr_scheduler=kind.scheduler,
-    )
+
+    def net():
+        of_zero = {"train_batch_size": BATCH, "zero_optimization": {"stage": kind.stage}}
+        with deepspeed.zero.Init(config_dict_or_path=of_zero, enabled=kind.zero_init):
+            model = kind.net()
+        kind.before(model)
+        for parameter in model.parameters():
+            parameter.use_muon = parameter.dim() == 2
+        return model
+
+    config = {"batch": BATCH, "clip": 1.0, "scheduler": kind.scheduler, "zero": kind.zero}
+    engine = toy.make(kind.stage, net, kind.optimizer, seed, **config, **kind.more)
     kind.after(engine)
     return engine
 
 
 def train(engine, steps):
     """The losses of these steps. The samples belong to the step, whatever the ranks."""
-    accumulation = engine.gradient_accumulation_steps()
-    rank = dist.get_rank(engine.seq_data_parallel_group)
+    if not isinstance(engine.module, PipelineModule):
+        forward = functools.partial(toy.forward, width=16)
+        return [toy.train(engine, step, forward=forward) for step in steps]
     losses = []
     for step in steps:
-        x = torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(step))
-        share = x[rank * accumulation : (rank + 1) * accumulation]
-        rows = [row[None].to(dtype_of(engine)) for row in share]
-        if isinstance(engine.module, PipelineModule):
-            losses.append(engine.train_batch((row, row) for row in rows).item())
-            continue
-        total = torch.zeros((), dtype=torch.float64)
-        for row in rows:
-            loss = engine(row)
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach()
-        dist.all_reduce(total)
-        losses.append(total.item() / BATCH)
+        x = torch.randn(BATCH, 1, 16, generator=torch.Generator().manual_seed(step))
+        x = x.to(next(engine.module.parameters()).dtype)
+        losses.append(engine.train_batch((row, row) for row in x).item())
     return losses
-
-
-def dtype_of(engine):
-    return next(parameter.dtype for parameter in engine.module.parameters())
 
 
 def build_extensions():
@@ -369,13 +345,6 @@ def outcome(ranks, column, name):
     return error
 
 
-def brief(error):
-    """Shortens a message: no paths, colours and names of modules."""
-    paths = r"( See)? https?://\S+|/\S*/"
-    error = re.sub(rf"\x1b\[\d*m|^(\[rank\d+\]: )?([a-z_]\w*\.)*|{paths}", "", error)
-    return error[:200].strip()
-
-
 def measure(names):
     """Returns the table: for each row and column the difference, or the error, and warnings."""
     shutil.rmtree(WORK, ignore_errors=True)
@@ -396,29 +365,7 @@ def cell(saved, loaded):
     wanted, _ = saved
     losses, warned = loaded
     gap = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
-    return [f"{gap:.1e}", *warned]
-
-
-def table(rows):
-    """Returns the lines of the table: numbers, and letters of errors and warnings, which follow."""
-    letters = {}
-    width = max(map(len, rows))
-    lines = ["  ".join(["engine".ljust(width), *COLUMNS])]
-    for name, cells in rows.items():
-        line = [name.ljust(width)]
-        for column, texts in cells.items():
-            marks = [text if is_number(text) else letter(text, letters) for text in texts]
-            line.append(" ".join(marks).rjust(len(column)))
-        lines.append("  ".join(line))
-    return "\n".join([*lines, "", *(f"{mark}: {text}" for text, mark in letters.items())])
-
-
-def is_number(text):
-    return re.fullmatch(r"\d\.\de.\d+|nan", text)
-
-
-def letter(text, letters):
-    return letters.setdefault(text, string.ascii_letters[len(letters)])
+    return [gap, *warned]
 
 
 def main():
@@ -427,9 +374,7 @@ def main():
     args = parser.parse_args()
     run(ROOT, 1, build_extensions, limit=BUILD)
     names = [name for name in kinds(2) if all(word in name for word in args.words)]
-    text = table(measure(names))
-    args.output.write_text(f"{text}\n")
-    print(text)
+    print(write_table(args.output, "engine", measure(names)))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from measure import options, versions
-from measure.logs import compare, steps
+from measure.logs import compare, steps, write_table
 from tests.support import ROOT
 from tests.support.ranks import last_error, launch
 
@@ -188,8 +188,7 @@ def main():
             print(release, beside, measured, flush=True)
             label = f"{release:<12}  {beside}"
             rows[label] = {column: measured.get(column, ()) for column in COLUMNS}
-            lines = versions.table("transformers  accelerate", rows)
-            args.output.write_text("\n".join(line.rstrip() for line in lines) + "\n")
+            write_table(args.output, "transformers  accelerate", rows)
     values = [value for row in rows.values() for column in row.values() for value in column]
     right = [value for value in values if isinstance(value, float) and value <= ROUNDING]
     refused = [value for value in values if REFUSED in str(value)]

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from measure import options, versions
+from measure.logs import write_table
 from measure.trainers import HUB, INSTALLED, OLD_HUB
 from tests.support import ROOT
 from tests.support.ranks import last_error, launch
@@ -301,8 +302,7 @@ def main():
             row = dict.fromkeys(COLUMNS, ())
             row |= {column: [value] for column, value in zip(COLUMNS, values, strict=False)}
             table[f"{release:<8}  {name:<24}"] = row
-            lines = versions.table(f"{'TRL':<8}  {'trainer':<24}", table)
-            args.output.write_text("\n".join(line.rstrip() for line in lines) + "\n")
+            write_table(args.output, f"{'TRL':<8}  {'trainer':<24}", table)
     checked = [row[column] for row in table.values() for column in COLUMNS[:2]]
     values = [value for of_row in checked for value in of_row]
     bad = [v for v in values if REFUSED not in str(v) and (isinstance(v, str) or v > ROUNDING)]

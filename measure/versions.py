@@ -13,7 +13,6 @@ import functools
 import itertools
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from measure import options
-from measure.logs import compare
+from measure.logs import brief, compare, write_table
 from tests.support import ROOT
 from tests.support.ranks import deepspeed, last_error, launch
 
@@ -128,9 +127,7 @@ def play(version, folder, stage, jobs):
         done = launch(folder, int(ranks), script, *flags, patch=patch, limit=90, grace=5)
         Path(folder, f"{name}.txt").write_text(done.out + done.errors)
         if done.code:
-            # Without the rank, modules and folders.
-            error = re.sub(r"^(\[rank\d+\]: )?([a-z_]\w*\.)*|/\S*/", "", last_error(done.err))
-            failed[name] = error[:150].strip()
+            failed[name] = brief(last_error(done.err))
     return failed
 
 
@@ -216,34 +213,13 @@ def is_wrong(row):
     return bool(off(row, OURS) and not off(row, ALONE)) or not off(row, ["not loaded"], FAR)
 
 
-def table(head, rows):
-    """The lines of a table: of each column the largest number, and the letters of its errors.
-
-    rows: {label: {column: [number or error]}}
-    """
-    letters = {}
-    (columns, *_) = rows.values()
-    lines = ["  ".join([head, *columns])]
-    for label, row in rows.items():
-        lines.append(label.ljust(len(head)))
-        for column, values in row.items():
-            numbers = [value for value in values if isinstance(value, float)]
-            texts = [f"{torch.tensor(numbers).max():.1e}"] if numbers else []
-            for error in dict.fromkeys(value for value in values if isinstance(value, str)):
-                texts.append(letters.setdefault(error, chr(ord("a") + len(letters))))
-            lines[-1] += "  " + " ".join(texts).rjust(len(column))
-    return [*lines, "", *(f"{letter}: {error}" for error, letter in letters.items())]
-
-
 def write(output, everything, notes):
     """Write one line for each version."""
     rows = {
         version: {column: [row[column] for row in stages.values()] for column in COLUMNS}
         for version, stages in everything.items()
     }
-    lines = table("DeepSpeed", rows)
-    lines += ["", "Measured again:", *notes] if notes else []
-    output.write_text("\n".join(lines) + "\n")
+    write_table(output, "DeepSpeed", rows, *(["", "Measured again:", *notes] if notes else []))
 
 
 def main():
