@@ -4,6 +4,7 @@ nobody asks for other ones."""
 import os
 import sys
 
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")  # as it was given
 # gpu.py alone looks for GPUs, of which there may be fewer than ranks.
 if os.environ.setdefault("DS_ACCELERATOR", "cpu") == "cpu" and "measure.gpu" not in sys.orig_argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -7,48 +7,20 @@ million parameters, on so many ranks writes them: random weights, all else as it
 tools run as whole processes, in turn, and the median of three rounds counts. Ours waits until the
 disk has it, so that each is followed by a sync."""
 
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 from measure import options
+from measure.costs import timed
 from tests.support import ROOT
 from tests.support.lay_out import groups_of, lay_out
 from train import GPT
 
-# A process inherits the peak memory of the one that forks it, and this one is large: a small one
-# goes between.
-TIMER = """import json, resource, subprocess, sys, time
-folder, *command = sys.argv[1:]
-start = time.perf_counter()
-quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-run = subprocess.run(command, check=True, **quiet)
-subprocess.run(["sync", "-f", folder], check=True)
-seconds = time.perf_counter() - start
-megabytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
-print(json.dumps([seconds, megabytes, run.stdout]))"""
 COLUMNS = "{:>4}{:>7}{:>7} |{:>8}{:>11}{:>8} |{:>16}{:>9} |{:>9}{:>14}"
-
-
-class Run(NamedTuple):
-    """A process, from its start to its end, and the disk behind it."""
-
-    seconds: float
-    megabytes: float  # of its largest process
-    output: str
-
-
-def timed(command, folder):
-    """Run a command that writes into that folder."""
-    words = [sys.executable, "-c", TIMER, folder, *command]
-    process = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, check=True)
-    return Run(*json.loads(process.stdout))
 
 
 def commands(source, output):

@@ -6,37 +6,34 @@
     python -m measure.gpu --device cpu            on CPU ranks in the GPUs' place
 
 On one card 4 ranks share it, by gloo, as NCCL takes one rank of each card; on several each rank has
-one, by NCCL. Lines go side by side as far as the CPU's cores do, those that take times alone, the
-most telling ones first; what is left at the deadline is "not tried". A number is the largest
-difference of the losses of 8 steps after a save to those of a resume; nan: the run failed, and its
-log is in runs/gpu/. Ends with an error where a row is off."""
+one, by NCCL. Lines go side by side as far as the CPU's cores do, then one by one those that take
+times; what is left at the deadline is "not tried". A number is the largest difference of the losses
+of 8 steps after a save to those of a resume; nan: the run failed, and its log is in runs/gpu/. Ends
+with an error where a row is off."""
 
-import argparse
 import functools
-import inspect
+import json
 import math
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 import universal
+from measure import options
+from measure.cards import command
 from measure.logs import rows_of
-from measure.machines import QUIET, TORCHRUN, WARM
 from tests.support import ROOT
-from tests.support.ranks import last_error, launch, run_script
+from tests.support.ranks import last_error
 
 TRAIN = (
     "--train_batch_size 64 --train_micro_batch_size_per_gpu 8 "
@@ -51,7 +48,7 @@ TENSOR = "--dtype fp32 --zero_stage 1 --tensor_parallel 2"
 ROUNDING = 1e-5  # fp32, on one kind of device
 DEVICES = 1e-3  # between two kinds; and fp16, bf16 on one
 OPTIMIZERS = 2e-2  # in bf16, with steps that are not ours
-LEAST = 20  # seconds that a run may take
+LEAST = 20  # seconds that a run takes, at least
 ADAM = {"type": "AdamW", "params": {"lr": 5e-3, "betas": [0.9, 0.95]}}
 TORCH_FUSED = ADAM["params"] | {"torch_adam": True, "fused": True}
 PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
@@ -82,11 +79,8 @@ BUILT = [
     ("qgz", "QuantizerBuilder", ["3 --dtype bf16"]),
 ]
 UNSEEN = ("--elastic, with kernels of NCCL that wait", "two machines", "make test beside a card")
+LATE = "not tried: no time left"
 end = math.inf  # time.monotonic() at which nothing goes on
-
-
-class Late(Exception):
-    """The deadline has come, or is too near."""
 
 
 class Place(NamedTuple):
@@ -96,136 +90,23 @@ class Place(NamedTuple):
     ranks: int
 
 
-class Row(NamedTuple):
-    """What is tried. work(): returns what came of it, and whether that is off."""
-
-    what: str
-    work: Callable[[], tuple[str, bool]]
-
-
-class Line(NamedTuple):
-    """Rows in the order in which they are tried: later ones go on from what earlier ones saved.
-
-    is_alone: nothing else may run meanwhile, as it takes times."""
-
-    rows: list[Row]
-    is_alone: bool = False
-
-
-class Result(NamedTuple):
-    line: str
-    what: str
-    text: str
-    is_off: bool
-
-    def __str__(self):
-        return f"{self.line:<16}{self.what:<58}{self.text}{'  OFF' * self.is_off}"
-
-
-# -----------------------------------------------------------------------------
-# a rank
-
-
-def be_a_rank():
-    """Run the script that is named to this process, which a launcher has started."""
-    del sys.argv[0]
-    prepare()
-    run_script(sys.argv[0])
-
-
-def prepare():
-    """Prepare a rank, before its script runs."""
-    from deepspeed.accelerator import get_accelerator
-
-    device = get_accelerator()
-    device.is_fp16_supported = lambda: True  # on CPUs, where it is slow, too
-    if int(os.environ["WORLD_SIZE"]) > torch.cuda.device_count() > 0:
-        device._communication_backend_name = "gloo"
-        share_card()
-    change_config()
-
-
-def share_card():
-    """Let all ranks have the one card: by gloo, as NCCL refuses. Of a gloo group that knows its
-    card, torch makes no device mesh."""
-    os.environ["LOCAL_RANK"] = "0"
-    for name in ("init_process_group", "new_group"):
-        shared = by_gloo(getattr(dist, name))
-        for module in (dist, dist.distributed_c10d):
-            setattr(module, name, shared)
-
-
-def by_gloo(make):
-    @functools.wraps(make)
-    def made(*arguments, **options):
-        given = inspect.signature(make).bind(*arguments, **options).arguments
-        given.pop("device_id", None)
-        return make(**given | {"backend": "gloo"})
-
-    return made
-
-
-def change_config():
-    """Change what train.py gives DeepSpeed, as --config says."""
-    if "--config" not in sys.argv:
-        return
-    import train
-
-    config = train.ds_config
-    place = sys.argv.index("--config")
-    changes = CONFIGS[sys.argv[place + 1]]
-    del sys.argv[place : place + 2]
-
-    def changed(args, ranks):
-        merged = config(args, ranks)
-        for key, value in changes.items():
-            merged[key] = merged.get(key, {}) | value if isinstance(value, dict) else value
-        return merged
-
-    train.ds_config = changed
-
-
 # -----------------------------------------------------------------------------
 # runs
 
 
-def seconds_left():
-    left = end - time.monotonic()
-    if left < LEAST:
-        raise Late
-    return min(left, 600)
-
-
-def command(name, words, **variables):
-    """What a command prints, and its exit code. Raises Late if there is no time for it."""
-    words = ["timeout", "-k", "9", f"{seconds_left():.0f}", *map(str, words)]
+def run(name, words, **variables):
+    """What a command prints, and its exit code."""
+    left = min(max(1, end - time.monotonic()), 600)
+    words = ["timeout", "-k", "9", f"{left:.0f}", *map(str, words)]
     with open(f"{name}.log", "w") as log:
-        environment = os.environ | variables
-        code = subprocess.run(words, env=environment, stdout=log, stderr=log).returncode
-    return end_of(Path(f"{name}.log").read_text(), code)
+        code = subprocess.run(words, env=os.environ | variables, stdout=log, stderr=log).returncode
+    return Path(f"{name}.log").read_text(), code
 
 
-def end_of(text, code):
-    if code and time.monotonic() > end:
-        raise Late
-    return text, code
-
-
-def start(name, place, script, *words):
+def start(name, place, script, *words, **variables):
     """What a script prints on the ranks of a place, and its exit code."""
-    words = " ".join(map(str, words)).split()
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # where no CUDA is, forks do
-        limit = seconds_left()
-        done = launch(Path.cwd(), place.ranks, script, *words, patch=prepare, limit=limit)
-        Path(f"{name}.log").write_text(done.out + done.errors)
-        return end_of(done.out, done.code)
-    variables = QUIET | {"DS_ACCELERATOR": place.device}
-    launcher = TORCHRUN
-    if place.device == "cpu":
-        launcher = WARM
-        variables["CUDA_VISIBLE_DEVICES"] = ""
-    ranks = f"--standalone --nproc-per-node {place.ranks} -m measure.gpu".split()
-    return command(name, [*launcher, *ranks, script, *words], **variables)
+    words, of_device = command(*place, script, *" ".join(map(str, words)).split())
+    return run(name, words, **of_device, **variables)
 
 
 @functools.cache
@@ -235,8 +116,10 @@ def train(place, flags):
     name = re.sub(r"\W+", "_", f"{flags}_{place.device}_{place.ranks}")
     script = "examples.train_elastic" if "--exact" in flags else "train.py"
     script = "examples.train_tp_sp" if "--tensor_parallel" in flags else script
+    flags, *config = re.split(r"--config (\w+)", flags, maxsplit=1)
+    variables = {"CONFIG": json.dumps(CONFIGS[config[0]])} if config else {}
     names = f"--run_name {name} --checkpoint_dir {name}"
-    _, failed = start(name, place, script, TRAIN, names, flags)
+    _, failed = start(name, place, script, TRAIN, names, flags, *config[1:], **variables)
     losses = [float(row["loss"]) for row in rows_of(Path("logs", f"{name}.csv"))[-8:]]
     return name, torch.tensor([torch.nan] if failed else losses, dtype=torch.float64)
 
@@ -269,218 +152,146 @@ def build(op):
     """Returns in a line why DeepSpeed cannot build an op; None if it can. A build is never ended:
     it would leave a lock behind."""
     code = f"import torch; from deepspeed.ops.op_builder import {op}; {op}().load(verbose=False)"
+    words = [sys.executable, "-c", code]
     environment = os.environ | {"DS_ACCELERATOR": "cuda"}
-    with open(f"{op}.log", "w") as log:
-        builder = subprocess.Popen(
-            [sys.executable, "-c", code], env=environment, stdout=log, stderr=log
-        )
-    try:
-        failed = builder.wait(seconds_left())
-    except subprocess.TimeoutExpired:
-        raise Late from None
-    return last_error(Path(f"{op}.log").read_text()) if failed else None
+    done = subprocess.run(words, env=environment, stderr=subprocess.PIPE, text=True)
+    return last_error(done.stderr) if done.returncode else None
 
 
 # -----------------------------------------------------------------------------
-# the lines: {name: Line} of a device, of which there are so many cards and ranks
+# the lines: {name: [(what is tried, work)]}; work() returns what came of it, and if that is off
 
 
-def row_of(flags, source, place, most, *kind, **more):
+def resume(flags, source, place, most, *kind, op="", more=""):
+    """A row: train on `source`, resume on `place`. op: what DeepSpeed builds for it."""
     words = " on the CPU" if place.device != source.device and place.device == "cpu" else ""
     origin = " of the CPU" if place.device != source.device and source.device == "cpu" else ""
     what = f"{flags.replace('--', '')}: {source.ranks}{origin} to {place.ranks}{words}"
-    if kind:
-        what += f", {kind[0].strip('_')}"
-    work = functools.partial(check, flags, source, place, most, *kind, **more)
-    return Row(what, work)
+    what += "".join(f", {word.strip('_')}" for word in kind)
+
+    def work():
+        if op and place.device == "cpu":
+            return "not tried: no GPU", False
+        if error := op and build(op):
+            return f"not tried: DeepSpeed builds no {op}: {error}", False
+        return check(flags, source, place, most, *kind, more=more)
+
+    return what, work
 
 
-def not_tried(what, why):
-    return Row(what, lambda: (f"not tried: {why}", False))
+def trained(count, place, flags):
+    """A row: examples/hf_trainer.py, which goes on from the step 10 of an earlier row."""
 
-
-def rounding(at, ranks):
-    """Resumes fp32 runs at ZeRO-3 on other ranks, by a conversion, between a card and a CPU."""
-    place, cpus = at(ranks), Place("cpu", 4)
-    rows = [row_of(FP32, place, at(count), ROUNDING) for count in (ranks, ranks - 1, 1)]
-    rows += [row_of(FP32, place, place, ROUNDING, "_universal")]
-    if place.device != "cpu":
-        rows.append(row_of(FP32, place, cpus, DEVICES))
-        rows += [row_of(FP32, cpus, at(count), DEVICES) for count in (ranks, 1)]
-    return Line([*rows, row_of(FP32, place, place, math.inf, "_forgotten")])
-
-
-def exact(at, ranks):
-    """Compare every bit, also on 7 ranks, by which CUDA does not divide exactly."""
-    counts = (ranks, 7, ranks - 1, 2, 1)
-    return Line([row_of(EXACT, at(ranks), at(count), 0.0) for count in counts])
-
-
-def one_rank(at, ranks):
-    return Line([row_of(ONE_RANK, at(1), at(count), ROUNDING) for count in (1, ranks)])
-
-
-def half(at, ranks):
-    counts = (ranks, ranks - 1, 1)
-    return Line([row_of(f, at(ranks), at(count), DEVICES) for f in HALF for count in counts])
-
-
-def tensor_parallel(at, ranks):
-    even = ranks // 2 * 2
-    row = row_of(TENSOR, at(even), at(even // 2), DEVICES, more="--tensor_parallel 1")
-    return Line([row])
-
-
-def trainer(at, ranks):
-    """Runs examples/hf_trainer.py twice: the second run goes on from the first one's step 10."""
-    if not find_spec("transformers"):
-        return Line([not_tried("hf_trainer.py", "no transformers")])
-    flags = "--dtype bf16 --gradient_checkpointing" if at(1).device == "cuda" else ""
-
-    def resumed(count):
+    def work():
         shutil.rmtree("ckpt_trainer/checkpoint-20", ignore_errors=True)
-        text, code = start(f"trainer_{count}", at(count), "examples/hf_trainer.py", flags)
+        text, code = start(f"trainer_{count}", place, "examples/hf_trainer.py", flags)
         proof = re.search(r"^universal: .*(the loss (?:differs|was).*)", text, re.M)
         return proof[1] if proof else f"exit code {code}", bool(code or "WARNING" in text)
 
-    few = min(ranks, 4)
-    return Line(
-        [
-            Row(f"hf_trainer.py {flags}, {few} ranks", functools.partial(resumed, few)),
-            Row(f"and on {few - 1}", functools.partial(resumed, few - 1)),
-        ]
-    )
+    return f"hf_trainer.py {flags}, {count} ranks", work
 
 
-def words(at, ranks):
-    """The README's words: those for the deepspeed launcher; or for a CPU, though there are GPUs."""
-    few = "--steps 2 --train_batch_size 64 --train_micro_batch_size_per_gpu 8".split()
+def typed(device, count):
+    """A row: the README's words for the deepspeed launcher; or for a CPU, though there are GPUs."""
     launcher = Path(sys.executable).with_name("deepspeed")
-    cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    cards = torch.cuda.device_count()
+    few = "--steps 2 --train_batch_size 64 --train_micro_batch_size_per_gpu 8".split()
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
 
-    def launched(name, count, variables):
-        script = [launcher, "--num_gpus", count, ROOT / "train.py", *few]
-        _, code = command(f"words_{name}", script, **variables)
+    def work():
+        words = [launcher, "--num_gpus", count, ROOT / "train.py", *few]
+        _, code = run(f"words_{device}", words, DS_ACCELERATOR=device, **hidden)
         return f"exit code {code}", code != 0
 
-    variables = {"cpu": (4, cpu), "cuda": (cards, {"DS_ACCELERATOR": "cuda"})}
-    return Line(
-        [
-            Row(
-                f"deepspeed --num_gpus {count} train.py ({device})",
-                functools.partial(launched, device, count, values),
-            )
-            for device, (count, values) in variables.items()
-            if count
-        ]
-    )
+    return f"deepspeed --num_gpus {count} train.py ({device})", work
 
 
-def costs(what, stage, ranks_of):
-    """Returns a line of what measure/card.py prints."""
+def measured(name, device, ranks):
+    """A row: the table that another script writes on this device."""
+    module, *flags = name.split()
+    words = ["-m", f"measure.{module}", *flags, "--device", device, "--ranks", ranks]
 
-    def line(at, ranks):
-        count = ranks_of(max(1, torch.cuda.device_count()))
+    def work():
+        text, code = run(module, [sys.executable, *words], PYTHONPATH=str(ROOT))
+        return f"exit code {code}\n{text}", code != 0
 
-        def measured():
-            name = f"{what}_{stage}"
-            with tempfile.TemporaryDirectory(dir=memory()) as folder:
-                text, code = start(name, at(count), "measure/card.py", what, stage, folder)
-            result = re.search(r"^RESULT (.*)$", text, re.M)
-            return result[1] if result else f"exit code {code}", code != 0
-
-        return Line([Row(f"ZeRO-{stage}, ranks: {count}", measured)], is_alone=True)
-
-    return line
+    return " ".join(map(str, words[1:])), work
 
 
-def memory():
-    """Returns a folder of memory, if it has room for what measure/card.py saves."""
-    shared = "/dev/shm"
-    return shared if Path(shared).is_dir() and shutil.disk_usage(shared).free > 50e9 else "."
+def not_tried(what, why):
+    return what, lambda: (f"not tried: {why}", False)
 
 
-def optimizers(config, op, flags):
-    """Returns a line of an optimizer, if DeepSpeed can build it."""
+def lines(device, ranks, cards):
+    """Returns the lines that go side by side, the most telling ones first."""
+    place = Place(device, ranks)
+    at = functools.partial(Place, device)
+    cpus = Place("cpu", 4)
+    fewer = (ranks, ranks - 1, 1)
+    fp32 = [resume(FP32, place, at(count), ROUNDING) for count in fewer]
+    fp32.append(resume(FP32, place, place, ROUNDING, "_universal"))
+    if device == "cuda":
+        fp32.append(resume(FP32, place, cpus, DEVICES))
+        fp32 += [resume(FP32, cpus, at(count), DEVICES) for count in (ranks, 1)]
+    fp32.append(resume(FP32, place, place, math.inf, "_forgotten"))
+    even = ranks // 2 * 2
+    few = min(ranks, 4)
+    flags = "--dtype bf16 --gradient_checkpointing" if device == "cuda" else ""
+    trainer = [trained(count, at(count), flags) for count in (few, few - 1)]
+    by_hand = [not_tried(what, "by hand") for what in UNSEEN]
+    if cards < 2:
+        by_hand.append(not_tried("NCCL between cards", "it takes two"))
+    tensor = {"more": "--tensor_parallel 1"}
+    return {
+        "fp32": fp32,
+        # CUDA does not divide by 7 exactly.
+        "exact": [resume(EXACT, place, at(n), 0.0) for n in (ranks, 7, ranks - 1, 2, 1)],
+        "one rank": [resume(ONE_RANK, at(1), at(count), ROUNDING) for count in (1, ranks)],
+        "fp16, bf16": [resume(half, place, at(n), DEVICES) for half in HALF for n in fewer],
+        "tensor parallel": [resume(TENSOR, at(even), at(even // 2), DEVICES, **tensor)],
+        "Trainer": trainer if find_spec("transformers") else [not_tried("Trainer", "not there")],
+        "README": [typed("cpu", 4), *([typed("cuda", cards)] if cards else [])],
+        **{name: optimizer(name, op, stages, at, ranks) for name, op, stages in BUILT},
+        "by hand": by_hand,
+    }
 
-    def line(at, ranks):
-        rows = []
-        fewer = ranks // 2 if config == "hpz" else ranks - 1  # it takes ranks in pairs
-        for stage in flags:
-            words = f"--config {config} --zero_stage {stage}"
-            for count in (ranks, fewer):
-                row = row_of(words, at(ranks), at(count), OPTIMIZERS)
-                rows.append(Row(row.what, functools.partial(if_built, op, at, row.work)))
-        return Line(rows)
 
-    return line
+def optimizer(name, op, stages, at, ranks):
+    fewer = ranks // 2 if name == "hpz" else ranks - 1  # it takes ranks in pairs
+    return [
+        resume(f"--config {name} --zero_stage {stage}", at(ranks), at(count), OPTIMIZERS, op=op)
+        for stage in stages
+        for count in (ranks, fewer)
+    ]
 
 
-def if_built(op, at, work):
-    if op and at(1).device == "cpu":
-        return "not tried: no GPU", False
-    error = op and build(op)
-    return (f"not tried: DeepSpeed builds no {op}: {error}", False) if error else work()
-
-
-def unseen(at, ranks):
-    rows = [not_tried(what, "by hand") for what in UNSEEN]
-    if torch.cuda.device_count() < 2:
-        rows.append(not_tried("NCCL between cards", "it takes two"))
-    return Line(rows)
-
-
-LINES = {
-    "fp32": rounding,
-    "exact": exact,
-    "one rank": one_rank,
-    "loads": costs("loads", 1, lambda cards: cards),
-    "fp16, bf16": half,
-    "tensor parallel": tensor_parallel,
-    "Trainer": trainer,
-    "save": costs("background", 1, lambda cards: cards),
-    "loads, ZeRO-3": costs("loads", 3, lambda cards: cards),
-    "README": words,
-    "mirror": costs("mirror", 1, lambda cards: max(2, cards)),
-    "proof": costs("proof", 1, lambda cards: cards),
-    **{config: optimizers(config, op, flags) for config, op, flags in BUILT},
-    "by hand": unseen,
-}
+def times(device, cards):
+    """Returns the lines that take times, so that nothing else may run meanwhile."""
+    return {
+        "loads": [measured("resume --loads", device, cards)],
+        "mirror, save": [measured("mirror", device, max(2, cards))],
+        "proof": [measured("proof", device, cards)],
+    }
 
 
 # -----------------------------------------------------------------------------
-# all lines, side by side
+# all lines
 
 
-def play(name, line):
+def play(name, rows):
+    """Returns (line, whether it is off) of each row."""
     results = []
-    for row in line.rows:
-        try:
-            text, is_off = row.work()
-        except Late:
-            text, is_off = "not tried: no time left", False
-        except Exception as error:
-            text, is_off = f"{type(error).__name__}: {error}".splitlines()[0], True
-        results.append(Result(name, row.what, text, is_off))
-        print(results[-1], flush=True)
+    for what, work in rows:
+        text, is_off = LATE, False
+        if time.monotonic() < end - LEAST:
+            try:
+                text, is_off = work()
+            except Exception as error:
+                text, is_off = f"{type(error).__name__}: {error}".splitlines()[0], True
+        if is_off and time.monotonic() > end:
+            text, is_off = LATE, False
+        results.append((f"{name:<16}{what:<58}{text}{'  OFF' * is_off}", is_off))
+        print(results[-1][0], flush=True)
     return results
-
-
-def play_all(lines, cores, ranks):
-    """Returns the results of {name: Line}, in this order. Each takes as many cores as there are
-    ranks."""
-    running = {}  # {future: cores}
-    futures = []
-    with ThreadPoolExecutor(len(lines)) as threads:
-        for name, line in lines.items():
-            needed = cores if line.is_alone else min(ranks, cores)
-            while sum(running.values()) + needed > cores:
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    del running[future]
-            futures.append(threads.submit(play, name, line))
-            running[futures[-1]] = needed
-    return [result for future in futures for result in future.result()]
 
 
 def title(device, cards, ranks):
@@ -495,19 +306,12 @@ def title(device, cards, ranks):
 
 def main():
     global end
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options.parser(__doc__, "out/gpu.txt")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--lines", nargs="+", choices=LINES, default=[*LINES], metavar="LINE")
-    parser.add_argument("--output", type=Path, default=Path("out/gpu.txt"))
+    parser.add_argument("--lines", nargs="+", metavar="LINE")
     args = parser.parse_args()
-    cores = len(os.sched_getaffinity(0))
-    if args.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        cores = 1  # the ranks of all launches have one port
-    cards = torch.cuda.device_count()
+    cards = torch.cuda.device_count() if args.device == "cuda" else 0
     if args.device == "cuda" and not cards:
         parser.error("there is no GPU; --device cpu does the same on CPU ranks")
     end = time.monotonic() + 60 * args.minutes
@@ -519,17 +323,21 @@ def main():
     os.chdir(work)
     head = title(args.device, cards, ranks)
     print(head, flush=True)
-    at = functools.partial(Place, args.device)
-    results = play_all({name: LINES[name](at, ranks) for name in args.lines}, cores, ranks)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text("\n".join([head, "", *map(str, results), ""]))
+    together = lines(args.device, ranks, cards)
+    alone = times(args.device, max(1, cards))
+    wanted = args.lines or [*together, *alone]
+    if unknown := {*wanted} - together.keys() - alone.keys():
+        parser.error(f"no line {', '.join(unknown)}; there are {', '.join([*together, *alone])}")
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // ranks)) as threads:
+        names = [name for name in together if name in wanted]
+        results = [*threads.map(lambda name: play(name, together[name]), names)]
+    results += [play(name, alone[name]) for name in alone if name in wanted]
+    rows = [row for line in results for row in line]
+    output.write_text("\n".join([head, "", *(text for text, _ in rows), ""]))
     print(f"\n{output.read_text()}")
-    if off := sum(result.is_off for result in results):
+    if off := sum(is_off for _, is_off in rows):
         sys.exit(f"measure/gpu.py: {off} rows are off")
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        be_a_rank()
-    else:
-        main()
+    main()

@@ -5,38 +5,23 @@
 A ZeRO-1 checkpoint of 4 ranks, of a GPT of 86 million parameters or --times as many, is laid out
 twice, with the same bytes. All four commands run as whole processes, in turn, several rounds; the
 shortest counts, for whatever else the machine does adds to all others. "memory": the system has the
-files there; "disk": it has nothing of them. The last column is the peak of the process's own memory
-(VmHWM) as it ends; of diff, less that of a process that imports torch alone."""
+files there; "disk": it has nothing of them. The last column is the peak of the process's memory; of
+diff, less that of a process that imports torch alone."""
 
 import functools
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from measure import options
-from tests.support import ROOT
+from measure import costs, options
 from tests.support.lay_out import groups_of, lay_out
 from train import GPT
 
 SHARED = {"lm_head.weight": "wte.weight"}
 COLUMNS = "{:<28}{:>9}{:>9}{:>8}{:>11}"
-# Runs a command of the package, and tells its peak memory: that of a child would be this process's.
-PEAK = """import re, runpy, sys
-from pathlib import Path
-module = sys.argv[1]
-sys.argv[:2] = [module]
-try:
-    runpy.run_module(module, run_name="__main__")
-finally:
-    print(re.findall(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[0])"""
-OF_TORCH = """import re, torch
-from pathlib import Path
-print(re.findall(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[0])"""
 
 
 def forget(folders):
@@ -48,31 +33,24 @@ def forget(folders):
 
 
 def timed(words, cold=()):
-    """Returns the seconds of a whole process, and what it prints. It may end with 1: numbers
-    differ. cold: folders that it is to read from the disk."""
+    """Runs a whole process. It may end with 1: numbers differ. cold: folders that it is to read
+    from the disk."""
     forget(cold)
-    begin = time.perf_counter()
-    done = subprocess.run([*map(str, words)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert done.returncode in (0, 1), words
-    return time.perf_counter() - begin, done.stdout
-
-
-def megabytes(printed):
-    return int(printed.split()[-1]) / 1000
+    return costs.timed(words, codes=(0, 1))
 
 
 @functools.cache
 def memory_of_torch():
-    return megabytes(timed([sys.executable, "-c", OF_TORCH])[1])
+    return timed([sys.executable, "-c", "import torch"]).megabytes
 
 
-def memory_of(words, printed):
-    """Megabytes of what a command has printed, without those of importing torch."""
-    return megabytes(printed) - memory_of_torch() * ("universal.diff" in words)
+def memory_of(words, run):
+    """Megabytes of what a command has taken, without those of importing torch."""
+    return run.megabytes - memory_of_torch() * ("universal.diff" in words)
 
 
 def of_package(module, *words):
-    return [sys.executable, "-c", PEAK, f"universal.{module}", *words]
+    return [sys.executable, "-m", f"universal.{module}", *words]
 
 
 def pairs(first, second):
@@ -89,13 +67,21 @@ def measure(what, ours, limit, rounds, cold):
     seconds = {"ours": [], "limit": []}
     peak = 0
     for _ in range(rounds):
-        took, printed = timed(ours, cold)
-        seconds["ours"].append(took)
-        peak = max(peak, memory_of(ours, printed))
-        seconds["limit"].append(timed(limit, cold)[0])
+        run = timed(ours, cold)
+        seconds["ours"].append(run.seconds)
+        peak = max(peak, memory_of(ours, run))
+        seconds["limit"].append(timed(limit, cold).seconds)
     a, b = map(min, seconds.values())
     name = f"{what}, {'disk' if cold else 'memory'}"
     print(COLUMNS.format(name, f"{a:.2f} s", f"{b:.2f} s", f"{a / b:.1f}x", f"{peak:.0f} MB"))
+
+
+def print_ours(name, words):
+    """Measure a line without a limit. Returns what the command prints."""
+    run = timed(words)
+    peak = memory_of(words, run)
+    print(COLUMNS.format(name, f"{run.seconds:.2f} s", "", "", f"{peak:.0f} MB"))
+    return run.output
 
 
 def measure_many_ranks(folder, stage):
@@ -104,10 +90,7 @@ def measure_many_ranks(folder, stage):
     net = GPT(n_layer=24, n_head=16, n_embd=256, seq_len=1024, dropout=0.1)
     lay_out(folder, groups_of(net), 512, stage, SHARED)
     for module, *folders in (("inspect", folder), ("diff", folder, folder)):
-        took, printed = timed(of_package(module, *folders))
-        name = f"{module}, 512 ranks, ZeRO-{stage}"
-        peak = memory_of(of_package(module), printed)
-        print(COLUMNS.format(name, f"{took:.2f} s", "", "", f"{peak:.0f} MB"))
+        print_ours(f"{module}, 512 ranks, ZeRO-{stage}", of_package(module, *folders))
 
 
 def main():
@@ -137,11 +120,9 @@ def main():
 
 def measure_differing(first, second):
     """Measure a line where other ranks and another stage saved, and every number differs."""
-    took, printed = timed(of_package("diff", first, second))
+    printed = print_ours("diff, all differ", of_package("diff", first, second))
     equal, total = re.search(r"(\d+) of (\d+) tensors equal", printed).groups()
     assert equal == "0" < total
-    peak = memory_of(of_package("diff"), printed)
-    print(COLUMNS.format("diff, all differ", f"{took:.2f} s", "", "", f"{peak:.0f} MB"))
 
 
 if __name__ == "__main__":

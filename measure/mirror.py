@@ -1,6 +1,7 @@
 """How long a save, or a copy in another machine's memory, stops the training.
 
     python -m measure.mirror --output out/mirror.png
+    python -m measure.mirror --device cuda --ranks 2
 
 A GPT of 43 million parameters on 2 ranks, each on a "machine" of its own; both are on this machine,
 and share its cores. Every round does each way in turn; medians over the rounds:
@@ -17,10 +18,12 @@ of those that the mirror sends; Mirror, in the background and with wait=True; De
 engine.save_checkpoint(), and in the background, each into a new folder. If lm-resiliency is
 installed (0.2.0), its copy in a neighbor's memory, too: of other tensors, for the same ranks alone.
 
-The picture: steps that sleep, with a copy or a save at each.
+The picture: steps that sleep, with a copy or a save at each. Ends with an error where training goes
+on otherwise from a copy, or where a save in the background has other numbers than a plain one.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -33,12 +36,14 @@ from pathlib import Path
 import matplotlib
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from matplotlib.figure import Figure
 
 import universal
 from measure import options, resume
-from tests.support.ranks import run
+from measure.cards import run_on
 from universal import background
+from universal.diff import diff
 from universal.mirror import Mirror
 from universal.save.snapshot import Image, files_of_save
 
@@ -71,7 +76,7 @@ def wait_for_nothing():
 
 def storages_of(images):
     return [
-        torch.tensor([], dtype=torch.uint8).set_(storage)
+        torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
         for image in images
         for storage in image.storages
     ]
@@ -79,7 +84,7 @@ def storages_of(images):
 
 def plain_copy(tensors):
     """Returns (save, finish, bytes)."""
-    copies = [torch.empty_like(tensor) for tensor in tensors]
+    copies = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
 
     def save():
         for copy, tensor in zip(copies, tensors, strict=True):
@@ -109,7 +114,7 @@ def peer(engine, folder):
         interval=never,
         enable_detection=False,
         ckpt_config=config,
-        device=torch.device("cpu"),
+        device=engine.device,
     )
     manager = adapter._ckpt_manager
     tensors = adapter._checkpoint_tensor_list
@@ -137,11 +142,9 @@ def remove_old(disk):
             shutil.rmtree(folder)
 
 
-def ways_of(engine, memory, disk):
-    """Returns (save, finish, bytes) of each way, by its name."""
-    machine = Path(memory, f"machine{dist.get_rank()}")
-    # One mirror, which waits or not: two would take turns in finding no memory to use again.
-    mirror = Mirror(engine, machine)
+def ways_of(engine, mirror, disk):
+    """Returns (save, finish, bytes) of each way, by its name. One mirror, which waits or not: two
+    would take turns in finding no memory to use again."""
     save = lambda: engine.save_checkpoint(disk, "copied", {}, False)  # noqa: E731
     files = files_of_save(engine, save)
     ways = {"copy, of a save": plain_copy(storages_of(Image(*file) for file in files))}
@@ -149,7 +152,7 @@ def ways_of(engine, memory, disk):
     ways["copy, of a mirror"] = plain_copy(storages_of(Image(*file) for file in files))
     of_save, of_mirror = (nbytes for _, _, nbytes in ways.values())
     with contextlib.suppress(ImportError):
-        ways["lm-resiliency"] = peer(engine, f"{machine}_peer")
+        ways["lm-resiliency"] = peer(engine, f"{mirror.folder}_peer")
 
     def save_and_wait():
         mirror.save({})
@@ -173,13 +176,18 @@ def idle():
     time.sleep(IDLE)
 
 
-def computing(engine):
-    def compute():
-        rows = torch.randint(256, (BATCH // 2, resume.LENGTH + 1))
-        engine.backward(engine(rows[:, :-1], rows[:, 1:]))
+def train(engine, *seeds):
+    """Returns the loss of the steps whose samples have these seeds."""
+    losses = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randint(256, (BATCH // 2, resume.LENGTH + 1), generator=generator)
+        rows = rows.to(engine.device)
+        loss = engine(rows[:, :-1], rows[:, 1:])
+        engine.backward(loss)
         engine.step()
-
-    return compute
+        losses.append(loss.item())
+    return losses
 
 
 def seconds_of(*actions):
@@ -188,6 +196,7 @@ def seconds_of(*actions):
     times = [time.perf_counter()]
     for action in actions:
         action()
+        get_accelerator().synchronize()
         times.append(time.perf_counter())
     dist.barrier()
     return [end - times[0] for end in times[1:]]
@@ -218,13 +227,33 @@ def step_times(save, finish, disk):
     return seconds
 
 
+def check(engine, mirror, disk):
+    """Train while a copy and a save are under way: both must be of the step that began them."""
+    mirror.save({})
+    after = train(engine, 1)
+    mirror.finish()
+    after += train(engine, 2, 3)
+    folder = mirror.gather(f"{disk}/none")
+    universal.load_checkpoint(engine, folder, missing_ok=True)
+    gap = max(abs(a - b) for a, b in zip(after, train(engine, 1, 2, 3), strict=True))
+    assert gap <= 1e-2, gap
+    type(engine).save_checkpoint.__wrapped__(engine, disk, "plain")
+    engine.save_checkpoint(disk, "background")
+    train(engine, 1, 2, 3)  # a copy that is not made yet would have their numbers
+    background.wait()
+    dist.barrier()
+    assert diff(f"{disk}/plain", f"{disk}/background")["same"]
+    dist.barrier()
+
+
 def measure_ways(stage, memory, disk):
     """Measure all ways, on every rank; rank 0 prints the costs."""
     resume.SHAPE["n_layer"] = LAYERS
     engine = resume.make_engine(BATCH, BATCH // int(os.environ["WORLD_SIZE"]), stage)
-    compute = computing(engine)
+    compute = functools.partial(train, engine, 0)
     compute()  # makes the states
-    ways = {"nothing": (wait_for_nothing, wait_for_nothing, 0), **ways_of(engine, memory, disk)}
+    mirror = Mirror(engine, Path(memory, f"machine{dist.get_rank()}"))
+    ways = {"nothing": (wait_for_nothing, wait_for_nothing, 0), **ways_of(engine, mirror, disk)}
     rows = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, (save, finish, _) in ways.items():
@@ -237,6 +266,7 @@ def measure_ways(stage, memory, disk):
     }
     names = {name for _, *lines in PANELS for name, _, _ in lines} if stage == DRAWN else ()
     steps = {name: step_times(*ways[name][:2], disk) for name in sorted(names)}
+    check(engine, mirror, disk)
     print("\n" + json.dumps([medians, {name: way[2] / 1e6 for name, way in ways.items()}, steps]))
     os._exit(0)  # the peer's threads do not end
 
@@ -272,6 +302,8 @@ def draw(steps, path):
 def main():
     parser = options.parser(__doc__)
     parser.add_argument("--output", type=options.place, help="the picture")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ranks", type=int, default=2, help="of --device cuda")
     args = parser.parse_args()
     Path("out").mkdir(exist_ok=True)
     print("                                    longer a step that")
@@ -282,7 +314,8 @@ def main():
             tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
             tempfile.TemporaryDirectory(dir="out") as disk,
         ):
-            out = run(Path.cwd(), 2, measure_ways, stage, memory, disk, limit=900)
+            work = (measure_ways, stage, memory, str(Path(disk).resolve()))
+            out = run_on(args.device, Path.cwd(), args.ranks, *work, limit=900)
         medians, sizes, steps = json.loads(out.splitlines()[-1])
         print_rows(stage, medians, sizes)
         if steps and args.output:

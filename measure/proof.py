@@ -2,9 +2,11 @@
 of a micro-batch of images.
 
     python -m measure.proof
+    python -m measure.proof --device cuda --ranks 1
 
 `own` is the time spent in the proof's functions by rank 0, in its thread alone, so that a busy
-machine does not count; `step` the same of a whole step without a proof.
+machine does not count; `step` the same of a whole step without a proof. On a card a step's seconds
+are those of the clock.
 """
 
 import statistics
@@ -14,14 +16,20 @@ import time
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 import universal
-from tests.support.ranks import run
+from measure import options
+from measure.cards import run_on
 from train import GPT
 from universal import proof
 from universal.proving.samples import hashes
 
-SIZES = {"small": (2, 4, 128, 64), "medium": (4, 8, 256, 128)}  # layers, heads, width, tokens
+# Layers, heads, width, tokens.
+SIZES = {
+    "cpu": {"small": (2, 4, 128, 64), "medium": (4, 8, 256, 128)},
+    "cuda": {"large": (24, 20, 1280, 256)},
+}
 MICRO, ACCUMULATION, ROUNDS = 8, 2, 2
 WATCHED = ("begin_forward", "see_output", "see_loss", "end_step", "begin_step")
 
@@ -36,17 +44,23 @@ def timed(function, times):
     return run_timed
 
 
-def measure(name):
+def seconds():
+    get_accelerator().synchronize()
+    return time.perf_counter() if get_accelerator().device_name() == "cuda" else time.thread_time()
+
+
+def measure(name, sizes):
     """Measure steps with the proof and without, on every rank."""
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
     universal.install()
-    layers, heads, width, tokens = SIZES[name]
+    layers, heads, width, tokens = sizes
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": ACCUMULATION,
         "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": get_accelerator().device_name() == "cuda"},
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
     }
     model = GPT(layers, heads, width, tokens, 0.0)
@@ -57,16 +71,16 @@ def measure(name):
     for function in WATCHED:
         setattr(proof.Proof, function, timed(getattr(proof.Proof, function), own))
     steps = {False: [], True: []}
-    samples = torch.randint(0, 256, (MICRO, tokens + 1))
+    samples = torch.randint(0, 256, (MICRO, tokens + 1)).to(engine.device)
     for part in range(2 * ROUNDS):
         if part % 2:
             engine.save_checkpoint("checkpoints", tag="t")
         for _ in range(proof.STEPS):
-            began = time.thread_time()
+            began = seconds()
             for _ in range(ACCUMULATION):
                 engine.backward(engine(samples[:, :-1], samples[:, 1:], key=(0, 0, 0)))
                 engine.step()
-            steps[bool(part % 2)].append(time.thread_time() - began)
+            steps[bool(part % 2)].append(seconds() - began)
     if dist.get_rank() == 0:
         step = statistics.median(steps[False][1:])
         with_proof = statistics.median(steps[True])
@@ -87,10 +101,14 @@ def measure_images():
 
 
 def main():
+    parser = options.parser(__doc__)
+    parser.add_argument("--device", choices=SIZES, default="cpu")
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args()
     print(f"{'model':<8}{'step':>12}{'own':>12}{'1 + own':>9}{'on/off':>9}")
-    for name in SIZES:
+    for name, sizes in SIZES[args.device].items():
         with tempfile.TemporaryDirectory() as folder:
-            print(run(folder, 2, measure, name).splitlines()[-1])
+            print(run_on(args.device, folder, args.ranks, measure, name, sizes).splitlines()[-1])
     print(f"digest of 64 x 3 x 224 x 224 numbers: {measure_images():.2f} ms")
 
 

@@ -3,6 +3,7 @@ how close it stays.
 
     python -m measure.resume
     python -m measure.resume --loads    loading alone, by turns with its peers; 4 minutes
+    python -m measure.resume --loads --device cuda --ranks 1    473 million parameters, on a card
 
     universal   universal.load_checkpoint(), from the ZeRO checkpoint as it is
     DeepSpeed   DeepSpeed's converter and its universal loader
@@ -17,7 +18,6 @@ checkpoint of FSDP2, on others; and the reads of a rank's own files into memory,
 
 import json
 import os
-import re
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,13 +26,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import universal
 from measure import options
-from measure.convert import Run, commands, timed
+from measure.cards import run_on
+from measure.convert import commands
+from measure.costs import Run, cost, timed
 from tests.support.lay_out import lay_out
 from tests.support.ranks import deepspeed, run
 from train import GPT, init_distributed, parameter_groups
@@ -43,6 +46,9 @@ STAGE = 3
 BATCH = 4
 LENGTH = 32
 SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768}  # 86 million parameters
+IS_CARD = get_accelerator().device_name() == "cuda"
+if IS_CARD:
+    SHAPE = {"n_layer": 24, "n_head": 20, "n_embd": 1280}
 SAVED = 2  # steps before the save
 STEPS = 12
 WAYS = ("universal", "DeepSpeed")
@@ -57,6 +63,7 @@ def make_engine(batch, micro, stage, load_universal=False):
         "train_micro_batch_size_per_gpu": micro,
         "zero_optimization": {"stage": stage},
         "gradient_clipping": 1.0,
+        "bf16": {"enabled": IS_CARD},
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 3e-4}},
         "checkpoint": {"load_universal": load_universal},
     }
@@ -65,28 +72,11 @@ def make_engine(batch, micro, stage, load_universal=False):
     return engine
 
 
-def megabytes(key):
-    """Returns megabytes of memory: VmRSS, what this process has, or VmHWM, the most that it had."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{key}:\s*(\d+) kB", status)[1]) * 1024 / 1e6
-
-
 def load(engine, folder, way):
-    """Returns (seconds, megabytes) of this rank."""
+    """Returns what loading costs this rank."""
     if way == "universal":
         return cost(lambda: universal.load_checkpoint(engine, folder, "saved"))
     return cost(lambda: engine.load_checkpoint(folder, way))
-
-
-def cost(work):
-    """Returns the seconds and megabytes that a call costs this rank; the call must return
-    something."""
-    before = megabytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    dist.barrier()
-    start = time.perf_counter()
-    assert work()
-    return time.perf_counter() - start, megabytes("VmHWM") - before
 
 
 def train(folder, way=None):
@@ -180,10 +170,11 @@ def save(folder, stage, frozen):
     """Save on every rank."""
     engine = made(frozen, stage)
     if not frozen:
-        tokens = torch.randint(256, (1, LENGTH + 1))
+        tokens = torch.randint(256, (1, LENGTH + 1)).to(engine.device)
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
         engine.step()  # before it, there are no moments
-        Fsdp().save(f"{folder}/dcp")
+        if not IS_CARD:
+            Fsdp().save(f"{folder}/dcp")
     engine.save_checkpoint(folder, "saved")
 
 
@@ -195,9 +186,7 @@ def read_own_files(folder):
 
 
 def load_repeatedly(folder, stage, frozen, way):
-    """Load on every rank, into a fresh engine and again. Rank 0 prints the slowest rank's
-    (seconds, megabytes) of each load."""
-    torch.manual_seed(int(os.environ["RANK"]))
+    """Load on a rank, into a fresh engine and again. Returns what each load costs the slowest."""
     engine = made(frozen, stage)
     fsdp = Fsdp() if way == "DCP" else None
     ways = {
@@ -206,24 +195,31 @@ def load_repeatedly(folder, stage, frozen, way):
         "DCP": lambda: fsdp.load(f"{folder}/dcp"),
         "reads": lambda: read_own_files(folder),
     }
-    slowest = torch.tensor([cost(ways[way]) for _ in range(LOADS)])
+    slowest = torch.tensor([cost(ways[way]) for _ in range(LOADS)], device=engine.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    print("\n" + json.dumps(slowest.tolist()))
+    return slowest.tolist()
 
 
-def compare(folder, stage, frozen, ranks, peer):
-    """Returns the cells of a row, each of first loads but the second ratio."""
-    costs = {way: [] for way in ("universal", peer)}
-    for way in ("universal", peer, peer, "universal"):
-        work = (load_repeatedly, folder, stage, frozen, way)
-        costs[way].append(json.loads(run(folder, ranks, *work, limit=300).splitlines()[-1]))
-    # Means over the launches: the seconds and the megabytes of each load.
-    (ours, megabytes), (theirs, megabytes_there) = (
-        torch.tensor(costs[way]).mean(0).T.tolist() for way in costs
-    )
-    ratio, again = (ours[load] / theirs[load] for load in range(LOADS))
-    cells = (f"{seconds:.2f}" for seconds in (ours[0], theirs[0], ratio, again))
-    return *cells, f"{megabytes[0]:.0f}", f"{megabytes_there[0]:.0f}"
+def load_in_turns(folder, stage, frozen, turns):
+    """Load on every rank, in one way after the other. Rank 0 prints the costs."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    costs = [load_repeatedly(folder, stage, frozen, way) for way in turns]
+    print("\n" + json.dumps(costs))
+
+
+def compare(device, folder, stage, frozen, ranks, peer):
+    """Returns the cells of a row, each of first loads but the second ratio. On CPUs each turn has
+    processes of its own; on cards they take too long to start."""
+    turns = ("universal", peer, peer, "universal")
+    costs = []
+    for launch in [turns] if device == "cuda" else [[way] for way in turns]:
+        work = (load_in_turns, folder, stage, frozen, launch)
+        costs += json.loads(run_on(device, folder, ranks, *work).splitlines()[-1])
+    # Means over the turns: the seconds and the megabytes of each load.
+    ours, theirs = (torch.tensor(costs)[places].mean(0) for places in ([0, 3], [1, 2]))
+    first, again = (ours / theirs)[:, 0].tolist()
+    cells = [f"{seconds:.2f}" for seconds in (ours[0, 0], theirs[0, 0], first, again)]
+    return cells + [f"{number:.0f}" for number in torch.stack((ours, theirs), 2)[0, 1:].flatten()]
 
 
 def read_slowly(folder):
@@ -266,22 +262,33 @@ def read_slowly(folder):
     return len(ranges), count, middle - begin, time.perf_counter() - middle
 
 
-def loads():
+def peers_of(device, ranks):
+    """Yields (stage, whether a gigabyte is frozen, [(ranks, peer)])."""
+    if device == "cuda":
+        yield from ((stage, False, [(ranks, "DeepSpeed")]) for stage in (1, 3))
+    else:
+        yield from ((stage, False, [(4, "DeepSpeed"), (2, "DCP")]) for stage in (1, 3))
+        yield 3, True, [(4, "reads")]
+
+
+def loads(device, ranks):
     assert universal.load_checkpoint  # so that no rank has to import it
-    row = "{:<22}{:>6}{:>10}{:>11}{:>8}{:>8}{:>8}{:>8}{:>10}"
+    row = "{:<22}{:>6}{:>10}{:>11}{:>8}{:>8}{:>8}{:>8}{:>10}" + "{:>10}" * (device == "cuda") * 2
     print(
-        "seconds of the slowest rank, means of 2 launches, by turns; saved on 4 ranks\n"
+        f"seconds of the slowest rank, means of 2 turns; saved on {ranks} ranks\n"
         "again: the ratio of a second load of the same process, into an engine that has loaded"
     )
-    print(row.format("", "ranks", "universal", "peer", "", "ratio", "again", "MB", "MB peer"))
-    for stage, frozen in ((1, False), (3, False), (3, True)):
+    heads = ["", "ranks", "universal", "peer", "", "ratio", "again", "MB", "MB peer"]
+    print(row.format(*heads, *["card MB", "MB peer"] * (device == "cuda")))
+    for stage, frozen, peers in peers_of(device, ranks):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as work:
-            run(work, 4, save, work, stage, frozen, limit=300)
-            peers = [(4, "reads")] if frozen else [(4, "DeepSpeed"), (2, "DCP")]
-            for ranks, peer in peers:
-                ours, theirs, *rest = compare(work, stage, frozen, ranks, peer)
+            run_on(device, work, ranks, save, work, stage, frozen)
+            for count, peer in peers:
+                ours, theirs, *rest = compare(device, work, stage, frozen, count, peer)
                 name = f"ZeRO-{stage}" + ", 1 GB frozen" * frozen
-                print(row.format(name, ranks, ours, peer, theirs, *rest), flush=True)
+                print(row.format(name, count, ours, peer, theirs, *rest), flush=True)
+    if device == "cuda":
+        return
     with tempfile.TemporaryDirectory(dir="/dev/shm") as work:
         ranges, reads, ours, alone = read_slowly(Path(work, "saved"))
     print(
@@ -303,7 +310,7 @@ def main():
                 command = commands(f"{work}/saved", f"{work}/{way}")[way]
                 converter = timed(command, work)
             losses, costs = trained(work, 2, way)
-            seconds, memory = (max(cost) for cost in zip(*costs, strict=True))
+            seconds, memory, _ = (max(cost) for cost in zip(*costs, strict=True))
             gap = max(abs(a - b) for a, b in zip(baseline[SAVED:], losses, strict=True))
             cells = (
                 f"{converter.seconds:.2f}",
@@ -318,4 +325,7 @@ def main():
 if __name__ == "__main__":
     parser = options.parser(__doc__)
     parser.add_argument("--loads", action="store_true", help="loading alone")
-    loads() if parser.parse_args().loads else main()
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of --loads")
+    parser.add_argument("--ranks", type=int, default=4, help="of --loads --device cuda")
+    args = parser.parse_args()
+    loads(args.device, args.ranks) if args.loads else main()
