@@ -164,13 +164,8 @@ WRONG = [
     "pip install -r no_such_file.txt",
     "python -m universal deepspeed train.py --no_such_flag",
     "python -m universal.inspect folder --no_such_flag",
-    "python -m universal.diff only_one",
     "python -m measure.warm --no_such_flag train.py",
-    "python -m measure.warm --standalone -m examples.train_elastic --no_such_flag",
-    "deepspeed --module examples.no_such_script",
     "torchrun -m examples.train_3d --no_such_flag",
-    "python -m measure.convert --no_such_flag",
-    "deepspeed --no_such_flag your_script.py",
 ]
 
 

@@ -91,7 +91,6 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 KINDS = {
     "stage_0": Kind(stage=0),
     "stage_1": Kind(),
-    "stage_2": Kind(stage=2),
     "stage_3": Kind(stage=3),
     "fp16": Kind(stage=2, config=FP16),
     "batch_norm": Kind(lambda: Net(nn.BatchNorm1d), micro_batches=4),
