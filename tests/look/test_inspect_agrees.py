@@ -21,11 +21,11 @@ STAGES = [1, 3]
 
 
 def rows():
-    """Each at both stages; `make test` has each once."""
+    """Each at both stages; `make test` has every third once."""
     for i, name in enumerate(DAMAGES):
         for stage in STAGES:
             if name not in OF_THE_LOAD and (stage == 1 or name not in OF_THE_LOAD_AT_3):
-                yield only_if(stage == STAGES[i % 2], stage, name)
+                yield only_if(i % 3 == 0 and stage == STAGES[i % 2], stage, name)
 
 
 @pytest.fixture(scope="module")
