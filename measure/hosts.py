@@ -139,13 +139,13 @@ def contents(folder):
 
 def short(job):
     since = time.time()
-    starts = job.said(" micro-batches of ")
+    starts = job.said(" accumulation step")
     job.pull("node 2")
     reached = job.step()
     time.sleep(5)
     job.plug("node 2")
     stepped, _ = job.wait_for(rf"^step +{reached + 1} \|", since)
-    assert job.said(" micro-batches of ") == starts, "not the same ranks"
+    assert job.said(" accumulation step") == starts, "not the same ranks"
     seconds = f"{stepped - since:.1f}"
     print(
         f"{reached:4}  cable 2 out for 5 seconds: the same ranks have the next step after {seconds}"

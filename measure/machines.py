@@ -31,7 +31,7 @@ QUIET = {
 }
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WARM = [sys.executable, "-m", "measure.warm"]  # its workers have torch and DeepSpeed in memory
-BATCH = r"= \d+ accumulation steps x ({}) ranks"  # what a start prints
+BATCH = r" on ({}) ranks?, \d+ accumulation steps? each"  # what a start prints
 HEAD = (
     "step  event                    ranks        goes on at   again   "
     "seconds = torchrun  start  first step"

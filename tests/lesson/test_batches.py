@@ -4,11 +4,13 @@ what is computed again with a weight of 0 changes nothing else."""
 import itertools
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
 from repeats import CHECKS, KINDS, STEPS, play
 
+from measure.machines import BATCH
 from tests.support.helpers import run_all
 from universal import batches
 from universal.batches import Sampler, Share
@@ -43,6 +45,7 @@ def test_each_micro_batch_has_its_weight_once(ranks):
 def test_what_a_start_prints():
     share = "batch 256: 4 micro-batches of 64 on 4 ranks, 1 accumulation step each"
     assert str(Share(256, 64, 4)) == share
+    assert re.search(BATCH.format(r"\d+"), share)[1] == "4"  # as measure/ waits for it
     assert (
         str(Share(64, 64, 1)) == "batch 64: 1 micro-batch of 64 on 1 rank, 1 accumulation step each"
     )
