@@ -68,9 +68,31 @@ class Kept(torch.optim.SGD):
         self.state[p]["norm"] = p.grad.norm()
 
 
+class Rates(torch.optim.SGD):
+    """Writes down the rates of its groups in a step."""
+
+    seen = []
+
+    def step(self, closure=None):
+        self.seen.append([group["lr"] for group in self.param_groups])
+        super().step()
+
+
+def test_many_groups():
+    """Of those with the same settings, one is asked; each gets the answer."""
+    groups = [
+        {"params": [torch.nn.Parameter(torch.ones(3))], "lr": i, "momentum": 0.9 * (i % 2)}
+        for i in range(1, 7)
+    ]
+    optimizer = Rates(groups)
+    assert ask(optimizer, []).states == [{"momentum_buffer"}, set()] * 3
+    assert all(rates == [6, 5] for rates in Rates.seen)
+
+
 def test_what_an_optimizer_is_asked(monkeypatch):
-    """What depends on the slice, and what of it a step reads. It is left as it is, and so are the
-    random numbers of this process and of its cards."""
+    """What depends on the slice, and what of it a step reads. It and the random numbers are left as
+    they are, also those of devices."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", None)  # an error is no answer
     parameter = torch.nn.Parameter(torch.ones(7))
     optimizer = Kept([parameter], lr=0.1)
     torch.optim.lr_scheduler.ConstantLR(optimizer)  # it replaces step()

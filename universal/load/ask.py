@@ -9,9 +9,9 @@ shows it in milliseconds; one that cannot be asked gives no answer.
 import collections
 import contextlib
 import copy
-import itertools
 import random
 from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 NUMEL, CUT = 600, 347  # elements of a tensor, and of its first piece
 EARLY, MORE = 5, 4  # of the twin, and after a number was changed
 NEGLIGIBLE = 1e-5  # a part of an update that is none
+OF_A_GROUP = ("params", "param_names", "lr", "initial_lr")  # in which groups of a kind may differ
 
 
 class Answer(NamedTuple):
@@ -77,14 +78,28 @@ def ask(optimizer: torch.optim.Optimizer, saved: list[dict]) -> Answer | None:
     if type(optimizer).__module__.startswith("deepspeed."):
         return None  # it has state outside of Python, where nothing can be put back
     groups = [
-        {key: values.get(key, group[key]) for key in group}
-        for group, values in itertools.zip_longest(optimizer.param_groups, saved, fillvalue={})
+        group | {key: values[key] for key in group.keys() & values.keys() - {"params"}}
+        for group, values in zip(optimizer.param_groups, chain(saved, repeat({})), strict=False)
     ]
+    kinds = kinds_of(groups)
     try:
         with undisturbed():
-            return answer_of(optimizer, groups[: len(optimizer.param_groups)])
+            answer = answer_of(optimizer, kinds)
     except Exception:
         return None
+    pairs = zip(kinds, answer.states, strict=True)
+    states = {id(group): names for of_kind, names in pairs for group in of_kind}
+    return answer._replace(states=[states[id(group)] for group in groups])
+
+
+def kinds_of(groups):
+    """Returns lists of groups with the same settings, the highest rate first: one of each list is
+    asked, as many groups take as long."""
+    kinds = {}
+    for group in sorted(groups, key=lambda group: -float(group.get("lr") or 0)):
+        settings = {key: group[key] for key in group if key not in OF_A_GROUP}
+        kinds.setdefault(repr(settings), []).append(group)
+    return [*kinds.values()]
 
 
 @contextlib.contextmanager
@@ -108,21 +123,21 @@ class Run(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What twins of an optimizer step: a tensor of each group, and its gradients."""
+    """What twins of an optimizer step: a tensor of each kind of groups, and its gradients."""
 
     optimizer: torch.optim.Optimizer
-    groups: list[dict]
+    kinds: list[list[dict]]
     start: torch.Tensor
     gradients: torch.Tensor
 
     def run(self, begin: int, end: int, change: Callable | None = None) -> Run:
         """Step the elements from `begin` to `end`. change: as of numbers_of()."""
         tensors = [torch.nn.Parameter(row[begin:end].clone()) for row in self.start]
-        twin = twin_of(self.optimizer, self.groups, tensors)
+        twin = twin_of(self.optimizer, self.kinds, tensors)
         for step, gradient in enumerate(self.gradients):
             if step == EARLY:
                 numbers = numbers_of(twin, change)
-            torch.default_generator.manual_seed(step)  # not those of cards: nothing restores them
+            torch.default_generator.manual_seed(step)  # leaves those of devices alone
             for tensor, row in zip(tensors, gradient, strict=True):
                 tensor.grad = row[begin:end].clone()
             type(twin).step(twin)
@@ -146,13 +161,13 @@ def of_name(name, change):
     return lambda place, value: change(place, value) if place[-1] == name else None
 
 
-def answer_of(optimizer, groups):
-    """Returns an Answer. Raises what the optimizer raises."""
+def answer_of(optimizer, kinds):
+    """Returns an Answer, with the states of each kind. Raises what the optimizer raises."""
     generator = torch.Generator().manual_seed(1)
-    start = torch.randn(len(groups), NUMEL, generator=generator) * 0.3
-    shape = (EARLY + MORE, len(groups), NUMEL)
+    start = torch.randn(len(kinds), NUMEL, generator=generator) * 0.3
+    shape = (EARLY + MORE, len(kinds), NUMEL)
     gradients = torch.randn(shape, generator=generator) * torch.linspace(0.1, 3, NUMEL)
-    trial = Trial(optimizer, groups, start, gradients)
+    trial = Trial(optimizer, kinds, start, gradients)
     whole = trial.run(0, NUMEL)
     groups = whole.twin.param_groups
     kept = [whole.twin.state.get(group["params"][0], {}) for group in groups]
@@ -175,14 +190,14 @@ def answer_of(optimizer, groups):
     return answer._replace(gap=gap.item(), of_rank=of_rank - unread, unread=unread)
 
 
-def twin_of(optimizer, groups, tensors):
+def twin_of(optimizer, kinds, tensors):
     """An optimizer of the same class with the same attributes, without state, for other tensors,
-    one of each group."""
+    one of each kind of groups."""
     kind = type(optimizer)
     twin = object.__new__(type(kind.__name__, (kind,), {"__del__": lambda _: None}))
     memo = {id(optimizer.state): collections.defaultdict(dict)}
-    for group, tensor in zip(optimizer.param_groups, tensors, strict=True):
-        memo |= {id(parameter): tensor for parameter in group["params"]}
+    for groups, tensor in zip(kinds, tensors, strict=True):
+        memo |= {id(parameter): tensor for group in groups for parameter in group["params"]}
     for name, value in vars(optimizer).items():
         # A scheduler puts its own step() there, which steps the optimizer itself.
         if "hooks" in name or not (callable(value) and hasattr(kind, name)):
@@ -190,7 +205,7 @@ def twin_of(optimizer, groups, tensors):
     twin.state = memo[id(optimizer.state)]
     twin.param_groups = [
         {**copied(group, memo), "params": [tensor]}
-        for group, tensor in zip(groups, tensors, strict=True)
+        for (group, *_), tensor in zip(kinds, tensors, strict=True)
     ]
     if callable(getattr(twin, "train", None)):
         twin.train()
