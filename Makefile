@@ -14,7 +14,7 @@
 # make keys      every key of DeepSpeed's config: what it changes, and what becomes of it in a resume
 # make optimizers  what ZeRO makes of the optimizers that people use, and how they resume; an hour
 # make mirror    what a save, and a copy in another machine's memory, cost a step; 4 minutes
-# make scale     what a load costs beside its tensors on 8 to 64 ranks; a picture of the growth; 10 minutes
+# make scale     what a load costs beside its tensors on 8 to 64 ranks, and played on 4,096; a picture of the growth; an hour
 # make chaos     a public tester kills trainings at files that a save touches (POINTS=1000: at all), and resumes them; 5 minutes
 # make proof    what the comparison of the next steps costs a step; a minute
 # make findings  what other packages do that nobody guesses, each script alone; NAME=: one of them; 60 minutes
@@ -299,11 +299,14 @@ proof: .venv/installed
 	$(PY) -m measure.proof > $(OUT)/proof.txt
 	@cat $(OUT)/proof.txt
 
-# What a mirror and a save cost a step
+# What a load costs by the number of ranks; BEFORE is what it is drawn beside. Rows that out/ has are kept
+BEFORE = 1f77132
 scale: .venv/installed
 	@mkdir -p $(OUT)
-	$(PY) -m measure.scale --output $(OUT)/scale.png
+	$(PY) -m measure.scale --output $(OUT)/scale.png --before $(BEFORE)
+	@cat $(OUT)/scale.txt
 
+# What a mirror and a save cost a step
 mirror: .venv/installed
 	@mkdir -p $(OUT)
 	$(PY) -m measure.mirror --output $(OUT)/mirror.png > $(OUT)/mirror.txt

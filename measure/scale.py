@@ -1,21 +1,28 @@
 """What a load costs beside its tensors, by the number of ranks: `make scale`.
 
-    python -m measure.scale --output out/scale.png [--ranks 8 16 32 64] [--before scale_before.csv]
+    python -m measure.scale --output out/scale.png [--ranks 8 16 32 64] [--played 256 1024 4096]
+        [--before REVISION]
 
-Each load is of a checkpoint that as many ranks saved: 723 tensors of Llama's names and of few
-elements, with AdamW. A row has the bytes that the median rank received from other ranks, what all
-ranks listed, looked at and opened of the checkpoint, the CPU seconds of rank 0 and of the median
-rank, and the memory that the median rank needed for a moment. DeepSpeed's own loader compares
-nothing between ranks. --before: the rows of another version, drawn thin."""
+Each load is of 723 tensors of Llama's names and of few elements, with AdamW, that as many ranks
+saved, or a third more. Up to 64 ranks are processes of this machine; above, one rank of each kind
+is played (played.py), without gloo's connections, which ranks with torch alone make beside it.
+
+received: MB that the median rank receives from others. files: what all ranks list and look at of
+the checkpoint. opens: of all ranks. CPU: seconds of rank 0 and of the median rank, which a busy
+machine may double. memory: MB that the median rank needs for a moment.
+DeepSpeed's own loader compares nothing between ranks; DCP, torch's, loads each tensor flat.
+A row that the CSV beside the picture has already is not measured again."""
 
 import argparse
 import csv
 import functools
 import json
 import os
+import pickle
 import socket
 import statistics
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,11 +32,16 @@ from pathlib import Path
 import matplotlib
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import universal
-from tests.support import lay_out, toy
+from measure import played
+from tests.support import ROOT, lay_out, toy
 from tests.support.ranks import run
 from universal.load.collective import ProcessGroup
 from universal.load.engine import Engine
@@ -48,17 +60,31 @@ LAYER = {  # (rows, columns), in units of HIDDEN / 8
     "post_attention_layernorm.weight": (8,),
 }
 ENDS = {"embed_tokens.weight": (32, 8), "norm.weight": (8,), "lm_head.weight": (32, 8)}
-LOADERS = {"ZeRO-1": 1, "ZeRO-3": 3, "DeepSpeed's own, ZeRO-1": 1}
-COLUMNS = ("loader", "ranks", "received_MB", "files", "opens", "cpu_rank_0", "cpu", "memory_MB")
+STAGES = {"ZeRO-1": 1, "ZeRO-3": 3, "DeepSpeed's own, ZeRO-1": 1, "DCP": None}
+COLUMNS = (
+    "loader",
+    "saved",
+    "ranks",
+    "how",
+    "received",
+    "files",
+    "opens",
+    "cpu_0",
+    "cpu",
+    "memory",
+)
 DRAWN = {
-    "received_MB": "MB that a rank receives",
+    "received": "MB that a rank receives",
     "files": "files that all ranks list and look at",
     "opens": "files that all ranks open",
-    "cpu_rank_0": "CPU seconds of rank 0",
+    "cpu_0": "CPU seconds of rank 0",
     "cpu": "CPU seconds of another rank",
-    "memory_MB": "MB of memory of another rank",
+    "memory": "MB of memory of another rank",
 }
-COLORS = dict(zip(LOADERS, ("#0072B2", "#D55E00", "0.5"), strict=True))
+COLORS = dict(zip(STAGES, ("#0072B2", "#D55E00", "0.5", "#009E73"), strict=True))
+OURS = {"ZeRO-1", "ZeRO-3"}
+MOST = {"DCP": 32}  # ranks: at 64 it takes 16 GB
+SMALL = 0.01  # what is less is not drawn
 matplotlib.rcParams["font.size"] = 11
 
 
@@ -172,17 +198,20 @@ def memory(kind):
 
 
 # -----------------------------------------------------------------------------
-# a load on forked ranks
+# a load on one rank
 
 
-def load(folder, loader):
-    """Load on one rank, and write what that costs."""
+def load(folder, loader, *rank_of_many):
+    """Load on one rank, and write what that costs. rank_of_many: (rank, ranks), if it is played."""
+    if rank_of_many:
+        played.become(*rank_of_many)
     toy.begin()
-    dtype = {"bf16": {"enabled": True}}
-    engine = toy.make(LOADERS[loader], model, optimizer, batch=dist.get_world_size(), **dtype)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    work = loading_by_dcp(folder) if loader == "DCP" else loading(folder, loader, ranks)
     tally = Counts(folder)
-    last = {}
-    end = ProcessGroup.end
+    clock = played.Clock()
+    others = played.play(groups(), clock, tally.calls) if rank_of_many else None
+    last, end = {}, ProcessGroup.end
 
     def ending(group):
         if group.handle:
@@ -190,8 +219,7 @@ def load(folder, loader):
         end(group)
 
     ProcessGroup.end = ending
-    to_weights = Engine.masters_to_weights
-    of_weights = {}
+    of_weights, to_weights = {}, Engine.masters_to_weights
 
     def without_weights(engine):  # the weights themselves are no cost beside the tensors
         begun = received()
@@ -205,18 +233,68 @@ def load(folder, loader):
     before = received()
     resident = memory("VmRSS")
     tally.calls.clear()
-    began = time.process_time()
-    if "own" in loader:
-        engine.load_checkpoint(folder)
-    else:
-        universal.load_checkpoint(engine, folder)
-    costs = {"cpu": time.process_time() - began} | tally.calls
+    began = clock.time()
+    work()
+    costs = {"cpu": clock.time() - began} | tally.calls
     now = last | received()
     come = sum(now[name] - before.get(name, 0) for name in now) - sum(of_weights.values())
-    costs["received_MB"] = come / 1e6
-    costs["memory_MB"] = memory("VmHWM") - resident
-    Path(f"costs.{dist.get_rank()}.json").write_text(json.dumps(costs))
+    costs["received"] = (others.received if others else come) / 1e6
+    costs["memory"] = memory("VmHWM") - resident
+    Path(f"costs.{rank}.json").write_text(json.dumps(costs))
+    if others and rank == 0:
+        played.SENT.write_bytes(pickle.dumps(others.broadcasts))
     dist.barrier()
+
+
+def loading(folder, loader, ranks):
+    engine = toy.make(STAGES[loader], model, optimizer, batch=ranks, **toy.BF16)
+    if "own" in loader:
+        return lambda: engine.load_checkpoint(folder)
+    return lambda: universal.load_checkpoint(engine, folder)
+
+
+def state_for_dcp():
+    """Weights and moments as flat tensors that are cut evenly, and a step of each parameter."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {}
+    for name, shape in shapes().items():
+        for key in ("weight", "exp_avg", "exp_avg_sq"):
+            share = -(-shape.numel() // mesh.size())
+            part = torch.zeros(max(0, min(share, shape.numel() - mesh.get_rank() * share)))
+            whole = {"shape": torch.Size([shape.numel()]), "stride": (1,)}
+            state[f"{key}.{name}"] = DTensor.from_local(part, mesh, [Shard(0)], **whole)
+        state[f"step.{name}"] = torch.tensor(100.0)
+    return state
+
+
+def loading_by_dcp(folder):
+    state = state_for_dcp()
+    return lambda: dcp.load(state, checkpoint_id=folder)
+
+
+def save_by_dcp(folder):
+    toy.begin()
+    dcp.save(state_for_dcp(), checkpoint_id=folder)
+    dist.barrier()
+
+
+def connect():
+    """Connect ranks that have torch alone, and write what that costs."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), ranks, rank == 0)
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=store)
+    before = received()
+    began = time.process_time()
+    group = ProcessGroup(300)
+    costs = {"cpu": time.process_time() - began}
+    now = received()
+    costs["received"] = sum(now[name] - before.get(name, 0) for name in now) / 1e6
+    Path(f"costs.{rank}.json").write_text(json.dumps(costs))
+    group.meet()
+
+
+# -----------------------------------------------------------------------------
+# a checkpoint, and a load on all ranks
 
 
 def saved(folder, ranks, stage):
@@ -249,17 +327,55 @@ def saved(folder, ranks, stage):
         torch.save(module, tag / "mp_rank_00_model_states.pt")
 
 
-def row_of(loader, ranks):
+def costs_of(work, rank):
+    return json.loads((work / f"costs.{rank}.json").read_text())
+
+
+def row_of(loader, by, ranks, how):
+    """Measure a load on so many ranks of what was saved by others. how: "run" or "played"."""
     with tempfile.TemporaryDirectory() as work:
         work = Path(work).resolve()
-        saved(work / "checkpoints", ranks, LOADERS[loader])
-        run(work, ranks, load, os.fspath(work / "checkpoints"), loader, limit=500)
-        costs = [json.loads((work / f"costs.{rank}.json").read_text()) for rank in range(ranks)]
-    row = {"loader": loader, "ranks": ranks, "cpu_rank_0": costs[0]["cpu"]}
-    row |= {key: sum(cost.get(key, 0) for cost in costs) for key in ("files", "opens")}
-    for key in ("received_MB", "cpu", "memory_MB"):
-        row[key] = statistics.median(cost[key] for cost in costs[1:])
+        folder = os.fspath(work / "checkpoints")
+        if loader == "connecting":
+            run(work, ranks, connect, limit=1500)
+        elif loader == "DCP":
+            run(work, by, save_by_dcp, folder, limit=1500)
+        else:
+            saved(work / "checkpoints", by, STAGES[loader])
+        if how == "run":
+            if loader != "connecting":
+                run(work, ranks, load, folder, loader, limit=1500)
+            of_rank = {rank: costs_of(work, rank) for rank in range(ranks)}
+            others = [of_rank[rank] for rank in range(1, ranks)]
+        else:
+            leader = ranks // 2 // played.ON_A_MACHINE * played.ON_A_MACHINE
+            for rank in (0, leader, leader + 1):
+                run(work, 1, load, folder, loader, rank, ranks, limit=1500)
+            machines = ranks // played.ON_A_MACHINE
+            others = [costs_of(work, leader)] * (machines - 1)
+            others += [costs_of(work, leader + 1)] * (ranks - machines)
+        first = costs_of(work, 0)
+    row = dict(zip(COLUMNS, (loader, by, ranks, how), strict=False)) | {"cpu_0": first["cpu"]}
+    row |= {key: sum(cost.get(key, 0) for cost in [first, *others]) for key in ("files", "opens")}
+    for key in ("received", "cpu", "memory"):
+        row[key] = statistics.median(cost.get(key, 0) for cost in others)
     return {key: row[key] for key in COLUMNS}
+
+
+def plan(arguments):
+    """Yields the arguments of row_of()."""
+    for ranks in arguments.ranks:
+        for loader in arguments.loaders:
+            if ranks <= MOST.get(loader, ranks):
+                yield loader, ranks, ranks, "run"
+        for loader in OURS.intersection(arguments.loaders):
+            yield loader, ranks, 3 * ranks // 4, "run"
+    for ranks in arguments.connecting:
+        yield "connecting", ranks, ranks, "run"
+    for ranks in arguments.played:
+        for loader in OURS.intersection(arguments.loaders):
+            yield loader, ranks, ranks, "played"
+            yield loader, ranks, 3 * ranks // 4, "played"
 
 
 # -----------------------------------------------------------------------------
@@ -267,48 +383,111 @@ def row_of(loader, ranks):
 
 
 def read(path):
+    if not path.exists():
+        return []
     with open(path, newline="") as file:
         rows = [*csv.DictReader(file)]
-    return [{key: row[key] if key == "loader" else float(row[key]) for key in row} for row in rows]
+    words = ("loader", "how")
+    return [{key: row[key] if key in words else float(row[key]) for key in row} for row in rows]
+
+
+def measured(arguments, path):
+    """Returns the rows of the plan, which go into this CSV."""
+    rows = read(path)
+    known = {tuple(row[key] for key in COLUMNS[:4]) for row in rows}
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if not rows:
+            writer.writeheader()
+        for place in plan(arguments):
+            if place not in known:
+                rows.append(row_of(*place))
+                writer.writerow(rows[-1])
+                file.flush()
+                print(line_of(rows[-1]), flush=True)
+    return rows
+
+
+def line_of(row):
+    texts = [f"{row[key]:>12.3g}" if row[key] < 1000 else f"{row[key]:>12,.0f}" for key in DRAWN]
+    return (
+        f"{row['loader']:<24}{row['saved']:>6.0f}{row['ranks']:>6.0f}  {row['how']:<7}"
+        + "".join(texts)
+    )
+
+
+def table_of(rows):
+    heads = ("received", "files", "opens", "CPU, rank 0", "CPU", "memory")
+    yield f"{'':<24}{'saved':>6}{'ranks':>6}{'':<9}" + "".join(f"{head:>12}" for head in heads)
+    order = [*STAGES, "connecting"]
+    for row in sorted(rows, key=lambda row: (order.index(row["loader"]), row["ranks"])):
+        yield line_of(row)
+
+
+def before(revision, arguments):
+    """Measure another version, in a process of its own. Returns its rows."""
+    path = arguments.output.with_name(f"{arguments.output.stem}_{revision}.csv").resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("measure", "tests", "train.py"):
+            (Path(folder) / name).symlink_to(ROOT / name)
+        archive = subprocess.run(
+            ["git", "-C", ROOT, "archive", revision, "universal"], capture_output=True, check=True
+        )
+        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        most = [ranks for ranks in arguments.played if ranks <= 1024]  # more take 7 GB a rank
+        numbers = ["--ranks", *arguments.ranks, "--played", *most, "--connecting"]
+        numbers += [*arguments.connecting, "--loaders", *OURS]
+        command = [sys.executable, "-m", "measure.scale", "--output", path.with_suffix(".png")]
+        subprocess.run([*map(str, [*command, *numbers])], cwd=folder, check=True)
+    return read(path)
 
 
 def draw(rows, before, path):
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     for axes, (key, title) in zip(figure.subplots(2, 3).flat, DRAWN.items(), strict=True):
         for loader, color in COLORS.items():
-            for of_version, style in ((before, ":"), (rows, "o-")):
-                points = [(row["ranks"], row[key]) for row in of_version if row["loader"] == loader]
-                if points:
-                    label = f"{loader}{', before' if style == ':' else ''}"
-                    axes.plot(*zip(*points, strict=True), style, color=color, label=label)
+            for of_version, style in ((before, ":"), (rows, "-")):
+                points = sorted(
+                    (row["ranks"], row[key], row["how"])
+                    for row in of_version
+                    if row["loader"] == loader and row["saved"] == row["ranks"] and row[key] > SMALL
+                )
+                if not points or of_version is before and not STAGES[loader]:
+                    continue
+                label = f"{loader}{', before' if style == ':' else ''}"
+                ranks, values, _ = zip(*points, strict=True)
+                axes.plot(ranks, values, style, color=color, label=label)
+                for marker, kind in (("o", "run"), ("s", "played")):
+                    own = [(x, y) for x, y, how in points if how == kind]
+                    if own and style == "-":
+                        axes.plot(*zip(*own, strict=True), marker, color=color, mfc="w")
         axes.set(xscale="log", yscale="log", title=title, xlabel="ranks")
-        ticks = sorted({int(row["ranks"]) for row in rows})
-        axes.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
+        ticks = [8**i for i in range(1, 5) if 8**i <= max(row["ranks"] for row in rows)]
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
         axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3, which="both")
-    figure.axes[0].legend(fontsize=8)
+    figure.axes[2].legend(fontsize=7)  # where all are drawn
     figure.savefig(path, dpi=100)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64])
-    parser.add_argument("--before", type=Path)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[8, 16, 32, 64])
+    parser.add_argument("--played", type=int, nargs="*", default=[256, 1024, 4096])
+    parser.add_argument("--connecting", type=int, nargs="*", default=[32, 64, 128, 256])
+    parser.add_argument("--loaders", nargs="*", default=[*STAGES])
+    parser.add_argument("--before", metavar="REVISION")
     arguments = parser.parse_args()
-    before = read(arguments.before) if arguments.before else []
-    rows = []
-    with open(arguments.output.with_suffix(".csv"), "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for loader in LOADERS:
-            for ranks in arguments.ranks:
-                rows.append(row_of(loader, ranks))
-                writer.writerow(rows[-1])
-                file.flush()
-                values = [f"{key} {rows[-1][key]:.4g}" for key in COLUMNS[1:]]
-                print(f"{loader:24}", *values, sep="  ", flush=True)
-    draw(rows, before, arguments.output)
+    rows = measured(arguments, arguments.output.with_suffix(".csv"))
+    earlier = before(arguments.before, arguments) if arguments.before else []
+    lines = [*table_of(rows)]
+    if earlier:
+        lines += ["", f"before: {arguments.before}", *table_of(earlier)]
+    arguments.output.with_suffix(".txt").write_text("\n".join([*lines, ""]))
+    draw(rows, earlier, arguments.output)
 
 
 if __name__ == "__main__":
