@@ -33,6 +33,8 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from universal import guesses
+
 if TYPE_CHECKING:
     import deepspeed
     import torch
@@ -96,7 +98,8 @@ class Ledger:
 
     sharers: as share() was told. dealt: Share.key of the Share that was dealt out last; None if
     none was. drawn: what tells the samples that this rank has drawn from; None if nothing does.
-    is_compared: whether the ranks have compared both. forwards: the forward passes so far.
+    is_compared: whether the ranks have compared both. forwards: the forward passes so far. ended:
+    the micro-step of the last backward pass, if it ended a step.
     """
 
     sharers: int = 1
@@ -104,6 +107,7 @@ class Ledger:
     drawn: str | None = None
     is_compared: bool = False
     forwards: int = 0
+    ended: int | None = None
     backwards: list[Backward] = dataclasses.field(default_factory=list)
 
     def micro_batches(self, wanted: int) -> dict[Any, bool]:
@@ -322,6 +326,8 @@ def counted_backward(method, engine, loss, *args, **options):
         has_weight = (loss.detach().abs() > 0).any()
     result = method(engine, loss, *args, **options)
     note_backward(engine, has_weight)
+    ledger = ledger_of(engine)
+    ledger.ended = guesses.say_if_lost(engine, ledger.ended)
     return result
 
 
@@ -370,11 +376,13 @@ def checked_step(method, engine, *args, **options):
     """Raises ValueError, the same on all ranks, if the step trains another batch than is named."""
     share, ledger = named_share(engine), ledger_of(engine)
     asked = os.environ.get("UNIVERSAL_BATCH", str(share.batch))
-    if asked != str(share.batch) and engine.global_rank == 0:
-        say_once(
-            f"universal: WARNING: UNIVERSAL_BATCH={asked} has no effect here (it has in Trainers "
-            f"under `python -m universal`): this step trains {share.batch} samples"
+    if asked != str(share.batch):
+        guesses.say_once(
+            engine,
+            f"UNIVERSAL_BATCH={asked} has no effect here (it has in Trainers under `python -m "
+            f"universal`): this step trains {share.batch} samples",
         )
+    guesses.say_of_settings(engine)
     if not is_named(engine):
         return method(engine, *args, **options)
     try:
@@ -480,11 +488,6 @@ def gradient_factor(config: dict[str, Any], ranks: int) -> tuple[float, str]:
     if is_left_out and not config.get("prescale_gradients") and config.get(key) == ranks:
         return 1 / ranks, key  # stage3.py divides by both, and multiplies by none
     return 1, key
-
-
-@functools.cache
-def say_once(line):
-    print(line, flush=True)
 
 
 def name_batch(method, engine, batch):

@@ -25,7 +25,7 @@ from torch import nn
 import universal
 from tests.support.helpers import fp16_is
 from tests.support.toy import begin, in_turn, make
-from universal import batches, exact, trainer
+from universal import batches, exact, guesses, trainer
 from universal.errors import CheckpointError
 from universal.load.hooks import overridden
 
@@ -585,12 +585,93 @@ def exact_ways_to_step():
         norm(by_torch)
 
 
+def twice(engine):
+    for _ in range(2):
+        engine.backward(engine(samples(1, 0)))
+    engine.step()
+
+
+def twice_in_bf16(engine):
+    for _ in range(2):
+        engine.backward(engine(samples(1, 0).bfloat16()))
+    engine.step()
+
+
+def lost_gradients():
+    """Of two backward() calls in a step the last alone counts, and a line says so; where both count
+    (other stages, sums in fp32, an earlier micro-batch, a boundary that the script sets) none."""
+    fp32_sums = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    line = "engine.backward() was called twice before a step(): at ZeRO-1 and 2"
+
+    def gap(stage, loop=twice, **options):
+        """How far the norm is from that of twice the loss; whether the line was said."""
+        engine = make(stage, Net, batch=None, micro=MICRO, **options)
+        guesses.print_once.cache_clear()
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            loop(engine)
+        once = make(stage, Net, batch=None, micro=MICRO, **options)
+        inputs = samples(1, 0)
+        once.backward(2 * once(inputs.bfloat16() if "bf16" in options else inputs))
+        once.step()
+        norms = [float(each.get_global_grad_norm()) for each in (engine, once)]
+        return abs(norms[0] / norms[1] - 1), printed.getvalue().count(line)
+
+    batches.watch_batches()
+    for stage in (1, 2):
+        difference, said = gap(stage)
+        assert abs(difference - 0.5) < 1e-6 and said == (dist.get_rank() == 0)
+    for stage, loop, options in (
+        (3, twice, {}),
+        (1, twice_in_bf16, fp32_sums),
+        (2, twice_in_bf16, fp32_sums),
+    ):
+        difference, said = gap(stage, loop, **options)
+        assert difference < 1e-2 and not said, (stage, difference)
+
+    def boundary_by_script(engine):
+        for is_last in (False, True):
+            engine.set_gradient_accumulation_boundary(is_last)
+            engine.backward(engine(samples(1, 0)))
+        engine.step()
+
+    difference, said = gap(2, boundary_by_script)
+    assert difference < 1e-6 and not said
+
+
+def misled_schedulers_and_sums():
+    """A line at the first step."""
+    batches.watch_batches()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    bf16 = {"bf16": {"enabled": True}, "gradient_accumulation_steps": guesses.MANY}
+    less = bf16 | {"gradient_accumulation_steps": guesses.MANY // 2}
+    in_fp32 = bf16 | {"data_types": {"grad_accum_dtype": "fp32"}}
+    wanted = {"ReduceLROnPlateau": {"scheduler": plateau}, "128 accumulation steps are": bf16}
+    silent = [
+        {},
+        less,
+        in_fp32,
+        {"scheduler": lambda each: torch.optim.lr_scheduler.StepLR(each, 9)},
+    ]
+    for text, options in [*wanted.items(), *((None, each) for each in silent)]:
+        engine = make(1, Net, batch=None, micro=MICRO, **options)
+        inputs = samples(1, 0).to(torch.bfloat16 if "bf16" in options else torch.float32)
+        guesses.print_once.cache_clear()
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            while not engine.global_steps:
+                usual(engine, engine(inputs))
+        lines = printed.getvalue().count("universal: WARNING")
+        assert lines == bool(text and dist.get_rank() == 0), options
+        assert not lines or text in printed.getvalue()
+
+
 CHECKS = (counters, other_accumulation, training_data, random_ltd, batch_of_trainers)
 CHECKS += (loop_that_was_left, changed_after_initialize, another_batch_by_name, two_engines)
 CHECKS += (said_and_not_dealt, no_weights, ways_to_step, ways_to_train_another_batch)
 CHECKS += (another_batch_in_mid_run, loader_of_deepspeed, other_gradients, orders_of_samples)
 CHECKS += (shared_micro_batches, exact_sums, exact_ways_to_step, other_gradients_at_a_load)
-CHECKS += (loaders_of_accelerate,)
+CHECKS += (loaders_of_accelerate, lost_gradients, misled_schedulers_and_sums)
 
 
 def play(*names):
