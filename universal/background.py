@@ -38,7 +38,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -56,7 +55,16 @@ from universal.lines import print_line
 from universal.load.collective import ProcessGroup, all_or_none, say
 from universal.save.plain import say_if_beside_latest
 from universal.save.snapshot import Image, copies_done, files_of_save, new_memory
-from universal.write.publish import BACKGROUND, hidden, lock, publish, sweep, sync, wait
+from universal.write.publish import (
+    BACKGROUND,
+    can_rename,
+    hidden,
+    lock,
+    publish,
+    sweep,
+    sync,
+    wait,
+)
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -108,22 +116,6 @@ def after_wait(method: Callable, wanted: Callable[[Any], bool]) -> Callable:
         return method(owner, *args, **options)
 
     return call
-
-
-def can_rename(folder: Path) -> bool:
-    """Whether the file system can rename a folder with a file in it; mounted buckets often cannot.
-    Nothing is left behind."""
-    probe = Path(tempfile.mkdtemp(dir=folder))  # other machines may have one there
-    renamed = probe.with_name(f"{probe.name}.renamed")
-    (probe / "file").touch()
-    try:
-        os.rename(probe, renamed)
-        return True
-    except OSError:
-        return False
-    finally:
-        for path in (probe, renamed):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def saves(engine: deepspeed.DeepSpeedEngine) -> bool:
@@ -387,8 +379,6 @@ class Saver:
             self.lock = os.close(self.lock)
         with contextlib.suppress(OSError):  # whoever publishes it has claimed it
             shutil.rmtree(place.hidden.rename(place.claimed))
-        if isinstance(error, CannotRename):
-            shutil.rmtree(place.hidden, ignore_errors=True)
         with contextlib.suppress(OSError):  # rmdir() wants it empty
             if not isinstance(error, RankSilent):
                 sweep(place.output)  # on each rank: what others have locked, the last one removes

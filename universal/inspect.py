@@ -163,8 +163,9 @@ def facts_of(described: Described) -> dict[str, Any]:
     steps = [*read_rows(checkpoint.folder / NEXT_STEPS, model["global_steps"] + 1)]
     states = dict.fromkeys(key for p in checkpoint.parameters.values() for key in p.states)
     notes = [problem.text for problem in checkpoint.problems] + left_over(checkpoint)
-    if checkpoint.client_states_differ:
-        notes.append("the client states of its ranks differ: on other ranks all get rank 0's")
+    if checkpoint.ranks_differ:
+        differing = "the client states or buffers of its ranks differ"
+        notes.append(f"{differing}: on other ranks all get rank 0's")
     return {
         "step": model["global_steps"],
         "kind": kind_of(checkpoint),

@@ -23,7 +23,7 @@ from universal.batch import saved
 from universal.errors import CheckpointError
 from universal.load.collective import process_group
 from universal.load.engine import Engine
-from universal.load.hooks import LoadOptions, meeting_before_collectives
+from universal.load.hooks import LoadOptions, check_mesh, meeting_before_collectives
 from universal.load.loader import (
     Loaded,
     Search,
@@ -117,6 +117,7 @@ def load_checkpoint(
                 for add_on in having("before_load"):
                     add_on.before_load(engine)
                 check_requirements(load_dir, custom_load_fn)
+                check_mesh(engine)
                 loaded = load_next(engine, search, group)
                 for add_on in having("after_load") if loaded.path else ():
                     add_on.after_load(engine, loaded, group)

@@ -2,6 +2,7 @@
 an earlier save that the last one has not replaced are left over: it names them in one line, and
 does not look into them. What is mixed is refused."""
 
+import errno
 import os
 import shutil
 import warnings
@@ -52,6 +53,22 @@ def test_folder_above(source, monkeypatch):
     not_converted(above, "`latest` names gone, and a resume begins with a later one")
     nothing = "holds no *_optim_states.pt: it is no ZeRO checkpoint, nor a folder above"
     not_converted(above.parent, nothing)
+
+
+def test_a_bucket_that_renames_no_folders(source, tmp_path, monkeypatch):
+    """One line, before anything is written; nothing is left."""
+    rename = os.rename
+
+    def of_files(source, target):
+        if os.path.isdir(source):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), source)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", of_files)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="renames no folders, as mounted buckets: convert to"):
+        convert(source)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_command_line(source, tmp_path):

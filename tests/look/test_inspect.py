@@ -348,11 +348,19 @@ def test_its_own_ranks_only(laid_out):
     failed(inspected(source, "--ranks", 3), 2, f"it resumes on {reason}")
 
 
-def test_client_states_that_differ(laid_out):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.update(epoch=4),
+        lambda model: model["module"].update(calls=torch.ones(3, dtype=torch.int64)),
+    ],
+    ids=["client_state", "buffer"],
+)
+def test_what_differs_between_ranks(laid_out, change):
     source = laid_out(3, add_more)
     assert facts_in(source)["notes"] == []
-    edit(source, f"zero_pp_rank_1_{MODEL}", lambda model: model.update(epoch=4))
-    words = "the client states of its ranks differ: on other ranks all get rank 0's"
+    edit(source, f"zero_pp_rank_1_{MODEL}", change)
+    words = "the client states or buffers of its ranks differ: on other ranks all get rank 0's"
     assert facts_in(source)["notes"] == [words]
 
 

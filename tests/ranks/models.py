@@ -249,7 +249,7 @@ def of_each_rank(stage):
     rank = dist.get_rank() if stage == 3 and on_own_ranks() else 0
     assert load(engine)["rank"] == rank
     loses = stage == 3 and not on_own_ranks()
-    line = "the client states of 2 ranks differ: all 3 now have rank 0's"
+    line = "the client states or buffers of 2 ranks differ: all 3 now have rank 0's"
     assert printed(line) if loses else "client states" not in PRINTED.getvalue()
     how = "2\n" if on_own_ranks() else "3 without conversion\n"
     assert printed(f"t, written by 2 ranks, loaded on {how}")

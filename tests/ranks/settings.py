@@ -3,13 +3,28 @@ parameter groups keep stays as it was."""
 
 from pathlib import Path
 
+import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.data_pipeline.data_routing.basic_layer import RandomLayerTokenDrop
+from deepspeed.utils import groups
 from torch import nn
 
-from tests.support.case import PRINTED, case, load, printed, resumed, saved, saved_with_losses
+import universal
+from tests.support.case import (
+    PRINTED,
+    case,
+    check_restored,
+    load,
+    printed,
+    resumed,
+    saved,
+    saved_with_losses,
+)
 from tests.support.helpers import fp16_is
-from tests.support.toy import BF16, Net, falling, is_rank_0, make
+from tests.support.toy import BF16, Net, adam, falling, is_rank_0, make
+from universal.load.hooks import overridden
 
 NOTE = "NOTE: other settings than at the save: "
 
@@ -132,3 +147,79 @@ def rounded_buffers(stage):
     assert printed("NOTE: rounded, as this engine has them in fewer bits (")
     assert printed("mean (bfloat16)")
     assert torch.equal(engine.module.mean.cpu(), mean.bfloat16())
+
+
+def save_with_curriculum(stage):
+    saved()(stage)
+    if is_rank_0():
+        for path in Path("t").glob("*model_states.pt"):
+            states = torch.load(path, weights_only=False)
+            sampling = {"curriculum_learning": {"enabled": True}}
+            states["ds_config"]["data_efficiency"] = {"data_sampling": sampling}
+            torch.save(states, path)
+    dist.barrier()
+
+
+@case(save_with_curriculum, stages=(2,), quick_stages=(2,))
+def curriculum(stage):
+    load(make(stage, seed=5))
+    assert printed("WARNING: no file holds the random numbers of DeepSpeed's curriculum sampler")
+
+
+@case(lambda stage: None, stages=(1,), quick_stages=(1,))
+def mesh_of_sequence_parallelism(stage):
+    """Its ranks would write the same files: no save and no load."""
+    universal.install()
+    net = Net()
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    config["zero_allow_untested_optimizer"] = True
+    with overridden(groups, mesh_device=None):
+        engine, *_ = deepspeed.initialize(
+            model=net,
+            optimizer=adam(net.parameters()),
+            mesh_param=(1, dist.get_world_size()),
+            config=config,
+        )
+        with pytest.raises(universal.CheckpointError, match="mesh_param makes a mesh"):
+            engine.save_checkpoint(".", "t")
+        with pytest.raises(universal.CheckpointError, match="mesh_param makes a mesh"):
+            universal.load_checkpoint(engine, ".", "t")
+
+
+SCHEDULE = {"min_value": 8, "max_value": 8, "schedule_type": "fixed_linear"}
+SCHEDULE["schedule_config"] = {"require_steps": 1, "seq_per_step": 8}
+LTD = {"enabled": True, "total_layer_num": 1, "random_ltd_layer_num": 1}
+LTD |= {"random_ltd_layer_id": [0], "random_ltd_schedule": SCHEDULE}
+RANDOM_LTD = {"data_efficiency": {"data_routing": {"enabled": True, "random_ltd": LTD}}}
+
+
+class Counting(nn.Linear):
+    """A layer with a buffer."""
+
+    def __init__(self):
+        super().__init__(8, 7)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x):
+        self.seen += 1
+        return super().forward(x)
+
+
+class Counted(Net):
+    def __init__(self):
+        super().__init__()
+        self.a = Counting()
+
+
+def wrap_layer(engine):
+    """As DeepSpeed's convert_to_random_ltd() does, which wants an engine."""
+    engine.module.a = RandomLayerTokenDrop(engine.module.a)
+
+
+@case(saved(net=Counted, change=wrap_layer, **RANDOM_LTD), quick_stages=(1, 3))
+def layers_of_random_ltd(stage):
+    """No name in the checkpoint tells that they are wrapped."""
+    engine = make(stage, Counted, seed=5, **RANDOM_LTD)
+    wrap_layer(engine)
+    load(engine)
+    check_restored(engine)

@@ -106,6 +106,11 @@ def compare(engine: Any, folder: Path, model: dict, options: Any) -> Iterator[st
         return  # nothing is trained
     if saved := batch_of(model):
         yield from compare_batch(engine, folder, model, saved)
+    if config_of(model, "data_efficiency", "data_sampling", "curriculum_learning").get("enabled"):
+        yield (
+            "WARNING: no file holds the random numbers of DeepSpeed's curriculum sampler: after "
+            "its next shuffle it draws other samples"
+        )
     if options.load_optimizer_states:
         yield from compare_gradients(engine, model)
 

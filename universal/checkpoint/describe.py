@@ -301,12 +301,9 @@ def other_steps(ranks, parameters):
     model, path, stage = ranks[0].model, ranks[0].files[0], ranks[0].shard.stage
     if kind_with_unsaved(config_of(model, "zero_optimization")):
         return []  # ZenFlow and SuperOffload step at other times
-    step = model["global_steps"] - model["skipped_steps"]
-    steps = {number_in(parameter.scalars.get("step")) for parameter in parameters.values()}
-    steps -= {None, step}
-    if not steps:
+    text = text_of_steps(path, model, [of.scalars.get("step") for of in parameters.values()])
+    if not text:
         return []
-    text = f"{path} is of step {step}, the optimizer of step {sorted(steps)}"
     written = max(shard.stat().st_mtime for rank in ranks for shard in rank.rests)
     if stage == 3 and path.stat().st_mtime > written + BETWEEN_SAVES:
         raise CheckpointError(
@@ -314,6 +311,16 @@ def other_steps(ranks, parameters):
             "only copied the files, run `touch` on its *_optim_states.pt"
         )
     return [Problem(False, text)]
+
+
+def text_of_steps(path: Path, model: dict, counts: list) -> str:
+    """Says that an optimizer is of another step than model states; "" if it is not.
+
+    path: of the model states. counts: the optimizer's counts of steps, or None.
+    """
+    step = model["global_steps"] - model["skipped_steps"]
+    steps = {*map(number_in, counts)} - {None, step}
+    return f"{path} is of step {step}, the optimizer of step {sorted(steps)}" if steps else ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -387,7 +394,7 @@ def join_all(folder, ranks, tensor, pipeline):
         model_states=first.files[0],
         left_over=names_beside(folder, used),
         problems=[*(problem for rank in ranks for problem in rank.problems), *problems],
-        client_states_differ=not all(is_same(client_states[0], s) for s in client_states[1:]),
+        ranks_differ=not all(is_same(client_states[0], s) for s in client_states[1:]),
     )
     return Described(description, RawStates(models, first.shard.content))
 

@@ -83,12 +83,13 @@ def read_model_states(path: Path) -> dict:
 
 def read_own_states(path: Path, first_path: Path, first: dict) -> tuple[Sequence, bool]:
     """Returns what each rank saves for itself at ZeRO-3: its parts of the frozen parameters, from
-    packed_extents(), and whether its client state is another than rank 0's. first: rank 0's model
-    states.
+    packed_extents(), and whether its client state or a buffer is another than rank 0's. first: rank
+    0's model states.
 
     Raises: CheckpointError, if parts are missing, or these model states are of another save.
     """
-    model = first if path == first_path else expect(load(path), dict, path)
+    keys = {"module": MODEL_STATES["module"]}
+    model = first if path == first_path else expect(load(path), keys, path)
     for key in SAME_ON_ALL_RANKS:
         if model.get(key) != first.get(key):
             raise CheckpointError(f"{path} has other {key} than {first_path.name}")
@@ -100,7 +101,7 @@ def read_own_states(path: Path, first_path: Path, first: dict) -> tuple[Sequence
         if missing := names.keys() - fragments.keys():
             raise CheckpointError(f"{place} has nothing of the frozen {min(missing)}")
         parts.append([extent_of(tensor_of(fragments[name])) for name in names])
-    differs = not is_same(client_state_of(first), client_state_of(model))
+    differs = not is_same(own_of(first), own_of(model))
     return packed_extents(parts[1], parts[0]), differs
 
 
@@ -156,6 +157,12 @@ def config_of(model: dict, *keys: str) -> dict:
 def client_state_of(model: dict) -> dict:
     """What the script has passed to save_checkpoint()."""
     return {key: value for key, value in model.items() if key not in OF_DEEPSPEED}
+
+
+def own_of(model):
+    """What a rank has for itself: its client state, and the values of its buffers."""
+    module = model["module"] or {}
+    return client_state_of(model), {name: module.get(name) for name in model["buffer_names"]}
 
 
 def keep_untrained(

@@ -115,8 +115,8 @@ class Checkpoint(NamedTuple):
 
     stage: of ZeRO, 1 to 3. It and layout are None for a universal checkpoint, which is not cut.
     parameters: by name. model_states: rank 0's file. left_over: names of what an earlier save left
-    in the folder. problems: what a load or a conversion loses. client_states_differ: whether a rank
-    has saved another client state than rank 0.
+    in the folder. problems: what a load or a conversion loses. ranks_differ: whether a rank has
+    saved another client state, or another value of a buffer, than rank 0.
     """
 
     folder: Path
@@ -128,7 +128,7 @@ class Checkpoint(NamedTuple):
     model_states: Path
     left_over: list[str]
     problems: list[Problem]
-    client_states_differ: bool = False
+    ranks_differ: bool = False
 
     @property
     def is_universal(self) -> bool:

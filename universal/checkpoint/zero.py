@@ -101,7 +101,8 @@ class ModelParallelRank(NamedTuple):
 
     model: rank 0's model states; its module has no trained parameters. shard: rank 0's. rests:
     {path of a shard: its shared_rest()}. lost: {name of a state that is not cut: why}. files: rank
-    0's model states first. client_states: rank 0's, and None if another rank saved another one.
+    0's model states first. client_states: rank 0's, and None if another rank saved another one,
+    or other buffers.
     """
 
     model: dict

@@ -11,6 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from universal.errors import CheckpointError
 from universal.load.flat import Partition
 
 
@@ -172,6 +173,17 @@ def gathering_at_once() -> Iterator[None]:
 
     with overridden(backend, all_gather_into_tensor=gather):
         yield
+
+
+def check_mesh(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Raises CheckpointError if mesh_param= makes sequence-parallel ranks, which DeepSpeed lets
+    train apart and save under the same names."""
+    mesh = getattr(engine, "mesh_device", None)
+    if mesh is not None and engine.sequence_parallel_size > 1:
+        raise CheckpointError(
+            "mesh_param makes a mesh, whose ranks DeepSpeed lets train apart and save under the "
+            "same names: give initialize() an mpu"
+        )
 
 
 def zero_options(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:

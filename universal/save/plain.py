@@ -16,6 +16,7 @@ from universal import patches
 from universal.checkpoint.tags import checkpoints_near
 from universal.errors import CheckpointError
 from universal.load.collective import say
+from universal.load.hooks import check_mesh
 
 COUNTED = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 
@@ -41,6 +42,7 @@ def checked_save(
     **options: Any,
 ) -> Any:
     """Save by a method. Raises CheckpointError; says where a load would take another checkpoint."""
+    check_mesh(engine)
     check_client_state(engine, client_state)
     say_if_another_run(engine, save_dir)
     result = method(engine, save_dir, tag, client_state or {}, save_latest, *args, **options)

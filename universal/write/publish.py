@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -90,6 +91,22 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
+def can_rename(folder: Path) -> bool:
+    """Whether the file system can rename a folder with a file in it; mounted buckets often cannot.
+    Nothing is left behind."""
+    probe = Path(tempfile.mkdtemp(dir=folder))  # other machines may have one there
+    renamed = probe.with_name(f"{probe.name}.renamed")
+    (probe / "file").touch()
+    try:
+        os.rename(probe, renamed)
+        return True
+    except OSError:
+        return False
+    finally:
+        for path in (probe, renamed):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def sweep(output: Path) -> None:
     """Remove hidden folders that dead processes left beside the output: those of its name, and of
     others those that are a day old or were being removed."""
@@ -101,18 +118,26 @@ def sweep(output: Path) -> None:
                 continue
             is_old = time.time() - path.stat().st_mtime > DAY
             if is_old or match[1] == output.name or match[2] == "removed":
-                shutil.rmtree(path.rename(path.with_suffix(".removed")))
+                with contextlib.suppress(OSError):  # a mounted bucket renames nothing
+                    path = path.rename(path.with_suffix(".removed"))
+                shutil.rmtree(path)
 
 
 @contextlib.contextmanager
 def unfinished(output: Path) -> Iterator[Path]:
     """Yields a hidden folder beside the output, to write into. Afterwards it is removed, unless it
-    was published, and so are those of processes that died."""
+    was published, and so are those of processes that died. Raises CheckpointError where it could
+    not be published."""
     sweep(output)
     folder = hidden(output, "unfinished")
     folder.mkdir(parents=True)
     descriptor = lock(folder)
     try:
+        if not can_rename(folder):
+            raise CheckpointError(
+                f"{output.parent} renames no folders, as mounted buckets: convert to another disk, "
+                "and copy the result"
+            )
         yield folder
     finally:
         os.close(descriptor)
