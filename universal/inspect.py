@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from universal import batches
+from universal.advice import cures, largest_divisor
 from universal.batch.saved import CHOOSE, batch_of, client_signs, doubt_of
 from universal.checkpoint.describe import describe, left_over, paths_of
 from universal.checkpoint.module_states import client_state_of, config_of
@@ -304,8 +305,8 @@ def settings_on(facts: dict[str, Any], ranks: int) -> Iterator[str]:
         heading = str(share)
     yield from wrapped(heading)
     names = facts["client_signs"] + facts["client_state"]
-    cures = batches.cures(None if doubt else batch, micro, *names)
-    yield from (f"  {cure}" for cure in cures)
+    lines = cures(None if doubt else batch, micro, *names)
+    yield from (f"  {line}" for line in lines)
     if facts["generating"] and not doubt:
         yield from wrapped(f"  {stock_rollouts(batch, micro, facts['generating'], ranks)}")
 
@@ -322,7 +323,7 @@ def stock_rollouts(batch: int, micro: int, generated: int, ranks: int) -> str:
             f"on any with `UNIVERSAL_BATCH={batch} python -m universal` before the command, or "
             "with universal.rollouts.AnyRanksRollouts"
         )
-    own = batches.largest_divisor(shared // ranks, micro)
+    own = largest_divisor(shared // ranks, micro)
     return (
         f"TRL alone keeps {both} with per_device_train_batch_size={own}, "
         f"gradient_accumulation_steps={batch // own // ranks}, "

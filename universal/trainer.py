@@ -37,6 +37,7 @@ from torch.utils import data
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from universal import batches
+from universal.advice import largest_divisor
 from universal.batch.losses import NUMBER, LossKind, kind_of_loss, times_router_loss
 from universal.load.collective import process_group, say
 from universal.load.hooks import overridden
@@ -137,7 +138,7 @@ class FilledSteps:
         if end >= self.length or self.length == math.inf:
             sizes[-1] = max(sizes[-1], named)
         if {*sizes} != {named}:
-            fitting = batches.largest_divisor(batch, sizes[0])
+            fitting = largest_divisor(batch, sizes[0])
             raise ValueError(
                 f"the DataLoader deals {sizes[0]} at once, and the config's micro-batch is "
                 f"{named}: set `batch_size={named}`; or name `batches.config({batch}, {fitting})`, "

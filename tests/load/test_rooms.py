@@ -12,7 +12,7 @@ from tests.support.commands import run_python, slow
 CORE = ("load", "checkpoint", "files", "errors", "lines", "patches")
 # What is added, with its names in resume.py; files that stand on it go with it.
 ADDED = {
-    "the batch": ("batches batch guesses trainer rollouts", "batches saved"),
+    "the batch": ("batches batch advice guesses trainer rollouts", "batches saved"),
     "the proof": ("proof proving", "proof"),
     "saves": ("background mirror save elastic", "background plain"),
     "commands": ("inspect diff", ""),

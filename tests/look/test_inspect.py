@@ -23,8 +23,9 @@ from tests.support.files import (
     with_bit_flipped,
 )
 from universal import CheckpointError, convert, elastic, inspect
+from universal.advice import cures
 from universal.batch.saved import BATCH_KEYS, batch_of
-from universal.batches import Share, cures
+from universal.batches import Share
 from universal.checkpoint.describe import check_present
 from universal.inspect import lines_of, look
 from universal.write.console import short

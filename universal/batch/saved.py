@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from universal.batches import TRUE_BATCH, cures, gradient_factor, ledger_of
+from universal.advice import cures
+from universal.batches import TRUE_BATCH, gradient_factor, ledger_of
 from universal.checkpoint.module_states import client_state_of, config_of
 from universal.errors import CheckpointError
 from universal.files.schema import is_natural
@@ -50,7 +51,7 @@ def batch_of(model: dict) -> Batch | None:
 
 
 def client_signs(folder: Path) -> list[str]:
-    """Returns the names, for batches.cures(), by which one knows whose code saved a checkpoint.
+    """Returns the names, for advice.cures(), by which one knows whose code saved a checkpoint.
 
     folder: the checkpoint.
     """
