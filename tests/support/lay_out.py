@@ -58,7 +58,8 @@ def weights_of(groups, masters):
     weights = {}
     for group, slices in zip(groups, masters, strict=True):
         parts = torch.cat(slices).bfloat16().split([shape.numel() for shape in group.values()])
-        weights |= {name: part.view(group[name]) for name, part in zip(group, parts, strict=True)}
+        views = zip(group, parts, strict=True)
+        weights |= {name: part.view(group[name]).clone() for name, part in views}
     return weights
 
 
