@@ -18,7 +18,7 @@
 # make chaos     a public tester kills trainings at files that a save touches (POINTS=1000: at all), and resumes them; 5 minutes
 # make proof    what the comparison of the next steps costs a step; a minute
 # make findings  what other packages do that nobody guesses, each script alone; NAME=: one of them; 60 minutes
-# make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 2 minutes
+# make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 3 minutes
 # make gpu       on NVIDIA cards, one or several: precisions, layouts, costs; a table to report; 5 minutes
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
 # make test      the quick tests, in an environment of their own making; 6 minutes

@@ -1,6 +1,8 @@
 """What docs/lesson.ipynb needs besides its subject: it installs, runs commands, draws, and compares
 files. Students need not read it. Only install() works without torch and matplotlib."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -98,12 +100,26 @@ def display_and_close(figure):
     plt.close(figure)
 
 
+def finishes(command):
+    """Whether a command ends without an error. Shows nothing of it."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            run(command)
+        except RuntimeError:
+            return False
+    return True
+
+
 def solution(name):
-    """The code of the folded answer that defines a function, from the notebook's file."""
+    """The function that a folded answer defines, from the notebook's file."""
+    import torch
+
     cells = json.loads(Path("docs/lesson.ipynb").read_text())["cells"]
     answers = [CODE.findall("".join(cell["source"])) for cell in cells]
     (code,) = [code for blocks in answers for code in blocks if f"def {name}(" in code]
-    return code
+    names = {"torch": torch}
+    exec(code, names)
+    return names[name]
 
 
 # --------------------------------------------------------------------------------------------------
