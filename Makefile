@@ -333,7 +333,7 @@ findings:
 		env=$(abspath $(OUT))/findings/$$(echo $$pins | tr ' ' _); \
 		[ -x $$env/bin/python ] || ! grep -q FINDINGS_PYTHON $$script || { \
 			$(PYTHON) -m venv $$env && $(call cpu_torch,$$env/bin/pip,$${pins%% *}) && \
-			$$env/bin/pip install -q $$pins || rm -rf $$env; }; \
+			$$env/bin/pip install -qq $$pins || rm -rf $$env; }; \
 		start=$$(date +%s); \
 		if FINDINGS_PYTHON=$$env/bin/python timeout -k 10 1200 $$script > $(OUT)/findings/$$name.txt 2>&1; \
 		then state=AS-WRITTEN; else state=CHANGED; code=1; fi; \
