@@ -17,6 +17,7 @@
 # make scale     what a load costs beside its tensors on 8 to 64 ranks, and played on 4,096; a picture of the growth; an hour
 # make chaos     a public tester kills trainings at files that a save touches (POINTS=1000: at all), and resumes them; 5 minutes
 # make proof    what the comparison of the next steps costs a step; a minute
+# make sums     what bf16 rounds of the sum of micro-batches, and what fp32 costs; 2 minutes
 # make findings  what other packages do that nobody guesses, each script alone; NAME=: one of them; 60 minutes
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 3 minutes
 # make gpu       on NVIDIA cards, one or several: precisions, layouts, costs; a table to report; 5 minutes
@@ -61,7 +62,7 @@ $(PY) plot.py $(1) --output $@ --tolerance $(2) > $(basename $@).txt
 @cat $(basename $@).txt
 endef
 
-.PHONY: help demo elastic hosts exact 3d keys resume clients clients-cli versions trainers deepspeed-suite engines optimizers proof \
+.PHONY: help demo elastic hosts exact 3d keys resume clients clients-cli versions trainers deepspeed-suite engines optimizers proof sums \
 	mirror scale chaos lesson findings gpu assets test test-all lint clean
 .DELETE_ON_ERROR:
 
@@ -298,6 +299,12 @@ proof: .venv/installed
 	@mkdir -p $(OUT)
 	$(PY) -m measure.proof > $(OUT)/proof.txt
 	@cat $(OUT)/proof.txt
+
+# Sums in bf16
+sums: .venv/installed
+	@mkdir -p $(OUT)
+	$(PY) -m measure.sums > $(OUT)/sums.txt
+	@cat $(OUT)/sums.txt
 
 # What a load costs by the number of ranks; BEFORE is what it is drawn beside. Rows that out/ has are kept
 BEFORE = 1f77132

@@ -57,6 +57,7 @@ config = {
     "gradient_clipping": 1.0,
     "zero_optimization": {"stage": args.zero_stage},
     "bf16": {"enabled": args.dtype == "bf16"},
+    "data_types": {"grad_accum_dtype": "fp32"},  # or bf16 rounds the sum of micro-batches
 }
 plugin = DeepSpeedPlugin(hf_ds_config=config)
 # (2) Each epoch has an order of its own, drawn from the seed. The default draws it from the

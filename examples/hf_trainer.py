@@ -115,6 +115,7 @@ arguments = TrainingArguments(
         **batch_config,
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
+        "data_types": {"grad_accum_dtype": "fp32"},  # or bf16 rounds the sum of micro-batches
         "zero_optimization": {"stage": args.zero_stage},
     },
 )

@@ -130,6 +130,7 @@ class OnCPU(DeepSpeedStrategy):
 config = {
     **batch_config,
     "gradient_clipping": 1.0,
+    "data_types": {"grad_accum_dtype": "fp32"},  # or bf16 rounds the sum of micro-batches
     "zero_optimization": {"stage": args.zero_stage},
     "zero_allow_untested_optimizer": True,
 }

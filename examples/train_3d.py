@@ -252,7 +252,7 @@ def train_pipeline(engine, args, text, held_out, losses, done):
             "loss": mean(),
             "lr": lr,
             "grad_norm": float(engine.get_global_grad_norm()),
-            "loss_scale": engine.optimizer.loss_scale,
+            "loss_scale": getattr(engine.optimizer, "loss_scale", 1.0),  # BF16_Optimizer has none
             "seconds": time.perf_counter() - began,
             "batch": share.batch,
             "micro_batch": share.micro_batch,
