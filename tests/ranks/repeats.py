@@ -248,6 +248,9 @@ def batch_of_trainers():
         engine = make(1, Net, batch=27, micro=3)
         is_trained(engine)
         is_trained(engine)
+        patched.setenv("UNIVERSAL_BATCH", "36")
+        is_trained(make(1, Net, batch=36, micro=3))
+    assert "UNIVERSAL_BATCH=36" not in printed.getvalue()
     line = "under `python -m universal`): this step"
     assert printed.getvalue().count(f"{line} trains 27 samples") == (dist.get_rank() == 0)
 
@@ -297,6 +300,10 @@ def said_and_not_dealt():
     if dist.get_rank() == 0:
         assert len([*batches.share(engine)]) == 3
     is_stopped(engine, 24, 27)
+    engine = make(1, Net, batch=27, micro=3)  # of no name: one rank alone asks nobody
+    if dist.get_rank() == 0:
+        assert len([*batches.share(engine)]) == 3
+    is_trained(engine)
 
 
 def no_weights():
@@ -343,6 +350,20 @@ def boundary_too_early(engine):
 
 def unmanaged(engine):
     engine.backward(at_the_end(engine, engine.backward))
+    engine.step()
+
+
+def unmanaged_without_sync(engine):
+    """It is the step that adds up, and not the last backward pass."""
+    with engine.no_sync():
+        engine.backward(at_the_end(engine, engine.backward))
+    engine.step()
+
+
+def by_torch_too_early(engine):
+    engine.set_gradient_accumulation_boundary(True)
+    m, weight = next(iter(batches.share(engine)))
+    (weight * engine(samples(1, m))).backward()
     engine.step()
 
 
@@ -419,17 +440,29 @@ def ways_to_step():
         return torch.cat([parameter.detach().flatten() for parameter in engine.parameters()])
 
     usual_weights = weights(new_loop)
-    for loop, options in [*((loop, {}) for loop in RIGHT), (unmanaged, UNMANAGED)]:
+    for loop, options in [
+        *((loop, {}) for loop in RIGHT),
+        (unmanaged, UNMANAGED),
+        (unmanaged_without_sync, UNMANAGED),
+    ]:
         gap = (weights(loop, **options) - usual_weights).abs().max()
         assert gap < 1e-6, f"{loop.__name__}: {gap}"
+    is_trained(named(10, **UNMANAGED), unmanaged)  # DeepSpeed counts 30 // 4 a backward pass
 
 
 def ways_to_train_another_batch():
     is_stopped(named(), 24, 9, boundary_too_early)
+    is_stopped(named(), 24, 9, by_torch_too_early)
+    is_stopped(make(1, Net, batch=27, micro=3), 27, 9, boundary_too_early)  # dealt, not named
     is_stopped(named(9), 27, 9, boundary_too_early)
     is_stopped(named(**UNMANAGED), 24, 9, new_loop)
     is_stopped(named(), 24, 27, never_synced)
     is_stopped(named(), 24, 81, synced_without_boundary)
+    ends = "The config has 3 accumulation steps: after the backward"
+    for loop in (boundary_too_early, never_synced, old_loop):
+        with pytest.raises(ValueError) as raised:
+            loop(named())
+        assert (ends in str(raised.value)) == (loop is not old_loop)
 
 
 def another_batch_in_mid_run():
@@ -457,6 +490,8 @@ def loader_of_deepspeed():
     with pytest.raises(ValueError, match="give a DataLoader a batches.Sampler; for an evaluation"):
         named().deepspeed_io(numbers)
     assert len(named().deepspeed_io(numbers, route="eval")) == 11
+    order = torch.utils.data.SequentialSampler(numbers)
+    assert len(named().deepspeed_io(numbers, data_sampler=order)) == 33
     assert len(named(9).deepspeed_io(numbers)) == 11
     net = Net()
     with pytest.raises(ValueError, match="DeepSpeed's loader of training_data would draw more"):
@@ -544,6 +579,10 @@ def orders_of_samples():
     next(iter(batches.Sampler(99, share, seed=dist.get_rank() % 2)))
     with pytest.raises(ValueError, match="the ranks draw from different samples: give each the"):
         new_loop(engine)
+    engine = named()
+    is_trained(engine, new_loop)
+    with overridden(dist, all_gather_object=None):  # the ranks ask each other once
+        is_trained(engine, new_loop)
 
 
 def shared_micro_batches():
