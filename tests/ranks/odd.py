@@ -141,6 +141,14 @@ class Stateless(Plain):
         return p.grad.sign() * 0.1
 
 
+class Late(Plain):
+    """Makes its states when it has gone on for a while."""
+
+    def update(self, p, state, group):
+        group["seen"] = group.get("seen", 0) + 1
+        return self.momentum(p, state) if group["seen"] > 3 else p.grad
+
+
 class OnSomeRanks(Plain):
     """As DistributedMuon's: ranks own different parameters."""
 
@@ -297,6 +305,7 @@ groups_grow = right(GroupsGrow)
 in_dicts = right(InDicts, not_converted="0, momentum_buffer")
 other_muon = right(OtherMuon)
 stateless = right(Stateless)
+late = right(Late)
 marks_by_none = right(MarksByNone, not_converted="mark")
 keeps_norm = right(KeepsNorm, not_converted="norm, ratio")
 adds_up = right(AddsUp, stages=(1, 2))

@@ -26,10 +26,11 @@ OF_A_GROUP = ("params", "param_names", "lr", "initial_lr")  # in which groups of
 class Answer(NamedTuple):
     """What an optimizer did with small tensors.
 
-    states: names in its state of a tensor, but the step, of each group. settings: names in its
-    groups. gap: how far the updates of pieces are from that of the whole, as a part of it. of_rank:
-    names of numbers that each piece has for itself, in its state or its group. unread: they
-    all, if none changes a further step. on_all_ranks: names of states that every rank's has.
+    states: names in its state of a tensor after a step, but the step, of each group. settings:
+    names in its groups. gap: how far the updates of pieces are from that of the whole, as a part of
+    it. of_rank: names of numbers that each piece has for itself, in its state or its group. unread:
+    they all, if none changes a further step. made: names of states after some steps, of all groups.
+    on_all_ranks: those that every rank's has.
     """
 
     states: list[set[str]]
@@ -37,6 +38,7 @@ class Answer(NamedTuple):
     gap: float
     of_rank: set[str]
     unread: set[str]
+    made: set[str] = frozenset()
     on_all_ranks: set[str] = frozenset()
 
     @property
@@ -52,7 +54,7 @@ def agreed(own: Answer | None, answers: list[Answer | None]) -> Answer | None:
     return own._replace(
         of_rank=set().union(*(answer.of_rank for answer in answers)),
         unread=set.intersection(*(answer.unread for answer in answers)),
-        on_all_ranks=set.intersection(*(set().union(*answer.states) for answer in answers)),
+        on_all_ranks=set.intersection(*(answer.made for answer in answers)),
     )
 
 
@@ -114,10 +116,11 @@ def undisturbed() -> Iterator[None]:
 
 
 class Run(NamedTuple):
-    """Updates of a part of each tensor, a row each; numbers before the last MORE steps, by their
-    places; and the twin."""
+    """Updates of a part of each tensor, a row each; names of states of each after a step; numbers
+    before the last MORE steps, by their places; and the twin."""
 
     updates: torch.Tensor
+    states: list[set[str]]
     numbers: dict
     twin: Any
 
@@ -141,8 +144,10 @@ class Trial(NamedTuple):
             for tensor, row in zip(tensors, gradient, strict=True):
                 tensor.grad = row[begin:end].clone()
             type(twin).step(twin)
+            if step == 0:
+                states = states_of(twin)
         updates = torch.stack([*tensors]).detach() - self.start[:, begin:end]
-        return Run(updates, numbers, twin)
+        return Run(updates, states, numbers, twin)
 
     def is_read(self, name: str, first: Run, second: Run) -> bool:
         """Whether a number of the first piece changes a step, if it is the second's, or a large or
@@ -169,10 +174,9 @@ def answer_of(optimizer, kinds):
     gradients = torch.randn(shape, generator=generator) * torch.linspace(0.1, 3, NUMEL)
     trial = Trial(optimizer, kinds, start, gradients)
     whole = trial.run(0, NUMEL)
-    groups = whole.twin.param_groups
-    kept = [whole.twin.state.get(group["params"][0], {}) for group in groups]
-    states = [{*map(str, state)} - {"step"} for state in kept]
-    answer = Answer(states, set().union(*groups), 0.0, set(), set())
+    settings = set().union(*whole.twin.param_groups)
+    made = set().union(*states_of(whole.twin))
+    answer = Answer(whole.states, settings, 0.0, set(), set(), made)
     if not whole.updates.any():
         return answer  # it takes no such tensors
     first, second = trial.run(0, CUT), trial.run(CUT, NUMEL)
@@ -188,6 +192,12 @@ def answer_of(optimizer, kinds):
     if unread != of_rank:
         unread = set()  # a step that reads one of them may read more in time
     return answer._replace(gap=gap.item(), of_rank=of_rank - unread, unread=unread)
+
+
+def states_of(twin):
+    """Returns the names in a twin's state of each tensor, but the step."""
+    kept = [twin.state.get(group["params"][0], {}) for group in twin.param_groups]
+    return [{*map(str, state)} - {"step"} for state in kept]
 
 
 def twin_of(optimizer, kinds, tensors):

@@ -175,7 +175,7 @@ def other_optimizer(engine, checkpoint, saved, answer):
         return  # elastic_checkpoint
     if answer:
         states = kept_of(checkpoint.parameters.values())
-        made = set().union(*answer.states)
+        made = answer.made
         known = answer.settings.union(*engine.param_groups)
         if states and made and states != made and names != known:
             yield (
@@ -201,7 +201,8 @@ def is_number(value):
 
 
 def keeps_states(engine, answer, number):
-    """Whether the optimizer has states in a group. If it gives no answer, the settings tell."""
+    """Whether the optimizer makes states of a group at once. If it gives no answer, the settings
+    tell."""
     if answer and number is not None:
         return bool(answer.states[number])
     settings = engine.param_groups[number or 0]
