@@ -298,24 +298,20 @@ def connect():
 
 
 def saved(folder, ranks, stage):
-    """Write the checkpoint that so many ranks would have saved."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape):
-        return torch.rand(shape, generator=generator)
-
+    """Write the checkpoint that so many ranks would have saved. Zeros, so that the weights are
+    those of the optimizer."""
     tag = folder / "global_step100"
     tag.mkdir(parents=True)
     (folder / "latest").write_text(tag.name)
     module = lay_out.model_states(groups(), ranks, {})
-    weights = {name: random(*shape).bfloat16() for name, shape in shapes().items()}
+    weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes().items()}
     empty = {name: weight[:0].clone() for name, weight in weights.items()}
     module["module"] = empty if stage == 3 else weights
     for rank in range(ranks):
         if stage == 3:
             torch.save(module, tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         make = lay_out.shard_of_stage_3 if stage == 3 else lay_out.shard_of_stage_1
-        shard = make(groups(), rank, ranks, random)
+        shard = make(groups(), rank, ranks, torch.zeros)
         state = shard.get("base_optimizer_state") or shard["optimizer_state_dict"]
         for group in state["param_groups"]:
             group["amsgrad"] = False
