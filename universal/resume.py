@@ -109,11 +109,11 @@ def load_checkpoint(
         load_lr_scheduler_states=load_lr_scheduler_states,
         load_module_only=load_module_only,
     )
-    checks = [add_on.compare for add_on in having("compare")]
-    search = Search(load_dir, tag, missing_ok, options, checks)
+    search = Search(load_dir, tag, missing_ok, options)
     while True:
         try:
             with process_group(timeout) as group, meeting_before_collectives(group.meet):
+                search.checks = [add_on.compare for add_on in having("compare")]
                 for add_on in having("before_load"):
                     add_on.before_load(engine)
                 check_requirements(load_dir, custom_load_fn)

@@ -104,7 +104,9 @@ def test_another_run_is_refused(work, uninterrupted):
     result = launch(work, 2, "examples.train_elastic", *flags)
     assert result.code == 2 and not (work / "logs" / "default.csv").exists()
     assert result.errors.count("\n") == 1
-    assert "error: exact is True in uninterrupted/global_step12 and None here" in result.errors
+    assert (
+        "error: --exact was True in uninterrupted/global_step12, and is None here" in result.errors
+    )
 
 
 def test_keep(tmp_path):

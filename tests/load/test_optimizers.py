@@ -122,7 +122,7 @@ def shards(number, scalars, answer):
         is_universal=False,
         layout=SimpleNamespace(shards=number),
     )
-    return dict(loader.numbers_of_ranks(checkpoint, answer))
+    return dict(loader.numbers_of_ranks(checkpoint, checkpoint.optimizer, answer))
 
 
 def test_saved_by_one_rank():

@@ -11,8 +11,9 @@ from tests.support.commands import run_python
 
 WHERE = """
 import deepspeed, universal
-method = vars(deepspeed.DeepSpeedEngine)["load_checkpoint"]
-print(universal.__file__, method.func is universal.load_checkpoint, method.keywords["missing_ok"])
+from universal import resume
+wrappers = deepspeed.DeepSpeedEngine.load_checkpoint.wrappers
+print(universal.__file__, wrappers["resume"] is resume.load_in_place, "proof" in wrappers)
 """
 
 

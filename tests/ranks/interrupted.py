@@ -40,8 +40,8 @@ from tests.support.toy import (
     train,
     truths_of_ranks,
 )
-from universal import batches, mirror, proof
-from universal.load import reshard
+from universal import batches, mirror
+from universal.load import loader
 from universal.load.hooks import overridden
 
 
@@ -83,20 +83,20 @@ def save_as_trainer(stage):
 def a_run_that_loads_nothing(stage):
     """Its first save says which later checkpoint of another run is there: in its folder, or, where
     that is named by the step, beside it."""
-    proof.watch()
-    begun, gone_on, apart = make(stage), make(stage), make(stage)
-    found = "now saves its step {} there: to continue the older run, stop this one, and start"
-    train(begun, 0)
-    begun.save_checkpoint("out/checkpoint-1", "global_step1")
-    assert printed("WARNING: ", "/checkpoint-4/global_step4 is of step 4, and", found.format(1))
-    train(begun, 1)
-    begun.save_checkpoint("out/checkpoint-2", "global_step2")
-    assert not is_rank_0() or not printed(found.format(2))
-    PRINTED.truncate(0)
-    universal.load_checkpoint(gone_on, "out/checkpoint-4", "global_step4")
-    gone_on.save_checkpoint("out/checkpoint-4", "again")
-    apart.save_checkpoint("elsewhere", "t")
-    assert not is_rank_0() or not printed("WARNING: ")
+    with installed():
+        begun, gone_on, apart = make(stage), make(stage), make(stage)
+        found = "now saves its step {} there: to continue the older run, stop this one, and start"
+        train(begun, 0)
+        begun.save_checkpoint("out/checkpoint-1", "global_step1")
+        assert printed("WARNING: ", "/checkpoint-4/global_step4 is of step 4, and", found.format(1))
+        train(begun, 1)
+        begun.save_checkpoint("out/checkpoint-2", "global_step2")
+        assert not is_rank_0() or not printed(found.format(2))
+        PRINTED.truncate(0)
+        universal.load_checkpoint(gone_on, "out/checkpoint-4", "global_step4")
+        gone_on.save_checkpoint("out/checkpoint-4", "again")
+        apart.save_checkpoint("elsewhere", "t")
+        assert not is_rank_0() or not printed("WARNING: ")
 
 
 def go_back(stage, tolerance=1e-6, exact=True, **options):
@@ -271,7 +271,7 @@ def a_load_that_takes_long(stage):
     engine = make(stage, seed=5)
     load(engine)
     assert "GB/s a rank" not in PRINTED.getvalue()
-    with overridden(reshard, LONG=0):
+    with overridden(loader, LONG=0):
         load(engine)
     assert printed(" bytes a rank in ", "GB/s a rank")
 

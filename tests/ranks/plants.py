@@ -38,7 +38,6 @@ TIMEOUT = 20  # seconds that a rank waits for another one
 # A rank that fails before it meets the others, or while it tells them of its error, is silent.
 MECHANISM = {
     "load_checkpoint",
-    "having",
     "process_group",
     "ProcessGroup.__init__",
     "ProcessGroup.end",

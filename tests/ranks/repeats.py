@@ -656,7 +656,7 @@ def lost_gradients():
         norms = [float(each.get_global_grad_norm()) for each in (engine, once)]
         return abs(norms[0] / norms[1] - 1), printed.getvalue().count(line)
 
-    batches.watch_batches()
+    batches.install()
     for stage in (1, 2):
         difference, said = gap(stage)
         assert abs(difference - 0.5) < 1e-6 and said == (dist.get_rank() == 0)
@@ -680,7 +680,7 @@ def lost_gradients():
 
 def misled_schedulers_and_sums():
     """A line at the first step."""
-    batches.watch_batches()
+    batches.install()
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     bf16 = {"bf16": {"enabled": True}, "gradient_accumulation_steps": guesses.MANY}
     less = bf16 | {"gradient_accumulation_steps": guesses.MANY // 2}

@@ -105,10 +105,10 @@ class Comparison:
                 cause = "dropout follows the rank: accept it, or seed it by step and micro-batch"
         elif now.step > min(self.rows):
             cause = f"step {now.step - 1} has updated the weights in another way"
-            cause += f", as {self.cut_words}" if self.cut_words else ""
             if rounding_of(before, now) > ROUNDING["float32"]:  # the first loss may have hidden it
                 cause += f", or {UNSEEN}"
-            cause += ": compare the optimizer's settings with the old run's"
+            settings = ": compare the optimizer's settings with the old run's"
+            cause += f", as {self.cut_words}" if self.cut_words else settings
         elif name == GRAD_NORM and LOSS in self.gaps:
             cause = "the backward pass differs, as the loss is the same: compare the clipping"
         else:
