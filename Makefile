@@ -22,7 +22,7 @@
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 3 minutes
 # make gpu       on NVIDIA cards, one or several: precisions, layouts, costs; a table to report; 5 minutes
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
-# make test      the quick tests, in an environment of their own making; 6 minutes
+# make test      the quick tests, in an environment of their own making; 8 minutes
 # make test-all  these and the long ones: every change of ranks and stage, clients, versions; 45 minutes
 # make lint      ruff
 # make clean     remove what these, and the commands on the pages, have made, but not .venv
