@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # DeepSpeed 0.19.8, bf16, stages 0 to 3: load_checkpoint(load_optimizer_states=False), the
 # weights with a fresh optimizer.
-# Guess, before the run: the fp32 weights are made from those loaded, as at ZeRO-1, so the next
-# step goes on from the checkpoint.
+# Guess (put into words after a run for another question): the fp32 weights are made from those
+# loaded, as at ZeRO-1, so the next step goes on from the checkpoint.
 # Seen, 2026-11-28, torch 2.13.0: without ZeRO the forward pass after the load has the saved
 # weights (7.0), and a step of rate 0 puts back those of the script's start (1.0): the
 # optimizer's fp32 copy was never told. At ZeRO-1, 2 and 3, and with load_module_only=True at

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # DeepSpeed 0.19.8, bf16: zero_to_fp32 of checkpoints at ZeRO-1 and 2, with and without
 # "data_types": {"grad_accum_dtype": "fp32"}.
-# Guess, before the run: the type in which gradients are added up is not in a checkpoint, so all
-# four are extracted.
+# Guess (put into words after a run for another question): the type in which gradients are added
+# up is not in a checkpoint, so all four are extracted.
 # Seen, 2026-11-28, torch 2.13.0: at ZeRO-1 with fp32 sums another optimizer class trains
 # (BF16_Optimizer), whose shards do not say their stage: "... is not a zero checkpoint", a
 # ValueError. The script zero_to_fp32.py that the save has put beside it ends so, too. The load
