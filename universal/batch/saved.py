@@ -125,9 +125,9 @@ def compare_batch(engine, folder, model, saved):
     doubt = doubt_of(was, model)
     keep = CHOOSE if doubt else f"to keep {was}"
     micro = engine.engine.train_micro_batch_size_per_gpu()
-    signs = [*client_signs(folder), *map(str, client_state_of(model))]
-    cure, *_ = cures(None if doubt else was, micro, *signs)
     if was != now or doubt and TRUE_BATCH not in written:
+        signs = [*client_signs(folder), *map(str, client_state_of(model))]
+        cure, *_ = cures(None if doubt else was, micro, *signs)
         yield f"WARNING: the global batch was {was}{doubt}, and is {now} now: {keep}, {cure}"
     if saved.micro != micro and engine.has_batch_norm():
         yield f"NOTE: BatchNorm sees {micro} samples (was {saved.micro})"
