@@ -458,13 +458,15 @@ def draw(rows, before, path):
                     if own and style == "-":
                         axes.plot(*zip(*own, strict=True), marker, color=color, mfc="w")
         axes.set(xscale="log", yscale="log", title=title, xlabel="ranks")
-        ticks = [8**i for i in range(1, 5) if 8**i <= max(row["ranks"] for row in rows)]
+        most = max(row["ranks"] for row in rows)
+        ticks = [8 * 4**i for i in range(6) if 8 * 4**i <= most] if most > 64 else [8, 16, 32, 64]
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
         axes.set_xticks([], minor=True)
         axes.yaxis.set_major_formatter("{x:,g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3, which="both")
-    figure.axes[2].legend(fontsize=7)  # where all are drawn
+    lines, labels = figure.axes[2].get_legend_handles_labels()  # where all are drawn
+    figure.legend(lines, labels, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=100)
 
 
