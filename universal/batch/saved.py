@@ -19,8 +19,6 @@ BATCH_KEYS = (
     "gradient_accumulation_steps",
     "sequence_parallel_size",
 )
-
-
 CLIENT_FILES = ("trainer_state.json", "random_states_0.pkl")
 
 

@@ -5,6 +5,6 @@
     engine.Engine(engine)                DeepSpeed's engine: its layout, flat tensors and states
     collective.process_group(timeout)    all ranks, which go on together or fail together
 
-engine.py, training.py, hooks.py and live_experts.py alone know DeepSpeed's private attributes.
-Needs torch and DeepSpeed, and of this package all other rooms.
+Of the core, engine.py, hooks.py and live_experts.py alone know DeepSpeed's private attributes.
+Needs torch and DeepSpeed, and of this package checkpoint/ and files/.
 """
