@@ -19,6 +19,8 @@ from universal.load.engine import Engine
 from universal.load.flat import full_shape, is_same_bits
 from universal.load.reader import TensorReader
 
+PORTION = 1 << 18  # elements that are compared at a time: so few stay in a processor's cache
+
 
 def set_weights(
     engine: Engine, plan: Any, load_states: bool, group: ProcessGroup
@@ -80,12 +82,21 @@ def names_set(engine, weights, states):
     reader = TensorReader()
     for piece, masters in pieces_of(engine, states):
         if piece.name in weights:
-            weight = weights[piece.name]
-            saved = torch.empty(piece.numel, dtype=getattr(torch, weight.dtype), device="cpu")
-            read_unchecked(reader, saved, strided(piece.name, weight), piece.start)
-            if not is_same_bits(saved, masters.to(saved.dtype)):
+            source = strided(piece.name, weights[piece.name])
+            if not is_rounded_from(masters, source, piece.start, reader):
                 names.add(piece.name)
     return names
+
+
+def is_rounded_from(masters, source, start, reader):
+    """Whether a source's elements, from `start` on, are the masters, rounded."""
+    for portion in masters.split(PORTION):
+        saved = torch.empty(len(portion), dtype=getattr(torch, source.dtype), device="cpu")
+        read_unchecked(reader, saved, source, start)
+        if not is_same_bits(saved, portion.to(saved.dtype)):
+            return False
+        start += len(portion)
+    return True
 
 
 def read_unchecked(reader, tensor, source, start):
