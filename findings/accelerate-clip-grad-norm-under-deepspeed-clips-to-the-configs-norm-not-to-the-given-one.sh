@@ -9,7 +9,7 @@
 # Instead: write gradient_clipping into DeepSpeed's config.
 set -euo pipefail
 cd "$(mktemp -d)" && trap 'rm -rf "$PWD"' EXIT
-pins="torch==2.13.0 deepspeed==0.19.8 accelerate==1.15.0"
+pins="torch==2.13.0 deepspeed==0.19.8 accelerate==1.15.0 transformers==5.24.0"
 python=${FINDINGS_PYTHON:-$PWD/venv/bin/python}  # or an environment that has these
 [ -x "$python" ] || { python3 -m venv venv && venv/bin/pip install -q $pins; }
 "$python" -c 'import sys, importlib.metadata as m
