@@ -378,21 +378,6 @@ def read_merged(places: list[PendingRead], reader: ByteReader) -> None:
         reader.remember(*place)
 
 
-def portions(items: Iterable[Any], size_of: Callable[[Any], int], size: int) -> Iterator[list]:
-    """The items in lists of about `size` bytes, each the work of one thread."""
-    portion = []
-    nbytes = 0
-    for item in items:
-        portion.append(item)
-        nbytes += size_of(item)
-        if nbytes >= size:
-            yield portion
-            portion = []
-            nbytes = 0
-    if portion:
-        yield portion
-
-
 # --------------------------------------------------------------------------------------------------
 # 3. checksums
 
