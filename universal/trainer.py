@@ -165,7 +165,8 @@ def fill_steps(
         "split_batches=True makes a rank's samples depend on the number of ranks: leave it out": (
             getattr(sampler, "split_batches", False)
         ),
-        "not all ranks read the same DataLoader: leave out dispatch_batches and batch_rebalance": (
+        "not all ranks read the same DataLoader: leave out dispatch_batches, batch_rebalance and "
+        "use_stateful_dataloader": (
             getattr(sampler, "num_processes", 1) != share.ranks
         ),
         "a DistributedSampler gives each rank a part, which would be split again: leave it out": (
