@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """What engine.save_checkpoint() is asked and told, in the background or not."""
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -37,19 +36,14 @@ def checked_save(
     save_dir: str,
     tag: str | None = None,
     client_state: dict | None = None,
-    save_latest: bool = True,
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Save by a method. Raises CheckpointError; says where a load would take another checkpoint."""
+    """Save by a method. Raises CheckpointError; says which checkpoint is of another run."""
     check_mesh(engine)
     check_client_state(engine, client_state)
     say_if_another_run(engine, save_dir)
-    result = method(engine, save_dir, tag, client_state or {}, save_latest, *args, **options)
-    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    if not save_latest and not name.endswith((".unfinished", ".saving")):  # which are renamed
-        say_if_beside_latest(save_dir, name)
-    return result
+    return method(engine, save_dir, tag, client_state or {}, *args, **options)
 
 
 def check_client_state(engine: deepspeed.DeepSpeedEngine, client_state: dict | None) -> None:
@@ -102,18 +96,3 @@ def say_if_another_run(engine: deepspeed.DeepSpeedEngine, save_dir: str | os.Pat
                 "resume_from_checkpoint=True); if it is new, give it another folder"
             )
             return
-
-
-def say_if_beside_latest(save_dir: str | os.PathLike, tag: str) -> None:
-    """Print which checkpoint a load would take, if `latest` does not name the one just saved."""
-    if Path(save_dir, "latest").exists():
-        say_beside_latest(tag)
-
-
-@functools.cache
-def say_beside_latest(tag):
-    """Prints the line once for each tag."""
-    say(
-        f"{tag} is saved beside `latest`: a load without a tag takes whichever is of the later "
-        "step; one with the tag takes what it names"
-    )
