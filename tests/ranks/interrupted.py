@@ -43,6 +43,7 @@ from tests.support.toy import (
 from universal import batches, mirror
 from universal.load import loader
 from universal.load.hooks import overridden
+from universal.save import plain
 
 
 def save_beside_damage(stage):
@@ -80,6 +81,10 @@ def save_as_trainer(stage):
         engine.save_checkpoint(f"out/checkpoint-{step}", f"global_step{step}")
 
 
+def not_listed(*_):
+    raise OSError("a folder that nobody may list")
+
+
 @case(save_as_trainer)
 def a_run_that_loads_nothing(stage):
     """Its first save says which later checkpoint of another run is there: in its folder, or, where
@@ -96,7 +101,8 @@ def a_run_that_loads_nothing(stage):
         PRINTED.truncate(0)
         universal.load_checkpoint(gone_on, "out/checkpoint-4", "global_step4")
         gone_on.save_checkpoint("out/checkpoint-4", "again")
-        apart.save_checkpoint("elsewhere", "t")
+        with overridden(plain, checkpoints_near=not_listed):
+            apart.save_checkpoint("elsewhere", "t")
         assert not is_rank_0() or not printed("WARNING: ")
 
 

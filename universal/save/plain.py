@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What engine.save_checkpoint() is asked and told, in the background or not."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +88,10 @@ def say_if_another_run(engine: deepspeed.DeepSpeedEngine, save_dir: str | os.Pat
         return
     step = engine.global_steps
     since = psutil.Process().create_time()  # others that this process has saved are of this run
-    for place, tag in checkpoints_near(Path(save_dir), step):
+    near = []
+    with contextlib.suppress(OSError):  # else the save would end on this rank alone
+        near = checkpoints_near(Path(save_dir), step)
+    for place, tag in near:
         if tag.step >= step and tag.written < since:
             say(
                 f"WARNING: {place} is of step {tag.step}, and this run, which has loaded no "
