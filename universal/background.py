@@ -53,7 +53,6 @@ from universal import patches
 from universal.errors import RankFailed, RankSilent, one_line
 from universal.lines import print_line
 from universal.load.collective import ProcessGroup, all_or_none, say
-from universal.save.plain import say_if_beside_latest
 from universal.save.snapshot import Image, copies_done, files_of_save, new_memory
 from universal.write.publish import (
     BACKGROUND,
@@ -219,8 +218,6 @@ def begin_save(
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     top = os.path.realpath(save_dir)  # a path with .. leads elsewhere behind a symbolic link
     place = place_of_save(save_dir, top, tag, attempt, save_latest)
-    if not save_latest:
-        say_if_beside_latest(top, tag)
     arguments = engine, top, os.path.relpath(place.hidden, top), client_state or {}, False, *args
     collect = functools.partial(method, *arguments, **options)
     wait_in_trainers()

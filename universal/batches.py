@@ -84,8 +84,6 @@ class Ledger:
         """What the backward passes were of, and whether a loss of it had a weight: as many
         micro-batches as calls of step(), or, as one step() may end them all, as forward passes or
         as backward passes: what gives the number wanted."""
-        if not self.backwards:
-            return {}
         ways = [{}, {}, {}]
         for number, backward in enumerate(self.backwards):
             step = backward.micro_step
@@ -302,11 +300,9 @@ def counted_backward(method, engine, loss, *args, **options):
 
 
 def counted_epilogue(method, engine):
-    """The end of a backward pass, which the script may have called on the loss itself, and a
-    pipeline on what a stage sends to the next."""
+    """The end of a backward pass, which the script may have called on the loss itself."""
     result = method(engine)
-    is_pipeline = hasattr(engine, "is_first_stage")
-    if not is_pipeline and not getattr(engine, "_running_engine_backward", True):
+    if not getattr(engine, "_running_engine_backward", True):
         note_backward(engine)
     return result
 
@@ -360,7 +356,7 @@ def checked_step(method, engine, *args, **options):
         trained = ledger.micro_batches(share.accumulation)
         weighted = compare_ranks(engine, ledger, sum(trained.values()))
         check_batch(engine, share, ledger, len(trained))
-        check_weights(engine, share, ledger, weighted)
+        check_weights(engine, share, weighted)
     finally:
         ledger.backwards.clear()
     samples = engine.global_samples
@@ -423,10 +419,10 @@ def check_batch(engine, share, ledger, count):
     )
 
 
-def check_weights(engine, share, ledger, weighted):
+def check_weights(engine, share, weighted):
     """Raises ValueError if losses that were dealt out with weight 0 had one."""
     ranks = sharing_group(engine).size()
-    if ledger.dealt and weighted * share.ranks > share.micro_batches * ranks:
+    if weighted * share.ranks > share.micro_batches * ranks:
         raise ValueError(
             f"{share.repeats} micro-batches of a step are computed again, with weight 0, and "
             f"{weighted} of {share.accumulation * ranks} losses are not 0: call "
@@ -461,18 +457,15 @@ def gradient_factor(config: dict[str, Any], ranks: int) -> tuple[float, str]:
 
 
 def name_batch(method, engine, batch):
-    ledger = ledger_of(engine)
-    if ledger.backwards:
+    if ledger_of(engine).backwards:
         raise ValueError(
             "set_train_batch_size() within a step, whose micro-batches are of the batch of before: "
             "call it after a step()"
         )
     is_between = engine.micro_steps % engine.gradient_accumulation_steps() == 0
     method(engine, batch)
-    if is_between or is_named(engine):
+    if is_between:
         engine.micro_steps = 0  # a step ends where the new accumulation steps divide it
-    ledger.dealt = None
-    ledger.is_compared = False
     written = engine._config._param_dict  # a new one: other engines may have the same
     name = TRUE_BATCH if TRUE_BATCH in written else "train_batch_size"
     changes = {name: batch, "gradient_accumulation_steps": engine.gradient_accumulation_steps()}

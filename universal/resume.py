@@ -92,8 +92,8 @@ def load_checkpoint(
     ZeRO stage, or converted.
 
     Args, where they differ from DeepSpeed's:
-        tag: None for the newest complete checkpoint: the one that `latest` names, a later one, or
-            else an earlier one. With load_universal in the config only converted ones count.
+        tag: None for the checkpoint that `latest` names, or, if that is not complete, another,
+            earlier ones first. With load_universal in the config only converted ones count.
         load_module_strict: False lets new parameters keep their weights, with fresh optimizer
             states, leaves out those that are gone, and names both in a line.
         missing_ok: return (None, None), as DeepSpeed does, if load_dir has no checkpoint at all.

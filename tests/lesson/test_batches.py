@@ -1,6 +1,7 @@
 """universal/batches.py: the global batch is the same on any number of ranks, and so is the loss;
 what is computed again with a weight of 0 changes nothing else."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -146,6 +147,30 @@ def failures(work):
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_check(failures, check):
     assert not failures.get((check, 3)), failures[check, 3]
+
+
+def test_stages_of_a_pipeline():
+    """Those between draw no samples. The others see no backward pass: their config counts."""
+    share = Share(18, 2, 2)  # of 9 micro-batches one is computed again
+    stage = SimpleNamespace(is_first_stage=lambda: False, is_last_stage=lambda: False)
+    batches.check_batch(stage, share, batches.Ledger(), 0)
+    stage.is_last_stage = lambda: True
+    ledger = batches.Ledger(dealt=share.key)
+    for steps, right in ((5, True), (4, False)):
+        stage.gradient_accumulation_steps = lambda steps=steps: steps
+        with contextlib.nullcontext() if right else pytest.raises(ValueError, match="trains 16"):
+            batches.check_batch(stage, share, ledger, 0)
+
+
+@pytest.mark.parametrize(
+    "change, factor",
+    [({}, 1 / 3), ({"prescale_gradients": True}, 1), ({"zero_optimization": True}, 1)],
+)
+def test_what_the_gradient_is_of_the_mean(change, factor):
+    """At ZeRO-3 without reduce_scatter DeepSpeed divides twice, but where it prescales."""
+    config = {"gradient_predivide_factor": 3, "zero_optimization": {"stage": 3}}
+    config["zero_optimization"]["reduce_scatter"] = False
+    assert batches.gradient_factor(config | change, 3)[0] == factor
 
 
 class Pair:

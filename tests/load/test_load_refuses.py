@@ -256,7 +256,7 @@ UNTAGGED = [
     Damage(
         "killed_before_it_wrote_latest",
         untagged(latest="t", hours=BEHIND),
-        loads("later", "was written after it"),
+        loads("t", "to take that one, `echo later > "),
     ),
     Damage(
         "latest_names_what_is_gone",

@@ -62,7 +62,8 @@ def test_latest_universal_beside_latest(tag, latest, tmp_path):
     latest("latest", "step200", 200)
     latest("latest_universal", "step100_universal", 400)
     converted = ["step100_universal", "step150_universal"]
-    assert order(tmp_path, converted_only=True) == (converted, [])
+    names, [line] = order(tmp_path, converted_only=True)
+    assert names == converted and line.startswith("`latest_universal` names step100_universal, ")
     assert order(tmp_path)[0][0] == "step200"
     (tmp_path / "latest").unlink()
     assert order(tmp_path)[0][0] == "step200"
@@ -75,9 +76,8 @@ def test_in_doubt(tag, latest, tmp_path):
     tag("step100", 100, 2)
     latest("latest", "step100", 3)
     assert find_tag(tmp_path) == tmp_path / "step100"
-    tag("step300", 300, 4)
-    assert order(tmp_path)[0] == ["step300", "step100", "step200"]
-    with pytest.raises(CheckpointError, match="names step100, and a resume begins with step300"):
+    latest("latest", "gone", 3)
+    with pytest.raises(CheckpointError, match="names gone, and a resume begins with step100"):
         find_tag(tmp_path)
 
 
@@ -89,7 +89,7 @@ def test_others_by_step(tag, latest, tmp_path):
     tag("converted", 900, 3, converted=True)  # comes behind what it was made of
     assert order(tmp_path) == (["step1000", "step900", "converted", "step200"], [])
     latest("latest", "step200", 5)
-    assert order(tmp_path) == (["step200", "step900", "converted", "step1000"], [])
+    assert order(tmp_path)[0] == ["step200", "step900", "converted", "step1000"]
 
 
 def test_a_folder_below_another_run(tag, tmp_path):
@@ -109,7 +109,7 @@ def test_latest_with_a_path(tag, latest, tmp_path, text):
     tag("step200", 200, 2)
     latest("latest", text.format(tmp_path.name, tmp_path), 3)
     assert named_by_latest(tmp_path) == "step100"
-    assert order(tmp_path) == (["step100", "step200"], [])
+    assert order(tmp_path)[0] == ["step100", "step200"]
 
 
 LATEST = {
@@ -141,20 +141,22 @@ def test_what_latest_names(tag, latest, tmp_path, harm):
     assert lines == [line] if line else lines[0].startswith("x is passed over: ")
 
 
-def test_a_copy_in_which_latest_is_older(tag, latest, tmp_path):
-    """A download that begins with the small files gives `latest` an earlier time than what it
-    names: the branch that the run has given up is not taken for a later one."""
-    latest("latest", "step5", 1)
-    for hour, step in enumerate((3, 5, 6, 9), 2):
-        tag(f"step{step}", step, hour)
-    names, says = order(tmp_path)
-    assert names[0] == "step5" and says == []
-    latest("latest", "step5", 3)  # as DeepSpeed writes it: step6 and step9 came later
-    assert order(tmp_path)[0][0] == "step9"
-    shard = tmp_path / "step5" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    shard.write_text("")  # the big file comes last
-    os.utime(shard, (4 * HOUR, 4 * HOUR))
-    assert order(tmp_path)[0][0] == "step5"
+@pytest.mark.parametrize("hour", range(1, 7))
+def test_a_copy_with_two_branches(tag, latest, tmp_path, hour):
+    """`latest` is taken, whenever it arrived: no time in a copy tells whether the run went back to
+    step 3, or died before it wrote `latest`. A line says what to type for the other."""
+    latest("latest", "step 5", hour)
+    for time, step in enumerate((3, 5, 6, 9), 2):
+        tag(f"step {step}", step, time)
+    assert order(tmp_path) == (
+        ["step 5", "step 3", "step 9", "step 6"],
+        [
+            "`latest` names step 5, which is taken, and step 9 is of a later step: to take that "
+            f"one, `echo 'step 9' > {tmp_path / 'latest'}`"
+        ],
+    )
+    latest("latest", "step 9\n", hour)
+    assert order(tmp_path) == (["step 9", "step 6", "step 5", "step 3"], [])
 
 
 def everything(folder):

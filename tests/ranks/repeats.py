@@ -307,15 +307,17 @@ def said_and_not_dealt():
 
 
 def no_weights():
-    engine = named()
+    def two_losses(engine, loss):
+        with engine.no_sync():
+            engine.backward(loss, retain_graph=True)
+        usual(engine, 0 * loss)
 
-    def loop(engine):
-        for m, _ in batches.share(engine):
-            usual(engine, engine(samples(1, m)))
-
-    with pytest.raises(ValueError, match="computed again, with weight 0, and 9 of 9 losses are"):
-        loop(engine)
-    assert engine.global_steps == 0
+    for train_it in (usual, two_losses):
+        engine = named()
+        with pytest.raises(ValueError, match="again, with weight 0, and 9 of 9 losses are not 0"):
+            for m, _ in batches.share(engine):
+                train_it(engine, engine(samples(1, m)))
+        assert engine.global_steps == 0
 
 
 def at_the_end(engine, backward):
@@ -346,6 +348,14 @@ def boundary_too_early(engine):
     engine.set_gradient_accumulation_boundary(True)
     m, weight = next(iter(batches.share(engine)))
     usual(engine, weight * engine(samples(1, m)))
+
+
+def without_the_last(engine):
+    engine.set_gradient_accumulation_boundary(False)
+    (m, weight), (n, other), _ = batches.share(engine)
+    engine.backward(weight * engine(samples(1, m)))
+    engine.set_gradient_accumulation_boundary(True)
+    usual(engine, other * engine(samples(1, n)))
 
 
 def unmanaged(engine):
@@ -456,6 +466,7 @@ def ways_to_train_another_batch():
     is_stopped(make(1, Net, batch=27, micro=3), 27, 9, boundary_too_early)  # dealt, not named
     is_stopped(named(9), 27, 9, boundary_too_early)
     is_stopped(named(**UNMANAGED), 24, 9, new_loop)
+    is_stopped(named(), 24, 18, without_the_last)
     is_stopped(named(), 24, 27, never_synced)
     is_stopped(named(), 24, 81, synced_without_boundary)
     ends = "The config has 3 accumulation steps: after the backward"
@@ -479,9 +490,16 @@ def another_batch_in_mid_run():
     engine.set_train_batch_size(18)
     for _ in range(3):
         is_trained(engine, new_loop)
+    engine.save_checkpoint(".", tag="between")
     engine.backward(engine(samples(1, 0)))
     with pytest.raises(ValueError, match="within a step, .*: call it after a step"):
         engine.set_train_batch_size(27)
+    universal.load_checkpoint(engine, ".", "between")
+    is_trained(engine, new_loop)
+    unnamed = make(1, Net, batch=27, micro=3)
+    usual(unnamed, unnamed(samples(1, 0)))
+    unnamed.set_train_batch_size(18)
+    assert unnamed.micro_steps == 1  # as DeepSpeed does: the step ends after one more
 
 
 def loader_of_deepspeed():

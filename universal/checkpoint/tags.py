@@ -4,6 +4,7 @@
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -154,8 +155,9 @@ def step_of(path: Path) -> int:
 
 
 def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
-    """Order the checkpoints of a folder for a resume: those newer than `latest`, the one that it
-    names, then the others, most steps first; those that a run has given up to go back come last.
+    """Order the checkpoints of a folder for a resume: the one that `latest` names, then the others,
+    most steps first; those of more steps than that one, and those that a run has given up to go
+    back, come last. A copy has no usable times: there `latest` alone tells which branch goes on.
 
     converted_only: pass over all but universal checkpoints. Raises: Refused.
     """
@@ -181,39 +183,22 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
     left = given_up(tags) if name else set()  # copies have no usable times
     tags.sort(key=lambda tag: (tag not in left, tag.step, tag.is_saved), reverse=True)
     named = [tag for tag in tags if tag.name == name]
-    later = []
     if named:
         pointer = latest_file(folder, pointers)
-        later = written_later(tags, named[0], places[name], pointer.stat().st_mtime)
+        later = [tag for tag in tags if tag.step > named[0].step]
         says += [
-            f"`{pointer.name}` names {name}, and {tag.name} was written after it: the later one is "
-            "taken, if it is complete"
+            f"`{pointer.name}` names {name}, which is taken, and {tag.name} is of a later step: to "
+            f"take that one, `echo {shlex.quote(tag.name)} > {shlex.quote(str(pointer))}`"
             for tag in later[:1]
+            if tag not in left
         ]
+        tags = [*(tag for tag in tags if tag not in later), *later]
     elif name and name not in passed_over:
         missing = what_is_missing(folder / name, converted_only)
         says.append(f"`{latest_file(folder, pointers).name}` names {name}, which {missing}")
     candidates = [name] if name else saved or names
     meant = candidates[0] if len(candidates) == 1 else ""
-    return Choice([*dict.fromkeys([*later, *named, *tags])], says, meant)
-
-
-def written_later(tags, named, folder, since):
-    """Returns the tags that a job has left which was killed before it wrote `latest`.
-
-    named: the tag that `latest` names. folder: its. since: when `latest` was written. Tags of more
-    steps that are older are from an earlier run, or `latest` was edited.
-    """
-    # A copy may have given `latest` an earlier time than what it names: it tells nothing.
-    if last_written(folder) > since:
-        return []
-    return [tag for tag in tags if tag.step > named.step and tag.written > since]
-
-
-def last_written(folder):
-    """The time of the last of rank 0's files; DeepSpeed writes `latest` after them."""
-    paths = [*folder.glob("[!.]*_rank_0_mp_rank_00_*_states.pt"), rank_0_model_states(folder)]
-    return max(path.stat().st_mtime for path in paths)
+    return Choice([*dict.fromkeys([*named, *tags])], says, meant)
 
 
 def given_up(tags):

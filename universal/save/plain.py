@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What engine.save_checkpoint() is asked and told, in the background or not."""
 
-import functools
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -37,19 +37,14 @@ def checked_save(
     save_dir: str,
     tag: str | None = None,
     client_state: dict | None = None,
-    save_latest: bool = True,
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Save by a method. Raises CheckpointError; says where a load would take another checkpoint."""
+    """Save by a method. Raises CheckpointError; says which checkpoint is of another run."""
     check_mesh(engine)
     check_client_state(engine, client_state)
     say_if_another_run(engine, save_dir)
-    result = method(engine, save_dir, tag, client_state or {}, save_latest, *args, **options)
-    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    if not save_latest and not name.endswith((".unfinished", ".saving")):  # which are renamed
-        say_if_beside_latest(save_dir, name)
-    return result
+    return method(engine, save_dir, tag, client_state or {}, *args, **options)
 
 
 def check_client_state(engine: deepspeed.DeepSpeedEngine, client_state: dict | None) -> None:
@@ -93,7 +88,10 @@ def say_if_another_run(engine: deepspeed.DeepSpeedEngine, save_dir: str | os.Pat
         return
     step = engine.global_steps
     since = psutil.Process().create_time()  # others that this process has saved are of this run
-    for place, tag in checkpoints_near(Path(save_dir), step):
+    near = []
+    with contextlib.suppress(OSError):  # else the save would end on this rank alone
+        near = checkpoints_near(Path(save_dir), step)
+    for place, tag in near:
         if tag.step >= step and tag.written < since:
             say(
                 f"WARNING: {place} is of step {tag.step}, and this run, which has loaded no "
@@ -102,18 +100,3 @@ def say_if_another_run(engine: deepspeed.DeepSpeedEngine, save_dir: str | os.Pat
                 "resume_from_checkpoint=True); if it is new, give it another folder"
             )
             return
-
-
-def say_if_beside_latest(save_dir: str | os.PathLike, tag: str) -> None:
-    """Print which checkpoint a load would take, if `latest` does not name the one just saved."""
-    if Path(save_dir, "latest").exists():
-        say_beside_latest(tag)
-
-
-@functools.cache
-def say_beside_latest(tag):
-    """Prints the line once for each tag."""
-    say(
-        f"{tag} is saved beside `latest`: a load without a tag takes whichever is of the later "
-        "step; one with the tag takes what it names"
-    )
