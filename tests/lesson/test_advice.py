@@ -219,8 +219,10 @@ def behind(command):
         os.environ[name] = value
         site = runpy.run_path(str(ROOT / "universal/start/sitecustomize.py"))
         for module, function in site["AfterImport"].functions.items():
-            if importlib.util.find_spec(module.partition(".")[0]):  # not all have TRL
-                function(importlib.import_module(module))
+            if module in sys.modules:  # too early for sitecustomize
+                function(sys.modules[module])
+            elif importlib.util.find_spec(module.partition(".")[0]):  # not all have TRL
+                importlib.import_module(module)
         transformers = sys.modules["transformers"]
         transformers.Trainer = transformers.trainer.Trainer
 

@@ -68,7 +68,9 @@ def check_as_deepspeed_alone(stage, change=None, **options):
             change(engine)
         losses.append(losses_of(engine))
     assert losses[0] == losses[1], losses
-    assert stage == 3 or losses[0] == read_truth("losses.pt"), losses
+    # torch restores its state of float64 in the dtype of the parameters.
+    rounding = 1e-7 if options.get("optimizer") is InDicts else 0
+    assert stage == 3 or losses[0] == pytest.approx(read_truth("losses.pt"), rel=rounding), losses
 
 
 class Even(Net):
