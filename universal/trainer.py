@@ -166,9 +166,7 @@ def fill_steps(
             getattr(sampler, "split_batches", False)
         ),
         "not all ranks read the same DataLoader: leave out dispatch_batches, batch_rebalance and "
-        "use_stateful_dataloader": (
-            getattr(sampler, "num_processes", 1) != share.ranks
-        ),
+        "use_stateful_dataloader": (getattr(sampler, "num_processes", 1) != share.ranks),
         "a DistributedSampler gives each rank a part, which would be split again: leave it out": (
             getattr(order, "num_replicas", 1) > 1
         ),
