@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from universal.checkpoint.describe import describe
 from universal.checkpoint.module_states import client_state_of
 from universal.checkpoint.tags import find_tag
-from universal.checkpoint.types import Described
+from universal.checkpoint.types import Described, Limit
 from universal.checkpoint.zero import is_computed_anew
 from universal.files.joined import strided
 from universal.files.same import is_same
@@ -197,10 +197,11 @@ def differing(kind: str, first: dict, second: dict) -> list[str]:
 
 def not_comparable(checkpoint):
     """Yields in words what belongs to one rank, and so is not compared."""
-    for key in sorted(map(str, checkpoint.optimizer.rank_dependent)):
-        yield f"{checkpoint.folder}: {key} of the optimizer belongs to a rank: it is not compared"
     for problem in checkpoint.problems:
-        if problem.of_ranks:
+        if problem.state is not None:
+            of_rank = f"{problem.state} of the optimizer belongs to a rank"
+            yield f"{checkpoint.folder}: {of_rank}: it is not compared"
+        if problem.limit is Limit.RANKS:
             yield f"{problem.text}: the first alone is compared"
 
 

@@ -30,12 +30,13 @@ from universal.checkpoint.describe import describe, left_over, paths_of
 from universal.checkpoint.module_states import client_state_of, config_of
 from universal.checkpoint.same_step import check_same_step, compares_weights
 from universal.checkpoint.tags import choose_tag, is_checkpoint, list_tags, place_of
-from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Described
+from universal.checkpoint.types import NEXT_STEPS, Described, Limit
 from universal.errors import CheckpointError, Refused
 from universal.files.schema import is_natural
 from universal.files.torch_file import damages_in, load, tensor_of
 from universal.proving.next_steps import read_rows
 from universal.write.console import counted, in_one_line, print_screen, short, wrapped
+from universal.write.converter import problem_of_loss
 
 WORKERS = 4
 SHOWN = 8  # tags, groups on the screen
@@ -163,7 +164,10 @@ def facts_of(described: Described) -> dict[str, Any]:
     batch = batch_of(model)
     steps = [*read_rows(checkpoint.folder / NEXT_STEPS, model["global_steps"] + 1)]
     states = dict.fromkeys(key for p in checkpoint.parameters.values() for key in p.states)
-    notes = [problem.text for problem in checkpoint.problems] + left_over(checkpoint)
+    own_ranks_only = why_own_ranks(checkpoint)
+    problems = [*checkpoint.problems, *problem_of_loss(checkpoint)]
+    texts = [note_of(problem) for problem in problems]
+    notes = [text for text in texts if text != own_ranks_only] + left_over(checkpoint)
     if checkpoint.ranks_differ:
         differing = "the client states or buffers of its ranks differ"
         notes.append(f"{differing}: on other ranks all get rank 0's")
@@ -185,7 +189,7 @@ def facts_of(described: Described) -> dict[str, Any]:
         "client_signs": client_signs(checkpoint.folder),
         "generating": generating(checkpoint, batch),
         "next_steps": steps and [steps[0], steps[-1]],
-        "own_ranks_only": own_ranks_only(checkpoint),
+        "own_ranks_only": own_ranks_only,
         "notes": notes,
     }
 
@@ -210,14 +214,16 @@ def kind_of(checkpoint):
     return f"ZeRO-{checkpoint.stage}, {checkpoint.layout.in_words(' ranks')}"
 
 
-def own_ranks_only(checkpoint: Checkpoint) -> str | None:
+def why_own_ranks(checkpoint):
     """Says why only the ranks that saved a checkpoint can load it; None if any number can."""
-    if checkpoint.layout and checkpoint.layout.unsaved:
-        return f"no file holds {checkpoint.layout.unsaved}"
-    reasons = [problem.text for problem in checkpoint.problems if problem.of_ranks]
-    for key, why in checkpoint.optimizer.rank_dependent.items():
-        reasons.append(f"{key} of the optimizer {why}")
-    return next(iter(reasons), None)
+    limits = (Limit.UNSAVED, Limit.RANKS, Limit.STATE)
+    problems = [problem for problem in checkpoint.problems if problem.limit in limits]
+    return min(problems).text if problems else None
+
+
+def note_of(problem):
+    asks = ": a load on other ranks asks the optimizer whether it reads that, and refuses it then"
+    return problem.text + asks * (problem.limit is Limit.NUMBER)
 
 
 # --------------------------------------------------------------------------------------------------

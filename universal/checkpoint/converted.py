@@ -78,7 +78,7 @@ def describe_universal(folder: Path, pool: Executor) -> Described:
         layout=None,
         parameters=parameters,
         module=module_state(models[0]),
-        optimizer=OptimizerState(param_groups, {}, {}, {}, settings, left_out),
+        optimizer=OptimizerState(param_groups, {}, {}, settings, left_out),
         model_states=paths[0],
         left_over=[],
         problems=[],

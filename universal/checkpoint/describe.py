@@ -35,6 +35,7 @@ from universal.checkpoint.types import (
     Checkpoint,
     Described,
     Layout,
+    Limit,
     Problem,
     RawStates,
     kind_with_unsaved,
@@ -45,7 +46,7 @@ from universal.checkpoint.zero import (
     differences,
     join_slices,
     optimizer_state,
-    problem_of_loss,
+    problems_of_ranks,
     rank_dependent,
     read_shard,
     read_slice,
@@ -199,7 +200,7 @@ def describe_one_rank(folder, mp_rank, paths, pool):
                 f"{model_paths[0]}: no parameter group holds {', '.join(not_saved)}, "
                 "and DeepSpeed saved nothing of it"
             )
-            problems.append(Problem(True, text))
+            problems.append(Problem(Limit.FILES, text))
     files = [*model_paths, *experts.files, *shards]
     return ModelParallelRank(model, shard, parameters, rests, lost, problems, files, client_states)
 
@@ -310,7 +311,7 @@ def other_steps(ranks, parameters):
             f"{text} and older: the save was killed between the two, so name another tag. If you "
             "only copied the files, run `touch` on its *_optim_states.pt"
         )
-    return [Problem(False, text)]
+    return [Problem(Limit.DOUBT, text)]
 
 
 def text_of_steps(path: Path, model: dict, counts: list) -> str:
@@ -359,9 +360,8 @@ def join_all(folder, ranks, tensor, pipeline):
     info = first.model.get(INFO_KEY)
     joiner = TensorParallel(info, tensor, folder)
     parameters, dependent, untied = join_mp_ranks(folder, ranks, joiner)
-    optimizer = optimizer_state(first.shard, dependent)
+    optimizer = optimizer_state(first.shard)
     problems = other_steps(ranks, parameters)
-    problems += problem_of_loss(first.shard.path, parameters, optimizer)
     used = {path for rank in ranks for path in rank.files}
     modules = [rank.model["module"] for rank in ranks]
     nothing = {}
@@ -371,12 +371,13 @@ def join_all(folder, ranks, tensor, pipeline):
         modules = untied_modules(folder, tensor, parameters)
     module, more_problems = join_modules(folder, modules, ranks[0].model, joiner)
     problems += other_groups(folder, ranks, tensor) + untied + more_problems
+    problems += problems_of_ranks(dependent, optimizer.param_groups)
     problems += joiner.problems + unused_patterns(joiner)
     models = [ranks[0].model | {"module": module or nothing}, *(rank.model for rank in ranks[1:])]
     client_states = [state for rank in ranks for state in rank.client_states]
     kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
     if kind:
-        problems.append(Problem(True, f"{folder}: no file holds {UNSAVED[kind]}"))
+        problems.append(Problem(Limit.UNSAVED, UNSAVED[kind]))
     layout = Layout(
         optimizer_kind=kind or first.shard.optimizer_kind,
         shards=first.model["dp_world_size"],
@@ -435,7 +436,7 @@ def other_groups(folder, ranks, degree):
         f"{folder}: a pipeline stage lacks a parameter group that others have, or has another: "
         "give each stage a parameter of every group"
     )
-    return [Problem(True, text, of_ranks=True)]
+    return [Problem(Limit.RANKS, text)]
 
 
 def join_mp_ranks(folder, ranks, joiner):
@@ -472,7 +473,7 @@ def unused_patterns(joiner):
     """Returns a list with a Problem if patterns match no parameter."""
     names = ", ".join(sorted(joiner.unused))
     text = f"{joiner.folder}: {INFO_KEY} has patterns that match no parameter: {names}"
-    return [Problem(True, text)] if names else []
+    return [Problem(Limit.FILES, text)] if names else []
 
 
 def join_modules(folder, modules, model, joiner):
@@ -489,7 +490,7 @@ def join_modules(folder, modules, model, joiner):
         f"{folder}: {', '.join(different)} is in no optimizer, and not the same on all "
         "tensor-parallel ranks"
     )
-    return module, [Problem(True, text)] if different else []
+    return module, [Problem(Limit.FILES, text)] if different else []
 
 
 def frozen_parameters(modules, model, different, joiner):

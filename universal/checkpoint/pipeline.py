@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from universal.checkpoint.rounded import has_values_of
-from universal.checkpoint.types import Problem
+from universal.checkpoint.types import Limit, Problem
 from universal.files.joined import Joined
 from universal.files.sources import ByteReader
 from universal.files.torch_file import has_gaps, tensor_of
@@ -18,7 +18,7 @@ def is_tied(name: str) -> bool:
 def problem_of_untied(folder: Path, name: str) -> Problem:
     """The Problem that several stages have this parameter, each its own, untied."""
     text = f"{folder}: {name} is in two pipeline stages and is not declared as tied"
-    return Problem(True, text, of_ranks=True)
+    return Problem(Limit.RANKS, text)
 
 
 def without_tied(module: dict, rank: int, parameters: dict, reader: ByteReader) -> dict:

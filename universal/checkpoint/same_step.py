@@ -6,7 +6,7 @@ from types import NoneType
 
 from universal.checkpoint.module_states import modules_of_layers
 from universal.checkpoint.rounded import has_values_of
-from universal.checkpoint.types import Checkpoint
+from universal.checkpoint.types import Checkpoint, Limit
 from universal.errors import CheckpointError
 from universal.files.joined import Joined
 from universal.files.schema import expect
@@ -16,7 +16,7 @@ from universal.files.torch_file import Tensor, load, tensor_of
 
 def compares_weights(checkpoint: Checkpoint) -> bool:
     """Whether check_same_step() must read: no state counts steps, or there are doubts."""
-    doubts = not all(problem.loses_state for problem in checkpoint.problems)
+    doubts = any(problem.limit is Limit.DOUBT for problem in checkpoint.problems)
     return doubts or not counts_steps(checkpoint)
 
 

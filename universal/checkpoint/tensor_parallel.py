@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from universal.checkpoint.types import Parameter, Problem
+from universal.checkpoint.types import Limit, Parameter, Problem
 from universal.errors import CheckpointError
 from universal.files.joined import AVERAGED, Block, Joined, blocks_along, resized, strided
 from universal.files.schema import expect, is_natural, is_shape
@@ -128,7 +128,7 @@ class TensorParallel:
                 f"{folder}: universal_checkpoint_info names no row-parallel weights ({ROWS}): "
                 "if there are some, the result is wrong on more than one tensor-parallel rank"
             )
-            self.problems.append(Problem(False, text))
+            self.problems.append(Problem(Limit.DOUBT, text))
 
     def error(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self.folder}: {text}")

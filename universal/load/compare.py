@@ -5,7 +5,7 @@ import math
 
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.module_states import config_of
-from universal.checkpoint.types import Checkpoint, OptimizerState
+from universal.checkpoint.types import Checkpoint, Limit, OptimizerState
 from universal.checkpoint.zero import ABSENT, outer
 from universal.errors import CheckpointError
 from universal.load.ask import Answer
@@ -161,7 +161,8 @@ def misfits_of_optimizer(engine, checkpoint, model, saved, answer, resharded):
     # DeepSpeed does not count what torch's GradScaler skips.
     if scaled_by_torch(model) and len(bare) == len(parameters):
         stepped &= any(parameters[name].scalars for name in bare)
-    if bare and stepped and not saved.rank_dependent:
+    lost = any(problem.limit >= Limit.STATE for problem in checkpoint.problems)
+    if bare and stepped and not lost:
         yield f"there is no optimizer state of {bare[0]}"
 
 
@@ -181,9 +182,9 @@ def other_optimizer(engine, checkpoint, saved, answer):
             yield (
                 f"of another optimizer: it has {sorted(states)}, that of the engine {sorted(made)}"
             )
-        for key, why in saved.rank_dependent.items():
-            if key in answer.on_all_ranks and why == ABSENT:
-                yield f"{key} of the optimizer {why}"
+        for problem in checkpoint.problems:
+            if problem.state in answer.on_all_ranks and problem.text.endswith(ABSENT):
+                yield problem.text
     defaults = getattr(engine.torch_optimizer, "defaults", {})
     numbers = {name for name, value in defaults.items() if is_number(value)}
     if lacking := numbers - names:

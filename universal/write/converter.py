@@ -13,13 +13,13 @@ import warnings
 from pathlib import Path
 
 from universal.checkpoint.converted import file_name
-from universal.checkpoint.describe import describe, left_over
+from universal.checkpoint.describe import describe, find_shards, left_over
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.same_step import weights_set
 from universal.checkpoint.tags import find_tag, restore_all
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
-from universal.checkpoint.types import NEXT_STEPS, Checkpoint, RawStates
-from universal.checkpoint.zero import lost_states
+from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Limit, Problem, RawStates
+from universal.checkpoint.zero import is_computed_anew
 from universal.errors import CheckpointError, naming
 from universal.files.sources import ByteReader, Extent, nbytes_of
 from universal.files.torch_file import contiguous, trim_storage, verify
@@ -86,12 +86,44 @@ def complain(checkpoint, strict):
         )
     for text in left_over(checkpoint):
         warnings.warn(text, stacklevel=3)
-    for problem in checkpoint.problems:
-        if problem.of_ranks:
-            raise CheckpointError(problem.text)
-        if problem.loses_state and strict:
-            raise CheckpointError(f"{problem.text} (--no_strict continues without it)")
-        warnings.warn(problem.text, stacklevel=3)
+    for problem in [*checkpoint.problems, *problem_of_loss(checkpoint)]:
+        text = problem.text
+        if problem.limit is Limit.RANKS:
+            raise CheckpointError(text)
+        if problem.limit is Limit.UNSAVED:
+            text = f"{checkpoint.folder}: {text}"
+        if problem.limit in (Limit.FILES, Limit.UNSAVED) and strict:
+            raise CheckpointError(f"{text} (--no_strict continues without it)")
+        if problem.limit < Limit.STATE:  # problem_of_loss() names those
+            warnings.warn(text, stacklevel=3)
+
+
+def lost_states(checkpoint):
+    """The names of the optimizer's states that a universal checkpoint has no place for: those
+    without a value for each element, but for the step."""
+    optimizer = checkpoint.optimizer
+    names = {*optimizer.extra_states, *optimizer.extra_keys}
+    names |= {problem.state for problem in checkpoint.problems} - {None}
+    for parameter in checkpoint.parameters.values():
+        # A None alone is what a new state has, too; beside others it may tell that these are made.
+        if len(parameter.states) > 1 or any(v is not None for v in parameter.scalars.values()):
+            names |= parameter.scalars.keys() - {"step"}
+    return sorted(
+        {str(name) for name in names if not is_computed_anew(name, optimizer.param_groups)}
+    )
+
+
+def problem_of_loss(checkpoint: Checkpoint) -> list[Problem]:
+    """Returns a list with a Problem if a conversion would lose states; otherwise an empty one."""
+    names = ", ".join(lost_states(checkpoint))
+    if checkpoint.is_universal or not names:
+        return []
+    (shards,) = find_shards(checkpoint.folder).values()
+    text = (
+        f"{shards[0][0]}: {names} of the optimizer: a universal checkpoint has no place for what "
+        "belongs to no single element"
+    )
+    return [Problem(Limit.FILES, text)]
 
 
 def keep_weights(checkpoint, raw, strict):
@@ -216,7 +248,7 @@ def shared_state(checkpoint, raw):
     groups = checkpoint.optimizer.param_groups
     state = {key: value for key, value in raw.optimizer.items() if key not in SHARDS}
     state["param_groups"] = groups
-    if left_out := lost_states(checkpoint.parameters, checkpoint.optimizer):
+    if left_out := lost_states(checkpoint):
         state["left_out"] = left_out  # the loader asks for it
     # The ZeRO-3 loader gives every group the first one's values. So leave out the values in which
     # the groups differ.
