@@ -88,7 +88,10 @@ def places_in(folder, tag):
     else:
         places = {name: place_of(folder, name) for name in list_tags(folder)}
     if not places:
-        below = sorted(folder.glob("*/latest"), key=numbers_in)
+        below = sorted(
+            folder.glob("*/latest"),
+            key=lambda latest: [*map(int, re.findall(r"\d+", latest.parent.name))],
+        )
         more = ""
         if below and tag is None:
             *_, newest = [path.parent for path in below]
@@ -98,10 +101,6 @@ def places_in(folder, tag):
             )
         raise CheckpointError(f"{folder / (tag or '')} holds no checkpoint{more}")
     return places
-
-
-def numbers_in(latest):
-    return [*map(int, re.findall(r"\d+", latest.parent.name))]
 
 
 def look_at(folder):
@@ -164,6 +163,9 @@ def facts_of(described: Described) -> dict[str, Any]:
     batch = batch_of(model)
     steps = [*read_rows(checkpoint.folder / NEXT_STEPS, model["global_steps"] + 1)]
     states = dict.fromkeys(key for p in checkpoint.parameters.values() for key in p.states)
+    kind = "universal"
+    if checkpoint.layout:
+        kind = f"ZeRO-{checkpoint.stage}, {checkpoint.layout.in_words(' ranks')}"
     own_ranks_only = why_own_ranks(checkpoint)
     problems = [*checkpoint.problems, *problem_of_loss(checkpoint)]
     texts = [note_of(problem) for problem in problems]
@@ -173,7 +175,7 @@ def facts_of(described: Described) -> dict[str, Any]:
         notes.append(f"{differing}: on other ranks all get rank 0's")
     return {
         "step": model["global_steps"],
-        "kind": kind_of(checkpoint),
+        "kind": kind,
         "deepspeed": model.get("ds_version"),
         "batch": batch and batch._asdict() | {"doubt": doubt_of(batch.samples, model)},
         "optimizer": config_of(model, "optimizer").get("type"),
@@ -206,12 +208,6 @@ def generating(checkpoint, batch):
     if not (batch and is_natural(steps) and is_natural(accumulation) and accumulation):
         return None
     return batch.samples * steps // accumulation
-
-
-def kind_of(checkpoint):
-    if checkpoint.is_universal:
-        return "universal"
-    return f"ZeRO-{checkpoint.stage}, {checkpoint.layout.in_words(' ranks')}"
 
 
 def why_own_ranks(checkpoint):

@@ -42,7 +42,7 @@ from universal.lines import print_line
 from universal.load import reader
 from universal.load.collective import ProcessGroup, all_or_none
 from universal.load.engine import Engine
-from universal.save.snapshot import Image, copies_done, files_of_save
+from universal.save.snapshot import FileState, Image, copies_done, file_state, files_of_save
 
 if TYPE_CHECKING:
     import deepspeed
@@ -58,13 +58,6 @@ OWN = re.compile(rf"{SLOT.pattern}|\.rank\d+")
 SLACK = 1 << 16  # bytes by which the next step's file may be longer
 
 
-class FileState(NamedTuple):
-    """The time and size of a file, by which contents of one name are told apart."""
-
-    written: int  # nanoseconds
-    size: int  # bytes
-
-
 class Transfer(NamedTuple):
     """A file that a rank sends to another one."""
 
@@ -72,11 +65,6 @@ class Transfer(NamedTuple):
     state: FileState
     source: int
     target: int
-
-
-def file_state(path: Path) -> FileState:
-    stat = path.stat()
-    return FileState(stat.st_mtime_ns, stat.st_size)
 
 
 class Mirror:

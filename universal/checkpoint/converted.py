@@ -61,7 +61,10 @@ def describe_universal(folder: Path, pool: Executor) -> Described:
         raise CheckpointError(f"{folder} is a universal checkpoint of experts, which is not read")
     path = folder / "zero" / "optimizer_state.pt"
     optimizer = expect(load(path), dict, path)
-    param_groups = read_param_groups(path, optimizer)
+    content = optimizer
+    if not content.get("param_groups"):
+        content = expect(optimizer, {"optimizer_state_dict": dict}, path)["optimizer_state_dict"]
+    param_groups = expect(content, PARAM_GROUPS, path)["param_groups"]
     step = read_step(path, optimizer)
     group_of = {flat: i for i, group in enumerate(param_groups) for flat in group["params"]}
 
@@ -94,12 +97,6 @@ def paths_of_model_states(folder):
             f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed"
         )
     return paths
-
-
-def read_param_groups(path, optimizer):
-    if not optimizer.get("param_groups"):
-        optimizer = expect(optimizer, {"optimizer_state_dict": dict}, path)["optimizer_state_dict"]
-    return expect(optimizer, PARAM_GROUPS, path)["param_groups"]
 
 
 def read_step(path, optimizer):

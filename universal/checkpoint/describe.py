@@ -28,7 +28,7 @@ from universal.checkpoint.module_states import (
     read_own_states,
     trimmed,
 )
-from universal.checkpoint.pipeline import problem_of_untied, without_tied
+from universal.checkpoint.pipeline import without_tied
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import (
     UNSAVED,
@@ -334,11 +334,8 @@ def describe_zero(folder, shards, pool):
     first = describe_one_rank(folder, lowest, shards[lowest], pool)
     tensor, pipeline = degrees_of(first.model, len(shards), folder)
     check_complete(folder, shards, tensor, pipeline)
-    others = range(1, tensor * pipeline)
-    ranks = [
-        first,
-        *(describe_one_rank(folder, i, shards[i], pool) for i in others),
-    ]
+    others = [describe_one_rank(folder, i, shards[i], pool) for i in range(1, tensor * pipeline)]
+    ranks = [first, *others]
     return join_all(folder, by_stage(ranks, tensor), tensor, pipeline)
 
 
@@ -372,7 +369,7 @@ def join_all(folder, ranks, tensor, pipeline):
     module, more_problems = join_modules(folder, modules, ranks[0].model, joiner)
     problems += other_groups(folder, ranks, tensor) + untied + more_problems
     problems += problems_of_ranks(dependent, optimizer.param_groups)
-    problems += joiner.problems + unused_patterns(joiner)
+    problems += joiner.problems()
     models = [ranks[0].model | {"module": module or nothing}, *(rank.model for rank in ranks[1:])]
     client_states = [state for rank in ranks for state in rank.client_states]
     kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
@@ -465,15 +462,9 @@ def join_mp_ranks(folder, ranks, joiner):
             if name not in joined:
                 joined[name] = joiner.join(name, [part[name] for part in parts])
             elif not joiner.is_tied(name):
-                untied[name] = problem_of_untied(folder, name)
+                text = f"{folder}: {name} is in two pipeline stages and is not declared as tied"
+                untied[name] = Problem(Limit.RANKS, text)
     return joined, dependent, [*untied.values()]
-
-
-def unused_patterns(joiner):
-    """Returns a list with a Problem if patterns match no parameter."""
-    names = ", ".join(sorted(joiner.unused))
-    text = f"{joiner.folder}: {INFO_KEY} has patterns that match no parameter: {names}"
-    return [Problem(Limit.FILES, text)] if names else []
 
 
 def join_modules(folder, modules, model, joiner):

@@ -275,13 +275,10 @@ def common_entries(modules: list[dict]) -> tuple[dict, list[str]]:
     for module in modules:
         for name, value in module.items():
             first = entries.setdefault(name, value)
-            if not is_state_of_parts(name, value) and not is_same(first, value):
+            # A dict may be a state_dict() itself, as Megatron saves them: it differs by rank.
+            differs_by_rank = isinstance(value, dict) and not name.endswith("_extra_state")
+            if not differs_by_rank and not is_same(first, value):
                 different.add(name)
     for name in different:
         del entries[name]
     return entries, sorted(different)
-
-
-def is_state_of_parts(name, value):
-    """Whether an entry is a state_dict() itself, as Megatron saves them: it differs by rank."""
-    return isinstance(value, dict) and not name.endswith("_extra_state")

@@ -8,6 +8,7 @@ from universal.checkpoint.module_states import config_of
 from universal.checkpoint.types import Checkpoint, Limit, OptimizerState
 from universal.checkpoint.zero import ABSENT, outer
 from universal.errors import CheckpointError
+from universal.files.same import is_same
 from universal.load.ask import Answer
 from universal.load.collective import ProcessGroup, say
 from universal.load.engine import Engine
@@ -46,7 +47,9 @@ def compare_parameters(
     for name in sorted(checkpoint.parameters.keys() & engine.parameters.keys()):
         saved = checkpoint.parameters[name]
         shape = parts.maps[name].shape
-        if not has_saved_shape(shape, saved, checkpoint.is_universal):
+        # DeepSpeed's converter may leave only the number of elements.
+        is_flat = checkpoint.is_universal and saved.shape == (math.prod(shape),)
+        if shape != saved.shape and not is_flat:
             raise CheckpointError(
                 f"{name} is {shape} here, and {saved.shape} in the checkpoint: to resize it, begin "
                 "with its weights"
@@ -62,12 +65,6 @@ def compare_parameters(
 def cure_of_groups(engine):
     """Says what to do where DeepSpeed drops a group of which a pipeline stage has nothing."""
     return "; give each stage a parameter of every group" if engine.is_pipeline() else ""
-
-
-def has_saved_shape(shape, saved, universal):
-    """Whether a saved parameter, joined from all parts, may have this shape."""
-    # DeepSpeed's converter may leave only the number of elements.
-    return shape == saved.shape or universal and saved.shape == (math.prod(shape),)
 
 
 def agree(
@@ -145,7 +142,7 @@ def misfits_of_optimizer(engine, checkpoint, model, saved, answer, resharded):
             f"that of the engine {groups}{cure_of_groups(engine)}"
         )
     yield from other_optimizer(engine, checkpoint, saved, answer)
-    if engine.keeps_second_optimizer():
+    if hasattr(engine.optimizer, "backup_optimizer"):
         yield "DeepSpeed restores no state that offload_optimizer.ratio leaves on the GPU"
     if saved.left_out:
         yield f"converted without {', '.join(saved.left_out)} of the optimizer"
@@ -186,7 +183,11 @@ def other_optimizer(engine, checkpoint, saved, answer):
             if problem.state in answer.on_all_ranks and problem.text.endswith(ABSENT):
                 yield problem.text
     defaults = getattr(engine.torch_optimizer, "defaults", {})
-    numbers = {name for name, value in defaults.items() if is_number(value)}
+    numbers = {
+        name
+        for name, value in defaults.items()
+        if isinstance(value, float | int | tuple) and not isinstance(value, bool)
+    }
     if lacking := numbers - names:
         yield f"of another optimizer: its parameter groups have no {', '.join(sorted(lacking))}"
 
@@ -195,10 +196,6 @@ def kept_of(parameters):
     """The names of what the optimizer keeps of parameters, besides masters and steps."""
     names = {outer(name) for of in parameters for name in (*of.states, *of.scalars)}
     return {*map(str, names)} - {"fp32", "step"}
-
-
-def is_number(value):
-    return isinstance(value, float | int | tuple) and not isinstance(value, bool)
 
 
 def keeps_states(engine, answer, number):
@@ -219,7 +216,10 @@ def in_groups_of(
     DeepSpeed splits a group if a rank has many experts, so their number may change. Raises:
     CheckpointError, if a group here has experts from groups with different settings.
     """
-    origins = origins_of_groups(engine, checkpoint)
+    origins = {}  # {group here: groups in which its parameters were saved}, all by number
+    for name, number in engine.group_numbers().items():
+        if name in checkpoint.parameters:
+            origins.setdefault(number, set()).add(checkpoint.parameters[name].group_number)
     has_experts = any(map(expert_name, engine.parameters))
     if not has_experts or len(origins) < len(engine.param_groups):  # the latter fit no groups
         return model, saved
@@ -235,15 +235,6 @@ def in_groups_of(
         if isinstance(values, list) and len(values) == len(saved.param_groups):
             scheduler[key] = [values[min(origins[number])] for number in sorted(origins)]
     return model | {"lr_scheduler": scheduler}, saved._replace(param_groups=groups)
-
-
-def origins_of_groups(engine, checkpoint):
-    """Returns {group here: groups in which its parameters were saved}, all by number."""
-    origins = {}
-    for name, number in engine.group_numbers().items():
-        if name in checkpoint.parameters:
-            origins.setdefault(number, set()).add(checkpoint.parameters[name].group_number)
-    return origins
 
 
 def say_rounded(entries: list, group: ProcessGroup) -> bool:
@@ -274,6 +265,24 @@ def say_lost_scale(engine: Engine, model: dict) -> None:
             f"WARNING: no file holds the loss scale of torch_autocast, which is {scale:g} now: "
             "steps may be skipped until it is what it was"
         )
+
+
+def check_tied(engine: Engine, saved: dict, strict: bool) -> None:
+    """Check that entries which become one tensor here, of a tied layer, are the same.
+
+    saved: the entries of a checkpoint's module. Raises: CheckpointError, if strict.
+    """
+    if not strict or not hasattr(engine.module, "tied_modules"):
+        return
+    first_names = {}
+    for saved_name in sorted(saved):
+        name = engine.local_name(saved_name)
+        first = first_names.setdefault(name, saved_name)
+        if name and not is_same(saved[first], saved[saved_name]):
+            raise CheckpointError(
+                f"{first} and {saved_name} are of one tied layer, and differ: pipeline stages had "
+                f"them for themselves; load_module_strict=False continues with {first}"
+            )
 
 
 def tied_names(engine: Engine, checkpoint: Checkpoint, model: dict) -> dict[str, str]:

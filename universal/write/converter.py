@@ -150,14 +150,6 @@ def make_folders(folder, files):
         os.makedirs(folder / parent, exist_ok=True)
 
 
-def jobs_of(files):
-    """The files' names in lists, each written by one thread: parameters that are neighbors in the
-    shards are then read, and checksummed, in one go."""
-    names = list(files)
-    count = max(1, min(64, len(names) // 8))
-    return [names[i : i + count] for i in range(0, len(names), count)]
-
-
 def write_output(folder, files, workers, progress):
     """Write the files, and compare what was read with its checksums."""
 
@@ -166,7 +158,10 @@ def write_output(folder, files, workers, progress):
             write_pt(folder / name, files[name], reader)
         return sum(size_of(files[name]) for name in job)
 
-    jobs = jobs_of(files)
+    # Parameters that are neighbors in the shards are read, and checksummed, in one go.
+    names = list(files)
+    count = max(1, min(64, len(names) // 8))
+    jobs = [names[i : i + count] for i in range(0, len(names), count)]
     reader = ByteReader()
     total = sum(map(size_of, files.values()))
     with bar(total, progress) as show_more:
@@ -181,17 +176,14 @@ def finish(folder, source, output, to_verify):
         verify(folder / name)
     for path in folder.glob("mp_rank_*_model_states.pt"):
         # The name under which ZeRO-3 looks for it.
-        link_or_copy(path, path.with_name(f"zero_pp_rank_0_{path.name}"))
+        second = path.with_name(f"zero_pp_rank_0_{path.name}")
+        try:
+            os.link(path, second)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(path, second)
     if (source / NEXT_STEPS).is_file():
         shutil.copyfile(source / NEXT_STEPS, folder / NEXT_STEPS)
     publish(folder, output, output.with_name("latest_universal"))
-
-
-def link_or_copy(path, second):
-    try:
-        os.link(path, second)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(path, second)
 
 
 def size_of(file):
