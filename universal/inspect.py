@@ -166,10 +166,12 @@ def facts_of(described: Described) -> dict[str, Any]:
     kind = "universal"
     if checkpoint.layout:
         kind = f"ZeRO-{checkpoint.stage}, {checkpoint.layout.in_words(' ranks')}"
-    own_ranks_only = why_own_ranks(checkpoint)
-    problems = [*checkpoint.problems, *problem_of_loss(checkpoint)]
-    texts = [note_of(problem) for problem in problems]
-    notes = [text for text in texts if text != own_ranks_only] + left_over(checkpoint)
+    reason = own_ranks_only(checkpoint)
+    notes = left_over(checkpoint)
+    for problem in (*checkpoint.problems, *problem_of_loss(checkpoint)):
+        asks = ": a load on other ranks asks the optimizer whether it reads that"
+        if problem.text != reason:
+            notes.append(problem.text + asks * (problem.limit is Limit.NUMBER))
     if checkpoint.ranks_differ:
         differing = "the client states or buffers of its ranks differ"
         notes.append(f"{differing}: on other ranks all get rank 0's")
@@ -191,7 +193,7 @@ def facts_of(described: Described) -> dict[str, Any]:
         "client_signs": client_signs(checkpoint.folder),
         "generating": generating(checkpoint, batch),
         "next_steps": steps and [steps[0], steps[-1]],
-        "own_ranks_only": own_ranks_only,
+        "own_ranks_only": reason,
         "notes": notes,
     }
 
@@ -210,16 +212,11 @@ def generating(checkpoint, batch):
     return batch.samples * steps // accumulation
 
 
-def why_own_ranks(checkpoint):
+def own_ranks_only(checkpoint):
     """Says why only the ranks that saved a checkpoint can load it; None if any number can."""
     limits = (Limit.UNSAVED, Limit.RANKS, Limit.STATE)
     problems = [problem for problem in checkpoint.problems if problem.limit in limits]
     return min(problems).text if problems else None
-
-
-def note_of(problem):
-    asks = ": a load on other ranks asks the optimizer whether it reads that, and refuses it then"
-    return problem.text + asks * (problem.limit is Limit.NUMBER)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -153,8 +153,12 @@ class Mirror:
         with signals_later(), torch.inference_mode(False):
             self.attempt += 1  # files of two attempts at a step are never mixed
             images, failure = [], None
+            arguments = (str(self.unfinished), "saved", client_state, False)
+            write = functools.partial(self.engine.save_checkpoint, *arguments)
             try:
-                images = self.images_of(client_state)
+                files = files_of_save(self.engine, write)
+                self.leave_out(files)
+                images = [Image(path, content) for path, content in files]
             except Exception as error:  # send() tells the others
                 failure = error
             if not self.count:  # later saves wait for no other rank
@@ -166,15 +170,6 @@ class Mirror:
                 failure = error
             self.thread = begin(functools.partial(self.send, step, images, slot, failure))
         return self.finish() if self.waits else self.committed
-
-    def images_of(self, client_state: dict[str, Any]) -> list[Image]:
-        """The Images of this rank's files. client_state: as of engine.save_checkpoint()."""
-        save = functools.partial(
-            self.engine.save_checkpoint, str(self.unfinished), "saved", client_state, False
-        )
-        files = files_of_save(self.engine, save)
-        self.leave_out(files)
-        return [Image(path, content) for path, content in files]
 
     def copy(self, images: list[Image], slot: Path) -> None:
         """Copy all elements of the files into a slot, the folder of a step."""

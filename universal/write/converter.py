@@ -63,7 +63,6 @@ def convert(
     keep_weights(checkpoint, raw, strict)
     files = files_of(checkpoint, raw, zero3_before_0_19_3)
     with unfinished(output) as folder:
-        make_folders(folder, files)
         write_output(folder, files, num_merge_workers, progress)
         finish(folder, source, output, files if check else {})
     return {
@@ -145,11 +144,6 @@ def keep_weights(checkpoint, raw, strict):
         warnings.warn(f"{text}, which alone are kept", stacklevel=3)
 
 
-def make_folders(folder, files):
-    for parent in {os.path.dirname(name) for name in files}:
-        os.makedirs(folder / parent, exist_ok=True)
-
-
 def write_output(folder, files, workers, progress):
     """Write the files, and compare what was read with its checksums."""
 
@@ -158,6 +152,8 @@ def write_output(folder, files, workers, progress):
             write_pt(folder / name, files[name], reader)
         return sum(size_of(files[name]) for name in job)
 
+    for parent in {os.path.dirname(name) for name in files}:
+        os.makedirs(folder / parent, exist_ok=True)
     # Parameters that are neighbors in the shards are read, and checksummed, in one go.
     names = list(files)
     count = max(1, min(64, len(names) // 8))
