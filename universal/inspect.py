@@ -30,7 +30,7 @@ from universal.checkpoint.describe import describe, left_over, paths_of
 from universal.checkpoint.module_states import client_state_of, config_of
 from universal.checkpoint.same_step import check_same_step, compares_weights
 from universal.checkpoint.tags import choose_tag, is_checkpoint, list_tags, place_of
-from universal.checkpoint.types import NEXT_STEPS, Described, Limit
+from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Limit
 from universal.errors import CheckpointError, Refused
 from universal.files.schema import is_natural
 from universal.files.torch_file import damages_in, load, tensor_of
@@ -107,9 +107,9 @@ def look_at(folder):
     """Returns the facts of a checkpoint, and the Checkpoint; None if it cannot be described."""
     facts = {"problem": None, "checked": False, "unread_damage": []}
     try:
-        described = describe(folder, WORKERS)
-        check_same_step(described.checkpoint)
-        return facts | facts_of(described), described.checkpoint
+        checkpoint = describe(folder, WORKERS)
+        check_same_step(checkpoint)
+        return facts | facts_of(checkpoint), checkpoint
     except Refused as error:
         return facts | {"refused": str(error)}, None
     except CheckpointError as error:
@@ -156,10 +156,9 @@ def weights_not_read(checkpoint):
 # 2. one checkpoint
 
 
-def facts_of(described: Described) -> dict[str, Any]:
+def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns what is shown about a checkpoint, as JSON can hold it."""
-    checkpoint, raw = described
-    model = raw.models[0]
+    model = checkpoint.models[0]
     batch = batch_of(model)
     steps = [*read_rows(checkpoint.folder / NEXT_STEPS, model["global_steps"] + 1)]
     states = dict.fromkeys(key for p in checkpoint.parameters.values() for key in p.states)

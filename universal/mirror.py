@@ -376,7 +376,7 @@ def remove_left_over(checkpoints: set[Path]) -> None:
     """Remove, from complete checkpoints, files that an earlier save under the same name left."""
     for checkpoint in checkpoints:
         with contextlib.suppress(CheckpointError):  # it is not complete
-            for name in describe(checkpoint).checkpoint.left_over:
+            for name in describe(checkpoint).left_over:
                 (checkpoint / name).unlink(missing_ok=True)
 
 

@@ -16,10 +16,8 @@ from universal.checkpoint.module_states import module_state, read_model_states
 from universal.checkpoint.types import (
     SETTINGS,
     Checkpoint,
-    Described,
     OptimizerState,
     Parameter,
-    RawStates,
 )
 from universal.checkpoint.zero import OPTIMIZER
 from universal.errors import CheckpointError
@@ -44,7 +42,7 @@ def file_name(name: str) -> str:
     )
 
 
-def describe_universal(folder: Path, pool: Executor) -> Described:
+def describe_universal(folder: Path, pool: Executor) -> Checkpoint:
     """Describe the universal checkpoint in a folder.
 
     Raises: CheckpointError, if files are missing or damaged.
@@ -75,7 +73,7 @@ def describe_universal(folder: Path, pool: Executor) -> Described:
     models = [model | {"module": untrained_entries(model, parameters)} for model in models]
     settings = {key: optimizer.get(key) for key in SETTINGS}
     left_out = optimizer.get("left_out")
-    description = Checkpoint(
+    return Checkpoint(
         folder=folder,
         stage=None,
         layout=None,
@@ -85,8 +83,9 @@ def describe_universal(folder: Path, pool: Executor) -> Described:
         model_states=paths[0],
         left_over=[],
         problems=[],
+        models=models,
+        shard=optimizer,
     )
-    return Described(description, RawStates(models, optimizer))
 
 
 def paths_of_model_states(folder):

@@ -33,11 +33,9 @@ from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import (
     UNSAVED,
     Checkpoint,
-    Described,
     Layout,
     Limit,
     Problem,
-    RawStates,
     kind_with_unsaved,
 )
 from universal.checkpoint.zero import (
@@ -65,7 +63,7 @@ MODEL_STATES_FILE = "mp_rank_00_model_states.pt"
 
 def describe(
     folder: str | Path, workers: int = 4, pool: ThreadPoolExecutor | None = None
-) -> Described:
+) -> Checkpoint:
     """Describe the checkpoint in a folder. Runs no code that is in it.
 
     Reads no tensors but the optimizer's scalars, and, for tied layers, some elements of weights.
@@ -352,7 +350,7 @@ def by_stage(ranks, tensor):
 
 
 def join_all(folder, ranks, tensor, pipeline):
-    """Join all ModelParallelRanks into a Described."""
+    """Join all ModelParallelRanks into a Checkpoint."""
     first = ranks[0]
     info = first.model.get(INFO_KEY)
     joiner = TensorParallel(info, tensor, folder)
@@ -382,7 +380,7 @@ def join_all(folder, ranks, tensor, pipeline):
         tensor=tensor,
         pipeline=pipeline,
     )
-    description = Checkpoint(
+    return Checkpoint(
         folder=folder,
         stage=first.shard.stage,
         layout=layout,
@@ -392,9 +390,10 @@ def join_all(folder, ranks, tensor, pipeline):
         model_states=first.files[0],
         left_over=names_beside(folder, used),
         problems=[*(problem for rank in ranks for problem in rank.problems), *problems],
+        models=models,
+        shard=first.shard.content,
         ranks_differ=not all(is_same(client_states[0], s) for s in client_states[1:]),
     )
-    return Described(description, RawStates(models, first.shard.content))
 
 
 def untied_modules(folder, tensor, parameters):

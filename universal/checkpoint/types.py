@@ -118,8 +118,10 @@ class Checkpoint(NamedTuple):
 
     stage: of ZeRO, 1 to 3. It and layout are None for a universal checkpoint, which is not cut.
     parameters: by name. model_states: rank 0's file. left_over: names of what an earlier save left
-    in the folder. problems: what a load or a conversion loses. ranks_differ: whether a rank has
-    saved another client state, or another value of a buffer, than rank 0.
+    in the folder. problems: what a load or a conversion loses. models: the model states of every
+    model-parallel rank; their `module` has no trained parameters. shard: the optimizer states of
+    rank 0, as they were pickled. ranks_differ: whether a rank has saved another client state, or
+    another value of a buffer, than rank 0.
     """
 
     folder: Path
@@ -131,6 +133,8 @@ class Checkpoint(NamedTuple):
     model_states: Path
     left_over: list[str]
     problems: list[Problem]
+    models: list[dict]
+    shard: dict
     ranks_differ: bool = False
 
     @property
@@ -141,21 +145,3 @@ class Checkpoint(NamedTuple):
     def is_data_parallel(self) -> bool:
         """Whether nothing but ZeRO cuts the parameters."""
         return self.layout is None or self.layout.tensor * self.layout.pipeline == 1
-
-
-class RawStates(NamedTuple):
-    """The objects that were pickled in a checkpoint's files.
-
-    models: the model states of every model-parallel rank; their `module` has no trained parameters.
-    optimizer: the optimizer states of rank 0.
-    """
-
-    models: list[dict]
-    optimizer: dict
-
-
-class Described(NamedTuple):
-    """A Checkpoint with its RawStates, from describe()."""
-
-    checkpoint: Checkpoint
-    raw: RawStates

@@ -5,7 +5,7 @@ import math
 
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.module_states import config_of
-from universal.checkpoint.types import Checkpoint, Limit, OptimizerState
+from universal.checkpoint.types import Checkpoint, Limit
 from universal.checkpoint.zero import ABSENT, outer
 from universal.errors import CheckpointError
 from universal.files.same import is_same
@@ -120,7 +120,6 @@ def compare_optimizer(
     engine: Engine,
     checkpoint: Checkpoint,
     model: dict,
-    saved: OptimizerState,
     answer: Answer | None,
     resharded: bool,
 ) -> None:
@@ -129,19 +128,20 @@ def compare_optimizer(
     answer: of the engine's optimizer. resharded: whether reshard() will load it; if not,
     DeepSpeed's loader gives each rank its own groups and states.
     """
-    for misfit in misfits_of_optimizer(engine, checkpoint, model, saved, answer, resharded):
+    for misfit in misfits_of_optimizer(engine, checkpoint, model, answer, resharded):
         raise CheckpointError(f"{misfit}{FRESH}")
 
 
-def misfits_of_optimizer(engine, checkpoint, model, saved, answer, resharded):
+def misfits_of_optimizer(engine, checkpoint, model, answer, resharded):
     """Yields, in words, how the checkpoint's optimizer differs from the engine's."""
+    saved = checkpoint.optimizer
     groups = len(engine.param_groups)
     if resharded and len(saved.param_groups) != groups:
         yield (
             f"of another optimizer: it has {len(saved.param_groups)} parameter groups, "
             f"that of the engine {groups}{cure_of_groups(engine)}"
         )
-    yield from other_optimizer(engine, checkpoint, saved, answer)
+    yield from other_optimizer(engine, checkpoint, answer)
     if hasattr(engine.optimizer, "backup_optimizer"):
         yield "DeepSpeed restores no state that offload_optimizer.ratio leaves on the GPU"
     if saved.left_out:
@@ -163,12 +163,12 @@ def misfits_of_optimizer(engine, checkpoint, model, saved, answer, resharded):
         yield f"there is no optimizer state of {bare[0]}"
 
 
-def other_optimizer(engine, checkpoint, saved, answer):
+def other_optimizer(engine, checkpoint, answer):
     """Yields, in words, why the checkpoint is of another optimizer.
 
     It has other states, and other settings; or it lacks numbers that the engine's was made with.
     """
-    names = {name for group in saved.param_groups for name in group}
+    names = {name for group in checkpoint.optimizer.param_groups for name in group}
     if "lr" not in names:
         return  # elastic_checkpoint
     if answer:
@@ -207,10 +207,8 @@ def keeps_states(engine, answer, number):
     return "betas" in settings or bool(settings.get("momentum"))
 
 
-def in_groups_of(
-    engine: Engine, checkpoint: Checkpoint, model: dict, saved: OptimizerState
-) -> tuple[dict, OptimizerState]:
-    """Returns model states and an OptimizerState with an entry for each parameter group of the
+def in_groups_of(engine: Engine, checkpoint: Checkpoint, model: dict) -> tuple[Checkpoint, dict]:
+    """Returns the checkpoint and its model states with an entry for each parameter group of the
     engine.
 
     DeepSpeed splits a group if a rank has many experts, so their number may change. Raises:
@@ -222,7 +220,8 @@ def in_groups_of(
             origins.setdefault(number, set()).add(checkpoint.parameters[name].group_number)
     has_experts = any(map(expert_name, engine.parameters))
     if not has_experts or len(origins) < len(engine.param_groups):  # the latter fit no groups
-        return model, saved
+        return checkpoint, model
+    saved = checkpoint.optimizer
     groups = []
     for number, group in enumerate(engine.param_groups):
         kept = {key: group[key] for key in ("params", "name") if key in group}
@@ -234,7 +233,8 @@ def in_groups_of(
     for key, values in scheduler.items():
         if isinstance(values, list) and len(values) == len(saved.param_groups):
             scheduler[key] = [values[min(origins[number])] for number in sorted(origins)]
-    return model | {"lr_scheduler": scheduler}, saved._replace(param_groups=groups)
+    checkpoint = checkpoint._replace(optimizer=saved._replace(param_groups=groups))
+    return checkpoint, model | {"lr_scheduler": scheduler}
 
 
 def say_rounded(entries: list, group: ProcessGroup) -> bool:

@@ -18,7 +18,7 @@ from universal.checkpoint.experts import expert_name
 from universal.checkpoint.same_step import weights_set
 from universal.checkpoint.tags import find_tag, restore_all
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
-from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Limit, Problem, RawStates
+from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Limit, Problem
 from universal.checkpoint.zero import is_computed_anew
 from universal.errors import CheckpointError, naming
 from universal.files.sources import ByteReader, Extent, nbytes_of
@@ -58,10 +58,10 @@ def convert(
     output_folder = output_folder or f"{os.path.abspath(source)}_universal"
     output = Path(os.path.realpath(output_folder))
     check_output(Path(os.path.realpath(source)), output)
-    checkpoint, raw = describe(source, num_extract_workers)
+    checkpoint = describe(source, num_extract_workers)
     complain(checkpoint, strict)
-    keep_weights(checkpoint, raw, strict)
-    files = files_of(checkpoint, raw, zero3_before_0_19_3)
+    keep_weights(checkpoint, strict)
+    files = files_of(checkpoint, zero3_before_0_19_3)
     with unfinished(output) as folder:
         write_output(folder, files, num_merge_workers, progress)
         finish(folder, source, output, files if check else {})
@@ -125,8 +125,8 @@ def problem_of_loss(checkpoint: Checkpoint) -> list[Problem]:
     return [Problem(Limit.FILES, text)]
 
 
-def keep_weights(checkpoint, raw, strict):
-    """Add the weights that a script has set in the module to the raw states, where a load finds
+def keep_weights(checkpoint, strict):
+    """Add the weights that a script has set in the module to the model states, where a load finds
     them. Raises CheckpointError where none would, if strict."""
     weights = dict(weights_set(checkpoint))
     if not weights:
@@ -137,7 +137,9 @@ def keep_weights(checkpoint, raw, strict):
     )
     if checkpoint.is_data_parallel:
         warnings.warn(f"{text}: both are kept", stacklevel=3)
-        raw.models[0]["module"].update((name, trim_storage(weights[name])) for name in weights)
+        checkpoint.models[0]["module"].update(
+            (name, trim_storage(weights[name])) for name in weights
+        )
     elif strict:
         raise CheckpointError(f"{text}, which alone are kept (--no_strict continues without them)")
     else:
@@ -191,11 +193,12 @@ def size_of(file):
 # 2. what the result consists of
 
 
-def files_of(checkpoint: Checkpoint, raw: RawStates, bare: bool = False) -> dict[str, Pickled]:
+def files_of(checkpoint: Checkpoint, bare: bool = False) -> dict[str, Pickled]:
     """The files of the output, by path. bare: save tensors without a dict around them."""
     files = {}
+    info = checkpoint.models[0].get(INFO_KEY)
     pickled_step = functools.cache(pickled)  # most parameters share one step
-    cuts = TensorParallel(raw.models[0].get(INFO_KEY), checkpoint.layout.tensor, checkpoint.folder)
+    cuts = TensorParallel(info, checkpoint.layout.tensor, checkpoint.folder)
     with naming(checkpoint.folder / "*_optim_states.pt"):
         for name, parameter in checkpoint.parameters.items():
             folder = f"zero/{file_name(name)}"
@@ -208,8 +211,8 @@ def files_of(checkpoint: Checkpoint, raw: RawStates, bare: bool = False) -> dict
             step = parameter.scalars.get("step")
             if step is not None:
                 files[f"{folder}/step.pt"] = pickled_step(step)
-        files["zero/optimizer_state.pt"] = pickled(shared_state(checkpoint, raw))
-        for mp_rank, model in enumerate(raw.models):
+        files["zero/optimizer_state.pt"] = pickled(shared_state(checkpoint))
+        for mp_rank, model in enumerate(checkpoint.models):
             files[f"mp_rank_{mp_rank:02d}_model_states.pt"] = pickled(model)
     return files
 
@@ -230,11 +233,11 @@ SHARDS = (
 )
 
 
-def shared_state(checkpoint, raw):
+def shared_state(checkpoint):
     """Returns the content of zero/optimizer_state.pt: what DeepSpeed's loaders of every stage ask
     for."""
     groups = checkpoint.optimizer.param_groups
-    state = {key: value for key, value in raw.optimizer.items() if key not in SHARDS}
+    state = {key: value for key, value in checkpoint.shard.items() if key not in SHARDS}
     state["param_groups"] = groups
     if left_out := lost_states(checkpoint):
         state["left_out"] = left_out  # the loader asks for it
@@ -249,6 +252,6 @@ def shared_state(checkpoint, raw):
     step = next((step for step in steps if step is not None), groups[0].get("step"))
     state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": [shared]}
     # ZeRO-1 and 2 ask for the version, and ZeRO-3 does not save it.
-    if version := raw.models[0].get("ds_version"):
+    if version := checkpoint.models[0].get("ds_version"):
         state.setdefault("ds_version", version)
     return state
