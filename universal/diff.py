@@ -91,7 +91,7 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, tuple[tuple, Source]]:
         for name, parameter in checkpoint.parameters.items()
         for key, source in parameter.states.items()
     }
-    for name, tensor in checkpoint.module.tensors.items():
+    for name, tensor in checkpoint.module.items():
         tensors[name] = (tensor.size, strided(name, tensor))
     return tensors
 
@@ -167,7 +167,7 @@ def rest_of(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         "counter": {key: model.get(key) for key in COUNTERS} | {"scale": scaler.get("cur_scale")},
         "client state": client_state_of(model),
         "optimizer's": optimizer.extra_states | optimizer.extra_keys,
-        "module's": {name: objects.get(name) for name in checkpoint.module.objects},
+        "module's": {name: objects[name] for name in objects.keys() - checkpoint.module.keys()},
         "group of": {name: p.group_number for name, p in checkpoint.parameters.items()},
     }
     scheduler = model.get("lr_scheduler")

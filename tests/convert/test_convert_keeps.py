@@ -214,4 +214,4 @@ def test_a_layer_of_random_ltd(laid_out):
     folder = laid_out(1, unwrapped, shapes=shapes)
     checkpoint = describe(folder)
     assert {*checkpoint.parameters} == {"layer.random_ltd_layer.weight", "b"}
-    assert "layer.weight" not in checkpoint.module.tensors
+    assert "layer.weight" not in checkpoint.module

@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from universal.checkpoint.experts import expert_name
-from universal.checkpoint.module_states import module_state, read_model_states
+from universal.checkpoint.module_states import read_model_states, tensors_of_module
 from universal.checkpoint.types import (
     SETTINGS,
     Checkpoint,
@@ -78,7 +78,7 @@ def describe_universal(folder: Path, pool: Executor) -> Checkpoint:
         stage=None,
         layout=None,
         parameters=parameters,
-        module=module_state(models[0]),
+        module=tensors_of_module(models[0]),
         optimizer=OptimizerState(param_groups, {}, {}, settings, left_out),
         model_states=paths[0],
         left_over=[],

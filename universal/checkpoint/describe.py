@@ -21,11 +21,11 @@ from universal.checkpoint.module_states import (
     degrees_of,
     files_of_layers,
     keep_untrained,
-    module_state,
     modules_of_layers,
     names_beside,
     read_model_states,
     read_own_states,
+    tensors_of_module,
     trimmed,
 )
 from universal.checkpoint.pipeline import without_tied
@@ -385,7 +385,7 @@ def join_all(folder, ranks, tensor, pipeline):
         stage=first.shard.stage,
         layout=layout,
         parameters=parameters,
-        module=module_state(models[0]),
+        module=tensors_of_module(models[0]),
         optimizer=optimizer,
         model_states=first.files[0],
         left_over=names_beside(folder, used),

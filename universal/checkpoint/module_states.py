@@ -11,7 +11,6 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from universal.checkpoint.types import ModuleState
 from universal.checkpoint.zero import Cut, Slices
 from universal.errors import CheckpointError
 from universal.files.same import is_same
@@ -238,13 +237,10 @@ def identity(value: Any) -> Any:
     return (tensor.storage, tensor.offset, tensor.size) if tensor else id(value)
 
 
-def module_state(model: dict) -> ModuleState:
-    """The ModuleState of model states from keep_untrained()."""
+def tensors_of_module(model: dict) -> dict[str, Tensor]:
+    """The tensors among what keep_untrained() has left of a module."""
     module = model["module"] or {}
-    return ModuleState(
-        tensors={name: value for name, value in module.items() if isinstance(value, Tensor)},
-        objects=[name for name, value in module.items() if not isinstance(value, Tensor)],
-    )
+    return {name: value for name, value in module.items() if isinstance(value, Tensor)}
 
 
 def modules_of_layers(folder: Path, degree: int, parameters: Iterable[str]) -> list[dict]:

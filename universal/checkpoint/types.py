@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from universal.files.sources import Source
+from universal.files.torch_file import Tensor
 
 NEXT_STEPS = "next_steps.csv"  # next_steps.py writes and reads it, beside the shards
 
@@ -67,17 +68,6 @@ class Layout(NamedTuple):
         return f"{number}{unit.removesuffix('s') if number == 1 else unit}{shared}"
 
 
-class ModuleState(NamedTuple):
-    """What the module's state holds besides trained parameters.
-
-    tensors: {name: Tensor}: buffers, frozen parameters, tensors of get_extra_state() or of a
-    state_dict hook. objects: the names of what is no tensor.
-    """
-
-    tensors: dict
-    objects: list[str]
-
-
 class OptimizerState(NamedTuple):
     """What the optimizer's state holds besides the states of parameters.
 
@@ -117,18 +107,19 @@ class Checkpoint(NamedTuple):
     """A checkpoint without its data. It can be pickled, to send it to other processes.
 
     stage: of ZeRO, 1 to 3. It and layout are None for a universal checkpoint, which is not cut.
-    parameters: by name. model_states: rank 0's file. left_over: names of what an earlier save left
-    in the folder. problems: what a load or a conversion loses. models: the model states of every
-    model-parallel rank; their `module` has no trained parameters. shard: the optimizer states of
-    rank 0, as they were pickled. ranks_differ: whether a rank has saved another client state, or
-    another value of a buffer, than rank 0.
+    parameters: by name. module: other tensors of the module's state: buffers, frozen parameters,
+    those of get_extra_state() or of a state_dict hook. model_states: rank 0's file. left_over:
+    names of what an earlier save left in the folder. problems: what a load or a conversion loses.
+    models: the model states of every model-parallel rank; their `module` has no trained parameters.
+    shard: the optimizer states of rank 0, as they were pickled. ranks_differ: whether a rank has
+    saved another client state, or another value of a buffer, than rank 0.
     """
 
     folder: Path
     stage: int | None
     layout: Layout | None
     parameters: dict[str, Parameter]
-    module: ModuleState
+    module: dict[str, Tensor]
     optimizer: OptimizerState
     model_states: Path
     left_over: list[str]

@@ -39,7 +39,7 @@ def compare_parameters(
         agree(optimized, trained, "trained", strict, "without their states")
     else:
         tied = tied_names(engine, checkpoint, model)
-        known = trained | checkpoint.module.tensors.keys() | tied.keys()
+        known = trained | checkpoint.module.keys() | tied.keys()
         agree(optimized - known, trained - present, "trained", strict)
     by_group = options.load_optimizer_states or engine.loads_scheduler(options)
     groups = engine.group_numbers() if by_group else {}
@@ -106,7 +106,7 @@ def check_any_trained(checkpoint: Checkpoint, optimized: set[str], present: set[
     A run would go on at the old step with initial weights. optimized, present: as in
     compare_parameters().
     """
-    saved = checkpoint.parameters.keys() | checkpoint.module.tensors.keys()
+    saved = checkpoint.parameters.keys() | checkpoint.module.keys()
     trained = checkpoint.parameters.keys()
     if trained and not optimized & saved and not trained & present:
         raise CheckpointError(

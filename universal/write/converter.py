@@ -78,7 +78,7 @@ def complain(checkpoint, strict):
     """Raise CheckpointError for what the conversion would lose, or warn of it if not strict."""
     if checkpoint.is_universal:
         raise CheckpointError(f"{checkpoint.folder} is a universal checkpoint already")
-    if any(map(expert_name, (*checkpoint.parameters, *checkpoint.module.tensors))):
+    if any(map(expert_name, (*checkpoint.parameters, *checkpoint.module))):
         raise CheckpointError(
             f"{checkpoint.folder} has experts, which are not converted: load_checkpoint() needs no "
             "conversion"
