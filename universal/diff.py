@@ -160,7 +160,7 @@ def compare(data: bytearray, dtype: str, other: bytearray, other_dtype: str) -> 
 def rest_of(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Returns {kind: {name: value}} of all that tensors_of() does not return."""
     optimizer = checkpoint.optimizer
-    model = checkpoint.models[0]
+    model = checkpoint.model
     scaler = getattr(checkpoint.shard.get("loss_scaler"), "state", None) or {}
     objects = model["module"] or {}
     rest = {

@@ -158,7 +158,7 @@ def weights_not_read(checkpoint):
 
 def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns what is shown about a checkpoint, as JSON can hold it."""
-    model = checkpoint.models[0]
+    model = checkpoint.model
     batch = batch_of(model)
     steps = [*read_rows(checkpoint.folder / NEXT_STEPS, model["global_steps"] + 1)]
     states = dict.fromkeys(key for p in checkpoint.parameters.values() for key in p.states)

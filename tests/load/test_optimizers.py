@@ -37,8 +37,10 @@ def test_optimizers_of_torch(saved):
     states = optimizer.state[parameter]
     known = SimpleNamespace(states={"fp32": 0, **states}, scalars={}, group_number=0)
     content = OptimizerState(optimizer.param_groups, {}, {})
-    checkpoint = SimpleNamespace(parameters={"weight": known}, problems=[], optimizer=content)
     model = {"global_steps": 1, "skipped_steps": 0}
+    checkpoint = SimpleNamespace(
+        parameters={"weight": known}, problems=[], optimizer=content, model=model
+    )
     takers = set()
     for kind in TORCHS:
         engine = object.__new__(Engine)
@@ -46,7 +48,7 @@ def test_optimizers_of_torch(saved):
         engine.group_numbers = dict
         with contextlib.suppress(universal.CheckpointError):
             answer = ask(engine.torch_optimizer, optimizer.param_groups)
-            compare.compare_optimizer(engine, checkpoint, model, answer, True)
+            compare.compare_optimizer(engine, checkpoint, answer, True)
             takers.add(kind.__name__)
     alike = ({"Adam", "AdamW", "RAdam"},)
     assert takers == next((names for names in alike if saved.__name__ in names), {saved.__name__})

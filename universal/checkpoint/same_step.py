@@ -26,7 +26,7 @@ def counts_steps(checkpoint: Checkpoint) -> bool:
     known = [*checkpoint.optimizer.param_groups, *scalars]
     if any("step" in of_one for of_one in known):
         return True
-    model = load(checkpoint.model_states)
+    model = checkpoint.model
     step = model["global_steps"] - model["skipped_steps"]
     numbers = [value for of_one in known for value in of_one.values()]
     return any(type(number) in (int, float) and number == step for number in numbers)

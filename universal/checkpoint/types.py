@@ -111,6 +111,7 @@ class Checkpoint(NamedTuple):
     those of get_extra_state() or of a state_dict hook. model_states: rank 0's file. left_over:
     names of what an earlier save left in the folder. problems: what a load or a conversion loses.
     models: the model states of every model-parallel rank; their `module` has no trained parameters.
+    Once it is sent to all ranks, these are rank 0's, as a rank's own objects, without a tensor.
     shard: the optimizer states of rank 0, as they were pickled. ranks_differ: whether a rank has
     saved another client state, or another value of a buffer, than rank 0.
     """
@@ -127,6 +128,11 @@ class Checkpoint(NamedTuple):
     models: list[dict]
     shard: dict
     ranks_differ: bool = False
+
+    @property
+    def model(self) -> dict:
+        """The model states of rank 0."""
+        return self.models[0]
 
     @property
     def is_universal(self) -> bool:

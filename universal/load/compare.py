@@ -22,7 +22,6 @@ FRESH = "; load_optimizer_states=False continues with a fresh optimizer"
 def compare_parameters(
     engine: Engine,
     checkpoint: Checkpoint,
-    model: dict,
     parts: Parts,
     options: LoadOptions,
     optimized: set[str],
@@ -38,7 +37,7 @@ def compare_parameters(
     if optimized and options.load_optimizer_states:
         agree(optimized, trained, "trained", strict, "without their states")
     else:
-        tied = tied_names(engine, checkpoint, model)
+        tied = tied_names(engine, checkpoint)
         known = trained | checkpoint.module.keys() | tied.keys()
         agree(optimized - known, trained - present, "trained", strict)
     by_group = options.load_optimizer_states or engine.loads_scheduler(options)
@@ -119,7 +118,6 @@ def check_any_trained(checkpoint: Checkpoint, optimized: set[str], present: set[
 def compare_optimizer(
     engine: Engine,
     checkpoint: Checkpoint,
-    model: dict,
     answer: Answer | None,
     resharded: bool,
 ) -> None:
@@ -128,13 +126,13 @@ def compare_optimizer(
     answer: of the engine's optimizer. resharded: whether reshard() will load it; if not,
     DeepSpeed's loader gives each rank its own groups and states.
     """
-    for misfit in misfits_of_optimizer(engine, checkpoint, model, answer, resharded):
+    for misfit in misfits_of_optimizer(engine, checkpoint, answer, resharded):
         raise CheckpointError(f"{misfit}{FRESH}")
 
 
-def misfits_of_optimizer(engine, checkpoint, model, answer, resharded):
+def misfits_of_optimizer(engine, checkpoint, answer, resharded):
     """Yields, in words, how the checkpoint's optimizer differs from the engine's."""
-    saved = checkpoint.optimizer
+    saved, model = checkpoint.optimizer, checkpoint.model
     groups = len(engine.param_groups)
     if resharded and len(saved.param_groups) != groups:
         yield (
@@ -207,9 +205,8 @@ def keeps_states(engine, answer, number):
     return "betas" in settings or bool(settings.get("momentum"))
 
 
-def in_groups_of(engine: Engine, checkpoint: Checkpoint, model: dict) -> tuple[Checkpoint, dict]:
-    """Returns the checkpoint and its model states with an entry for each parameter group of the
-    engine.
+def in_groups_of(engine: Engine, checkpoint: Checkpoint) -> Checkpoint:
+    """Returns the checkpoint with an entry for each parameter group of the engine.
 
     DeepSpeed splits a group if a rank has many experts, so their number may change. Raises:
     CheckpointError, if a group here has experts from groups with different settings.
@@ -220,7 +217,7 @@ def in_groups_of(engine: Engine, checkpoint: Checkpoint, model: dict) -> tuple[C
             origins.setdefault(number, set()).add(checkpoint.parameters[name].group_number)
     has_experts = any(map(expert_name, engine.parameters))
     if not has_experts or len(origins) < len(engine.param_groups):  # the latter fit no groups
-        return checkpoint, model
+        return checkpoint
     saved = checkpoint.optimizer
     groups = []
     for number, group in enumerate(engine.param_groups):
@@ -229,12 +226,12 @@ def in_groups_of(engine: Engine, checkpoint: Checkpoint, model: dict) -> tuple[C
         if any(other != settings for other in others):
             raise CheckpointError(f"group {number} has experts of groups with different settings")
         groups.append(settings)
-    scheduler = dict(model["lr_scheduler"] or {})
+    scheduler = dict(checkpoint.model["lr_scheduler"] or {})
     for key, values in scheduler.items():
         if isinstance(values, list) and len(values) == len(saved.param_groups):
             scheduler[key] = [values[min(origins[number])] for number in sorted(origins)]
-    checkpoint = checkpoint._replace(optimizer=saved._replace(param_groups=groups))
-    return checkpoint, model | {"lr_scheduler": scheduler}
+    models = [checkpoint.model | {"lr_scheduler": scheduler}]
+    return checkpoint._replace(optimizer=saved._replace(param_groups=groups), models=models)
 
 
 def say_rounded(entries: list, group: ProcessGroup) -> bool:
@@ -285,8 +282,8 @@ def check_tied(engine: Engine, saved: dict, strict: bool) -> None:
             )
 
 
-def tied_names(engine: Engine, checkpoint: Checkpoint, model: dict) -> dict[str, str]:
+def tied_names(engine: Engine, checkpoint: Checkpoint) -> dict[str, str]:
     """Returns {parameter: the trained one that it was tied to}, of those that are tied no more."""
-    shared = model.get("shared_params") or {}
+    shared = checkpoint.model.get("shared_params") or {}
     own = engine.parameters.keys() - checkpoint.parameters.keys()
     return {name: shared[name] for name in own if shared.get(name) in checkpoint.parameters}

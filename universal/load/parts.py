@@ -8,7 +8,7 @@ elements are in the whole.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from universal.checkpoint.tensor_parallel import (
     AFFINE,
@@ -71,9 +71,10 @@ class Parts(NamedTuple):
         return contiguous(whole.dtype, source, shape)
 
 
-def parts_of(engine: Engine, checkpoint: Checkpoint, saved: Any, group: ProcessGroup) -> Parts:
-    """The Parts of this rank. saved: the checkpoint's universal_checkpoint_info. Raises
-    CheckpointError if neither model nor checkpoint tells them."""
+def parts_of(engine: Engine, checkpoint: Checkpoint, group: ProcessGroup) -> Parts:
+    """The Parts of this rank. Raises CheckpointError if neither model nor checkpoint tells
+    them."""
+    saved = checkpoint.model.get(INFO_KEY)
     degree = engine.layout().tensor
     rank = engine.tensor_rank
     names = dict(engine.module.named_parameters())  # the frozen ones, too

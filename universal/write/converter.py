@@ -137,9 +137,7 @@ def keep_weights(checkpoint, strict):
     )
     if checkpoint.is_data_parallel:
         warnings.warn(f"{text}: both are kept", stacklevel=3)
-        checkpoint.models[0]["module"].update(
-            (name, trim_storage(weights[name])) for name in weights
-        )
+        checkpoint.model["module"].update((name, trim_storage(weights[name])) for name in weights)
     elif strict:
         raise CheckpointError(f"{text}, which alone are kept (--no_strict continues without them)")
     else:
@@ -196,7 +194,7 @@ def size_of(file):
 def files_of(checkpoint: Checkpoint, bare: bool = False) -> dict[str, Pickled]:
     """The files of the output, by path. bare: save tensors without a dict around them."""
     files = {}
-    info = checkpoint.models[0].get(INFO_KEY)
+    info = checkpoint.model.get(INFO_KEY)
     pickled_step = functools.cache(pickled)  # most parameters share one step
     cuts = TensorParallel(info, checkpoint.layout.tensor, checkpoint.folder)
     with naming(checkpoint.folder / "*_optim_states.pt"):
@@ -252,6 +250,6 @@ def shared_state(checkpoint):
     step = next((step for step in steps if step is not None), groups[0].get("step"))
     state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": [shared]}
     # ZeRO-1 and 2 ask for the version, and ZeRO-3 does not save it.
-    if version := checkpoint.models[0].get("ds_version"):
+    if version := checkpoint.model.get("ds_version"):
         state.setdefault("ds_version", version)
     return state
