@@ -53,7 +53,7 @@ from universal import patches
 from universal.errors import RankFailed, RankSilent, one_line
 from universal.lines import print_line
 from universal.load.collective import ProcessGroup, all_or_none, say
-from universal.save.snapshot import Image, copies_done, files_of_save, new_memory
+from universal.save.snapshot import Image, copies_done, file_state, files_of_save, new_memory
 from universal.write.publish import (
     BACKGROUND,
     can_rename,
@@ -410,10 +410,8 @@ def write_files(files: list[tuple[Path, Any]], folder: Path) -> list[str]:
     return [path.name for path, _ in files]
 
 
-def stamps_of(folder: Path, names: list[str]) -> list[tuple[int, int]]:
-    """The times and sizes of files, by which contents of one name are told apart."""
-    stats = [(folder / name).stat() for name in names]
-    return [(stat.st_mtime_ns, stat.st_size) for stat in stats]
+def stamps_of(folder, names):
+    return [file_state(folder / name) for name in names]
 
 
 def publish_first(place: Place) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from universal.checkpoint.describe import describe
 from universal.checkpoint.module_states import client_state_of
 from universal.checkpoint.tags import find_tag
-from universal.checkpoint.types import Described
+from universal.checkpoint.types import Checkpoint, Limit
 from universal.checkpoint.zero import is_computed_anew
 from universal.files.joined import strided
 from universal.files.same import is_same
@@ -45,20 +45,20 @@ def diff(first: str, second: str, tolerance: float = 0.0) -> dict[str, Any]:
     Raises: CheckpointError, if one of them is damaged; OSError.
     """
     wait()  # for saves in the background
-    described = [describe(find_tag(folder), THREADS) for folder in (first, second)]
-    pairs, kinds = match(*map(tensors_of, described))
+    checkpoints = [describe(find_tag(folder), THREADS) for folder in (first, second)]
+    pairs, kinds = match(*map(tensors_of, checkpoints))
     words = differing("tensor", *kinds)
-    rest, other = map(rest_of, described)
+    rest, other = map(rest_of, checkpoints)
     for kind in rest | other:
         words += differing(kind, rest.get(kind, {}), other.get(kind, {}))
-    words += dict.fromkeys(text for side in described for text in not_comparable(side.checkpoint))
+    words += dict.fromkeys(text for side in checkpoints for text in not_comparable(side))
     reader = ByteReader()
     gaps = [gap for gap in reader.in_threads(pairs, gap_of, THREADS) if gap.elements]
     reader.check()  # each record once, whatever tensors are in it
     gaps.sort(key=lambda gap: (-gap.absolute, gap.name))
     limit = tolerance or -1  # without one, numbers of other bits differ, even if by 0
     return {
-        "folders": [os.fspath(side.checkpoint.folder) for side in described],
+        "folders": [os.fspath(checkpoint.folder) for checkpoint in checkpoints],
         "tolerance": tolerance,
         "same": not words and all(gap.absolute <= limit for gap in gaps),
         "tensors": len(pairs),
@@ -84,15 +84,14 @@ class Gap(NamedTuple):
     of: int
 
 
-def tensors_of(described: Described) -> dict[str, tuple[tuple, Source]]:
+def tensors_of(checkpoint: Checkpoint) -> dict[str, tuple[tuple, Source]]:
     """Returns {name: (shape, source)} of all states of parameters, and of all other tensors."""
-    checkpoint = described.checkpoint
     tensors = {
         f"{name} {key}": (parameter.shape, source)
         for name, parameter in checkpoint.parameters.items()
         for key, source in parameter.states.items()
     }
-    for name, tensor in checkpoint.module.tensors.items():
+    for name, tensor in checkpoint.module.items():
         tensors[name] = (tensor.size, strided(name, tensor))
     return tensors
 
@@ -158,18 +157,17 @@ def compare(data: bytearray, dtype: str, other: bytearray, other_dtype: str) -> 
 # 2. all else
 
 
-def rest_of(described: Described) -> dict[str, dict[str, Any]]:
+def rest_of(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Returns {kind: {name: value}} of all that tensors_of() does not return."""
-    checkpoint, raw = described
     optimizer = checkpoint.optimizer
-    model = raw.models[0]
-    scaler = getattr(raw.optimizer.get("loss_scaler"), "state", None) or {}
+    model = checkpoint.model
+    scaler = getattr(checkpoint.shard.get("loss_scaler"), "state", None) or {}
     objects = model["module"] or {}
     rest = {
         "counter": {key: model.get(key) for key in COUNTERS} | {"scale": scaler.get("cur_scale")},
         "client state": client_state_of(model),
         "optimizer's": optimizer.extra_states | optimizer.extra_keys,
-        "module's": {name: objects.get(name) for name in checkpoint.module.objects},
+        "module's": {name: objects[name] for name in objects.keys() - checkpoint.module.keys()},
         "group of": {name: p.group_number for name, p in checkpoint.parameters.items()},
     }
     scheduler = model.get("lr_scheduler")
@@ -197,10 +195,11 @@ def differing(kind: str, first: dict, second: dict) -> list[str]:
 
 def not_comparable(checkpoint):
     """Yields in words what belongs to one rank, and so is not compared."""
-    for key in sorted(map(str, checkpoint.optimizer.rank_dependent)):
-        yield f"{checkpoint.folder}: {key} of the optimizer belongs to a rank: it is not compared"
     for problem in checkpoint.problems:
-        if problem.of_ranks:
+        if problem.state is not None:
+            of_rank = f"{problem.state} of the optimizer belongs to a rank"
+            yield f"{checkpoint.folder}: {of_rank}: it is not compared"
+        if problem.limit is Limit.RANKS:
             yield f"{problem.text}: the first alone is compared"
 
 

@@ -58,7 +58,11 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
 
     def fill():
         """Replace ZeRO's sums, which it has divided by the number of ranks, with the exact ones."""
-        check_added_up(sums, share.accumulation)
+        if not all(rounded_sum.is_added_up for rounded_sum in sums.values()):
+            raise ValueError(
+                "exact.py wants a gradient of every trained parameter in each of a step's "
+                f"{share.accumulation} micro-batches, by engine.backward(loss)"
+            )
         for flat in zero.flats:
             if flat.tensor.grad is not None:
                 for piece in flat.pieces:
@@ -83,14 +87,6 @@ def trained_parameters(zero):
             'exact.py needs "memory_efficient_linear": False in the zero_optimization of the config'
         )
     return trained
-
-
-def check_added_up(sums, accumulation):
-    if not all(rounded_sum.is_added_up for rounded_sum in sums.values()):
-        raise ValueError(
-            "exact.py wants a gradient of every trained parameter in each of a step's "
-            f"{accumulation} micro-batches, by engine.backward(loss)"
-        )
 
 
 def round_gradients(

@@ -30,12 +30,13 @@ from universal.checkpoint.describe import describe, left_over, paths_of
 from universal.checkpoint.module_states import client_state_of, config_of
 from universal.checkpoint.same_step import check_same_step, compares_weights
 from universal.checkpoint.tags import choose_tag, is_checkpoint, list_tags, place_of
-from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Described
+from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Limit
 from universal.errors import CheckpointError, Refused
 from universal.files.schema import is_natural
 from universal.files.torch_file import damages_in, load, tensor_of
 from universal.proving.next_steps import read_rows
 from universal.write.console import counted, in_one_line, print_screen, short, wrapped
+from universal.write.converter import problem_of_loss
 
 WORKERS = 4
 SHOWN = 8  # tags, groups on the screen
@@ -87,7 +88,10 @@ def places_in(folder, tag):
     else:
         places = {name: place_of(folder, name) for name in list_tags(folder)}
     if not places:
-        below = sorted(folder.glob("*/latest"), key=numbers_in)
+        below = sorted(
+            folder.glob("*/latest"),
+            key=lambda latest: [*map(int, re.findall(r"\d+", latest.parent.name))],
+        )
         more = ""
         if below and tag is None:
             *_, newest = [path.parent for path in below]
@@ -99,17 +103,13 @@ def places_in(folder, tag):
     return places
 
 
-def numbers_in(latest):
-    return [*map(int, re.findall(r"\d+", latest.parent.name))]
-
-
 def look_at(folder):
     """Returns the facts of a checkpoint, and the Checkpoint; None if it cannot be described."""
     facts = {"problem": None, "checked": False, "unread_damage": []}
     try:
-        described = describe(folder, WORKERS)
-        check_same_step(described.checkpoint)
-        return facts | facts_of(described), described.checkpoint
+        checkpoint = describe(folder, WORKERS)
+        check_same_step(checkpoint)
+        return facts | facts_of(checkpoint), checkpoint
     except Refused as error:
         return facts | {"refused": str(error)}, None
     except CheckpointError as error:
@@ -156,20 +156,27 @@ def weights_not_read(checkpoint):
 # 2. one checkpoint
 
 
-def facts_of(described: Described) -> dict[str, Any]:
+def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns what is shown about a checkpoint, as JSON can hold it."""
-    checkpoint, raw = described
-    model = raw.models[0]
+    model = checkpoint.model
     batch = batch_of(model)
     steps = [*read_rows(checkpoint.folder / NEXT_STEPS, model["global_steps"] + 1)]
     states = dict.fromkeys(key for p in checkpoint.parameters.values() for key in p.states)
-    notes = [problem.text for problem in checkpoint.problems] + left_over(checkpoint)
+    kind = "universal"
+    if checkpoint.layout:
+        kind = f"ZeRO-{checkpoint.stage}, {checkpoint.layout.in_words(' ranks')}"
+    reason = own_ranks_only(checkpoint)
+    notes = left_over(checkpoint)
+    for problem in (*checkpoint.problems, *problem_of_loss(checkpoint)):
+        asks = ": a load on other ranks asks the optimizer whether it reads that"
+        if problem.text != reason:
+            notes.append(problem.text + asks * (problem.limit is Limit.NUMBER))
     if checkpoint.ranks_differ:
         differing = "the client states or buffers of its ranks differ"
         notes.append(f"{differing}: on other ranks all get rank 0's")
     return {
         "step": model["global_steps"],
-        "kind": kind_of(checkpoint),
+        "kind": kind,
         "deepspeed": model.get("ds_version"),
         "batch": batch and batch._asdict() | {"doubt": doubt_of(batch.samples, model)},
         "optimizer": config_of(model, "optimizer").get("type"),
@@ -185,7 +192,7 @@ def facts_of(described: Described) -> dict[str, Any]:
         "client_signs": client_signs(checkpoint.folder),
         "generating": generating(checkpoint, batch),
         "next_steps": steps and [steps[0], steps[-1]],
-        "own_ranks_only": own_ranks_only(checkpoint),
+        "own_ranks_only": reason,
         "notes": notes,
     }
 
@@ -204,20 +211,11 @@ def generating(checkpoint, batch):
     return batch.samples * steps // accumulation
 
 
-def kind_of(checkpoint):
-    if checkpoint.is_universal:
-        return "universal"
-    return f"ZeRO-{checkpoint.stage}, {checkpoint.layout.in_words(' ranks')}"
-
-
-def own_ranks_only(checkpoint: Checkpoint) -> str | None:
+def own_ranks_only(checkpoint):
     """Says why only the ranks that saved a checkpoint can load it; None if any number can."""
-    if checkpoint.layout and checkpoint.layout.unsaved:
-        return f"no file holds {checkpoint.layout.unsaved}"
-    reasons = [problem.text for problem in checkpoint.problems if problem.of_ranks]
-    for key, why in checkpoint.optimizer.rank_dependent.items():
-        reasons.append(f"{key} of the optimizer {why}")
-    return next(iter(reasons), None)
+    limits = (Limit.UNSAVED, Limit.RANKS, Limit.STATE)
+    problems = [problem for problem in checkpoint.problems if problem.limit in limits]
+    return min(problems).text if problems else None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from universal.lines import print_line
 from universal.load import reader
 from universal.load.collective import ProcessGroup, all_or_none
 from universal.load.engine import Engine
-from universal.save.snapshot import Image, copies_done, files_of_save
+from universal.save.snapshot import FileState, Image, copies_done, file_state, files_of_save
 
 if TYPE_CHECKING:
     import deepspeed
@@ -58,13 +58,6 @@ OWN = re.compile(rf"{SLOT.pattern}|\.rank\d+")
 SLACK = 1 << 16  # bytes by which the next step's file may be longer
 
 
-class FileState(NamedTuple):
-    """The time and size of a file, by which contents of one name are told apart."""
-
-    written: int  # nanoseconds
-    size: int  # bytes
-
-
 class Transfer(NamedTuple):
     """A file that a rank sends to another one."""
 
@@ -72,11 +65,6 @@ class Transfer(NamedTuple):
     state: FileState
     source: int
     target: int
-
-
-def file_state(path: Path) -> FileState:
-    stat = path.stat()
-    return FileState(stat.st_mtime_ns, stat.st_size)
 
 
 class Mirror:
@@ -165,8 +153,12 @@ class Mirror:
         with signals_later(), torch.inference_mode(False):
             self.attempt += 1  # files of two attempts at a step are never mixed
             images, failure = [], None
+            arguments = (str(self.unfinished), "saved", client_state, False)
+            write = functools.partial(self.engine.save_checkpoint, *arguments)
             try:
-                images = self.images_of(client_state)
+                files = files_of_save(self.engine, write)
+                self.leave_out(files)
+                images = [Image(path, content) for path, content in files]
             except Exception as error:  # send() tells the others
                 failure = error
             if not self.count:  # later saves wait for no other rank
@@ -178,15 +170,6 @@ class Mirror:
                 failure = error
             self.thread = begin(functools.partial(self.send, step, images, slot, failure))
         return self.finish() if self.waits else self.committed
-
-    def images_of(self, client_state: dict[str, Any]) -> list[Image]:
-        """The Images of this rank's files. client_state: as of engine.save_checkpoint()."""
-        save = functools.partial(
-            self.engine.save_checkpoint, str(self.unfinished), "saved", client_state, False
-        )
-        files = files_of_save(self.engine, save)
-        self.leave_out(files)
-        return [Image(path, content) for path, content in files]
 
     def copy(self, images: list[Image], slot: Path) -> None:
         """Copy all elements of the files into a slot, the folder of a step."""
@@ -393,7 +376,7 @@ def remove_left_over(checkpoints: set[Path]) -> None:
     """Remove, from complete checkpoints, files that an earlier save under the same name left."""
     for checkpoint in checkpoints:
         with contextlib.suppress(CheckpointError):  # it is not complete
-            for name in describe(checkpoint).checkpoint.left_over:
+            for name in describe(checkpoint).left_over:
                 (checkpoint / name).unlink(missing_ok=True)
 
 

@@ -81,16 +81,6 @@ class Proof:
             sums = self.sums if torch.is_tensor(number) else self.known
             sums[row][column] += number
 
-    def follow_save(self, folder, step):
-        file = NextSteps(folder, self.last_step)
-        others = [f for f in self.files if not os.path.sameopenfile(f.folder, file.folder)]
-        self.files = [*others, file][-STEPS:]  # each keeps its folder open
-
-    def follow_load(self, folder, step, restored, cut_words):
-        if rows := read_rows(folder / NEXT_STEPS, step + 1):
-            name = f"{folder.absolute().parent.name}/{folder.name}"
-            self.comparison = Comparison(rows, restored, name, cut_words)
-
     def begin_forward(self, arguments):
         forward = ForwardPass(states=generator_states())
         self.waiting.append(forward)
@@ -262,17 +252,15 @@ def proof_of(engine):
     return vars(engine).get("universal_proof")
 
 
-def is_installed() -> bool:
-    return patches.is_patched("save_checkpoint", "proof")
-
-
 def begin_after_save(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
     """Write this engine's next steps beside the checkpoint in a folder. Call it on all ranks."""
     with harmless(engine):
         proof = engine.universal_proof = proof_of(engine) or Proof(engine)
         proof.last_step = engine.global_steps + STEPS
         if dist.get_rank() == 0:
-            proof.follow_save(folder, engine.global_steps)
+            file = NextSteps(folder, proof.last_step)
+            others = [f for f in proof.files if not os.path.sameopenfile(f.folder, file.folder)]
+            proof.files = [*others, file][-STEPS:]  # each keeps its folder open
 
 
 def after_load(engine: deepspeed.DeepSpeedEngine, loaded: Any, group: Any) -> None:
@@ -283,7 +271,7 @@ def after_load(engine: deepspeed.DeepSpeedEngine, loaded: Any, group: Any) -> No
         restored = BY_DEEPSPEED
     elif loaded.is_rounded or not (options.load_module_strict and options.load_lr_scheduler_states):
         restored = "the load has put back exactly what was not left out or rounded"
-    if is_installed():
+    if patches.is_patched("save_checkpoint", "proof"):
         folder = loaded.folder if options.load_optimizer_states else None
         begin_after_load(engine, folder, restored, loaded.cut)
 
@@ -300,8 +288,12 @@ def begin_after_load(
     if folder:
         with harmless(engine):
             proof = engine.universal_proof = Proof(engine)
+            rows = {}
             if dist.get_rank() == 0:
-                proof.follow_load(folder, engine.global_steps, restored, cut_words)
+                rows = read_rows(folder / NEXT_STEPS, engine.global_steps + 1)
+            if rows:
+                name = f"{folder.absolute().parent.name}/{folder.name}"
+                proof.comparison = Comparison(rows, restored, name, cut_words)
 
 
 def around_save(method, engine, save_dir, tag=None, *args, **options):

@@ -22,16 +22,8 @@ from universal import background, batches, patches, proof
 from universal.batch import saved
 from universal.errors import CheckpointError
 from universal.load.collective import process_group
-from universal.load.engine import Engine
 from universal.load.hooks import LoadOptions, check_mesh, meeting_before_collectives
-from universal.load.loader import (
-    Loaded,
-    Search,
-    check_same_call,
-    find_and_load,
-    has_known_experts,
-    load_other_experts,
-)
+from universal.load.loader import Search, load_next
 from universal.load.reader import Damaged
 from universal.save import plain
 
@@ -126,19 +118,6 @@ def load_checkpoint(
             if tag is not None or not search.tags:
                 raise
             search.damage = str(error)
-
-
-def load_next(engine: deepspeed.DeepSpeedEngine, search: Search, group) -> Loaded:
-    """Load the next checkpoint of a search."""
-    check_same_call(search, group)
-    wrapped = Engine(engine)
-    if engine.has_moe_layers and not has_known_experts(wrapped):
-        return load_other_experts(engine, search)
-    loaded = find_and_load(wrapped, search, group)
-    if loaded.path and not loaded.options.load_optimizer_states:
-        if wrapped.loads_scheduler(loaded.options):
-            wrapped.take_scheduled_rates()
-    return loaded
 
 
 def check_requirements(load_dir, custom_load_fn):

@@ -212,6 +212,6 @@ def test_a_layer_of_random_ltd(laid_out):
 
     shapes = [{"layer.random_ltd_layer.weight": torch.Size((5, 3)), "b": torch.Size((3,))}]
     folder = laid_out(1, unwrapped, shapes=shapes)
-    checkpoint, _ = describe(folder)
+    checkpoint = describe(folder)
     assert {*checkpoint.parameters} == {"layer.random_ltd_layer.weight", "b"}
-    assert "layer.weight" not in checkpoint.module.tensors
+    assert "layer.weight" not in checkpoint.module

@@ -123,7 +123,7 @@ def test_the_weights_alone(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"Path": Path, "torch": torch}
     exec(lines, names)
-    parameters = describe(folder).checkpoint.parameters
+    parameters = describe(folder).parameters
     assert {name: tuple(weight.shape) for name, weight in names["weights"].items()} == {
         name: parameter.shape for name, parameter in parameters.items()
     }

@@ -36,9 +36,11 @@ def test_optimizers_of_torch(saved):
     optimizer, parameter = optimizer_of(saved)
     states = optimizer.state[parameter]
     known = SimpleNamespace(states={"fp32": 0, **states}, scalars={}, group_number=0)
-    checkpoint = SimpleNamespace(parameters={"weight": known})
+    content = OptimizerState(optimizer.param_groups, {}, {})
     model = {"global_steps": 1, "skipped_steps": 0}
-    content = OptimizerState(optimizer.param_groups, {}, {}, {})
+    checkpoint = SimpleNamespace(
+        parameters={"weight": known}, problems=[], optimizer=content, model=model
+    )
     takers = set()
     for kind in TORCHS:
         engine = object.__new__(Engine)
@@ -46,7 +48,7 @@ def test_optimizers_of_torch(saved):
         engine.group_numbers = dict
         with contextlib.suppress(universal.CheckpointError):
             answer = ask(engine.torch_optimizer, optimizer.param_groups)
-            compare.compare_optimizer(engine, checkpoint, model, content, answer, True)
+            compare.compare_optimizer(engine, checkpoint, answer, True)
             takers.add(kind.__name__)
     alike = ({"Adam", "AdamW", "RAdam"},)
     assert takers == next((names for names in alike if saved.__name__ in names), {saved.__name__})
@@ -114,20 +116,21 @@ def test_what_an_optimizer_is_asked(monkeypatch):
 
 
 def shards(number, scalars, answer):
-    """numbers_of_ranks() of a checkpoint that so many ranks have saved."""
+    """problems_of_one_rank() of a checkpoint that so many ranks have saved."""
     known = SimpleNamespace(scalars=scalars)
     checkpoint = SimpleNamespace(
         parameters={"weight": known},
-        optimizer=OptimizerState([{"lr": 0.1}], {}, {}, {}),
+        optimizer=OptimizerState([{"lr": 0.1}], {}, {}),
         is_universal=False,
         layout=SimpleNamespace(shards=number),
     )
-    return dict(loader.numbers_of_ranks(checkpoint, checkpoint.optimizer, answer))
+    problems = loader.problems_of_one_rank(checkpoint, answer)
+    return [problem.state for problem in problems]
 
 
 def test_saved_by_one_rank():
     """What two ranks would show to differ is refused of one, too; not what nobody reads."""
     answer = Answer([{"norm"}], {"lr"}, 0.1, {"norm"}, {"unread"})
-    assert [*shards(1, {"norm": 1.0, "unread": 2.0}, answer)] == ["norm"]
+    assert shards(1, {"norm": 1.0, "unread": 2.0}, answer) == ["norm"]
     assert not shards(2, {"norm": 1.0}, answer)
     assert not shards(1, {"norm": 1.0}, None)

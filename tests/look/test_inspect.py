@@ -349,6 +349,16 @@ def test_its_own_ranks_only(laid_out):
     failed(inspected(source, "--ranks", 3), 2, f"it resumes on {reason}")
 
 
+def test_numbers_of_ranks(laid_out):
+    """Whether the optimizer reads them, a load alone can ask."""
+    source = laid_out(3, add_more, shard=each_state(lambda state: state.update(d=1.0)))
+    edit(source, "*zero_pp_rank_1_*_optim_*", each_state(lambda state: state.update(d=2.0)))
+    facts = facts_in(source)
+    words = "d of the optimizer differs between ranks 0 and 1: a load on other ranks asks"
+    assert facts["own_ranks_only"] is None
+    assert any(note.startswith(words) for note in facts["notes"]), facts
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -12,14 +12,12 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from universal.checkpoint.experts import expert_name
-from universal.checkpoint.module_states import module_state, read_model_states
+from universal.checkpoint.module_states import read_model_states, tensors_of_module
 from universal.checkpoint.types import (
     SETTINGS,
     Checkpoint,
-    Described,
     OptimizerState,
     Parameter,
-    RawStates,
 )
 from universal.checkpoint.zero import OPTIMIZER
 from universal.errors import CheckpointError
@@ -44,7 +42,7 @@ def file_name(name: str) -> str:
     )
 
 
-def describe_universal(folder: Path, pool: Executor) -> Described:
+def describe_universal(folder: Path, pool: Executor) -> Checkpoint:
     """Describe the universal checkpoint in a folder.
 
     Raises: CheckpointError, if files are missing or damaged.
@@ -61,7 +59,10 @@ def describe_universal(folder: Path, pool: Executor) -> Described:
         raise CheckpointError(f"{folder} is a universal checkpoint of experts, which is not read")
     path = folder / "zero" / "optimizer_state.pt"
     optimizer = expect(load(path), dict, path)
-    param_groups = read_param_groups(path, optimizer)
+    content = optimizer
+    if not content.get("param_groups"):
+        content = expect(optimizer, {"optimizer_state_dict": dict}, path)["optimizer_state_dict"]
+    param_groups = expect(content, PARAM_GROUPS, path)["param_groups"]
     step = read_step(path, optimizer)
     group_of = {flat: i for i, group in enumerate(param_groups) for flat in group["params"]}
 
@@ -72,18 +73,19 @@ def describe_universal(folder: Path, pool: Executor) -> Described:
     models = [model | {"module": untrained_entries(model, parameters)} for model in models]
     settings = {key: optimizer.get(key) for key in SETTINGS}
     left_out = optimizer.get("left_out")
-    description = Checkpoint(
+    return Checkpoint(
         folder=folder,
         stage=None,
         layout=None,
         parameters=parameters,
-        module=module_state(models[0]),
-        optimizer=OptimizerState(param_groups, {}, {}, {}, settings, left_out),
+        module=tensors_of_module(models[0]),
+        optimizer=OptimizerState(param_groups, {}, {}, settings, left_out),
         model_states=paths[0],
         left_over=[],
         problems=[],
+        models=models,
+        shard=optimizer,
     )
-    return Described(description, RawStates(models, optimizer))
 
 
 def paths_of_model_states(folder):
@@ -94,12 +96,6 @@ def paths_of_model_states(folder):
             f"{folder} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed"
         )
     return paths
-
-
-def read_param_groups(path, optimizer):
-    if not optimizer.get("param_groups"):
-        optimizer = expect(optimizer, {"optimizer_state_dict": dict}, path)["optimizer_state_dict"]
-    return expect(optimizer, PARAM_GROUPS, path)["param_groups"]
 
 
 def read_step(path, optimizer):

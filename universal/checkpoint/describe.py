@@ -21,22 +21,21 @@ from universal.checkpoint.module_states import (
     degrees_of,
     files_of_layers,
     keep_untrained,
-    module_state,
     modules_of_layers,
     names_beside,
     read_model_states,
     read_own_states,
+    tensors_of_module,
     trimmed,
 )
-from universal.checkpoint.pipeline import problem_of_untied, without_tied
+from universal.checkpoint.pipeline import without_tied
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import (
     UNSAVED,
     Checkpoint,
-    Described,
     Layout,
+    Limit,
     Problem,
-    RawStates,
     kind_with_unsaved,
 )
 from universal.checkpoint.zero import (
@@ -45,7 +44,7 @@ from universal.checkpoint.zero import (
     differences,
     join_slices,
     optimizer_state,
-    problem_of_loss,
+    problems_of_ranks,
     rank_dependent,
     read_shard,
     read_slice,
@@ -64,7 +63,7 @@ MODEL_STATES_FILE = "mp_rank_00_model_states.pt"
 
 def describe(
     folder: str | Path, workers: int = 4, pool: ThreadPoolExecutor | None = None
-) -> Described:
+) -> Checkpoint:
     """Describe the checkpoint in a folder. Runs no code that is in it.
 
     Reads no tensors but the optimizer's scalars, and, for tied layers, some elements of weights.
@@ -199,7 +198,7 @@ def describe_one_rank(folder, mp_rank, paths, pool):
                 f"{model_paths[0]}: no parameter group holds {', '.join(not_saved)}, "
                 "and DeepSpeed saved nothing of it"
             )
-            problems.append(Problem(True, text))
+            problems.append(Problem(Limit.FILES, text))
     files = [*model_paths, *experts.files, *shards]
     return ModelParallelRank(model, shard, parameters, rests, lost, problems, files, client_states)
 
@@ -310,7 +309,7 @@ def other_steps(ranks, parameters):
             f"{text} and older: the save was killed between the two, so name another tag. If you "
             "only copied the files, run `touch` on its *_optim_states.pt"
         )
-    return [Problem(False, text)]
+    return [Problem(Limit.DOUBT, text)]
 
 
 def text_of_steps(path: Path, model: dict, counts: list) -> str:
@@ -333,11 +332,8 @@ def describe_zero(folder, shards, pool):
     first = describe_one_rank(folder, lowest, shards[lowest], pool)
     tensor, pipeline = degrees_of(first.model, len(shards), folder)
     check_complete(folder, shards, tensor, pipeline)
-    others = range(1, tensor * pipeline)
-    ranks = [
-        first,
-        *(describe_one_rank(folder, i, shards[i], pool) for i in others),
-    ]
+    others = [describe_one_rank(folder, i, shards[i], pool) for i in range(1, tensor * pipeline)]
+    ranks = [first, *others]
     return join_all(folder, by_stage(ranks, tensor), tensor, pipeline)
 
 
@@ -354,14 +350,13 @@ def by_stage(ranks, tensor):
 
 
 def join_all(folder, ranks, tensor, pipeline):
-    """Join all ModelParallelRanks into a Described."""
+    """Join all ModelParallelRanks into a Checkpoint."""
     first = ranks[0]
     info = first.model.get(INFO_KEY)
     joiner = TensorParallel(info, tensor, folder)
     parameters, dependent, untied = join_mp_ranks(folder, ranks, joiner)
-    optimizer = optimizer_state(first.shard, dependent)
+    optimizer = optimizer_state(first.shard)
     problems = other_steps(ranks, parameters)
-    problems += problem_of_loss(first.shard.path, parameters, optimizer)
     used = {path for rank in ranks for path in rank.files}
     modules = [rank.model["module"] for rank in ranks]
     nothing = {}
@@ -371,12 +366,13 @@ def join_all(folder, ranks, tensor, pipeline):
         modules = untied_modules(folder, tensor, parameters)
     module, more_problems = join_modules(folder, modules, ranks[0].model, joiner)
     problems += other_groups(folder, ranks, tensor) + untied + more_problems
-    problems += joiner.problems + unused_patterns(joiner)
+    problems += problems_of_ranks(dependent, optimizer.param_groups)
+    problems += joiner.problems()
     models = [ranks[0].model | {"module": module or nothing}, *(rank.model for rank in ranks[1:])]
     client_states = [state for rank in ranks for state in rank.client_states]
     kind = kind_with_unsaved(config_of(first.model, "zero_optimization"))
     if kind:
-        problems.append(Problem(True, f"{folder}: no file holds {UNSAVED[kind]}"))
+        problems.append(Problem(Limit.UNSAVED, UNSAVED[kind]))
     layout = Layout(
         optimizer_kind=kind or first.shard.optimizer_kind,
         shards=first.model["dp_world_size"],
@@ -384,19 +380,20 @@ def join_all(folder, ranks, tensor, pipeline):
         tensor=tensor,
         pipeline=pipeline,
     )
-    description = Checkpoint(
+    return Checkpoint(
         folder=folder,
         stage=first.shard.stage,
         layout=layout,
         parameters=parameters,
-        module=module_state(models[0]),
+        module=tensors_of_module(models[0]),
         optimizer=optimizer,
         model_states=first.files[0],
         left_over=names_beside(folder, used),
         problems=[*(problem for rank in ranks for problem in rank.problems), *problems],
+        models=models,
+        shard=first.shard.content,
         ranks_differ=not all(is_same(client_states[0], s) for s in client_states[1:]),
     )
-    return Described(description, RawStates(models, first.shard.content))
 
 
 def untied_modules(folder, tensor, parameters):
@@ -435,7 +432,7 @@ def other_groups(folder, ranks, degree):
         f"{folder}: a pipeline stage lacks a parameter group that others have, or has another: "
         "give each stage a parameter of every group"
     )
-    return [Problem(True, text, of_ranks=True)]
+    return [Problem(Limit.RANKS, text)]
 
 
 def join_mp_ranks(folder, ranks, joiner):
@@ -464,15 +461,9 @@ def join_mp_ranks(folder, ranks, joiner):
             if name not in joined:
                 joined[name] = joiner.join(name, [part[name] for part in parts])
             elif not joiner.is_tied(name):
-                untied[name] = problem_of_untied(folder, name)
+                text = f"{folder}: {name} is in two pipeline stages and is not declared as tied"
+                untied[name] = Problem(Limit.RANKS, text)
     return joined, dependent, [*untied.values()]
-
-
-def unused_patterns(joiner):
-    """Returns a list with a Problem if patterns match no parameter."""
-    names = ", ".join(sorted(joiner.unused))
-    text = f"{joiner.folder}: {INFO_KEY} has patterns that match no parameter: {names}"
-    return [Problem(True, text)] if names else []
 
 
 def join_modules(folder, modules, model, joiner):
@@ -489,7 +480,7 @@ def join_modules(folder, modules, model, joiner):
         f"{folder}: {', '.join(different)} is in no optimizer, and not the same on all "
         "tensor-parallel ranks"
     )
-    return module, [Problem(True, text)] if different else []
+    return module, [Problem(Limit.FILES, text)] if different else []
 
 
 def frozen_parameters(modules, model, different, joiner):

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from universal.checkpoint.types import ModuleState
 from universal.checkpoint.zero import Cut, Slices
 from universal.errors import CheckpointError
 from universal.files.same import is_same
@@ -238,13 +237,10 @@ def identity(value: Any) -> Any:
     return (tensor.storage, tensor.offset, tensor.size) if tensor else id(value)
 
 
-def module_state(model: dict) -> ModuleState:
-    """The ModuleState of model states from keep_untrained()."""
+def tensors_of_module(model: dict) -> dict[str, Tensor]:
+    """The tensors among what keep_untrained() has left of a module."""
     module = model["module"] or {}
-    return ModuleState(
-        tensors={name: value for name, value in module.items() if isinstance(value, Tensor)},
-        objects=[name for name, value in module.items() if not isinstance(value, Tensor)],
-    )
+    return {name: value for name, value in module.items() if isinstance(value, Tensor)}
 
 
 def modules_of_layers(folder: Path, degree: int, parameters: Iterable[str]) -> list[dict]:
@@ -275,13 +271,10 @@ def common_entries(modules: list[dict]) -> tuple[dict, list[str]]:
     for module in modules:
         for name, value in module.items():
             first = entries.setdefault(name, value)
-            if not is_state_of_parts(name, value) and not is_same(first, value):
+            # A dict may be a state_dict() itself, as Megatron saves them: it differs by rank.
+            differs_by_rank = isinstance(value, dict) and not name.endswith("_extra_state")
+            if not differs_by_rank and not is_same(first, value):
                 different.add(name)
     for name in different:
         del entries[name]
     return entries, sorted(different)
-
-
-def is_state_of_parts(name, value):
-    """Whether an entry is a state_dict() itself, as Megatron saves them: it differs by rank."""
-    return isinstance(value, dict) and not name.endswith("_extra_state")

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Tied layers, which the stages of a pipeline share."""
 
-from pathlib import Path
-
 from universal.checkpoint.rounded import has_values_of
-from universal.checkpoint.types import Problem
 from universal.files.joined import Joined
 from universal.files.sources import ByteReader
 from universal.files.torch_file import has_gaps, tensor_of
@@ -13,12 +10,6 @@ from universal.files.torch_file import has_gaps, tensor_of
 def is_tied(name: str) -> bool:
     """Whether this is the name of a parameter that several layers of a pipeline share."""
     return name.startswith("tied_modules.")
-
-
-def problem_of_untied(folder: Path, name: str) -> Problem:
-    """The Problem that several stages have this parameter, each its own, untied."""
-    text = f"{folder}: {name} is in two pipeline stages and is not declared as tied"
-    return Problem(True, text, of_ranks=True)
 
 
 def without_tied(module: dict, rank: int, parameters: dict, reader: ByteReader) -> dict:

@@ -6,7 +6,7 @@ from types import NoneType
 
 from universal.checkpoint.module_states import modules_of_layers
 from universal.checkpoint.rounded import has_values_of
-from universal.checkpoint.types import Checkpoint
+from universal.checkpoint.types import Checkpoint, Limit
 from universal.errors import CheckpointError
 from universal.files.joined import Joined
 from universal.files.schema import expect
@@ -16,7 +16,7 @@ from universal.files.torch_file import Tensor, load, tensor_of
 
 def compares_weights(checkpoint: Checkpoint) -> bool:
     """Whether check_same_step() must read: no state counts steps, or there are doubts."""
-    doubts = not all(problem.loses_state for problem in checkpoint.problems)
+    doubts = any(problem.limit is Limit.DOUBT for problem in checkpoint.problems)
     return doubts or not counts_steps(checkpoint)
 
 
@@ -26,7 +26,7 @@ def counts_steps(checkpoint: Checkpoint) -> bool:
     known = [*checkpoint.optimizer.param_groups, *scalars]
     if any("step" in of_one for of_one in known):
         return True
-    model = load(checkpoint.model_states)
+    model = checkpoint.model
     step = model["global_steps"] - model["skipped_steps"]
     numbers = [value for of_one in known for value in of_one.values()]
     return any(type(number) in (int, float) and number == step for number in numbers)

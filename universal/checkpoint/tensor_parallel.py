@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from universal.checkpoint.types import Parameter, Problem
+from universal.checkpoint.types import Limit, Parameter, Problem
 from universal.errors import CheckpointError
 from universal.files.joined import AVERAGED, Block, Joined, blocks_along, resized, strided
 from universal.files.schema import expect, is_natural, is_shape
@@ -99,8 +99,7 @@ def sub_sizes(sizes, width):
 class TensorParallel:
     """Joins the parameters of a checkpoint's tensor-parallel ranks.
 
-    problems: what may be wrong with universal_checkpoint_info. unused: its patterns that have
-    matched no parameter yet.
+    unused: patterns of universal_checkpoint_info that have matched no parameter yet.
     """
 
     def __init__(self, info: dict | None, degree: int, folder: Path):
@@ -112,8 +111,6 @@ class TensorParallel:
         self.info = expect(info or {}, INFO, folder)
         self.degree = degree
         self.folder = folder
-        self.unused = set()
-        self.problems = []
         subs = self.info.get(SUB_PARAMS, [])
         lists = [self.info.get(key, []) for key in LISTS] + [sub["patterns"] for sub in subs]
         self.patterns = set().union(*lists)
@@ -121,17 +118,25 @@ class TensorParallel:
         if affine.get("version", 1) > 1:
             raise self.error(f"affine map of version {affine['version']}, and only 1 is known")
         self.affine_params = expect(affine["params"], AFFINE_PARAMS, folder)
-        if degree > 1:
-            self.unused = set(self.patterns)
-        elif info and not (self.info.get(ROWS) or self.affine_params):
-            text = (
-                f"{folder}: universal_checkpoint_info names no row-parallel weights ({ROWS}): "
-                "if there are some, the result is wrong on more than one tensor-parallel rank"
-            )
-            self.problems.append(Problem(False, text))
+        self.unused = set(self.patterns)
 
     def error(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self.folder}: {text}")
+
+    def problems(self) -> list[Problem]:
+        """Returns a list with a Problem if something may be wrong with universal_checkpoint_info.
+        Call it when all parameters are joined."""
+        if self.degree > 1 and self.unused:
+            names = ", ".join(sorted(self.unused))
+            text = f"{self.folder}: {INFO_KEY} has patterns that match no parameter: {names}"
+            return [Problem(Limit.FILES, text)]
+        if self.degree > 1 or not self.info or self.info.get(ROWS) or self.affine_params:
+            return []
+        text = (
+            f"{self.folder}: universal_checkpoint_info names no row-parallel weights ({ROWS}): "
+            "if there are some, the result is wrong on more than one tensor-parallel rank"
+        )
+        return [Problem(Limit.DOUBT, text)]
 
     def describes(self, name: str) -> bool:
         """Whether a pattern matches: parameters that none matches are cut along dimension 0."""

@@ -2,18 +2,22 @@
 """What is known of a checkpoint without reading its tensors."""
 
 import math
+from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from universal.files.sources import Source
+from universal.files.torch_file import Tensor
 
 NEXT_STEPS = "next_steps.csv"  # next_steps.py writes and reads it, beside the shards
 
 # What DeepSpeed's optimizer saves besides tensors and hyperparameters.
 SETTINGS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 UNSAVED = {  # what DeepSpeed saves in no file
-    "ZenFlow": "the gradients that ZenFlow defers, nor all of its moments",
-    "SuperOffload": "the optimizer's states, which SuperOffload keeps in another process",
+    "ZenFlow": "no file holds the gradients that ZenFlow defers, nor all of its moments",
+    "SuperOffload": (
+        "no file holds the optimizer's states, which SuperOffload keeps in another process"
+    ),
 }
 
 
@@ -55,11 +59,6 @@ class Layout(NamedTuple):
     tensor: int
     pipeline: int
 
-    @property
-    def unsaved(self) -> str | None:
-        """What DeepSpeed saves in no file, in words; None if it saves all."""
-        return UNSAVED.get(self.optimizer_kind)
-
     def in_words(self, unit: str = "") -> str:
         """The number of ranks in words: 8 (tensor 2 x data 4)."""
         degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.shards}
@@ -69,53 +68,51 @@ class Layout(NamedTuple):
         return f"{number}{unit.removesuffix('s') if number == 1 else unit}{shared}"
 
 
-class ModuleState(NamedTuple):
-    """What the module's state holds besides trained parameters.
-
-    tensors: {name: Tensor}: buffers, frozen parameters, tensors of get_extra_state() or of a
-    state_dict hook. objects: the names of what is no tensor.
-    """
-
-    tensors: dict
-    objects: list[str]
-
-
 class OptimizerState(NamedTuple):
     """What the optimizer's state holds besides the states of parameters.
 
     param_groups: hyperparameters. extra_states: entries of its "state" that belong to no parameter.
-    extra_keys: entries beside "state" and "param_groups". rank_dependent: {name: why} of states
-    that differ between ranks, or are not cut like the weights. settings: those of SETTINGS.
-    left_out: names of states that the converter had no place for.
+    extra_keys: entries beside "state" and "param_groups". settings: those of SETTINGS. left_out:
+    names of states that the converter had no place for.
     """
 
     param_groups: list[dict]
     extra_states: dict
     extra_keys: dict
-    rank_dependent: dict
     settings: dict = {}
     left_out: list | None = None
 
 
+class Limit(IntEnum):
+    """Who loses what a Problem names. From UNSAVED on, a load takes it on the ranks that saved it,
+    by DeepSpeed's own loader, and on no others; the least one is told."""
+
+    DOUBT = 0  # nobody, or all: a load says it
+    FILES = 1  # all but a rank with the very file that it saved, unless the user accepts it
+    UNSAVED = 2  # all, also the ranks that saved
+    RANKS = 3  # all but the ranks that saved
+    STATE = 4  # the same, with the optimizer's states
+    NUMBER = 5  # the same, if the optimizer reads it
+
+
 class Problem(NamedTuple):
-    """What a load or a conversion would lose. loses_state: an error, unless the user accepts it.
+    """What a load or a conversion would lose. state: its name in the optimizer, if it is there."""
 
-    of_conversion: only a conversion loses it. of_ranks: all but the ranks that saved lose it, and
-    the user cannot accept that.
-    """
-
-    loses_state: bool
+    limit: Limit
     text: str
-    of_conversion: bool = False
-    of_ranks: bool = False
+    state: Any = None
 
 
 class Checkpoint(NamedTuple):
     """A checkpoint without its data. It can be pickled, to send it to other processes.
 
     stage: of ZeRO, 1 to 3. It and layout are None for a universal checkpoint, which is not cut.
-    parameters: by name. model_states: rank 0's file. left_over: names of what an earlier save left
-    in the folder. problems: what a load or a conversion loses. ranks_differ: whether a rank has
+    parameters: by name. module: other tensors of the module's state: buffers, frozen parameters,
+    those of get_extra_state() or of a state_dict hook. model_states: rank 0's file. left_over:
+    names of what an earlier save left in the folder. problems: what a load or a conversion loses.
+    models: the model states of every model-parallel rank; their `module` has no trained parameters.
+    Once it is sent to all ranks, these are rank 0's, as a rank's own objects, without a tensor.
+    shard: the optimizer states of rank 0, as they were pickled. ranks_differ: whether a rank has
     saved another client state, or another value of a buffer, than rank 0.
     """
 
@@ -123,12 +120,19 @@ class Checkpoint(NamedTuple):
     stage: int | None
     layout: Layout | None
     parameters: dict[str, Parameter]
-    module: ModuleState
+    module: dict[str, Tensor]
     optimizer: OptimizerState
     model_states: Path
     left_over: list[str]
     problems: list[Problem]
+    models: list[dict]
+    shard: dict
     ranks_differ: bool = False
+
+    @property
+    def model(self) -> dict:
+        """The model states of rank 0."""
+        return self.models[0]
 
     @property
     def is_universal(self) -> bool:
@@ -138,21 +142,3 @@ class Checkpoint(NamedTuple):
     def is_data_parallel(self) -> bool:
         """Whether nothing but ZeRO cuts the parameters."""
         return self.layout is None or self.layout.tensor * self.layout.pipeline == 1
-
-
-class RawStates(NamedTuple):
-    """The objects that were pickled in a checkpoint's files.
-
-    models: the model states of every model-parallel rank; their `module` has no trained parameters.
-    optimizer: the optimizer states of rank 0.
-    """
-
-    models: list[dict]
-    optimizer: dict
-
-
-class Described(NamedTuple):
-    """A Checkpoint with its RawStates, from describe()."""
-
-    checkpoint: Checkpoint
-    raw: RawStates

@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from universal.checkpoint.experts import Team
-from universal.checkpoint.types import SETTINGS, OptimizerState, Parameter, Problem
+from universal.checkpoint.types import SETTINGS, Limit, OptimizerState, Parameter, Problem
 from universal.errors import CheckpointError
 from universal.files.same import holds_elements, is_same
 from universal.files.schema import expect, is_natural
@@ -175,13 +175,12 @@ def extra_keys(optimizer: dict) -> dict:
     return {key: value for key, value in optimizer.items() if key not in ("state", "param_groups")}
 
 
-def optimizer_state(shard: SavedShard, dependent: dict) -> OptimizerState:
-    """The OptimizerState of a shard. dependent: {name: why}."""
+def optimizer_state(shard: SavedShard) -> OptimizerState:
+    """The OptimizerState of a shard."""
     optimizer = shard.optimizer
     groups = optimizer["param_groups"]
-    kept = {key: why for key, why in dependent.items() if not is_computed_anew(key, groups)}
     settings = {key: shard.content.get(key) for key in SETTINGS}
-    return OptimizerState(groups, extra_states(optimizer), extra_keys(optimizer), kept, settings)
+    return OptimizerState(groups, extra_states(optimizer), extra_keys(optimizer), settings)
 
 
 def is_computed_anew(key: str, param_groups: list[dict]) -> bool:
@@ -224,6 +223,19 @@ def rank_dependent(ranks: list[ModelParallelRank]) -> dict[str, str]:
     for rank in ranks:
         lost |= rank.lost
     return lost
+
+
+def problems_of_ranks(dependent: dict[str, str], param_groups: list[dict]) -> list[Problem]:
+    """Returns a Problem for each state of rank_dependent()."""
+    return [
+        Problem(
+            Limit.STATE if why in (NOT_CUT, ABSENT) else Limit.NUMBER,
+            f"{key} of the optimizer {why}",
+            key,
+        )
+        for key, why in dependent.items()
+        if not is_computed_anew(key, param_groups)
+    ]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -505,26 +517,3 @@ def differences(values: list[dict]) -> dict:
             if not in_both or not is_same(values[0][key], of_rank[key]):
                 differing.setdefault(key, rank)
     return differing
-
-
-def lost_states(parameters: dict, optimizer: OptimizerState) -> list[str]:
-    """The names of the optimizer's states that a universal checkpoint has no place for: those
-    without a value for each element, but for the step."""
-    names = {*optimizer.extra_states, *optimizer.extra_keys}
-    names |= optimizer.rank_dependent.keys()
-    for parameter in parameters.values():
-        # A None alone is what a new state has, too; beside others it may tell that these are made.
-        if len(parameter.states) > 1 or any(v is not None for v in parameter.scalars.values()):
-            names |= parameter.scalars.keys() - {"step"}
-    names = {name for name in names if not is_computed_anew(name, optimizer.param_groups)}
-    return sorted({str(name) for name in names})
-
-
-def problem_of_loss(path: Path, parameters: dict, optimizer: OptimizerState) -> list[Problem]:
-    """Returns a list with a Problem if a conversion would lose states; otherwise an empty one."""
-    names = ", ".join(lost_states(parameters, optimizer))
-    text = (
-        f"{path}: {names} of the optimizer: a universal checkpoint has no place for what belongs "
-        "to no single element"
-    )
-    return [Problem(True, text, of_conversion=True)] if names else []

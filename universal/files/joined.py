@@ -46,11 +46,6 @@ class Block(NamedTuple):
         return once and self.offset + reach(self.shape, self.stride) <= source.numel
 
     @property
-    def whole_end(self) -> int:
-        """The offset in the whole that follows the block's last element."""
-        return self.whole_offset + reach(self.shape, self.whole_stride)
-
-    @property
     def is_in_place(self) -> bool:
         """Whether offset and strides are the same in the part and in the whole."""
         return (self.stride, self.offset) == (self.whole_stride, self.whole_offset)
@@ -217,7 +212,8 @@ def part_of(whole: Source, shape: tuple, blocks: Sequence[Block], numel: int) ->
     shape: of the whole. blocks: all that the part has. numel: of the part.
     """
     name = getattr(whole, "name", "a parameter")
-    if max(block.whole_end for block in blocks) > whole.numel:
+    ends = [block.whole_offset + reach(block.shape, block.whole_stride) for block in blocks]
+    if max(ends) > whole.numel:
         whole = Padded(whole)
     of_whole = getattr(whole, "blocks", None) or ()
     # Read from the saved parts themselves: through the whole it would be row by row, twice.
@@ -286,7 +282,8 @@ def in_order(block: Block, units: int = 1) -> Block:
     units: how many of the units in which the result counts make an element.
     """
     dims = [(units, 1, 1)]  # (size, stride, stride in the whole), from the last on
-    for dim in sorted(zip(block.shape, block.stride, block.whole_stride, strict=True), key=last):
+    of_block = zip(block.shape, block.stride, block.whole_stride, strict=True)
+    for dim in sorted(of_block, key=operator.itemgetter(2)):
         dim = (dim[0], dim[1] * units, dim[2] * units)
         n, stride, whole_stride = dims[-1]
         if n == 1 < dim[0]:
@@ -306,10 +303,6 @@ def in_order(block: Block, units: int = 1) -> Block:
         whole_stride=whole_stride,
         whole_offset=block.whole_offset * units,
     )
-
-
-def last(dim: tuple) -> int:
-    return dim[-1]
 
 
 def boxes(block: Block, target: Target, unit: int) -> Iterator[Block]:

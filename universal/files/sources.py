@@ -241,11 +241,6 @@ class ByteReader:
         self.opened = opened or keep_open()
         self.spans = {}
 
-    def read_bytes(self, buffer: memoryview, record: Record, start: int) -> int:
-        """Fill the buffer from a record. Returns the CRC-32 of these bytes."""
-        fill(self.opened, [buffer], record.path, record.offset + start)
-        return self.remember(buffer, record, start)
-
     def remember(self, buffer, record, start):
         """Add these bytes of a record to the spans that were read. Returns their CRC-32."""
         crc = zlib.crc32(buffer)
@@ -263,12 +258,10 @@ class ByteReader:
         """
         if hasattr(source, "read_into"):
             return source.read_into(buffer, start, self)
-        done = 0
         crc = 0
-        for part in source.ranges(start, len(buffer) // width(source.dtype)):
-            target = buffer[done : done + part.nbytes]
-            crc = append_crc(crc, target, self.read_bytes(target, part.record, part.start))
-            done += part.nbytes
+        for place in pending_reads(buffer, source, start):
+            fill(self.opened, [place.buffer], place.record.path, place.offset)
+            crc = append_crc(crc, place.buffer, self.remember(*place))
         return crc
 
     def read_in_threads(
@@ -400,7 +393,10 @@ def check_record(record, spans, opened):
     triples = sorted(set(zip(spans[::3], spans[1::3], spans[2::3], strict=True)))
     for start, end, crc_of_span in [*triples, (record.nbytes, record.nbytes, 0)]:
         if start < checked:  # it was read for two tensors, so its CRC does not join the others
-            check_again(record, start, end, crc_of_span, opened)
+            if checksum(opened, record, start, end) != crc_of_span:
+                raise CheckpointError(
+                    f"{record.path} is damaged, or was read wrong: a tensor is not the same twice"
+                )
             continue
         crc = checksum(opened, record, checked, start, crc)
         crc = join_crcs(crc, crc_of_span, end - start)
@@ -408,14 +404,6 @@ def check_record(record, spans, opened):
     if crc != record.crc:
         raise CheckpointError(
             f"{record.path} is damaged: a tensor does not match the checksum saved with it"
-        )
-
-
-def check_again(record, start, end, crc, opened):
-    """Read a span once more, and compare."""
-    if checksum(opened, record, start, end) != crc:
-        raise CheckpointError(
-            f"{record.path} is damaged, or was read wrong: a tensor is not the same twice"
         )
 
 

@@ -89,7 +89,11 @@ def write_records(file: BinaryIO, stem: str, sources: dict[str, Any], reader: By
         for name, source in sources.items():
             info = record_header(stem, name, nbytes_of(source), file.tell())
             file.write(info.FileHeader())
-            for chunk, crc in chunks_of(source, reader):
+            if isinstance(source, bytes | memoryview):
+                chunks = [(source, zlib.crc32(source))]
+            else:
+                chunks = reader.chunks(source)
+            for chunk, crc in chunks:
                 file.write(chunk)
                 info.CRC = append_crc(info.CRC, chunk, crc)
             archive.start_dir = file.tell()
@@ -97,12 +101,6 @@ def write_records(file: BinaryIO, stem: str, sources: dict[str, Any], reader: By
             file.write(info.FileHeader())  # with the checksum
             file.seek(archive.start_dir)
             archive.filelist.append(info)
-
-
-def chunks_of(source, reader):
-    if isinstance(source, bytes | memoryview):
-        return [(source, zlib.crc32(source))]
-    return reader.chunks(source)
 
 
 class Storage(NamedTuple):

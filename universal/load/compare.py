@@ -5,9 +5,10 @@ import math
 
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.module_states import config_of
-from universal.checkpoint.types import Checkpoint, OptimizerState
+from universal.checkpoint.types import Checkpoint, Limit
 from universal.checkpoint.zero import ABSENT, outer
 from universal.errors import CheckpointError
+from universal.files.same import is_same
 from universal.load.ask import Answer
 from universal.load.collective import ProcessGroup, say
 from universal.load.engine import Engine
@@ -21,7 +22,6 @@ FRESH = "; load_optimizer_states=False continues with a fresh optimizer"
 def compare_parameters(
     engine: Engine,
     checkpoint: Checkpoint,
-    model: dict,
     parts: Parts,
     options: LoadOptions,
     optimized: set[str],
@@ -37,8 +37,8 @@ def compare_parameters(
     if optimized and options.load_optimizer_states:
         agree(optimized, trained, "trained", strict, "without their states")
     else:
-        tied = tied_names(engine, checkpoint, model)
-        known = trained | checkpoint.module.tensors.keys() | tied.keys()
+        tied = tied_names(engine, checkpoint)
+        known = trained | checkpoint.module.keys() | tied.keys()
         agree(optimized - known, trained - present, "trained", strict)
     by_group = options.load_optimizer_states or engine.loads_scheduler(options)
     groups = engine.group_numbers() if by_group else {}
@@ -46,7 +46,9 @@ def compare_parameters(
     for name in sorted(checkpoint.parameters.keys() & engine.parameters.keys()):
         saved = checkpoint.parameters[name]
         shape = parts.maps[name].shape
-        if not has_saved_shape(shape, saved, checkpoint.is_universal):
+        # DeepSpeed's converter may leave only the number of elements.
+        is_flat = checkpoint.is_universal and saved.shape == (math.prod(shape),)
+        if shape != saved.shape and not is_flat:
             raise CheckpointError(
                 f"{name} is {shape} here, and {saved.shape} in the checkpoint: to resize it, begin "
                 "with its weights"
@@ -62,12 +64,6 @@ def compare_parameters(
 def cure_of_groups(engine):
     """Says what to do where DeepSpeed drops a group of which a pipeline stage has nothing."""
     return "; give each stage a parameter of every group" if engine.is_pipeline() else ""
-
-
-def has_saved_shape(shape, saved, universal):
-    """Whether a saved parameter, joined from all parts, may have this shape."""
-    # DeepSpeed's converter may leave only the number of elements.
-    return shape == saved.shape or universal and saved.shape == (math.prod(shape),)
 
 
 def agree(
@@ -109,7 +105,7 @@ def check_any_trained(checkpoint: Checkpoint, optimized: set[str], present: set[
     A run would go on at the old step with initial weights. optimized, present: as in
     compare_parameters().
     """
-    saved = checkpoint.parameters.keys() | checkpoint.module.tensors.keys()
+    saved = checkpoint.parameters.keys() | checkpoint.module.keys()
     trained = checkpoint.parameters.keys()
     if trained and not optimized & saved and not trained & present:
         raise CheckpointError(
@@ -122,8 +118,6 @@ def check_any_trained(checkpoint: Checkpoint, optimized: set[str], present: set[
 def compare_optimizer(
     engine: Engine,
     checkpoint: Checkpoint,
-    model: dict,
-    saved: OptimizerState,
     answer: Answer | None,
     resharded: bool,
 ) -> None:
@@ -132,20 +126,21 @@ def compare_optimizer(
     answer: of the engine's optimizer. resharded: whether reshard() will load it; if not,
     DeepSpeed's loader gives each rank its own groups and states.
     """
-    for misfit in misfits_of_optimizer(engine, checkpoint, model, saved, answer, resharded):
+    for misfit in misfits_of_optimizer(engine, checkpoint, answer, resharded):
         raise CheckpointError(f"{misfit}{FRESH}")
 
 
-def misfits_of_optimizer(engine, checkpoint, model, saved, answer, resharded):
+def misfits_of_optimizer(engine, checkpoint, answer, resharded):
     """Yields, in words, how the checkpoint's optimizer differs from the engine's."""
+    saved, model = checkpoint.optimizer, checkpoint.model
     groups = len(engine.param_groups)
     if resharded and len(saved.param_groups) != groups:
         yield (
             f"of another optimizer: it has {len(saved.param_groups)} parameter groups, "
             f"that of the engine {groups}{cure_of_groups(engine)}"
         )
-    yield from other_optimizer(engine, checkpoint, saved, answer)
-    if engine.keeps_second_optimizer():
+    yield from other_optimizer(engine, checkpoint, answer)
+    if hasattr(engine.optimizer, "backup_optimizer"):
         yield "DeepSpeed restores no state that offload_optimizer.ratio leaves on the GPU"
     if saved.left_out:
         yield f"converted without {', '.join(saved.left_out)} of the optimizer"
@@ -161,16 +156,17 @@ def misfits_of_optimizer(engine, checkpoint, model, saved, answer, resharded):
     # DeepSpeed does not count what torch's GradScaler skips.
     if scaled_by_torch(model) and len(bare) == len(parameters):
         stepped &= any(parameters[name].scalars for name in bare)
-    if bare and stepped and not saved.rank_dependent:
+    lost = any(problem.limit >= Limit.STATE for problem in checkpoint.problems)
+    if bare and stepped and not lost:
         yield f"there is no optimizer state of {bare[0]}"
 
 
-def other_optimizer(engine, checkpoint, saved, answer):
+def other_optimizer(engine, checkpoint, answer):
     """Yields, in words, why the checkpoint is of another optimizer.
 
     It has other states, and other settings; or it lacks numbers that the engine's was made with.
     """
-    names = {name for group in saved.param_groups for name in group}
+    names = {name for group in checkpoint.optimizer.param_groups for name in group}
     if "lr" not in names:
         return  # elastic_checkpoint
     if answer:
@@ -181,11 +177,15 @@ def other_optimizer(engine, checkpoint, saved, answer):
             yield (
                 f"of another optimizer: it has {sorted(states)}, that of the engine {sorted(made)}"
             )
-        for key, why in saved.rank_dependent.items():
-            if key in answer.on_all_ranks and why == ABSENT:
-                yield f"{key} of the optimizer {why}"
+        for problem in checkpoint.problems:
+            if problem.state in answer.on_all_ranks and problem.text.endswith(ABSENT):
+                yield problem.text
     defaults = getattr(engine.torch_optimizer, "defaults", {})
-    numbers = {name for name, value in defaults.items() if is_number(value)}
+    numbers = {
+        name
+        for name, value in defaults.items()
+        if isinstance(value, float | int | tuple) and not isinstance(value, bool)
+    }
     if lacking := numbers - names:
         yield f"of another optimizer: its parameter groups have no {', '.join(sorted(lacking))}"
 
@@ -194,10 +194,6 @@ def kept_of(parameters):
     """The names of what the optimizer keeps of parameters, besides masters and steps."""
     names = {outer(name) for of in parameters for name in (*of.states, *of.scalars)}
     return {*map(str, names)} - {"fp32", "step"}
-
-
-def is_number(value):
-    return isinstance(value, float | int | tuple) and not isinstance(value, bool)
 
 
 def keeps_states(engine, answer, number):
@@ -209,19 +205,20 @@ def keeps_states(engine, answer, number):
     return "betas" in settings or bool(settings.get("momentum"))
 
 
-def in_groups_of(
-    engine: Engine, checkpoint: Checkpoint, model: dict, saved: OptimizerState
-) -> tuple[dict, OptimizerState]:
-    """Returns model states and an OptimizerState with an entry for each parameter group of the
-    engine.
+def in_groups_of(engine: Engine, checkpoint: Checkpoint) -> Checkpoint:
+    """Returns the checkpoint with an entry for each parameter group of the engine.
 
     DeepSpeed splits a group if a rank has many experts, so their number may change. Raises:
     CheckpointError, if a group here has experts from groups with different settings.
     """
-    origins = origins_of_groups(engine, checkpoint)
+    origins = {}  # {group here: groups in which its parameters were saved}, all by number
+    for name, number in engine.group_numbers().items():
+        if name in checkpoint.parameters:
+            origins.setdefault(number, set()).add(checkpoint.parameters[name].group_number)
     has_experts = any(map(expert_name, engine.parameters))
     if not has_experts or len(origins) < len(engine.param_groups):  # the latter fit no groups
-        return model, saved
+        return checkpoint
+    saved = checkpoint.optimizer
     groups = []
     for number, group in enumerate(engine.param_groups):
         kept = {key: group[key] for key in ("params", "name") if key in group}
@@ -229,20 +226,12 @@ def in_groups_of(
         if any(other != settings for other in others):
             raise CheckpointError(f"group {number} has experts of groups with different settings")
         groups.append(settings)
-    scheduler = dict(model["lr_scheduler"] or {})
+    scheduler = dict(checkpoint.model["lr_scheduler"] or {})
     for key, values in scheduler.items():
         if isinstance(values, list) and len(values) == len(saved.param_groups):
             scheduler[key] = [values[min(origins[number])] for number in sorted(origins)]
-    return model | {"lr_scheduler": scheduler}, saved._replace(param_groups=groups)
-
-
-def origins_of_groups(engine, checkpoint):
-    """Returns {group here: groups in which its parameters were saved}, all by number."""
-    origins = {}
-    for name, number in engine.group_numbers().items():
-        if name in checkpoint.parameters:
-            origins.setdefault(number, set()).add(checkpoint.parameters[name].group_number)
-    return origins
+    models = [checkpoint.model | {"lr_scheduler": scheduler}]
+    return checkpoint._replace(optimizer=saved._replace(param_groups=groups), models=models)
 
 
 def say_rounded(entries: list, group: ProcessGroup) -> bool:
@@ -275,8 +264,26 @@ def say_lost_scale(engine: Engine, model: dict) -> None:
         )
 
 
-def tied_names(engine: Engine, checkpoint: Checkpoint, model: dict) -> dict[str, str]:
+def check_tied(engine: Engine, saved: dict, strict: bool) -> None:
+    """Check that entries which become one tensor here, of a tied layer, are the same.
+
+    saved: the entries of a checkpoint's module. Raises: CheckpointError, if strict.
+    """
+    if not strict or not hasattr(engine.module, "tied_modules"):
+        return
+    first_names = {}
+    for saved_name in sorted(saved):
+        name = engine.local_name(saved_name)
+        first = first_names.setdefault(name, saved_name)
+        if name and not is_same(saved[first], saved[saved_name]):
+            raise CheckpointError(
+                f"{first} and {saved_name} are of one tied layer, and differ: pipeline stages had "
+                f"them for themselves; load_module_strict=False continues with {first}"
+            )
+
+
+def tied_names(engine: Engine, checkpoint: Checkpoint) -> dict[str, str]:
     """Returns {parameter: the trained one that it was tied to}, of those that are tied no more."""
-    shared = model.get("shared_params") or {}
+    shared = checkpoint.model.get("shared_params") or {}
     own = engine.parameters.keys() - checkpoint.parameters.keys()
     return {name: shared[name] for name in own if shared.get(name) in checkpoint.parameters}

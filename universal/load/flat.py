@@ -38,16 +38,6 @@ class FlatTensor(NamedTuple):
     names: list[str]
     pieces: list[Piece]
 
-    def blank(self, numel: int, dtype: torch.dtype) -> "FlatTensor":
-        """The same with a new tensor on the CPU: zeros between pieces, uninitialized in them."""
-        tensor = torch.empty(numel, dtype=dtype, device="cpu")
-        end = 0
-        for piece in self.pieces:
-            tensor[end : piece.offset].zero_()
-            end = piece.offset + piece.numel
-        tensor[end:].zero_()
-        return self._replace(tensor=tensor)
-
 
 class Partition(NamedTuple):
     """A rank's part of a parameter at ZeRO-3: in `tensor`, the elements from `start` on."""

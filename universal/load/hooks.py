@@ -114,16 +114,6 @@ def saving_alone(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
                 parameter.ds_status = status
 
 
-def loading_at_once(engine: deepspeed.DeepSpeedEngine) -> contextlib.AbstractContextManager:
-    """Let all ranks load at the same time in this block, whatever pipeline_loading_checkpoint says.
-
-    One after the other, a rank would wait for one that has failed; and a machine's last rank sends
-    to a rank that does not receive.
-    """
-    zero = engine._config.zero_config.model_copy(update={"pipeline_loading_checkpoint": False})
-    return overridden(engine._config, zero_config=zero)
-
-
 @contextlib.contextmanager
 def gathering_in_place(optimizer: Any) -> Iterator[None]:
     """Let ranks broadcast their parts of the weights of ZeRO-1 and 2 in this block, if by gloo: its

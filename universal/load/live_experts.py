@@ -62,9 +62,3 @@ def check_autoep(model: Any, folder: Path) -> None:
                 f"{folder} has the experts of {layer['module_path']} on other ranks than AutoEP "
                 "here: DeepSpeed would mix them up"
             )
-
-
-def are_known_experts(parameters: dict) -> bool:
-    """Whether every parameter that only some ranks have is of deepspeed.moe.layer.MoE's experts."""
-    parallel = (name for name, parameter in parameters.items() if is_moe_param(parameter))
-    return all(map(expert_name, parallel))

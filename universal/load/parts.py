@@ -8,7 +8,7 @@ elements are in the whole.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from universal.checkpoint.tensor_parallel import (
     AFFINE,
@@ -43,23 +43,18 @@ class Parts(NamedTuple):
         whole: the Source of the whole. numel: of the part.
         """
         blocks = self.maps[name].blocks
-        if isinstance(whole, Joined) and self.is_cut_alike(whole, blocks, numel):
-            return whole.parts[self.rank]
+        if isinstance(whole, Joined) and len(whole.parts) == self.degree:
+            # The same parts as this engine has: none is joined. Each rank then gets its own part
+            # back also where another degree would get a mean.
+            own = whole.parts[self.rank]
+            if whole.blocks == blocks or self.degree > 1 and own.numel == numel:
+                return own
         if isinstance(whole, Joined) and self.rank:  # tensor-parallel rank 0 compares them
             whole = whole.without_copies()
         own = self.own_blocks(name)
         if numel == whole.numel and all(block.is_in_place for block in own):
             return whole
         return part_of(whole, self.maps[name].shape, own, numel)
-
-    def is_cut_alike(self, whole, blocks, numel):
-        """Whether the checkpoint has the same parts as this engine, so that none is joined.
-
-        Each rank then gets its own part back also where another degree would get a mean.
-        """
-        if len(whole.parts) != self.degree:
-            return False
-        return whole.blocks == blocks or self.degree > 1 and whole.parts[self.rank].numel == numel
 
     def own_blocks(self, name):
         """Returns this rank's blocks of a parameter."""
@@ -76,9 +71,10 @@ class Parts(NamedTuple):
         return contiguous(whole.dtype, source, shape)
 
 
-def parts_of(engine: Engine, checkpoint: Checkpoint, saved: Any, group: ProcessGroup) -> Parts:
-    """The Parts of this rank. saved: the checkpoint's universal_checkpoint_info. Raises
-    CheckpointError if neither model nor checkpoint tells them."""
+def parts_of(engine: Engine, checkpoint: Checkpoint, group: ProcessGroup) -> Parts:
+    """The Parts of this rank. Raises CheckpointError if neither model nor checkpoint tells
+    them."""
+    saved = checkpoint.model.get(INFO_KEY)
     degree = engine.layout().tensor
     rank = engine.tensor_rank
     names = dict(engine.module.named_parameters())  # the frozen ones, too

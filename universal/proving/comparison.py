@@ -46,7 +46,7 @@ class Comparison:
         """
         before = self.rows[now.step]
         whose = "" if self.is_alone else f"{self.name}: "
-        trained = f"trained before on {ranks_in_words(before.ranks)}"
+        trained = f"trained before on {before.ranks} rank{'s' * (before.ranks > 1)}"
         for draws, row in zip(self.draws, (before, now), strict=True):
             draws.append(row.draws)
         for name, number_before, number, tolerance in pairs_of(
@@ -118,10 +118,6 @@ class Comparison:
             cause += "; or micro-batches of another size round otherwise, in an autocast or TF32"
         samples = ", and the samples are the same, so" if known else "; there are other samples, or"
         return kind, f": {self.restored}{samples} {cause}"
-
-
-def ranks_in_words(ranks):
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def are_same_samples(before, now):

@@ -16,7 +16,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import deepspeed
 import torch
@@ -32,6 +32,18 @@ from universal.files.torch_writer import (
 from universal.load.hooks import overridden, saving_alone
 
 PAGE = 1 << 16  # bytes
+
+
+class FileState(NamedTuple):
+    """The time and size of a file, by which contents of one name are told apart."""
+
+    written: int  # nanoseconds
+    size: int  # bytes
+
+
+def file_state(path: Path) -> FileState:
+    stat = path.stat()
+    return FileState(stat.st_mtime_ns, stat.st_size)
 
 
 class Collector(TorchCheckpointEngine):

@@ -13,13 +13,13 @@ import warnings
 from pathlib import Path
 
 from universal.checkpoint.converted import file_name
-from universal.checkpoint.describe import describe, left_over
+from universal.checkpoint.describe import describe, find_shards, left_over
 from universal.checkpoint.experts import expert_name
 from universal.checkpoint.same_step import weights_set
 from universal.checkpoint.tags import find_tag, restore_all
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
-from universal.checkpoint.types import NEXT_STEPS, Checkpoint, RawStates
-from universal.checkpoint.zero import lost_states
+from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Limit, Problem
+from universal.checkpoint.zero import is_computed_anew
 from universal.errors import CheckpointError, naming
 from universal.files.sources import ByteReader, Extent, nbytes_of
 from universal.files.torch_file import contiguous, trim_storage, verify
@@ -58,12 +58,11 @@ def convert(
     output_folder = output_folder or f"{os.path.abspath(source)}_universal"
     output = Path(os.path.realpath(output_folder))
     check_output(Path(os.path.realpath(source)), output)
-    checkpoint, raw = describe(source, num_extract_workers)
+    checkpoint = describe(source, num_extract_workers)
     complain(checkpoint, strict)
-    keep_weights(checkpoint, raw, strict)
-    files = files_of(checkpoint, raw, zero3_before_0_19_3)
+    keep_weights(checkpoint, strict)
+    files = files_of(checkpoint, zero3_before_0_19_3)
     with unfinished(output) as folder:
-        make_folders(folder, files)
         write_output(folder, files, num_merge_workers, progress)
         finish(folder, source, output, files if check else {})
     return {
@@ -79,23 +78,55 @@ def complain(checkpoint, strict):
     """Raise CheckpointError for what the conversion would lose, or warn of it if not strict."""
     if checkpoint.is_universal:
         raise CheckpointError(f"{checkpoint.folder} is a universal checkpoint already")
-    if any(map(expert_name, (*checkpoint.parameters, *checkpoint.module.tensors))):
+    if any(map(expert_name, (*checkpoint.parameters, *checkpoint.module))):
         raise CheckpointError(
             f"{checkpoint.folder} has experts, which are not converted: load_checkpoint() needs no "
             "conversion"
         )
     for text in left_over(checkpoint):
         warnings.warn(text, stacklevel=3)
-    for problem in checkpoint.problems:
-        if problem.of_ranks:
-            raise CheckpointError(problem.text)
-        if problem.loses_state and strict:
-            raise CheckpointError(f"{problem.text} (--no_strict continues without it)")
-        warnings.warn(problem.text, stacklevel=3)
+    for problem in [*checkpoint.problems, *problem_of_loss(checkpoint)]:
+        text = problem.text
+        if problem.limit is Limit.RANKS:
+            raise CheckpointError(text)
+        if problem.limit is Limit.UNSAVED:
+            text = f"{checkpoint.folder}: {text}"
+        if problem.limit in (Limit.FILES, Limit.UNSAVED) and strict:
+            raise CheckpointError(f"{text} (--no_strict continues without it)")
+        if problem.limit < Limit.STATE:  # problem_of_loss() names those
+            warnings.warn(text, stacklevel=3)
 
 
-def keep_weights(checkpoint, raw, strict):
-    """Add the weights that a script has set in the module to the raw states, where a load finds
+def lost_states(checkpoint):
+    """The names of the optimizer's states that a universal checkpoint has no place for: those
+    without a value for each element, but for the step."""
+    optimizer = checkpoint.optimizer
+    names = {*optimizer.extra_states, *optimizer.extra_keys}
+    names |= {problem.state for problem in checkpoint.problems} - {None}
+    for parameter in checkpoint.parameters.values():
+        # A None alone is what a new state has, too; beside others it may tell that these are made.
+        if len(parameter.states) > 1 or any(v is not None for v in parameter.scalars.values()):
+            names |= parameter.scalars.keys() - {"step"}
+    return sorted(
+        {str(name) for name in names if not is_computed_anew(name, optimizer.param_groups)}
+    )
+
+
+def problem_of_loss(checkpoint: Checkpoint) -> list[Problem]:
+    """Returns a list with a Problem if a conversion would lose states; otherwise an empty one."""
+    names = ", ".join(lost_states(checkpoint))
+    if checkpoint.is_universal or not names:
+        return []
+    (shards,) = find_shards(checkpoint.folder).values()
+    text = (
+        f"{shards[0][0]}: {names} of the optimizer: a universal checkpoint has no place for what "
+        "belongs to no single element"
+    )
+    return [Problem(Limit.FILES, text)]
+
+
+def keep_weights(checkpoint, strict):
+    """Add the weights that a script has set in the module to the model states, where a load finds
     them. Raises CheckpointError where none would, if strict."""
     weights = dict(weights_set(checkpoint))
     if not weights:
@@ -106,24 +137,11 @@ def keep_weights(checkpoint, raw, strict):
     )
     if checkpoint.is_data_parallel:
         warnings.warn(f"{text}: both are kept", stacklevel=3)
-        raw.models[0]["module"].update((name, trim_storage(weights[name])) for name in weights)
+        checkpoint.model["module"].update((name, trim_storage(weights[name])) for name in weights)
     elif strict:
         raise CheckpointError(f"{text}, which alone are kept (--no_strict continues without them)")
     else:
         warnings.warn(f"{text}, which alone are kept", stacklevel=3)
-
-
-def make_folders(folder, files):
-    for parent in {os.path.dirname(name) for name in files}:
-        os.makedirs(folder / parent, exist_ok=True)
-
-
-def jobs_of(files):
-    """The files' names in lists, each written by one thread: parameters that are neighbors in the
-    shards are then read, and checksummed, in one go."""
-    names = list(files)
-    count = max(1, min(64, len(names) // 8))
-    return [names[i : i + count] for i in range(0, len(names), count)]
 
 
 def write_output(folder, files, workers, progress):
@@ -134,7 +152,12 @@ def write_output(folder, files, workers, progress):
             write_pt(folder / name, files[name], reader)
         return sum(size_of(files[name]) for name in job)
 
-    jobs = jobs_of(files)
+    for parent in {os.path.dirname(name) for name in files}:
+        os.makedirs(folder / parent, exist_ok=True)
+    # Parameters that are neighbors in the shards are read, and checksummed, in one go.
+    names = list(files)
+    count = max(1, min(64, len(names) // 8))
+    jobs = [names[i : i + count] for i in range(0, len(names), count)]
     reader = ByteReader()
     total = sum(map(size_of, files.values()))
     with bar(total, progress) as show_more:
@@ -149,17 +172,14 @@ def finish(folder, source, output, to_verify):
         verify(folder / name)
     for path in folder.glob("mp_rank_*_model_states.pt"):
         # The name under which ZeRO-3 looks for it.
-        link_or_copy(path, path.with_name(f"zero_pp_rank_0_{path.name}"))
+        second = path.with_name(f"zero_pp_rank_0_{path.name}")
+        try:
+            os.link(path, second)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(path, second)
     if (source / NEXT_STEPS).is_file():
         shutil.copyfile(source / NEXT_STEPS, folder / NEXT_STEPS)
     publish(folder, output, output.with_name("latest_universal"))
-
-
-def link_or_copy(path, second):
-    try:
-        os.link(path, second)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(path, second)
 
 
 def size_of(file):
@@ -171,11 +191,12 @@ def size_of(file):
 # 2. what the result consists of
 
 
-def files_of(checkpoint: Checkpoint, raw: RawStates, bare: bool = False) -> dict[str, Pickled]:
+def files_of(checkpoint: Checkpoint, bare: bool = False) -> dict[str, Pickled]:
     """The files of the output, by path. bare: save tensors without a dict around them."""
     files = {}
+    info = checkpoint.model.get(INFO_KEY)
     pickled_step = functools.cache(pickled)  # most parameters share one step
-    cuts = TensorParallel(raw.models[0].get(INFO_KEY), checkpoint.layout.tensor, checkpoint.folder)
+    cuts = TensorParallel(info, checkpoint.layout.tensor, checkpoint.folder)
     with naming(checkpoint.folder / "*_optim_states.pt"):
         for name, parameter in checkpoint.parameters.items():
             folder = f"zero/{file_name(name)}"
@@ -188,8 +209,8 @@ def files_of(checkpoint: Checkpoint, raw: RawStates, bare: bool = False) -> dict
             step = parameter.scalars.get("step")
             if step is not None:
                 files[f"{folder}/step.pt"] = pickled_step(step)
-        files["zero/optimizer_state.pt"] = pickled(shared_state(checkpoint, raw))
-        for mp_rank, model in enumerate(raw.models):
+        files["zero/optimizer_state.pt"] = pickled(shared_state(checkpoint))
+        for mp_rank, model in enumerate(checkpoint.models):
             files[f"mp_rank_{mp_rank:02d}_model_states.pt"] = pickled(model)
     return files
 
@@ -210,13 +231,13 @@ SHARDS = (
 )
 
 
-def shared_state(checkpoint, raw):
+def shared_state(checkpoint):
     """Returns the content of zero/optimizer_state.pt: what DeepSpeed's loaders of every stage ask
     for."""
     groups = checkpoint.optimizer.param_groups
-    state = {key: value for key, value in raw.optimizer.items() if key not in SHARDS}
+    state = {key: value for key, value in checkpoint.shard.items() if key not in SHARDS}
     state["param_groups"] = groups
-    if left_out := lost_states(checkpoint.parameters, checkpoint.optimizer):
+    if left_out := lost_states(checkpoint):
         state["left_out"] = left_out  # the loader asks for it
     # The ZeRO-3 loader gives every group the first one's values. So leave out the values in which
     # the groups differ.
@@ -229,6 +250,6 @@ def shared_state(checkpoint, raw):
     step = next((step for step in steps if step is not None), groups[0].get("step"))
     state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": [shared]}
     # ZeRO-1 and 2 ask for the version, and ZeRO-3 does not save it.
-    if version := raw.models[0].get("ds_version"):
+    if version := checkpoint.model.get("ds_version"):
         state.setdefault("ds_version", version)
     return state
