@@ -192,7 +192,7 @@ class OwnStep(Trainer):
 
 
 REFUSED = {
-    "leave out dispatch_batches and": {"accelerator_config": {"dispatch_batches": True}},
+    "leave out dispatch_batches, ": {"accelerator_config": {"dispatch_batches": True}},
     "set use_seedable_sampler=True": {
         "data": Numbers,
         "accelerator_config": {"use_seedable_sampler": False},
