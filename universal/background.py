@@ -357,7 +357,7 @@ class Saver:
                 if is_published and published:
                     published()
                 self.end(place)  # the next save's folder might not be locked yet
-        if self.group.rank == 0:
+        if self.group.rank == 0:  # not say(): the script's own group may have ended
             print_line(f"universal: {place.name} is saved")
 
     @contextlib.contextmanager

@@ -213,9 +213,8 @@ def generating(checkpoint, batch):
 
 def own_ranks_only(checkpoint):
     """Says why only the ranks that saved a checkpoint can load it; None if any number can."""
-    limits = (Limit.UNSAVED, Limit.RANKS, Limit.STATE)
-    problems = [problem for problem in checkpoint.problems if problem.limit in limits]
-    return min(problems).text if problems else None
+    problems = [p for p in checkpoint.problems if Limit.UNSAVED <= p.limit <= Limit.STATE]
+    return min(problems, key=lambda problem: problem.limit).text if problems else None
 
 
 # --------------------------------------------------------------------------------------------------
