@@ -38,7 +38,7 @@ def compare(first, second, tolerance=0.0):
 
 def masters(folder, name):
     """The fp32 numbers of a parameter."""
-    source = describe(folder).checkpoint.parameters[name].states["fp32"]
+    source = describe(folder).parameters[name].states["fp32"]
     return array("f", bytes(ByteReader().read(source, 0, source.numel)))
 
 

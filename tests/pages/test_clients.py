@@ -223,6 +223,9 @@ def test_a_cure_is_needed(work, trained, script, ranks, changes):
     both = (script, ranks, changes) in BOTH_RUNS
     name = trained(script, *FLAGS, source=changed if both else None)
     result = go_on(work, name, ranks, changed, *FLAGS)
+    if result.code:  # an engine with a named batch has counted
+        assert re.search("of a step are computed again|the config names a batch", result.errors)
+        return
     assert result.difference > SEEN
     assert re.search(r"universal: (WARNING|NOTE): step .*, trained before on 4 ranks", result.out)
 
@@ -275,7 +278,7 @@ def test_the_adapter_of_a_lora_run(work, trained, monkeypatch):
     code = code.replace("ckpt_trainer/checkpoint-20", "checkpoint-10")
     exec(code, {"base": LlamaForCausalLM(config), "lora": lora, "get_peft_model": get_peft_model})
     model = PeftModel.from_pretrained(LlamaForCausalLM(config), "adapter")
-    parameters = describe(find_tag("checkpoint-10")).checkpoint.parameters
+    parameters = describe(find_tag("checkpoint-10")).parameters
     weights = model.state_dict()
     assert len(parameters) == 8
     for name, parameter in parameters.items():
