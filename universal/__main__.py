@@ -40,7 +40,10 @@ def check_exports(launcher: str, *words: str):
 
 
 def main():
-    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        print(__doc__)
+        return
+    if not sys.argv[1:]:
         fail("no command was given: python -m universal deepspeed --num_gpus 2 script.py, say")
     if find_spec("deepspeed") is None:
         fail(f"{sys.executable} has no deepspeed")
