@@ -61,6 +61,7 @@ LAYER = {  # (rows, columns), in units of HIDDEN / 8
 }
 ENDS = {"embed_tokens.weight": (32, 8), "norm.weight": (8,), "lm_head.weight": (32, 8)}
 STAGES = {"ZeRO-1": 1, "ZeRO-3": 3, "DeepSpeed's own, ZeRO-1": 1, "DCP": None}
+assert universal.load_checkpoint  # so that no rank has to import it
 COLUMNS = (
     "loader",
     "saved",

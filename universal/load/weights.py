@@ -5,6 +5,7 @@ So are an average that was swapped in before a save, and what a script clamps af
 ZeRO-1 and 2 save the module's weights beside the masters. Both are restored.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -33,12 +34,12 @@ def set_weights(
     path = path_of_weights(engine, checkpoint, plan.own_file)
     if path is None:
         return {}
-    module = expect(load(path), dict, path).get("module") or {}
-    weights = {}
-    for name in checkpoint.parameters.keys() & module.keys() & engine.parameters.keys():
-        tensor = tensor_of(module[name])
-        if tensor and tensor.size == full_shape(engine.parameters[name]):
-            weights[name] = trim_storage(tensor)
+    look = functools.partial(weights_in, path, checkpoint.parameters)
+    weights = {
+        name: tensor
+        for name, tensor in (look() if plan.own_file else group.on_rank_0(look)).items()
+        if name in engine.parameters and tensor.size == full_shape(engine.parameters[name])
+    }
     (names,) = group.unions(names_set(engine, weights, states))
     if not names:
         return {}
@@ -67,6 +68,13 @@ def path_of_weights(engine, checkpoint, own_file):
         return engine.own_file(checkpoint.folder)
     same = checkpoint.is_data_parallel and engine.is_data_parallel()
     return checkpoint.model_states if same else None
+
+
+def weights_in(path, names):
+    """Returns {name: Tensor} of the weights of these names in model states."""
+    module = expect(load(path), dict, path).get("module") or {}
+    tensors = {name: tensor_of(module.get(name)) for name in names}
+    return {name: trim_storage(tensor) for name, tensor in tensors.items() if tensor}
 
 
 def pieces_of(engine, states):
