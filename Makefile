@@ -1,5 +1,5 @@
 # make help      this list
-# make demo      Tests 1 to 3: train, resume on fewer ranks, accumulate, convert; pictures and numbers in out/; 5 minutes
+# make demo      Tests 1 to 3: train, resume on fewer ranks, accumulate, convert; pictures and numbers in out/; 6 minutes
 # make elastic   machines that die and come back while a job trains; 30 minutes
 # make hosts     three hosts whose cable is pulled, and two that launchers reach by ssh, on this machine; 10 minutes
 # make exact     the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of checkpoints; 20 to 30 minutes
@@ -18,11 +18,11 @@
 # make chaos     a public tester kills trainings at files that a save touches (POINTS=1000: at all), and resumes them; 5 minutes
 # make proof    what the comparison of the next steps costs a step; a minute
 # make sums     what bf16 rounds of the sum of micro-batches, and what fp32 costs; 2 minutes
-# make findings  what other packages do that nobody guesses, each script alone; NAME=: one of them; 60 minutes
+# make findings  what other packages do that nobody guesses, each script alone; NAME=: one of them; 30 minutes
 # make lesson    the notebook from top to bottom; compares its numbers with those it was committed with; 3 minutes
 # make gpu       on NVIDIA cards, one or several: precisions, layouts, costs; a table to report; 5 minutes
 # make assets    demo, elastic, exact, 3d and resume again, into assets/, where the pages' pictures and tables are
-# make test      the quick tests, in an environment of their own making; 8 minutes
+# make test      the quick tests, in an environment of their own making; 5 minutes and the installation
 # make test-all  these and the long ones: every change of ranks and stage, clients, versions; 45 minutes
 # make lint      ruff
 # make clean     remove what these, and the commands on the pages, have made, but not .venv
