@@ -5,9 +5,10 @@
 # Guess, before the run: the warning is about speed, and a step has the sum of both gradients, as
 # under DDP.
 # Seen, 2026-11-29, torch 2.13.0: at ZeRO-1 and 2 the step has the second gradient alone, and
-# nothing is said; under DDP and without ZeRO it has both. gradient_accumulation_steps, which would
-# tell DeepSpeed, is 1, as Fabric itself writes it into the config.
-# Instead: gradient_accumulation_steps in the config of DeepSpeedStrategy, and a step() each time.
+# nothing is said; under DDP and without ZeRO it has both. DeepSpeed's own count of accumulation
+# steps is no help: Fabric calls the step of ZeRO's optimizer, not the engine's, and with
+# gradient_accumulation_steps 2 and a step() each time the first one raises KeyError: 0.
+# Instead: add the losses of a step, and call fabric.backward() once.
 set -euo pipefail
 cd "$(mktemp -d)" && trap 'rm -rf "$PWD"' EXIT
 pins="torch==2.13.0 deepspeed==0.19.8 lightning==2.6.6"
