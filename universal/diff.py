@@ -15,13 +15,14 @@ import math
 import os
 import reprlib
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from universal.checkpoint.describe import describe
 from universal.checkpoint.module_states import client_state_of
 from universal.checkpoint.tags import find_tag
 from universal.checkpoint.types import Checkpoint, Limit
-from universal.checkpoint.zero import is_computed_anew
+from universal.checkpoint.zero import Slices, is_computed_anew
 from universal.files.joined import strided
 from universal.files.same import is_same
 from universal.files.sources import ByteReader, Source, nbytes_of
@@ -53,7 +54,9 @@ def diff(first: str, second: str, tolerance: float = 0.0) -> dict[str, Any]:
         words += differing(kind, rest.get(kind, {}), other.get(kind, {}))
     words += dict.fromkeys(text for side in checkpoints for text in not_comparable(side))
     reader = ByteReader()
-    gaps = [gap for gap in reader.in_threads(pairs, gap_of, THREADS) if gap.elements]
+    equal = equal_flats(pairs, reader)
+    others = [pair for pair in pairs if flat_of(pair) not in equal]
+    gaps = [gap for gap in reader.in_threads(others, gap_of, THREADS) if gap.elements]
     reader.check()  # each record once, whatever tensors are in it
     gaps.sort(key=lambda gap: (-gap.absolute, gap.name))
     limit = tolerance or -1  # without one, numbers of other bits differ, even if by 0
@@ -114,14 +117,50 @@ def match(first, second):
     return pairs, kinds
 
 
+def flat_of(pair):
+    """What is the same for all tensors of one flat tensor that both sides have cut alike, such as
+    exp_avg of a parameter group; None for any other."""
+    _, first, second = pair
+    is_cut = isinstance(first, Slices) and isinstance(second, Slices)
+    if is_cut and (first.cut, first.dtype) == (second.cut, second.dtype):
+        return id(first.extents), id(second.extents)
+
+
+def equal_flats(pairs: list[tuple], reader: ByteReader) -> set:
+    """Compare what ranks have of the flat tensors that both sides have cut alike: a few long reads
+    in place of one for each parameter and rank. Returns flat_of() of those that are equal."""
+    flats = {flat_of(pair): pair for pair in pairs}
+    flats.pop(None, None)
+    jobs = [
+        (flat, *extents)
+        for flat, (_, first, second) in flats.items()
+        for extents in zip(first.extents, second.extents, strict=False)
+    ]
+
+    def differs(job, reader):
+        _, first, second = job
+        return first.numel != second.numel or any(a != b for a, b in pieces(first, second, reader))
+
+    results = [*reader.in_threads(jobs, differs, THREADS)]
+    different = {flat for (flat, *_), differs in zip(jobs, results, strict=True) if differs}
+    for flat, *extents in jobs:
+        for extent in extents * (flat in different):
+            reader.spans.pop(extent.record, None)  # it is read again
+    return flats.keys() - different
+
+
+def pieces(first: Source, second: Source, reader: ByteReader) -> Iterator[tuple]:
+    """Yields the bytes of both, PIECE elements at a time."""
+    for start in range(0, first.numel, PIECE):
+        numel = min(PIECE, first.numel - start)
+        yield reader.read(first, start, numel), reader.read(second, start, numel)
+
+
 def gap_of(pair: tuple[str, Source, Source], reader: ByteReader) -> Gap:
     """Compare two tensors. Returns their Gap, of 0 elements if they are equal."""
     name, first, second = pair
     gap = Gap(name, 0.0, 0.0, 0, first.numel)
-    for start in range(0, first.numel, PIECE):
-        numel = min(PIECE, first.numel - start)
-        a = reader.read(first, start, numel)
-        b = reader.read(second, start, numel)
+    for a, b in pieces(first, second, reader):
         if a != b or first.dtype != second.dtype:
             absolute, relative, elements = compare(a, first.dtype, b, second.dtype)
             gap = gap._replace(

@@ -19,7 +19,6 @@ import shlex
 import sys
 from collections import ChainMap
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from universal.checkpoint.same_step import check_same_step, compares_weights
 from universal.checkpoint.tags import choose_tag, is_checkpoint, list_tags, place_of
 from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Limit
 from universal.errors import CheckpointError, Refused
+from universal.files.processes import pool_of
 from universal.files.schema import is_natural
 from universal.files.torch_file import damages_in, load, tensor_of
 from universal.proving.next_steps import read_rows
@@ -118,15 +118,8 @@ def look_at(folder):
 
 def damage_of(folder, checkpoint):
     """Compare checksums. Returns three of the facts. checkpoint: None if saved without ZeRO."""
-    paths = paths_of(checkpoint) if checkpoint else folder.glob("[!.]*_states.pt")
-
-    def look_into(path):
-        try:
-            return {(path, record.offset): text for record, text in damages_in(path)}
-        except CheckpointError as error:
-            return {(path, None): str(error)}
-
-    with ThreadPoolExecutor(WORKERS) as pool:
+    paths = paths_of(checkpoint) if checkpoint else [*folder.glob("[!.]*_states.pt")]
+    with pool_of(WORKERS, len(paths)) as pool:
         damages = dict(ChainMap(*pool.map(look_into, paths)))
     unread = weights_not_read(checkpoint) if damages and checkpoint else set()
     needed = [text for place, text in damages.items() if place not in unread]
@@ -135,6 +128,14 @@ def damage_of(folder, checkpoint):
         "checked": True,
         "unread_damage": [text for place, text in damages.items() if place in unread],
     }
+
+
+def look_into(path):
+    """Returns {(path, offset of a record): what is wrong with it}."""
+    try:
+        return {(path, record.offset): text for record, text in damages_in(path)}
+    except CheckpointError as error:
+        return {(path, None): str(error)}
 
 
 def weights_not_read(checkpoint):

@@ -3,6 +3,7 @@ what it converts into; what was changed is what is named, and by how much."""
 
 import argparse
 import math
+import re
 import shutil
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 import universal.diff
-from tests.support.commands import command, failed
+from tests.support.commands import command, failed, run_python
 from tests.support.files import MODEL, each_state, edit, flip, load
 from tests.support.harms import truncate
+from tests.support.lay_out import lay_out
 from universal import convert
 from universal.diff import diff
 from universal.files.same import is_same
@@ -227,3 +229,33 @@ def test_damage(pair, tmp_path):
     (path,) = source.glob("*rank_1*optim*")
     truncate(path)
     failed(compared(source, output), 2, path.name)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_shards_of_many_ranks(stage, tmp_path):
+    """Flat tensors that both sides have cut alike are compared whole, by processes of their own:
+    what is in one of them is named by its parameter, and counted once."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    groups = [{f"layer.{i}": torch.Size((9, 7)) for i in range(5)}, {"bias": torch.Size((50,))}]
+    lay_out(first, groups, 40, stage)
+    shutil.copytree(first, second)
+
+    def compared_by_a_process():
+        return run_python("-m", "universal.diff", first, second)
+
+    done = compared_by_a_process()
+    assert done.returncode == 0 and "18 of 18 tensors equal bit by bit" in done.stdout, done.stderr
+    edit(second, "*_rank_7_*optim_states.pt", each_state(lambda state: state["exp_avg"].add_(1)))
+    done = compared_by_a_process()
+    assert done.returncode == 1, done.stderr
+    named = re.findall(r"(\d+) of \d+ +(\S+ \S+)$", done.stdout, re.M)
+    assert named and {name.split()[1] for _, name in named} == {"exp_avg"}
+    assert f"{18 - len(named)} of 18 tensors equal" in done.stdout
+    flip(next(second.glob("*_rank_20_*optim_states.pt")))
+    done = compared_by_a_process()
+    assert done.returncode == 2 and "_rank_20_" in done.stderr and "damaged" in done.stderr
+    done = run_python("-m", "universal.inspect", second)
+    assert done.returncode == 2 and "_rank_20_" in done.stdout and not done.stderr
+    next(second.glob("*_rank_17_*optim_states.pt")).unlink()
+    done = compared_by_a_process()
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "_rank_17_" in done.stderr

@@ -9,7 +9,7 @@ shards of all data-parallel ranks (zero.py), then what tensor-parallel ranks hav
 import functools
 import itertools
 import re
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from pathlib import Path
 
 from universal.checkpoint.converted import describe_universal
@@ -51,6 +51,7 @@ from universal.checkpoint.zero import (
     shared_rest,
 )
 from universal.errors import CheckpointError, Refused, naming
+from universal.files.processes import pool_of
 from universal.files.same import is_same
 from universal.files.schema import expect
 from universal.files.sources import ByteReader
@@ -61,13 +62,11 @@ BETWEEN_SAVES = 10
 MODEL_STATES_FILE = "mp_rank_00_model_states.pt"
 
 
-def describe(
-    folder: str | Path, workers: int = 4, pool: ThreadPoolExecutor | None = None
-) -> Checkpoint:
+def describe(folder: str | Path, workers: int = 4, pool: Executor | None = None) -> Checkpoint:
     """Describe the checkpoint in a folder. Runs no code that is in it.
 
     Reads no tensors but the optimizer's scalars, and, for tied layers, some elements of weights.
-    pool: in place of so many threads.
+    pool: in place of so many threads or processes.
 
     Raises: CheckpointError, if files are missing, damaged, or not of the same checkpoint; Refused,
         if it was saved without ZeRO, or twice.
@@ -77,7 +76,7 @@ def describe(
         raise CheckpointError(f"{folder} does not exist")
     shards = find_shards(folder)
     if (folder / "zero").is_dir() and not shards:
-        with pool or ThreadPoolExecutor(workers) as pool:
+        with pool or pool_of(workers, 0) as pool:
             return describe_universal(folder, pool)
     check_one_save(folder)
     if is_without_zero(folder):
@@ -92,8 +91,10 @@ def describe(
         elif any(folder.glob("zero_pp_rank_*_model_states.pt")):
             nothing = "copy them, as at ZeRO-3 they hold the weights"
         raise CheckpointError(f"{folder} holds no *_optim_states.pt: {nothing}")
-    with pool or ThreadPoolExecutor(workers) as pool:
-        return describe_zero(folder, *shards.values(), pool)
+    (shards,) = shards.values()
+    files = sum(map(len, shards.values()))
+    with pool or pool_of(workers, files) as pool:
+        return describe_zero(folder, shards, pool)
 
 
 def is_without_zero(folder: Path) -> bool:

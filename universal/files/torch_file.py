@@ -15,7 +15,6 @@ import pickle
 import pickletools
 import struct
 import zipfile
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from universal.files.sources import (
     Record,
     Source,
     checksum,
+    crc32,
     keep_open,
     open_file,
     width,
@@ -387,7 +387,7 @@ def read_scalar(value: Any) -> Any:
         reader = ByteReader(open_file)
         data = reader.read(extent, 0, 1)
         reader.check()
-    elif extent.record.crc not in (zlib.crc32(data), None):
+    elif extent.record.crc not in (crc32(data), None):
         raise CheckpointError(
             f"{extent.record.path} is damaged: a number does not match its checksum"
         )

@@ -6,13 +6,21 @@ import itertools
 import pickle
 import struct
 import zipfile
-import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from universal.errors import CheckpointError, naming
-from universal.files.sources import SHORT, ByteReader, Record, Source, append_crc, nbytes_of, width
+from universal.files.sources import (
+    SHORT,
+    ByteReader,
+    Record,
+    Source,
+    append_crc,
+    crc32,
+    nbytes_of,
+    width,
+)
 from universal.files.torch_file import (
     DTYPES,
     KINDS,
@@ -90,7 +98,7 @@ def write_records(file: BinaryIO, stem: str, sources: dict[str, Any], reader: By
             info = record_header(stem, name, nbytes_of(source), file.tell())
             file.write(info.FileHeader())
             if isinstance(source, bytes | memoryview):
-                chunks = [(source, zlib.crc32(source))]
+                chunks = [(source, crc32(source))]
             else:
                 chunks = reader.chunks(source)
             for chunk, crc in chunks:
