@@ -87,7 +87,9 @@ def test_others_by_step(tag, latest, tmp_path):
     for hour, step in enumerate((1000, 200, 900)):
         tag(f"step{step}", step, hour)
     tag("converted", 900, 3, converted=True)  # comes behind what it was made of
-    assert order(tmp_path) == (["step1000", "step900", "converted", "step200"], [])
+    names, [line] = order(tmp_path)
+    assert names == ["step1000", "step900", "converted", "step200"]
+    assert line == f"{tmp_path} has no `latest`: step1000 is of the most steps"
     latest("latest", "step200", 5)
     assert order(tmp_path)[0] == ["step200", "step900", "converted", "step1000"]
 
