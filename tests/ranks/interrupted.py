@@ -41,8 +41,10 @@ from tests.support.toy import (
     truths_of_ranks,
 )
 from universal import batches, mirror
+from universal.load import engine as engines
 from universal.load import loader
 from universal.load.hooks import overridden
+from universal.load.reader import TensorReader
 from universal.save import plain
 
 
@@ -232,6 +234,22 @@ def masters_in_another_order(stage):
         flat.data.copy_(flat.data.roll(1))
     with overridden(optimizer, refresh_fp32_params=lambda: None):
         refused(engine, "does not hold", " as expected: ", " in the model, ")
+
+
+def fill_a_part(reader, **_):
+    for buffer, *_ in reader.requests:
+        buffer[0] ^= 1
+    raise universal.CheckpointError("planted")
+
+
+@case(saved(), quick_stages=(1, 3))
+def a_read_that_fails(stage):
+    """Masters on the CPU are filled in part by then, and are made from the weights again."""
+    engine = make(stage, seed=5)
+    before = snapshot(engine)
+    with overridden(TensorReader, fetch=fill_a_part), overridden(engines, COMPARED=1):
+        refused(engine, "planted")
+    assert not differences(before, snapshot(engine))
 
 
 def save_two_in_one(stage):
