@@ -265,24 +265,15 @@ def begin_after_save(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
 
 def after_load(engine: deepspeed.DeepSpeedEngine, loaded: Any, group: Any) -> None:
     """Compare this engine's next steps with the checkpoint's. loaded: loader.Loaded."""
-    options = loaded.options
-    restored = "the load has put back exactly what the files hold"
-    if loaded.by_deepspeed:
-        restored = BY_DEEPSPEED
-    elif loaded.is_rounded or not (options.load_module_strict and options.load_lr_scheduler_states):
-        restored = "the load has put back exactly what was not left out or rounded"
     if patches.is_patched("save_checkpoint", "proof"):
-        folder = loaded.folder if options.load_optimizer_states else None
-        begin_after_load(engine, folder, restored, loaded.cut)
+        folder = loaded.folder if loaded.options.load_optimizer_states else None
+        begin_after_load(engine, folder, BY_DEEPSPEED if loaded.by_deepspeed else "")
 
 
-def begin_after_load(
-    engine: deepspeed.DeepSpeedEngine, folder: Path | None, restored: str, cut_words: str = ""
-) -> None:
+def begin_after_load(engine: deepspeed.DeepSpeedEngine, folder: Path | None, restored: str) -> None:
     """Compare this engine's next steps with the checkpoint's.
 
-    folder: None if there is nothing to compare. restored: says how the state was restored.
-    cut_words: why updates may be others.
+    folder: None if there is nothing to compare. restored: says who has restored the state.
     """
     engine.universal_proof = None
     if folder:
@@ -293,7 +284,7 @@ def begin_after_load(
                 rows = read_rows(folder / NEXT_STEPS, engine.global_steps + 1)
             if rows:
                 name = f"{folder.absolute().parent.name}/{folder.name}"
-                proof.comparison = Comparison(rows, restored, name, cut_words)
+                proof.comparison = Comparison(rows, restored, name)
 
 
 def around_save(method, engine, save_dir, tag=None, *args, **options):

@@ -36,7 +36,7 @@ def lines_of(work, first):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault(lines_of, fault):
     (line,) = lines_of[fault]
-    assert FAULTS[fault].says in line
+    assert re.search(FAULTS[fault].says, line)
     assert line.startswith("universal: NOTE") == FAULTS[fault].says.startswith("NOTE")
     assert ("dropout follows the rank" in line) == line.startswith("universal: NOTE")
 
@@ -85,10 +85,12 @@ SAYS = {
     "full_disk": ["the next steps are not compared: OSError: [Errno 28] No space left on device"],
     "no_folder": ["the next steps are not compared: FileNotFoundError: [Errno 2]"],
     "converted": ["steps 3 to 5, trained before"],
-    "deepspeeds_own_loader": ["steps 3 to 5, trained before", ": DeepSpeed's own loader restored"],
+    "deepspeeds_own_loader": [
+        "steps 3 to 5, trained before",
+        "; DeepSpeed's own loader restored the state: docs/",
+    ],
     "tag_0": ["step 3, trained before"],
     "earlier_version": ["steps 3 to 5, trained before"],
-    "not_strict": [": the load has put back exactly what was not left out or rounded, and"],
     "no_rate": ["steps 3 to 5, trained before"],
     "not_a_number_before": [
         "WARNING: step 3, trained before on 2 ranks: the loss was nan, and is nan: there is nothing"
@@ -149,7 +151,7 @@ def test_two_numbers(lines, column, before, now, says):
         now = 1 + 10 * (now - 1)
         says = says.replace("9.0e-06", "9.0e-05")
     rows = {3: row._replace(**{column: before})}
-    Comparison(rows, "all").differs(row._replace(ranks=4, **{column: now}))
+    Comparison(rows).differs(row._replace(ranks=4, **{column: now}))
     assert len(lines) == 1 and says in lines[0], lines
 
 
@@ -158,20 +160,20 @@ def test_micro_batches_of_another_size(lines, loss, digests, kind):
     """They may round in another way, in an autocast that no config tells; not so the same ones."""
     for micro_batch, kind_now in ((2, kind), (1, "WARNING")):
         now = ROW._replace(loss=loss, micro_batch=micro_batch)
-        assert Comparison({3: ROW}, "all").differs(now)
+        assert Comparison({3: ROW}).differs(now)
         assert lines.pop().startswith(f"{kind_now}: step 3,")
 
 
 def test_dropout_on_the_same_ranks(lines):
-    assert Comparison({3: ROW._replace(draws=1)}, "all").differs(ROW._replace(draws=2, loss=2.0))
-    assert lines[0].startswith("WARNING: step 3,") and "it is the dropout" in lines[0]
+    assert Comparison({3: ROW._replace(draws=1)}).differs(ROW._replace(draws=2, loss=2.0))
+    assert lines[0].startswith("WARNING: step 3,") and "other random numbers were drawn" in lines[0]
 
 
 def test_rounding_that_has_grown(lines):
     """In another order it may double with each step; on the same ranks nothing was to grow."""
     steps = {step: ROW._replace(step=step) for step in range(3, 13)}
     for ranks, gap, differs in ((4, 5e-4, False), (4, 5e-3, True), (2, 5e-4, True)):
-        comparison = Comparison(steps, "all")
+        comparison = Comparison(steps)
         for step in range(3, 12):
             assert not comparison.differs(steps[step]._replace(ranks=ranks))
         assert comparison.differs(steps[12]._replace(ranks=ranks, loss=1 + gap)) == differs

@@ -219,14 +219,15 @@ def save_clipped(stage):
 
 @case(save_clipped, quick_stages=(1, 3), quick_ranks=(2, 3))
 def clipped(stage):
-    """ZeRO cuts what it takes norms of: a load on other ranks says so, and so does the proof."""
+    """ZeRO cuts what it takes norms of: a load on other ranks says so."""
     if on_own_ranks():
         check_as_deepspeed_alone(stage, optimizer=Clipped)
+        assert stage < 3 or printed("NOTE: Clipped takes norms or means of padding, too")
         return
     with installed():
         losses_of(resumed(stage, optimizer=Clipped))
     words = "ZeRO cuts the tensors of which Clipped takes norms or means"
-    assert printed(f"NOTE: {words}: on other ranks", f"weights in another way, as {words}\n")
+    assert printed(f"NOTE: {words}: on other ranks", "WARNING: step ")
 
 
 class OwnKeys(Plain):

@@ -267,14 +267,6 @@ def earlier_version():
 
 
 @story
-def not_strict():
-    saved_engine(1)
-    engine = resume(load_module_strict=False)
-    engine.module.shift += 1
-    train_more(engine, 1)
-
-
-@story
 def no_rate():
     """The optimizer chooses it."""
     with overridden(deepspeed.DeepSpeedEngine, get_lr=lambda engine: [None, None]):

@@ -234,9 +234,9 @@ def in_groups_of(engine: Engine, checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint._replace(optimizer=saved._replace(param_groups=groups), models=models)
 
 
-def say_rounded(entries: list, group: ProcessGroup) -> bool:
+def say_rounded(entries: list, group: ProcessGroup) -> None:
     """Prints which buffers, or frozen weights, the engine has in a narrower dtype than the
-    checkpoint. Returns whether there are any. entries: those of reshard.read_module()."""
+    checkpoint. entries: those of reshard.read_module()."""
     narrower = {
         f"{entry.name} ({str(entry.target.dtype).removeprefix('torch.')})"
         for entry in entries
@@ -245,7 +245,6 @@ def say_rounded(entries: list, group: ProcessGroup) -> bool:
     (names,) = group.unions(narrower)
     if names:
         say(f"NOTE: rounded, as this engine has them in fewer bits {listed(names)}")
-    return bool(names)
 
 
 def scaled_by_torch(model):

@@ -14,24 +14,22 @@ MOST_ROUNDING = 1e-2  # of bfloat16, and of what is not known
 NORM_ROUNDING = 10  # times as much of the gradient norm
 LOSS = "the loss"
 GRAD_NORM = "the gradient norm"
-UNSEEN = "random numbers were drawn that this check cannot see"
+CAUSES = "docs/troubleshooting.md lists what can differ"
 COMPARISONS = weakref.WeakSet()
 
 
 class Comparison:
     """A comparison, on rank 0, with `rows`: {step: Row as trained before the load}.
 
-    restored: what was restored, in words. name: of the checkpoint and the folder above it.
-    cut_words: why updates may be others. is_alone: whether no other engine goes on beside this one.
-    draws: of all steps so far, before and now. gaps: {a number's name: its largest difference so
-    far}.
+    restored: who has restored the state, in words. name: of the checkpoint and the folder above it.
+    is_alone: whether no other engine goes on beside this one. draws: of all steps so far, before
+    and now. gaps: {a number's name: its largest difference so far}.
     """
 
-    def __init__(self, rows, restored, name="", cut_words=""):
+    def __init__(self, rows, restored="", name=""):
         self.rows = rows
         self.restored = restored
         self.name = name
-        self.cut_words = cut_words
         others = [other for other in COMPARISONS if not other.gaps]  # loaded, and not trained yet
         self.is_alone = not others
         for other in others:
@@ -57,14 +55,14 @@ class Comparison:
             is_of_samples = name in (LOSS, GRAD_NORM)
             is_other = gap > tolerance or not math.isfinite(gap)
             if is_other or is_of_samples and are_same_samples(before, now) is False:
-                most = MOST_ROUNDING * (NORM_ROUNDING if name == GRAD_NORM else 1)
-                is_near = math.isclose(number_before, number, rel_tol=most, abs_tol=MOST_ROUNDING)
-                is_sure = before.micro_batch == now.micro_batch or not is_near
-                kind, cause = "WARNING", ": there is nothing to compare with"
-                if math.isfinite(number_before):
-                    kind, cause = self.explain(name, before, now, is_sure)
                 numbers = f"{name} was {number_before:.7g}, and is {number:.7g}"
-                say(f"{kind}: {whose}step {now.step}, {trained}: {numbers}{cause}")
+                kind, words = "WARNING", f": {CAUSES}"
+                if not math.isfinite(number_before):
+                    words = ": there is nothing to compare with"
+                elif is_of_samples:
+                    is_near = gap <= MOST_ROUNDING * max(1, abs(number_before))
+                    kind, words = self.explain(before, now, is_near)
+                say(f"{kind}: {whose}step {now.step}, {trained}: {numbers}{words}")
                 return True
         name = LOSS if LOSS in self.gaps else GRAD_NORM
         if now.step == max(self.rows) and name in self.gaps:
@@ -84,40 +82,24 @@ class Comparison:
             return 1
         return 2 ** max(0, now.step - min(self.rows) - 1)
 
-    def explain(self, name, before, now, is_sure):
-        """What a difference points to. Returns: "WARNING" or "NOTE"; the words.
-
-        is_sure: whether it is no rounding, in whatever dtype the model itself computes.
-        """
-        if name not in (LOSS, GRAD_NORM):
-            return "WARNING", ""
+    def explain(self, before, now, is_near):
+        """Tell what is known of a difference. Returns: "WARNING", or "NOTE" if it may be right; the
+        words. is_near: whether it would be rounding in bfloat16."""
         known = are_same_samples(before, now)
         if known is False:
             return "WARNING", ": other samples than before; derive them from the step"
-        kind = "WARNING"
+        words = ", of the same samples" if known else ""
+        words += self.restored and f"; {self.restored}"
+        words += f": {CAUSES}"
         draws_before, draws = self.draws
-        if None not in draws_before and any(draws) != any(draws_before):
-            cause = "random numbers were drawn in one of the two runs only: compare the dropout"
-        elif any(draws) and draws != draws_before:
-            cause = "it is the dropout: seed it by step and micro-batch"
-            if before.ranks != now.ranks:
-                kind = "NOTE"
-                cause = "dropout follows the rank: accept it, or seed it by step and micro-batch"
-        elif now.step > min(self.rows):
-            cause = f"step {now.step - 1} has updated the weights in another way"
-            if rounding_of(before, now) > ROUNDING["float32"]:  # the first loss may have hidden it
-                cause += f", or {UNSEEN}"
-            settings = ": compare the optimizer's settings with the old run's"
-            cause += f", as {self.cut_words}" if self.cut_words else settings
-        elif name == GRAD_NORM and LOSS in self.gaps:
-            cause = "the backward pass differs, as the loss is the same: compare the clipping"
-        else:
-            cause = f"the weights, the buffers or the micro-batches differ, or {UNSEEN}"
-        if not is_sure:
-            kind = "NOTE"
-            cause += "; or micro-batches of another size round otherwise, in an autocast or TF32"
-        samples = ", and the samples are the same, so" if known else "; there are other samples, or"
-        return kind, f": {self.restored}{samples} {cause}"
+        if None not in draws_before and draws != draws_before:
+            if before.ranks != now.ranks and any(draws_before) and any(draws):
+                words = ": dropout follows the rank: accept it, or seed it by step and micro-batch"
+                return "NOTE", words
+            words = ": other random numbers were drawn; seed dropout by step and micro-batch"
+        if is_near and before.micro_batch != now.micro_batch:
+            return "NOTE", ": micro-batches of another size round otherwise, in an autocast or TF32"
+        return "WARNING", words
 
 
 def are_same_samples(before, now):
