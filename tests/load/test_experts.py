@@ -166,7 +166,7 @@ REFUSALS = [
     ),
     Refusal("extra_state", "extra state moe.1.deepspeed_moe", add_extra_state),
     Refusal("more_experts", "not in the checkpoint", changes=MORE_EXPERTS),
-    Refusal("without_zero", "of experts, only those of", changes={"stage": 0}),
+    Refusal("without_zero", "was saved with ZeRO, and this engine", changes={"stage": 0}),
     Refusal("tensor_parallel", "tensor or pipeline", lambda f: edit_models(f, mp_world_size=2)),
     Refusal("autoep", "AutoEP", lambda f: edit_models(f, ds_autoep_layers=[AUTOEP_LAYER])),
     Refusal("universal", "is not read", make_universal),
@@ -234,12 +234,11 @@ OTHER_PLACES = PLACES | {"ranks": [{"rank": 0, "experts": [0, 2]}, {"rank": 1, "
         ({"ep_size": 4, "expert_placement": PLACES}, "for autoep_size 4, here 2"),
     ],
 )
-def test_autoep_places(tmp_path, saved, said):
+def test_autoep_places(saved, said):
     """As many ranks may have other experts each: DeepSpeed would mix them up, too."""
     model = torch.nn.ModuleDict({"moe": torch.nn.Module()})
     model.moe.ep_size = 2
     model.moe.expert_placement_descriptor = PLACES
     layers = [{"module_path": "moe"} | saved]
-    torch.save({"ds_autoep_layers": layers}, tmp_path / "mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointError, match=said) if said else contextlib.nullcontext():
-        check_autoep(model, tmp_path)
+        check_autoep(model, {"ds_autoep_layers": layers}, Path("t"))

@@ -1,5 +1,8 @@
 """Another model than the one that was saved, or one with parts that few have."""
 
+import shutil
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
@@ -12,7 +15,6 @@ from tests.support.case import (
     check_restored,
     check_same_state,
     convert,
-    installed,
     load,
     on_own_ranks,
     printed,
@@ -22,13 +24,16 @@ from tests.support.case import (
     saved,
     train_and_save,
 )
+from tests.support.files import flip
 from tests.support.toy import (
     Net,
     adam,
     differences,
     forward,
+    is_rank_0,
     make,
     read_truth,
+    save_truth,
     snapshot,
     train,
     two_groups,
@@ -312,16 +317,25 @@ def groups_of_experts(parameters):
 def save_experts(stage):
     engine = make(stage, Experts, groups_of_experts)
     train(engine, 0)
-    torch.save(engine.module.state_dict(), f"truth.{dist.get_rank()}")
     engine.save_checkpoint(".", tag="t")
+    save_truth(engine.module.state_dict())
+    dist.barrier()
+    if is_rank_0():
+        shutil.copytree("t", "damaged")
+        flip(Path("damaged", EXPERT_FILE))
+
+
+EXPERT_FILE = "layer_0_expert_1_mp_rank_00_model_states.pt"
 
 
 @case(save_experts, stages=(0,), quick_ranks=(2, 3))
 def experts(stage):
-    """Without ZeRO install() leaves them to DeepSpeed, which loads them on the ranks that saved."""
-    engine = make(stage, Experts, groups_of_experts, seed=5)
-    refused(engine, "of experts, only those of")
-    if on_own_ranks():
-        with installed():
-            assert engine.load_checkpoint(".", "t")[0]
-        check_same_state(engine.module, f"truth.{dist.get_rank()}")
+    """Without ZeRO DeepSpeed loads them, once nothing is damaged and the batch is compared."""
+    engine = make(stage, Experts, groups_of_experts, seed=5, batch=24, clip=2.0)
+    refused(engine, f"{EXPERT_FILE} is damaged", tag="damaged")
+    train(engine, 7, micro_batches=1)
+    load(engine)
+    assert printed("the gradients of half a step are discarded", "WARNING: the global batch was 12")
+    assert all(p.grad is None or not p.grad.any() for p in engine.module.parameters())
+    assert engine.gradient_clipping() == 2 and printed("gradient_clipping is 2.0 from now on")
+    check_same_state(engine.module)

@@ -6,19 +6,17 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from deepspeed.runtime import engine as deepspeed_engine
 from torch import nn
 
 import universal
-from tests.support.case import PRINTED, case, convert, load, printed, refused
+from tests.support.case import case, convert, printed, refused
 from tests.support.helpers import fp16_is
 from tests.support.toy import (
     BF16,
     Net,
     differences,
     falling,
-    is_rank_0,
     make,
     read_truth,
     save_truth,
@@ -167,24 +165,3 @@ def an_evaluation(stage):
     universal.load_checkpoint(engine, ".", "t")
     weights, truth = engine.module.state_dict(), read_truth()
     assert all(torch.equal(weights[name], truth[name]) for name in weights)
-
-
-def save_with_another_optimizer(stage):
-    """As a client state of DeepSpeed's own save would replace it."""
-    save("0 fp32")
-    if is_rank_0():
-        path = "t/mp_rank_00_model_states.pt"
-        states = torch.load(path, weights_only=False)
-        for state in states["optimizer"]["state"].values():
-            state["step"] = torch.tensor(1.0)
-        torch.save(states, path)
-    dist.barrier()
-
-
-@case(save_with_another_optimizer, stages=(0,))
-def an_optimizer_of_another_step(stage):
-    for load_optimizer_states in (False, True):
-        engine = engine_of("0 fp32", seed=5)
-        load(engine, load_optimizer_states=load_optimizer_states)
-        line = "t/mp_rank_00_model_states.pt is of step 3, the optimizer of step [1.0]\n"
-        assert (line in PRINTED.getvalue()) == (load_optimizer_states and is_rank_0())

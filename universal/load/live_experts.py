@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The experts that a rank of an engine has, and their names among those of all ranks."""
 
-import itertools
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -12,7 +11,6 @@ from deepspeed.utils import groups
 from universal.checkpoint.experts import expert_name
 from universal.errors import CheckpointError
 from universal.files.schema import expect, is_natural
-from universal.files.torch_file import load
 
 
 def global_name(module: Any, name: str) -> str:
@@ -38,16 +36,14 @@ def rank_among(parameters: list, rank: int) -> int:
 AUTOEP = {"ds_autoep_layers?": (NoneType, [{"module_path": str, "ep_size?": is_natural}])}
 
 
-def check_autoep(model: Any, folder: Path) -> None:
+def check_autoep(module: Any, model: dict, folder: Path) -> None:
     """Raises CheckpointError if AutoEP has placed its experts on other ranks than at the save.
 
-    DeepSpeed does not check it, and at ZeRO-1 and 2 loads other experts' weights.
+    DeepSpeed does not check it, and at ZeRO-1 and 2 loads other experts' weights. model: model
+    states.
     """
-    name = "mp_rank_00_model_states.pt"
-    files = [path for path in (folder / name, folder / f"zero_pp_rank_0_{name}") if path.is_file()]
-    layers = [expect(load(path), AUTOEP, path).get("ds_autoep_layers") or [] for path in files]
-    modules = dict(model.named_modules())
-    for layer in itertools.chain(*layers):
+    modules = dict(module.named_modules())
+    for layer in expect(model, AUTOEP, folder).get("ds_autoep_layers") or []:
         module = modules.get(layer["module_path"])
         size = getattr(module, "ep_size", None)
         saved_size = layer.get("ep_size", size)
