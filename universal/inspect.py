@@ -14,8 +14,6 @@ import contextlib
 import json
 import math
 import os
-import re
-import shlex
 import sys
 from collections import ChainMap
 from collections.abc import Iterator
@@ -88,17 +86,10 @@ def places_in(folder, tag):
     else:
         places = {name: place_of(folder, name) for name in list_tags(folder)}
     if not places:
-        below = sorted(
-            folder.glob("*/latest"),
-            key=lambda latest: [*map(int, re.findall(r"\d+", latest.parent.name))],
-        )
         more = ""
-        if below and tag is None:
-            *_, newest = [path.parent for path in below]
-            more = (
-                f", but {counted(len(below), 'folder')} in it do: `python -m universal.inspect "
-                f"{shlex.quote(str(newest))}` looks at the newest"
-            )
+        if tag is None and (below := [*folder.glob("*/latest")]):
+            newest = max(below, key=os.path.getmtime).parent
+            more = f": look at {newest}, the newest in it"
         raise CheckpointError(f"{folder / (tag or '')} holds no checkpoint{more}")
     return places
 
