@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from universal import batches
 from universal.advice import largest_divisor
 from universal.batch.losses import NUMBER, LossKind, kind_of_loss, times_router_loss
-from universal.load.collective import process_group, say
+from universal.load.collective import say
 from universal.load.hooks import overridden
 
 # What keeps the batch where AnyRanks cannot.
@@ -121,7 +121,7 @@ class FilledSteps:
             step = list(itertools.islice(micro_batches, size))
             if not self.first_step:
                 self.first_step = step
-                self.share.ledger.drawn = repr(step) if self.length < math.inf else None
+                self.share.ledger.drawn = digest_of(step)
             if len(step) < size:
                 self.number = min(self.number, before + len(step))
             if not step:
@@ -145,6 +145,14 @@ class FilledSteps:
                 f"in a Trainer with `per_device_train_batch_size={fitting}` (if it packs samples "
                 f"into a row: a micro-batch of 1, and rows that are {named} times as long)"
             )
+
+
+def digest_of(step: list) -> str:
+    """What tells a step's samples from others; those of a stream may have floats, which differ from
+    rank to rank."""
+    values = [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in tree_leaves(step)]
+    exact = [value for value in tree_leaves(values) if isinstance(value, int | str | bytes)]
+    return hashlib.sha256(repr(exact).encode()).hexdigest()
 
 
 def fill_steps(
@@ -404,21 +412,6 @@ class AnyRanks:
                 f"{rate:.1e}, as it was saved, and step {step + 2} has {rates[1]:.1e}"
             )
 
-    def compare_ranks(self):
-        """Raises ValueError if the ranks would deal different samples; their floats may differ."""
-        if not self.filled_steps.first_step:
-            raise ValueError("the stream ends before the place where the checkpoint's run was")
-        leaves = tree_leaves(self.filled_steps.first_step)
-        values = [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in leaves]
-        exact = [value for value in tree_leaves(values) if isinstance(value, int | str | bytes)]
-        with process_group(1800) as group:
-            digests = group.all_gather(hashlib.sha256(repr(exact).encode()).digest())
-        if len({*digests}) > 1:
-            raise ValueError(
-                "the ranks would begin with different samples: AnyRanks deals them out, so "
-                "a sampler or a stream must give all of them to each rank"
-            )
-
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: Any) -> tuple:
         """A step's micro-batches of this rank, and what Trainer counts as num_items_in_batch."""
         kind = type(self).__name__
@@ -439,7 +432,8 @@ class AnyRanks:
         self.epoch_iterator = weakref.ref(epoch_iterator)  # or else its workers would not end
         samples, number = super().get_batch_samples(epoch_iterator, num_batches, device)
         if is_first:
-            self.compare_ranks()
+            if not filled_steps.first_step:
+                raise ValueError("the stream ends before the place where the checkpoint's run was")
             self.training_step = functools.partial(train_whole, self.training_step, self)
         if not samples:  # before 5.3, transformers asks for as many as it has skipped, too
             return samples, number

@@ -199,7 +199,7 @@ REFUSED = {
     },
     "wants ignore_data_skip=False": {"ignore_data_skip": True},
     "wants average_tokens_across_devices=True": {"average_tokens_across_devices": False},
-    "the ranks would begin with different samples": {"data": split},
+    "the ranks draw from different samples": {"data": split},
     "a DistributedSampler gives": {
         "data": Numbers,
         "bases": (AnyRanks, SplitOrder),
