@@ -52,7 +52,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from universal import patches
 from universal.errors import RankFailed, RankSilent, one_line
 from universal.lines import print_line
-from universal.load.collective import ProcessGroup, all_or_none, say
+from universal.load.collective import ProcessGroup, say
 from universal.save.snapshot import Image, copies_done, file_state, files_of_save, new_memory
 from universal.write.publish import (
     BACKGROUND,
@@ -183,7 +183,6 @@ class Need(NamedTuple):
 
     attempt: int
     save: str
-    error: Exception | None
     machine: str
     can_rename: bool
     memory: int  # bytes that it needs beside what it has
@@ -262,38 +261,30 @@ class Saver:
         attempt: int,
         at_once: bool,
     ) -> tuple[Callable[[], list[str]], bool]:
-        """Copy the tensors of all files that collect() would write, unless memory is short. Ranks
-        meet once.
+        """Copy the tensors of all files that collect() would write, unless memory is short. All
+        ranks meet, and tell what they need.
 
         Returns a function that writes the files and returns their names, and whether they are
         copied.
         """
         needs = []
-        images = []
-        renames = []
-
-        def meet(error):
-            machine = Path("/proc/sys/kernel/random/boot_id").read_text()
-            memory = sum(image.room for image in images if not self.fits(image))
-            saved = f"{place.tag} at step {engine.global_steps}"
-            need = Need(attempt, saved, error, machine, all(renames), memory, free_memory())
-            needs[:] = self.group.all_gather(need)
-            while len({need.attempt for need in needs}) > 1:
-                if attempt < max(need.attempt for need in needs):
-                    return [
-                        RankFailed(f"{place.name} is not saved: another rank is at a later save")
-                    ]
-                needs[:] = self.group.all_gather(need)
-            return [need.error for need in needs]
-
-        with all_or_none(meet):
-            if self.leads:
-                place.output.mkdir(parents=True, exist_ok=True)
-            place.hidden.mkdir(parents=True, exist_ok=True)
-            self.lock = lock(place.hidden)
-            renames.append(not self.leads or can_rename(place.hidden))
-            files = files_of_save(engine, collect)
-            images = [Image(path, content) for path, content in files]
+        while len({need.attempt for need in needs}) != 1:
+            with self.group.all_or_none():
+                if not needs:
+                    if self.leads:
+                        place.output.mkdir(parents=True, exist_ok=True)
+                    place.hidden.mkdir(parents=True, exist_ok=True)
+                    self.lock = lock(place.hidden)
+                    renames = not self.leads or can_rename(place.hidden)
+                    files = files_of_save(engine, collect)
+                    images = [Image(path, content) for path, content in files]
+                machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+                memory = sum(image.room for image in images if not self.fits(image))
+                save = f"{place.tag} at step {engine.global_steps}"
+                need = Need(attempt, save, machine, renames, memory, free_memory())
+                needs = self.group.all_gather(need)
+            if attempt < max(need.attempt for need in needs):
+                raise RankFailed(f"{place.name} is not saved: another rank is at a later save")
         saved = sorted({need.save for need in needs})
         if saved[1:]:
             engine._checkpoint_tag_validation(place.tag)  # raises, if the config says so
@@ -340,20 +331,19 @@ class Saver:
     ) -> None:
         """Write this rank's files. When all ranks have, give the folder its name. Raises on all
         ranks the error of one."""
-        meet = self.group.all_gather
         with self.ended_by_error(place):
-            with all_or_none(meet):
+            with self.group.all_or_none():
                 names = write()
                 states = stamps_of(place.hidden, names)
-            with all_or_none(meet):
+            with self.group.all_or_none():
                 is_published = self.leads and publish_first(place)
-            are_published = meet(is_published)
-            with all_or_none(meet):
+            are_published = self.group.all_gather(is_published)
+            with self.group.all_or_none():
                 is_gone = not any(are_published) or os.fstat(self.lock).st_nlink == 0
                 # What another machine has renamed, this one may not see yet.
                 if is_gone or is_published and stamps_of(place.output, names) != states:
                     raise FileNotFoundError("another process has replaced or removed it")
-            with all_or_none(meet):
+            with self.group.all_or_none():
                 if is_published and published:
                     published()
                 self.end(place)  # the next save's folder might not be locked yet

@@ -40,7 +40,7 @@ from universal.errors import CheckpointError, one_line
 from universal.files.torch_file import verify
 from universal.lines import print_line
 from universal.load import reader
-from universal.load.collective import ProcessGroup, all_or_none
+from universal.load.collective import ProcessGroup
 from universal.load.engine import Engine
 from universal.save.snapshot import FileState, Image, copies_done, file_state, files_of_save
 
@@ -216,7 +216,7 @@ class Mirror:
         meet after each part: what one cannot do, all give up."""
         count, self.count = self.count, 0  # it may be wrong, if a rank fails here
         try:
-            with all_or_none(self.meet):
+            with self.group.all_or_none():
                 if failure:
                     raise failure
                 for image in images:
@@ -228,7 +228,7 @@ class Mirror:
             if len({*slots}) > 1:
                 raise ValueError(f"ranks copy {', '.join(slots)}: on one, save() was interrupted")
             transfers = sum(copies, [])
-            with all_or_none(self.meet):
+            with self.group.all_or_none():
                 for path in paths:
                     path.rename(slot / path.name)
             exchange(slot, transfers, self.group, self.memory_of)
@@ -240,7 +240,7 @@ class Mirror:
 
     def commit(self, step: int, slot: Path, names: list[str]) -> None:
         """Note that two machines hold the slot. The slot before becomes memory for the next."""
-        with all_or_none(self.meet):
+        with self.group.all_or_none():
             for name in names if self.slot else []:
                 with contextlib.suppress(FileNotFoundError):
                     (self.slot / name).rename(self.spare / name)
@@ -365,7 +365,7 @@ def gather(folder: str | os.PathLike) -> Path:
         if files[target].get(name) != state
     ]
     exchange(folder, transfers, group)
-    with all_or_none(group.all_gather):
+    with group.all_or_none():
         if group.rank in leaders:
             remove_left_over({folder / Path(transfer.name).parent for transfer in transfers})
     group.end()  # it has a connection to every rank
@@ -410,7 +410,7 @@ def exchange(
     """
     rank = group.rank
     begun = []
-    with all_or_none(group.all_gather):  # whoever sends waits for one who has memory for it
+    with group.all_or_none():  # whoever sends waits for one who has memory for it
         for transfer in transfers:
             name, (_, size), source, target = transfer
             if source == target or rank not in (source, target):
@@ -426,7 +426,7 @@ def exchange(
         else group.handle.recv([data], transfer.source, 0)
         for data, _, transfer in begun
     ]
-    with all_or_none(group.all_gather):
+    with group.all_or_none():
         for work, (_, path, transfer) in zip(works, begun, strict=True):
             work.wait()
             if rank == transfer.target:

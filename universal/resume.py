@@ -23,8 +23,7 @@ from universal.batch import saved
 from universal.errors import CheckpointError
 from universal.load.collective import process_group
 from universal.load.hooks import LoadOptions, check_mesh, meeting_before_collectives
-from universal.load.loader import Search, load_next
-from universal.load.reader import Damaged
+from universal.load.loader import Search, find_and_load
 from universal.save import plain
 
 # Modules with one or more of four functions, which are called in this order: install(), for every
@@ -101,23 +100,18 @@ def load_checkpoint(
         load_lr_scheduler_states=load_lr_scheduler_states,
         load_module_only=load_module_only,
     )
-    search = Search(load_dir, tag, missing_ok, options)
-    while True:
-        try:
-            with process_group(timeout) as group, meeting_before_collectives(group.meet):
-                search.checks = [add_on.compare for add_on in having("compare")]
-                for add_on in having("before_load"):
-                    add_on.before_load(engine)
-                check_requirements(load_dir, custom_load_fn)
-                check_mesh(engine)
-                loaded = load_next(engine, search, group)
-                for add_on in having("after_load") if loaded.path else ():
-                    add_on.after_load(engine, loaded, group)
-                return loaded.path, loaded.client_state
-        except Damaged as error:
-            if tag is not None or not search.tags:
-                raise
-            search.damage = str(error)
+    checks = [add_on.compare for add_on in having("compare")]
+    with process_group(timeout) as group, meeting_before_collectives(group.meet):
+        for add_on in having("before_load"):
+            add_on.before_load(engine)
+        check_requirements(load_dir, custom_load_fn)
+        check_mesh(engine)
+        loaded = find_and_load(
+            engine, Search(Path(load_dir), tag, missing_ok, options, checks), group
+        )
+        for add_on in having("after_load") if loaded.path else ():
+            add_on.after_load(engine, loaded, group)
+        return loaded.path, loaded.client_state
 
 
 def check_requirements(load_dir, custom_load_fn):

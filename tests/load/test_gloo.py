@@ -43,16 +43,14 @@ def test_network_card(monkeypatch, master, of_nccl, source, card):
 
 
 def test_wrong_card(tmp_path):
-    """One error on both ranks, soon. It names the variable."""
+    """An error on each rank, soon. It names the variable."""
 
     def job():
         toy.begin()
         os.environ["GLOO_SOCKET_IFNAME"] = "eth9"
         words = "through the network card eth9: set GLOO_SOCKET_IFNAME to one that does"
-        with pytest.raises(RankSilent, match=words) as raised, process_group(60):
+        with pytest.raises(RankSilent, match=words), process_group(60):
             pass
-        errors = toy.gathered(str(raised.value))
-        assert errors[0] == errors[1]
 
     run(tmp_path, 2, job, limit=60)
 

@@ -192,14 +192,14 @@ def test_an_error_anywhere(tmp_path, route, ranks, every):
 def test_an_error_before_all_have_met(tmp_path):
     """Rank 1 fails while rank 0 still makes its process group: no other rank waits for that one."""
 
-    def late(store, place, timeout):
-        error = meet_at(store, place, timeout)
-        if place == "after" and is_rank(0):
+    def late(*args):
+        group = gloo_group(*args)
+        if is_rank(0):
             time.sleep(1)
-        return error
+        return group
 
     def patch():
-        collective.meet_at = late
+        collective.gloo_group = late
 
     def main():
         torch.distributed.init_process_group("gloo")
@@ -210,7 +210,7 @@ def test_an_error_before_all_have_met(tmp_path):
         assert time.monotonic() - began < 30
         torch.distributed.barrier()
 
-    meet_at = collective.meet_at
+    gloo_group = collective.gloo_group
     run(tmp_path, 3, main, patch=patch)
 
 
@@ -226,7 +226,7 @@ def test_a_rank_that_does_not_connect(tmp_path):
         if is_rank(1):
             torch.distributed.ProcessGroupGloo = {}.__getitem__
         began = time.monotonic()
-        with pytest.raises(RankFailed, match="TypeError"), collective.process_group(5):
+        with pytest.raises(TypeError if is_rank(1) else RankSilent), collective.process_group(5):
             pass
         assert time.monotonic() - began < 4
         torch.distributed.ProcessGroupGloo = gloo
@@ -239,25 +239,60 @@ def test_a_rank_that_does_not_connect(tmp_path):
     run(tmp_path, 3, main)
 
 
-def test_rank_0_goes_last(tmp_path):
-    """It may have the store of all; where that is gone, torch prints a page for whoever asks."""
+OPERATIONS = {
+    "meet": lambda group: group.meet(),
+    "all_gather": lambda group: group.all_gather(group.rank),
+    "exchange": lambda group: group.exchange([group.rank, None, "a"]),
+    "sum": lambda group: group.sum([1]),
+    "on_rank_0": lambda group: group.on_rank_0(lambda: "a"),
+    "the end": lambda group: None,
+}
 
-    def late(store, place):
-        if place == "end" and is_rank(1):
-            time.sleep(1)
-        arrive(store, place)
 
-    def patch():
-        collective.arrive = late
+def test_blocks_in_blocks(tmp_path):
+    """What one rank fails with in a block, the others raise in whatever they do meanwhile, and all
+    go on after that block. The lowest rank's error wins, on all; each rank keeps its traceback."""
+
+    def fail(group, failing, operation, words):
+        with group.all_or_none():
+            if group.rank in failing:
+                raise KeyError(f"{words} {group.rank}")
+            operation(group)
 
     def main():
         torch.distributed.init_process_group("gloo")
-        with collective.process_group(60):
-            raise MemoryError("planted")
+        with collective.process_group(20) as group:
+            for name, operation in OPERATIONS.items():
+                for failing in ({0}, {1}, {2}, {0, 2}, {1, 2}, {0, 1, 2}):
+                    with pytest.raises(RankFailed) as raised:
+                        fail(group, failing, operation, name)
+                    assert str(raised.value) == f"KeyError: '{name} {min(failing)}'"
+                    cause = raised.value.__cause__
+                    assert repr(cause) == (
+                        f'KeyError("{name} {group.rank}")' if group.rank in failing else "None"
+                    ).replace('"', "'")
+                    assert group.all_gather(group.rank) == [0, 1, 2]
+            error = MemoryError(group.rank)
+            with pytest.raises(MemoryError, match="1") as raised, group.all_or_none():
+                if group.rank:
+                    raise error
+            assert (raised.value is error) == (group.rank == 1)
+        # One has left the inner block, and fails outside.
+        for name, operation in OPERATIONS.items():
+            for failing in range(3):
+                words = f"KeyError: '{name}'"
+                with pytest.raises(RankFailed, match=words), collective.process_group(20) as group:
+                    with group.all_or_none():
+                        group.meet()
+                    if group.rank == failing:
+                        raise KeyError(name)
+                    with group.all_or_none():
+                        operation(group)
+                    with pytest.raises(collective.OtherFailed):
+                        group.meet()
+                    raise collective.OtherFailed
 
-    arrive = collective.arrive
-    errors = launch(tmp_path, 2, main, patch=patch, limit=30, grace=10).errors
-    assert "MemoryError: planted" in errors and "frame #" not in errors
+    run(tmp_path, 3, main)
 
 
 def test_what_it_needs(monkeypatch):

@@ -35,26 +35,33 @@ from universal.files import torch_file
 PACKAGE = str(Path(universal.__file__).parent)
 LIBRARIES = [str(Path(library.__file__).parent) for library in (deepspeed, nn, torch.optim)]
 TIMEOUT = 20  # seconds that a rank waits for another one
-# A rank that fails before it meets the others, or while it tells them of its error, is silent.
+# A rank that fails before it is connected, or while it tells the others where it is, is silent.
 MECHANISM = {
     "load_checkpoint",
     "process_group",
     "ProcessGroup.__init__",
     "ProcessGroup.end",
+    "ProcessGroup.all_or_none",
+    "ProcessGroup.leave",
+    "ProcessGroup.meet",
+    "ProcessGroup.places",
+    "ProcessGroup.silent_rank",
+    "ProcessGroup.all_gather",
+    "ProcessGroup.gather",
+    "ProcessGroup.all_to_all",
+    "ProcessGroup.sent_by",
+    "ProcessGroup.answered",
+    "telling",
     "drop",
-    "first_error",
-    "shared_error",
     "gloo_group",
-    "connected_group",  # torch counts its calls, on each rank
+    "network_card",
     "sparing",
-    "meet_at",
     "arrive",
-    "store_of",
     # Before its own `finally`: no error arises there.
     "GatheredParameters.__exit__",
 }
 # What fails there costs a line, or the proof; or an optimizer gives no answer.
-HARMLESS = ("proof.py", "comparison.py", "samples.py", "ask.py")
+HARMLESS = ("proof.py", "comparison.py", "samples.py", "ask.py", "parameter.py")
 
 
 class Planted(MemoryError):
@@ -65,7 +72,8 @@ def is_call(frame, event):
     """Whether a function of the package begins, or one of DeepSpeed or torch that it calls; not a
     generator that goes on."""
     code = frame.f_code
-    if event != "call" or frame.f_lasti > 0 or code.co_qualname in MECHANISM:
+    function = code.co_qualname.split(".<locals>")[0]
+    if event != "call" or frame.f_lasti > 0 or function in MECHANISM:
         return False
     file, caller = (f.f_code.co_filename if f else "" for f in (frame, frame.f_back))
     return file.startswith(PACKAGE) or (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Load a checkpoint into an engine, on all ranks or on none.
 
-    loader.load_next(engine, ...)        a load, from its first step to its last
+    loader.find_and_load(engine, ...)    a load, from its first step to its last
     engine.Engine(engine)                DeepSpeed's engine: its layout, flat tensors and states
     collective.process_group(timeout)    all ranks, which go on together or fail together
 

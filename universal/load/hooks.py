@@ -4,7 +4,7 @@
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -65,22 +65,26 @@ def overridden(target: Any, **attributes: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def meeting_before_collectives(meet: Callable[[Sequence[int]], None]) -> Iterator[None]:
-    """Call meet(ranks) before each of DeepSpeed's collective operations in this block."""
+def meeting_before_collectives(meet: Callable[[], Any]) -> Iterator[None]:
+    """Call meet() before each of DeepSpeed's collective operations of all ranks in this block."""
     backend = deepspeed.comm.comm.cdb
 
-    def met_before(operation):
+    def met_before(name):
+        operation = getattr(backend, name)
+
         def run(*args, **options):
             values = (*args, *options.values())
             groups = [value for value in values if isinstance(value, dist.ProcessGroup)]
-            meet(dist.get_process_group_ranks(groups[0] if groups else None))
-            return operation and operation(*args, **options)
+            if not groups or groups[0].size() == dist.get_world_size():
+                meet()
+                if name == "barrier":
+                    return None  # they have met
+            return operation(*args, **options)
 
         return run
 
-    operations = {name: getattr(backend, name) for name in COLLECTIVES if hasattr(backend, name)}
-    operations["barrier"] = None  # they have met
-    with overridden(backend, **{name: met_before(operations[name]) for name in operations}):
+    names = [name for name in COLLECTIVES if hasattr(backend, name)]
+    with overridden(backend, **{name: met_before(name) for name in names}):
         yield
 
 
