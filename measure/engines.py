@@ -14,12 +14,10 @@ import contextlib
 import functools
 import io
 import json
-import logging
 import multiprocessing
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -282,12 +280,9 @@ def build_extensions():
 def begin():
     """Prepares a rank, once."""
     os.environ |= {"CROSS_RANK": "0", "CROSS_SIZE": "1"}  # DeepSpeed's writers ask for them
-    logging.getLogger("DeepSpeed").setLevel(logging.CRITICAL)
-    warnings.filterwarnings("ignore")
     get_accelerator().is_fp16_supported = lambda: True
     torch.compiler.set_stance("force_eager")  # Muon's arithmetic would be compiled for minutes
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(timeout=timedelta(seconds=SILENCE))
+    toy.begin(timeout=timedelta(seconds=SILENCE))
 
 
 @contextlib.contextmanager

@@ -4,18 +4,15 @@ What ranks send each other is mostly equal, so an all-gather gives copies of thi
 what rank 0 broadcasts was written down when rank 0 was played, which is first. In an exchange a
 rank gets as much as it sends. Machines have 8 ranks each. gloo's connections are not played."""
 
-import math
 import os
 import pickle
 import time
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from universal.load import collective, reader, reshard
+from universal.load import collective, reader
 
 ON_A_MACHINE = 8
 SENT = Path("broadcasts.pickle")  # by rank 0
@@ -91,18 +88,9 @@ def play(groups, clock, calls):
     others = Others([shape.numel() for group in groups for shape in group.values()])
     collective.gloo_group = lambda *_: others
     collective.store_of = lambda number: None
-    if hasattr(reader, "machines_of"):
-        play_machines(others)
-    if hasattr(collective, "SharedPool") and others.rank == 0:
+    play_machines(others)
+    if others.rank == 0:
         play_pool(others, clock, calls)
-    if hasattr(reshard, "collections"):  # as it was before: each rank adds up lists of all
-        shapes = {name: shape for group in groups for name, shape in group.items()}
-
-        class Whole(Counter):
-            def __getitem__(self, name):
-                return math.prod(shapes[name])
-
-        reshard.collections = SimpleNamespace(Counter=Whole)
     return others
 
 

@@ -9,11 +9,11 @@ machine does not count; `step` the same of a whole step without a proof. On a ca
 are those of the clock.
 """
 
+import functools
 import statistics
 import tempfile
 import time
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -21,6 +21,7 @@ from deepspeed.accelerator import get_accelerator
 import universal
 from measure import options
 from measure.cards import run_on
+from tests.support import toy
 from train import GPT
 from universal import proof
 from universal.proving.samples import hashes
@@ -51,22 +52,13 @@ def seconds():
 
 def measure(name, sizes):
     """Measure steps with the proof and without, on every rank."""
-    torch.set_num_threads(1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    toy.begin()
     universal.install()
     layers, heads, width, tokens = sizes
-    config = {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "zero_optimization": {"stage": 1},
-        "bf16": {"enabled": get_accelerator().device_name() == "cuda"},
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
-    }
-    model = GPT(layers, heads, width, tokens, 0.0)
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[
-        0
-    ]
+    config = {"micro": MICRO, "gradient_accumulation_steps": ACCUMULATION}
+    config["bf16"] = {"enabled": get_accelerator().device_name() == "cuda"}
+    net = functools.partial(GPT, layers, heads, width, tokens, 0.0)
+    engine = toy.make(1, net, toy.TORCH_ADAMW, batch=None, **config)
     own = []
     for function in WATCHED:
         setattr(proof.Proof, function, timed(getattr(proof.Proof, function), own))

@@ -36,6 +36,7 @@ from measure import options
 from measure.cards import run_on
 from measure.convert import commands
 from measure.costs import Run, cost, timed
+from tests.support import toy
 from tests.support.lay_out import lay_out
 from tests.support.ranks import deepspeed, run
 from train import GPT, init_distributed, parameter_groups
@@ -155,15 +156,7 @@ def made(frozen, stage):
     if not frozen:
         return make_engine(BATCH, 1, stage)
     init_distributed()
-    config = {
-        "train_batch_size": BATCH,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
-    }
-    model = Frozen()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
-    return engine
+    return toy.make(stage, Frozen, toy.TORCH_ADAMW, batch=BATCH, micro=None)
 
 
 def save(folder, stage, frozen):

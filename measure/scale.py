@@ -11,9 +11,9 @@ received: MB that the median rank receives from others. files: what all ranks li
 the checkpoint. opens: of all ranks. CPU: seconds of rank 0 and of the median rank, which a busy
 machine may double. memory: MB that the median rank needs for a moment.
 DeepSpeed's own loader compares nothing between ranks; DCP, torch's, loads each tensor flat.
-A row that the CSV beside the picture has already is not measured again."""
+A row that the CSV beside the picture has already is not measured again. What a load cost at an
+earlier revision was measured there, and is drawn beside it."""
 
-import argparse
 import csv
 import functools
 import json
@@ -22,7 +22,6 @@ import pickle
 import socket
 import statistics
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,7 +39,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import universal
-from measure import played
+from measure import options, played
+from measure.costs import megabytes
 from tests.support import ROOT, lay_out, toy
 from tests.support.ranks import run
 from universal.load.collective import ProcessGroup
@@ -83,7 +83,7 @@ DRAWN = {
     "memory": "MB of memory of another rank",
 }
 COLORS = dict(zip(STAGES, ("#0072B2", "#D55E00", "0.5", "#009E73"), strict=True))
-OURS = {"ZeRO-1", "ZeRO-3"}
+OURS = ("ZeRO-1", "ZeRO-3")
 MOST = {"DCP": 32}  # ranks: at 64 it takes 16 GB
 SMALL = 0.01  # what is less is not drawn
 matplotlib.rcParams["font.size"] = 11
@@ -191,13 +191,6 @@ def received():
     return bytes_of
 
 
-def memory(kind):
-    """Megabytes of this process; of its peak with VmHWM."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{kind}:"))
-    return int(line.split()[1]) / 1024
-
-
 # -----------------------------------------------------------------------------
 # a load on one rank
 
@@ -232,7 +225,7 @@ def load(folder, loader, *rank_of_many):
     Path("/proc/self/clear_refs").write_text("5")
     dist.barrier()
     before = received()
-    resident = memory("VmRSS")
+    resident = megabytes("VmRSS")
     tally.calls.clear()
     began = clock.time()
     work()
@@ -240,7 +233,7 @@ def load(folder, loader, *rank_of_many):
     now = last | received()
     come = sum(now[name] - before.get(name, 0) for name in now) - sum(of_weights.values())
     costs["received"] = (others.received if others else come) / 1e6
-    costs["memory"] = memory("VmHWM") - resident
+    costs["memory"] = megabytes("VmHWM") - resident
     Path(f"costs.{rank}.json").write_text(json.dumps(costs))
     if others and rank == 0:
         played.SENT.write_bytes(pickle.dumps(others.broadcasts))
@@ -362,15 +355,15 @@ def row_of(loader, by, ranks, how):
 def plan(arguments):
     """Yields the arguments of row_of()."""
     for ranks in arguments.ranks:
-        for loader in arguments.loaders:
+        for loader in STAGES:
             if ranks <= MOST.get(loader, ranks):
                 yield loader, ranks, ranks, "run"
-        for loader in OURS.intersection(arguments.loaders):
+        for loader in OURS:
             yield loader, ranks, 3 * ranks // 4, "run"
     for ranks in arguments.connecting:
         yield "connecting", ranks, ranks, "run"
     for ranks in arguments.played:
-        for loader in OURS.intersection(arguments.loaders):
+        for loader in OURS:
             yield loader, ranks, ranks, "played"
             yield loader, ranks, 3 * ranks // 4, "played"
 
@@ -421,24 +414,6 @@ def table_of(rows):
         yield line_of(row)
 
 
-def before(revision, arguments):
-    """Measure another version, in a process of its own. Returns its rows."""
-    path = arguments.output.with_name(f"{arguments.output.stem}_{revision}.csv").resolve()
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("measure", "tests", "train.py"):
-            (Path(folder) / name).symlink_to(ROOT / name)
-        archive = subprocess.run(
-            ["git", "-C", ROOT, "archive", revision, "universal"], capture_output=True, check=True
-        )
-        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
-        most = [ranks for ranks in arguments.played if ranks <= 1024]  # more take 7 GB a rank
-        numbers = ["--ranks", *arguments.ranks, "--played", *most, "--connecting"]
-        numbers += [*arguments.connecting, "--loaders", *OURS]
-        command = [sys.executable, "-m", "measure.scale", "--output", path.with_suffix(".png")]
-        subprocess.run([*map(str, [*command, *numbers])], cwd=folder, check=True)
-    return read(path)
-
-
 def draw(rows, before, path):
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     for axes, (key, title) in zip(figure.subplots(2, 3).flat, DRAWN.items(), strict=True):
@@ -472,16 +447,16 @@ def draw(rows, before, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True)
+    parser = options.parser(__doc__, "out/scale.png")
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 16, 32, 64])
     parser.add_argument("--played", type=int, nargs="*", default=[256, 1024, 4096])
     parser.add_argument("--connecting", type=int, nargs="*", default=[32, 64, 128, 256])
-    parser.add_argument("--loaders", nargs="*", default=[*STAGES])
-    parser.add_argument("--before", metavar="REVISION")
+    parser.add_argument("--before", metavar="REVISION", help="draw assets/scale_REVISION.csv, too")
     arguments = parser.parse_args()
+    earlier = read(ROOT / "assets" / f"scale_{arguments.before}.csv")
+    if arguments.before and not earlier:
+        parser.error(f"assets/ has no rows of {arguments.before}: check it out, and measure there")
     rows = measured(arguments, arguments.output.with_suffix(".csv"))
-    earlier = before(arguments.before, arguments) if arguments.before else []
     lines = [*table_of(rows)]
     if earlier:
         lines += ["", f"before: {arguments.before}", *table_of(earlier)]

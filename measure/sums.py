@@ -11,11 +11,11 @@ the last micro-batch of the first step, for each parameter.
 import gc
 import tempfile
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 
+from tests.support import toy
 from tests.support.ranks import run
 from train import GPT
 
@@ -55,31 +55,21 @@ def bytes_of_tensors():
 
 def measure(stage, dtype):
     """Prints a line of the table."""
-    torch.set_num_threads(1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    toy.begin()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     cells = []
     for count in COUNTS:
-        model = model_of()
-        config = {
-            "train_micro_batch_size_per_gpu": MICRO,
-            "gradient_accumulation_steps": count,
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET},
-            "bf16": {"enabled": True},
-            "data_types": {"grad_accum_dtype": dtype},
-            "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
-        }
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=config
-        )
+        config = {"batch": None, "micro": MICRO, "gradient_accumulation_steps": count}
+        config |= {"zero": {"reduce_bucket_size": BUCKET}, **toy.BF16}
+        config["data_types"] = {"grad_accum_dtype": dtype}
+        engine = toy.make(stage, model_of, toy.TORCH_ADAMW, **config)
         for m in range(rank * count, (rank + 1) * count):
             if count == COUNTS[0] and m == rank * count + count - 1:  # engines leave some behind
                 nbytes = bytes_of_tensors()
             engine.backward(engine(*micro_batch(m)))
             if m < (rank + 1) * count - 1:
                 engine.step()
-        gradient = torch.cat([safe_get_full_grad(p).flatten() for p in model.parameters()])
+        gradient = torch.cat([safe_get_full_grad(p).flatten() for p in engine.module.parameters()])
         if rank == 0:
             right = right_gradient(ranks * count)
             cells.append(f"{(gradient.double() - right).norm() / right.norm():>9.2%}")

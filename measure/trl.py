@@ -27,7 +27,7 @@ import torch
 from measure import options, versions
 from measure.logs import write_table
 from measure.trainers import HUB, INSTALLED, OLD_HUB
-from tests.support import ROOT
+from tests.support import ROOT, toy
 from tests.support.ranks import last_error, launch
 
 WORK = ROOT / "runs" / "trl"
@@ -154,15 +154,12 @@ def train(case, way, log, folder, resume):
     """Train a case on a rank. way: "class", "command" or "alone". log: where rank 0 writes it."""
     warnings.simplefilter("ignore")
     import datasets
-    import deepspeed
     import transformers
     import trl
 
-    torch.set_num_threads(1)
     datasets.disable_progress_bars()
     transformers.trainer.round = lambda loss, digits: loss  # before 5.0, for its logs
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    toy.begin()
     kind = find(trl, f"{case.trainer}Trainer")
     config = {"gradient_clipping": "auto", "zero_optimization": {"stage": case.stage}}
     config |= {"bf16": {"enabled": "auto"}}

@@ -5,7 +5,6 @@ import functools
 import json
 import re
 
-import deepspeed
 import pytest
 import torch
 import transformers
@@ -14,6 +13,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 import universal
+from tests.support import toy
 from tests.support.commands import slow
 from tests.support.ranks import launch, run
 from universal import batches
@@ -97,8 +97,7 @@ def arguments(micro_batch, batch=BATCH, **named):
 
 
 def begin(seed=1):
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    toy.begin()
     universal.install()
     torch.manual_seed(seed)
 

@@ -10,13 +10,12 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import deepspeed
 import pytest
 import torch
 
 import universal
 from measure.logs import compare
-from tests.support import ROOT
+from tests.support import ROOT, toy
 from tests.support.ranks import run
 from universal import batches
 from universal.rollouts import AnyRanksKTO, AnyRanksRollouts, Groups, put_before
@@ -76,8 +75,7 @@ def rows():
 
 def make(kind, name, models, bases=(), stage=2, model="dropout", **named):
     """A Trainer, in a rank. bases: what stands before TRL's class."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    toy.begin()
     universal.install()
     ranks = torch.distributed.get_world_size()
     ours = batches.config(BATCH, MICRO, ranks)

@@ -8,7 +8,6 @@ import shutil
 import sys
 from types import SimpleNamespace
 
-import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 import universal
 from measure import trainers
+from tests.support import toy
 from tests.support.commands import slow
 from tests.support.ranks import launch, run
 from universal import batches
@@ -80,8 +80,7 @@ class SplitOrder(Trainer):
 
 def train(data=Stream, resume=None, bases=(AnyRanks, Trainer), callbacks=(), **named):
     """In a rank, for 14 steps; each is saved, but in a resumed run the last alone."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    toy.begin()
     universal.install()
     torch.manual_seed(2 if resume else 1)
     config = {**batches.config(8, 2), "zero_optimization": {"stage": 2}}

@@ -22,7 +22,8 @@ import torch
 
 from tests.support import ROOT
 
-# What DeepSpeed imports when it makes an engine, at each stage, and what the scripts import.
+# What DeepSpeed imports when it makes an engine, at each stage, and what the scripts import; and
+# what universal imports when it is first asked for.
 for name in (
     "setuptools",
     "distutils.ccompiler",
@@ -36,6 +37,7 @@ for name in (
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.module_inject.auto_ep_layer",
     "universal.exact",
+    "universal.resume",
 ):
     with contextlib.suppress(ImportError):  # an older DeepSpeed has not all of them
         importlib.import_module(name)

@@ -24,16 +24,17 @@ RARE_DTYPES = {
 
 
 BF16 = {"bf16": {"enabled": True}}
+TORCH_ADAMW = {"type": "AdamW", "params": {"torch_adam": True}}  # no build of C++
 BF16_OPTIMIZER = BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}  # DeepSpeed's class of it
 
 
-def begin():
-    """As the launchers' ranks begin, but quietly."""
+def begin(**options):
+    """As the launchers' ranks begin, but quietly. options: of init_distributed()."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    deepspeed.init_distributed(**options)
 
 
 def is_rank_0():
