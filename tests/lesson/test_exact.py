@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import universal
 from measure.logs import COLUMNS, compare
 from tests.support.commands import slow
 from tests.support.ranks import ends_after, run
@@ -34,21 +33,6 @@ def differences(work, name, last=10):
 @pytest.fixture(scope="module")
 def one_rank(work):
     train(work, 1, "exact_1", "--exact")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [(2, 3, 1, 3), *([n] * 4 for n in (1, 2, 3))])
-def test_chain(work, one_rank, stages):
-    """From 4 ranks to 3, 5 and 1, the last time by a conversion; with clipping and dropout, in
-    partitions of odd sizes."""
-    name = "chain_{}{}{}{}".format(*stages)
-    universally = ("--resume", "--universal_checkpoint")
-    links = [(2, 4, ()), (4, 3, ["--resume"]), (8, 5, ["--resume"]), (10, 1, universally)]
-    for stage, (last, ranks, resume) in zip(stages, links, strict=True):
-        if resume is universally:
-            universal.convert(work / name / "global_step8", work / name / "global_step8_universal")
-        train(work, ranks, name, "--exact", "--zero_stage", stage, *resume, patch=ends_after(last))
-    assert differences(work, name) == {0.0}
 
 
 @pytest.mark.slow

@@ -130,18 +130,6 @@ def test_zero_is_drawn_at_zero():
     assert top.get_title() == "2 runs: the loss differs by 1.0e-03 at most"
 
 
-TITLES = {ONE: "2 runs: the loss", TWO: "Accumulation: the loss"}
-
-
-@pytest.mark.parametrize("layout", TITLES)
-def test_rounding_can_be_read_from_its_axis(layout):
-    other = run({1: 2.0, 2: 1.0 + 1.8e-7}, (), *layout)
-    top, strip = draw(run({1: 2.0, 2: 1.0}, (), *ONE), other).axes
-    assert [label.get_text() for label in strip.get_yticklabels()] == ["0", "1e-07", "2e-07"]
-    assert strip.get_yscale() == "linear" and strip.get_ylim()[1] > 1.8e-7
-    assert top.get_title() == f"{TITLES[layout]} differs by 1.8e-07 at most"
-
-
 def test_a_resumed_run_begins_the_picture():
     """Of the steps before the resume it shows two for five of those after it."""
     losses = {step: 1.0 + step for step in range(1, 201)}
@@ -153,18 +141,6 @@ def test_a_resumed_run_begins_the_picture():
     words = [top.get_title(), *(text.get_text() for text in top.get_legend().texts)]
     title = "Resumed after step 100: the loss is equal in every bit"
     assert words == [title, "a", "b", "validation loss (black: resumed)"]
-
-
-def test_many_runs_share_a_strip():
-    """The gray line has the steps that are compared."""
-    runs = [run({1: 2.0, 2: 1.0 + i * 1e-7}, (), *ONE) for i in range(5)]
-    gaps = [script.differences(runs[0], other, "loss") for other in runs[1:]]
-    _, strip = script.draw(dict(zip("abcde", runs, strict=True)), gaps).axes
-    assert strip.get_title(loc="left") == "the other 4 runs" and len(strip.lines) == 5
-    later = run({2: 1.0}, (), *ONE)
-    _, strip = draw(runs[0], later).axes
-    assert list(strip.lines[1].get_xdata()) == [2]
-    assert strip.get_title(loc="right") == "gray: spacing of float32"
 
 
 # The step at which each run begins, its layout, and how the legend calls it.

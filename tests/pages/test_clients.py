@@ -211,11 +211,6 @@ BOTH_RUNS = [
 FLAGS = ("--zero_stage", 2)
 
 
-@pytest.mark.parametrize("script, ranks, changes", [*RESUME_ONLY, *BOTH_RUNS])
-def test_every_cure_is_in_its_script(tmp_path, script, ranks, changes):
-    without(tmp_path, script, *changes)
-
-
 @clients
 @pytest.mark.parametrize("script, ranks, changes", [*RESUME_ONLY, *BOTH_RUNS])
 def test_a_cure_is_needed(work, trained, script, ranks, changes):

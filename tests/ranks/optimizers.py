@@ -167,16 +167,6 @@ class OfItsRank(torch.optim.SGD):
         self.param_groups[0]["d"] = 1.0 + dist.get_rank()
 
 
-@case(saved(optimizer=OfItsRank), quick_ranks=(2, 3))
-def hyper_parameters_of_a_rank(stage):
-    engine = make(stage, seed=5, optimizer=OfItsRank)
-    if on_own_ranks():
-        load(engine)
-        assert engine.optimizer.param_groups[0]["d"] == 1.0 + dist.get_rank()
-    else:
-        refused(engine, "d of the optimizer differs between ranks 0 and 1", "on its own ranks only")
-
-
 def save_and_convert(stage):
     train_and_save(stage, optimizer=torch.optim.ASGD)
     with warnings.catch_warnings():

@@ -13,7 +13,7 @@ from deepspeed.linear import LoRAConfig, OptimizedLinear
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import groups
 from models import Shaped
-from optimizers import SliceNorm, momentum, parameters_of
+from optimizers import SliceNorm, momentum
 from torch import nn
 
 import universal
@@ -148,36 +148,6 @@ def states_that_no_file_holds(stage):
 
 # --------------------------------------------------------------------------------------------------
 # what is compared on every route
-
-
-class InContainers(SliceNorm):
-    """Keeps a moment in a dict and one in a list, and a table of a whole group."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters)
-        self.param_groups[0]["table"] = torch.arange(3.0)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in parameters_of(self):
-            state = self.state[parameter]
-            zeros = torch.zeros_like(parameter)
-            mean = state.setdefault("of", {"mean": zeros})["mean"].lerp_(parameter.grad, 0.1)
-            other = state.setdefault("list", [zeros.clone()])[0].lerp_(mean, 0.1)
-            parameter.sub_(mean + other, alpha=0.01)
-
-
-@case(
-    saved_with_losses(optimizer=InContainers, states=False),
-    stages=(1, 3),
-    quick_stages=(1, 3),
-    quick_ranks=(2, 3),
-)
-def states_in_containers(stage):
-    """A moment has a value for each weight wherever it is: it loads on any ranks."""
-    engine = make(stage, optimizer=InContainers, seed=5)
-    load(engine)
-    check_losses(engine)
 
 
 class Tabled(torch.optim.AdamW):
