@@ -158,39 +158,32 @@ def test_pipeline(work, uninterrupted):
 
 
 # The step after which something happens, what, to which nodes, and how many ranks then train.
-KILLED = [(6, "kill", ["node 1"], 1), (7, "start", ["node 1"], 2)]
-PREEMPTED = [(6, "preempt", ["node 2"], 1), (9, "start", ["node 2"], 2)]
+EVENTS = [
+    (0, "start", ["node 1", "node 2"], 2),
+    (6, "kill", ["node 1"], 1),
+    (7, "start", ["node 1"], 2),
+    (12, "preempt", ["node 2"], 1),
+    (15, "start", ["node 2"], 2),
+]
 LAST = 160
-# The launcher, where the agents meet, and what happens.
-LONG = {
-    "one is preempted": (machines.TORCHRUN, {}, PREEMPTED),
-    "they meet in a file": (machines.TORCHRUN, {"rendezvous": "store_type=file"}, KILLED),
-    "with warm workers": (machines.WARM, {}, [(6, "kill", ["node 2"], 1)]),
-}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", LONG)
-def test_agents(tmp_path, monkeypatch, job):
-    """Machines of 1 rank, each with an agent of torchrun, die and come. The loss is that of one
-    rank to which nothing happens."""
-    launcher, where, events = LONG[job]
+def test_agents(tmp_path, monkeypatch):
+    """Machines of 1 rank, each with an agent of torchrun, which meet in a file, die and come. The
+    loss is that of one rank to which nothing happens."""
     monkeypatch.chdir(tmp_path)
     flags = (
         "--n_embd 32 --seq_len 16 --n_layer 1 --train_micro_batch_size_per_gpu 2 --exact "
         f"--train_batch_size 64 --checkpoint_interval 5 --steps {LAST} "
         f"--checkpoint_dir {tmp_path / 'c'}"
     ).split()
-    if where:
-        where = where | {"endpoint": str(tmp_path / "meet")}
-    job = machines.Job(launcher, flags, "machines", **where)
-    try:
-        for at, what, nodes, ranks in ((0, "start", ["node 1", "node 2"], 2), *events):
+    where = {"rendezvous": "store_type=file", "endpoint": str(tmp_path / "meet")}
+    with machines.Job(machines.TORCHRUN, flags, "machines", **where) as job:
+        for at, what, nodes, ranks in EVENTS:
             job.reach(at)
             job.happen(what, getattr(machines.Job, what), *nodes, ranks=ranks, lost=True)
         job.wait()
-    finally:
-        job.close()
     machines.train_alone(flags, "alone", LAST)
     assert set(machines.differences(job, "alone").values()) == {0.0}
 

@@ -69,19 +69,12 @@ def usual(engine, loss):
     engine.step()
 
 
-def share_of_loss(engine, loss):
-    """As accelerate and Trainer do."""
-    engine.backward(loss / engine.gradient_accumulation_steps(), scale_wrt_gas=False)
-    engine.step()
-
-
 class Kind(NamedTuple):
     """micro_batches: of a step; with 4, rank 2 of 3 has repeats alone. config: more of DeepSpeed's.
     weigh: the weight that is used, of the true one."""
 
     net: Callable = Net
     stage: int = 1
-    train: Callable = usual
     config: dict[str, Any] = {}
     micro_batches: int = 8
     weigh: Callable = lambda weight: weight
@@ -89,12 +82,10 @@ class Kind(NamedTuple):
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 KINDS = {
-    "stage_0": Kind(stage=0),
     "stage_1": Kind(),
     "stage_3": Kind(stage=3),
     "fp16": Kind(stage=2, config=FP16),
     "batch_norm": Kind(lambda: Net(nn.BatchNorm1d), micro_batches=4),
-    "share_of_loss": Kind(stage=2, train=share_of_loss),
     "infinite": Kind(Infinite),
     "infinite_fp16": Kind(Infinite, stage=2, config=FP16),
     "only_zeros": Kind(micro_batches=4, weigh=lambda weight: float(weight > 0)),
@@ -122,7 +113,7 @@ def train_step(engine, kind, step):
     share = batches.share(engine)
     for m, weight in share:
         loss = engine(samples(step, m).to(dtype))
-        kind.train(engine, kind.weigh(weight) * loss)
+        usual(engine, kind.weigh(weight) * loss)
         total += torch.tensor([weight * loss.item(), weight])
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
