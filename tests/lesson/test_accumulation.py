@@ -28,7 +28,7 @@ LAYOUTS = {
     "ds_8_ws2": Layout("grad_accu_ds.py", 2, 8, 2),
     "ds_8_ws3": Layout("grad_accu_ds.py", 3, 8, 2),
 }
-STEPS = 20
+STEPS = 12
 BATCH = 32
 
 
@@ -51,7 +51,7 @@ def trained(work):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_six_layouts_one_curve(work, trained, name):
-    """PyTorch and DeepSpeed, one batch of 32 or 4 micro-batches or 2 on 2 or 3 ranks: 1e-5 over 20
+    """PyTorch and DeepSpeed, one batch of 32 or 4 micro-batches or 2 on 2 or 3 ranks: 1e-5 over 12
     steps, and each of the 32 sequences of a step counts once."""
     _, ranks, micro, accumulation = LAYOUTS[name]
     count = BATCH // micro
