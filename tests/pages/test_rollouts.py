@@ -32,7 +32,6 @@ TRAINERS = {
     "Distillation": (trl.DistillationTrainer, trl.DistillationConfig),
     "KTO": (trl.KTOTrainer, trl.KTOConfig),
 }
-GENERATED = {"num_generations": 2, "max_completion_length": 8}
 
 
 @pytest.fixture(scope="module")

@@ -120,7 +120,7 @@ class WithHead(Net):
 TOLD = ({"load_module_strict": False}, {"load_optimizer_states": False}, {"load_module_only": True})
 
 
-@case(saved(net=lambda: WithHead(tied=True)), quick_ranks=(2, 3))
+@case(saved(net=lambda: WithHead(tied=True)))
 def tied_at_the_save(stage):
     """And its own now: it begins with the weights that both had."""
     convert()
@@ -294,10 +294,10 @@ def another_batch(stage):
     assert printed("WARNING: the global batch was 12, and is 24 now")
     if on_own_ranks():
         return
-    for batch, micro, cure in ((18, 1, 1), (15, 5, 4), (9, 3, 3)):
-        load(make(stage, batch=batch, micro=micro))
-        assert printed(f"and is {batch} now: to keep 12, in a loop of your own, `config |= ")
-        assert printed(f"`config |= batches.config(12, {cure})`, `for m, weight in batches.share(")
+    load(make(stage, batch=15, micro=5))
+    assert printed(
+        "and is 15 now: to keep 12, in a loop of your own, `config |= batches.config(12, 4)"
+    )
 
 
 class Experts(Net):

@@ -238,25 +238,6 @@ def without_its_scheduler(stage):
     check_restored(resumed(stage), but=["scheduler"])
 
 
-class Adapting(torch.optim.SGD):
-    """Its step adds a hyperparameter, as Prodigy's does."""
-
-    def step(self, closure=None):
-        super().step()
-        for group in self.param_groups:
-            group["d_hat"] = group.get("d_hat", 1.0) / 2
-
-
-def adapting(parameters):
-    return Adapting(parameters, lr=0.1, momentum=0.9)
-
-
-@case(saved(optimizer=adapting))
-def hyperparameters_that_a_step_adds(stage):
-    engine = restored(stage, optimizer=adapting)
-    assert engine.optimizer.param_groups[0]["d_hat"] == 0.25
-
-
 def momentum_in_one_group(parameters):
     groups = [
         {"params": parameters[:2], "momentum": 0.9},
