@@ -91,31 +91,42 @@ CASES = {
 }
 
 
-def make_models(folder):
-    """Write a tokenizer of words, and models of one layer."""
+def shape_of(**more):
+    """Returns the shape of a small Llama that has the tokenizer's words."""
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    return shape | more
+
+
+def make_models(folder, configs):
+    """Write a tokenizer of numbers, and a model of each config. configs: {name: (its class in
+    transformers, config)}."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{n}" for n in range(61))]
+    words = ["<pad>", "<eos>", "<unk>", *map(str, range(61))]
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     named = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
-    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
-    shape |= {"eos_token_id": 1, "bos_token_id": None, "max_position_embeddings": 256}
-    experts = {"num_local_experts": 4, "router_aux_loss_coef": 0.5, "output_router_logits": True}
-    llama = transformers.LlamaConfig
-    for name, config in {
-        "llama": llama(**shape),
-        "mixtral": transformers.MixtralConfig(**shape, **experts),
-        "reward": llama(**shape, num_labels=1),
-    }.items():
-        transformers.set_seed(0)
-        model = getattr(transformers, MODELS[name]).from_config(config)
-        model.save_pretrained(folder / name)
+    for seed, (name, (kind, config)) in enumerate(configs.items()):
+        transformers.set_seed(seed)
+        getattr(transformers, kind).from_config(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+
+
+def configs():
+    """Returns {name: config} of MODELS."""
+    import transformers
+
+    shape = shape_of(num_key_value_heads=4, max_position_embeddings=256)
+    experts = {"num_local_experts": 4, "router_aux_loss_coef": 0.5, "output_router_logits": True}
+    return {
+        "llama": transformers.LlamaConfig(**shape),
+        "mixtral": transformers.MixtralConfig(**shape, **experts),
+        "reward": transformers.LlamaConfig(**shape, num_labels=1),
+    }
 
 
 def rows(kind):
@@ -125,7 +136,7 @@ def rows(kind):
     def words(least, most):
         start, stride = draw.randrange(61), draw.randrange(1, 6)
         count = draw.randrange(least, most)
-        return " ".join(f"w{(start + stride * n) % 61}" for n in range(count))
+        return " ".join(str((start + stride * n) % 61) for n in range(count))
 
     for number in range(5 * SAMPLES if kind == "packed" else SAMPLES):
         if kind in ("text", "packed"):
@@ -219,7 +230,7 @@ def play(trl, names):
 
     models = WORK / "models" / transformers.__version__
     if not models.exists():
-        make_models(models)
+        make_models(models, {name: (MODELS[name], config) for name, config in configs().items()})
     known = [name for name in names if find(import_module("trl"), f"{CASES[name].trainer}Trainer")]
     return {name: play_case(WORK / trl / name, CASES[name]) for name in known}
 

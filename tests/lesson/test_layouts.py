@@ -57,28 +57,17 @@ def one_rank(work):
 
 
 # data x tensor x sequence ranks
-TENSOR = (2, 2, 1)
-SEQUENCE = (2, 1, 2)
 BOTH = (1, 2, 2)
-# ZeRO stage, the layout that saves, others that go on, with their stage; `make 3d` tries such
-# changes over 100 steps.
-QUICK = (3, BOTH, [(1, 2, 1, 1)])
-REST = [(s, TENSOR, [(s, 1, 2, 1), (s, 2, 1, 1), (s, 1, 4, 1), (s, 1, 1, 2)]) for s in (1, 2, 3)]
-REST += [(1, BOTH, [(3, 2, 1, 1), (2, 1, 4, 1)])]
-REST += [(2, (3, 2, 1), [(1, 2, 2, 1)]), (3, (3, 1, 2), [(1, 2, 1, 2)])]  # of 4 micro-batches
-REST += [(s, SEQUENCE, [(s, 1, 1, 2), (s, 2, 1, 1), (s, 1, 1, 4)]) for s in (1, 3)]
 
 
-@pytest.mark.parametrize("stage, layout, others", [QUICK, *(slow(*change) for change in REST)])
-def test_one_of_them(work, one_rank, stage, layout, others):
-    """From scratch like one rank; gone on with on the same layout to the bit, on others to 1e-5."""
-    name = f"{'x'.join(map(str, layout))}_at_{stage}"
-    out = train(work, stage, *layout, name)
-    assert str(Share(8, 2, layout[0])) in out
-    assert difference(work, "one", name) <= 1e-5
-    assert goes_on(work, name, train, stage, *layout) == 0.0
-    for other in others:
-        assert goes_on(work, name, train, *other) <= 1e-5
+def test_one_of_them(work, one_rank):
+    """From scratch like one rank; gone on with on the same layout to the bit, on others to 1e-5.
+    `make 3d` tries every other change of layout and stage, over 100 steps."""
+    out = train(work, 3, *BOTH, "both")
+    assert str(Share(8, 2, 1)) in out
+    assert difference(work, "one", "both") <= 1e-5
+    assert goes_on(work, "both", train, 3, *BOTH) == 0.0
+    assert goes_on(work, "both", train, 1, 2, 1, 1) <= 1e-5
 
 
 # -----------------------------------------------------------------------------
@@ -95,10 +84,7 @@ def pipeline(work, one_rank):
 
 
 # tensor x pipeline x data ranks
-MORE = [(2, 2, 2), (2, 1, 2), (2, 2, 1), (1, 1, 2), (1, 2, 2)]
-
-
-@pytest.mark.parametrize("layout", [(1, 1, 1), *map(slow, MORE)])
+@pytest.mark.parametrize("layout", [(1, 1, 1), slow((2, 2, 1))])
 def test_pipeline_goes_on(work, pipeline, layout):
     """On the same layout to the bit."""
     assert goes_on(work, "three", train_3d, *layout) <= (0.0 if layout == (2, 2, 1) else 1e-5)
