@@ -3,7 +3,6 @@ is wrong and in which file, the batch, and how other ranks keep it; without torc
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys

@@ -82,6 +82,7 @@ class Kind(NamedTuple):
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 KINDS = {
+    "stage_0": Kind(stage=0),
     "stage_1": Kind(),
     "stage_3": Kind(stage=3),
     "fp16": Kind(stage=2, config=FP16),
