@@ -106,9 +106,9 @@ lint: .venv/installed-dev
 	.venv/bin/ruff format --check .
 
 test-all: test
-	$(TEST) -m slow tests/load
+	$(TEST) -m slow tests/load tests/save tests/proof tests/exact
 	$(TEST) -m slow tests/convert tests/look tests/pages
-	$(TEST) -m slow tests/lesson
+	$(TEST) -m slow tests/lesson tests/batch
 	$(MAKE) clients versions
 	$(MAKE) chaos POINTS=2
 
@@ -252,7 +252,7 @@ $(OUT)/load_cost.txt: .venv/installed measure/resume.py train.py $(PACKAGE)
 # Training loops that are not ours
 clients: .venv/installed-clients
 	@mkdir -p $(OUT)
-	CLIENTS_TABLE=$(OUT)/clients.txt $(PY) -m pytest -q -m "clients or not clients" tests/pages/test_clients.py tests/pages/test_rollouts.py
+	CLIENTS_TABLE=$(OUT)/clients.txt $(PY) -m pytest -q -m "clients or not clients" tests/pages/test_clients.py tests/batch/test_rollouts.py
 	cat $(OUT)/clients.txt
 
 # Commands that have no script

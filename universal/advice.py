@@ -3,7 +3,7 @@
 
 # How to keep a batch, by what a name has in it: of a file beside a checkpoint, of a key in its
 # client state, or of an engine's module.
-CURES = {
+BATCH_ADVICE = {
     "trainer_state.json": (
         "under a Trainer, put `UNIVERSAL_BATCH={batch} python -m universal` before the command at "
         "every start, with per_device_train_batch_size={micro}"
@@ -34,13 +34,15 @@ CURES = {
 }
 
 
-def cures(batch: int | None, micro_batch: int, *names: str) -> list[str]:
+def advice_on_batch(batch: int | None, micro_batch: int, *names: str) -> list[str]:
     """Says how to keep a batch on any number of ranks, a line for each kind of code; what fits
-    these names of CURES comes first. batch: None for one that the reader has to choose."""
+    these names of BATCH_ADVICE comes first. batch: None for one that the reader has to choose."""
     seen = "\n".join(names)
     micro = largest_divisor(batch, micro_batch) if batch else micro_batch
-    fitting_first = sorted(CURES, key=lambda sign: sign not in seen)
-    return [CURES[sign].format(batch=batch or "BATCH", micro=micro) for sign in fitting_first]
+    fitting_first = sorted(BATCH_ADVICE, key=lambda sign: sign not in seen)
+    return [
+        BATCH_ADVICE[sign].format(batch=batch or "BATCH", micro=micro) for sign in fitting_first
+    ]
 
 
 def largest_divisor(batch: int, most: int) -> int:

@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from universal import guesses
-from universal.advice import cures, largest_divisor
+from universal.advice import advice_on_batch, largest_divisor
 
 if TYPE_CHECKING:
     import deepspeed
@@ -415,7 +415,7 @@ def check_batch(engine, share, ledger, count):
     raise ValueError(
         f"the config names a batch of {share.batch}, and this step trains {trained} samples, "
         f"{share.micro_batch} x {count} accumulation steps x {share.ranks} ranks{ends}. To keep "
-        + "\n  ".join([f"{share.batch}:", *cures(share.batch, share.micro_batch, module)])
+        + "\n  ".join([f"{share.batch}:", *advice_on_batch(share.batch, share.micro_batch, module)])
     )
 
 

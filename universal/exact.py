@@ -26,7 +26,7 @@ from packaging.version import Version
 
 from universal import batches
 from universal.load.engine import Engine
-from universal.load.hooks import clip_by, is_within_a_step
+from universal.load.overrides import clip_by, is_within_a_step
 
 
 def install(engine: deepspeed.DeepSpeedEngine) -> None:

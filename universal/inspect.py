@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from universal import batches
-from universal.advice import cures, largest_divisor
+from universal.advice import advice_on_batch, largest_divisor
 from universal.batch.saved import CHOOSE, batch_of, client_signs, doubt_of
 from universal.checkpoint.describe import describe, left_over, paths_of
 from universal.checkpoint.module_states import client_state_of, config_of
@@ -294,7 +294,7 @@ def settings_on(facts: dict[str, Any], ranks: int) -> Iterator[str]:
         heading = str(share)
     yield from wrapped(heading)
     names = facts["client_signs"] + facts["client_state"]
-    lines = cures(None if doubt else batch, micro, *names)
+    lines = advice_on_batch(None if doubt else batch, micro, *names)
     yield from (f"  {line}" for line in lines)
     if facts["generating"] and not doubt:
         yield from wrapped(f"  {stock_rollouts(batch, micro, facts['generating'], ranks)}")

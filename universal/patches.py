@@ -3,7 +3,7 @@
 
 PATCHES says which, and why. install() has all of them called, but for those of what it is told to
 leave out; batches.config() and share() those of batches. undo() takes them away. What is changed
-for the length of a load or a save is in load/hooks.py; in an engine alone, in exact.py.
+for the length of a load or a save is in load/overrides.py; in an engine alone, in exact.py.
 """
 
 import functools

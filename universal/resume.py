@@ -22,8 +22,8 @@ from universal import background, batches, patches, proof
 from universal.batch import saved
 from universal.errors import CheckpointError
 from universal.load.collective import process_group
-from universal.load.hooks import LoadOptions, check_mesh, meeting_before_collectives
 from universal.load.loader import Search, find_and_load
+from universal.load.overrides import LoadOptions, check_mesh, meeting_before_collectives
 from universal.save import plain
 
 # Modules with one or more of four functions, which are called in this order: install(), for every

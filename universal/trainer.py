@@ -40,7 +40,7 @@ from universal import batches
 from universal.advice import largest_divisor
 from universal.batch.losses import NUMBER, LossKind, kind_of_loss, times_router_loss
 from universal.load.collective import say
-from universal.load.hooks import overridden
+from universal.load.overrides import overridden
 
 # What keeps the batch where AnyRanks cannot.
 BY_HAND = (

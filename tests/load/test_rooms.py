@@ -10,13 +10,14 @@ from tests.support import ROOT
 from tests.support.commands import run_python, slow
 
 CORE = ("load", "checkpoint", "files", "errors", "lines", "patches")
-# What is added, with its names in resume.py; files that stand on it go with it.
+# What is added, by the folder of its tests, with its names in resume.py; files that stand on it go
+# with it.
 ADDED = {
-    "the batch": ("batches batch advice guesses trainer rollouts", "batches saved"),
-    "the proof": ("proof proving", "proof"),
-    "saves": ("background mirror save elastic", "background plain"),
-    "commands": ("inspect diff", ""),
-    "conversion": ("write", ""),
+    "batch": ("batches batch advice guesses trainer rollouts", "batches saved"),
+    "proof": ("proof proving", "proof"),
+    "save": ("background mirror save elastic", "background plain"),
+    "look": ("inspect diff", ""),
+    "convert": ("write", ""),
     "exact": ("exact", ""),
 }
 SCRIPT = """
@@ -77,6 +78,8 @@ def copy_without(names, folder):
     shutil.copytree(ROOT / "tests", folder / "tests")
     shutil.copy(ROOT / "pyproject.toml", folder)
     gone = with_dependents(name for added in names for name in ADDED[added][0].split())
+    for room in names:
+        shutil.rmtree(folder / "tests" / room)
     for name in gone:
         for path in (folder / "universal" / name, folder / "universal" / f"{name}.py"):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from tests.support.files import (
     with_bit_flipped,
 )
 from universal import CheckpointError, convert, inspect
-from universal.advice import cures
+from universal.advice import advice_on_batch
 from universal.batch.saved import BATCH_KEYS, batch_of
 from universal.batches import Share
 from universal.checkpoint.describe import check_present
@@ -260,10 +260,10 @@ def test_saved_without_zero(laid_out):
 def test_settings(source):
     """What to paste, in words, ends the screen; what has saved comes first."""
     lines = inspected(source, "--ranks", 5).out.split("\n\n")[-1]
-    assert lines.endswith("".join(f"\n  {cure}" for cure in cures(24, 2)) + "\n")
+    assert lines.endswith("".join(f"\n  {cure}" for cure in advice_on_batch(24, 2)) + "\n")
     assert str(Share(24, 2, 5)) in " ".join(lines.split())
     edit(source, "*_model_*", lambda model: model.update({"pytorch-lightning_version": 2}))
-    (_, first, *_) = [*lines_of(look(source), 3)][-len(cures(24, 2)) - 1 :]
+    (_, first, *_) = [*lines_of(look(source), 3)][-len(advice_on_batch(24, 2)) - 1 :]
     assert first.strip().startswith("with Lightning")
 
 

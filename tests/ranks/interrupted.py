@@ -43,7 +43,7 @@ from tests.support.toy import (
 from universal import batches, mirror
 from universal.load import engine as engines
 from universal.load import loader
-from universal.load.hooks import overridden
+from universal.load.overrides import overridden
 from universal.load.reader import TensorReader
 from universal.save import plain
 

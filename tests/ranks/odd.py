@@ -31,7 +31,7 @@ from tests.support.toy import (
     torch_optimizer,
     train,
 )
-from universal.load.hooks import deepspeed_load
+from universal.load.overrides import deepspeed_load
 
 
 def losses_of(engine):

@@ -40,7 +40,7 @@ from tests.support.toy import (
     save_truth,
     truths_of_ranks,
 )
-from universal.load.hooks import overridden
+from universal.load.overrides import overridden
 
 LINEAR = LayerSpec(nn.Linear, 8, 8)
 

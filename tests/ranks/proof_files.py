@@ -16,7 +16,7 @@ from proof_engines import SAVED, Kind, engine_of, train
 import universal
 from tests.support.toy import begin, in_turn, is_rank_0
 from universal import elastic, proof
-from universal.load.hooks import deepspeed_load, overridden
+from universal.load.overrides import deepspeed_load, overridden
 from universal.mirror import Mirror
 
 STORIES = {}

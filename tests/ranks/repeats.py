@@ -27,7 +27,7 @@ from tests.support.helpers import fp16_is
 from tests.support.toy import begin, in_turn, make
 from universal import batches, exact, guesses, trainer
 from universal.errors import CheckpointError
-from universal.load.hooks import overridden
+from universal.load.overrides import overridden
 
 MICRO = 3
 STEPS = 4

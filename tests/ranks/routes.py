@@ -48,7 +48,7 @@ from tests.support.toy import (
     two_groups,
 )
 from universal.inspect import look
-from universal.load.hooks import overridden
+from universal.load.overrides import overridden
 
 # --------------------------------------------------------------------------------------------------
 # Muon

@@ -24,7 +24,7 @@ from tests.support.case import (
 )
 from tests.support.helpers import fp16_is
 from tests.support.toy import BF16, Net, adam, falling, is_rank_0, make
-from universal.load.hooks import overridden
+from universal.load.overrides import overridden
 
 NOTE = "NOTE: other settings than at the save: "
 

@@ -35,7 +35,7 @@ from tests.support.toy import (
     train,
 )
 from universal import patches
-from universal.load.hooks import overridden
+from universal.load.overrides import overridden
 
 PRINTED = io.StringIO()  # by this rank, in this case
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from universal.load.collective import say
-from universal.load.hooks import overridden
+from universal.load.overrides import overridden
 
 NUMBER = "num_items_in_batch"
 ROUTER = "router_aux_loss_coef"  # transformers' name for the weight of a router's loss

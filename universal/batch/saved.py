@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from universal.advice import cures
+from universal.advice import advice_on_batch
 from universal.batches import TRUE_BATCH, gradient_factor, ledger_of
 from universal.checkpoint.module_states import client_state_of, config_of
 from universal.errors import CheckpointError
@@ -49,7 +49,7 @@ def batch_of(model: dict) -> Batch | None:
 
 
 def client_signs(folder: Path) -> list[str]:
-    """Returns the names, for advice.cures(), by which one knows whose code saved a checkpoint.
+    """Returns the names, for advice_on_batch(), by which one knows whose code saved a checkpoint.
 
     folder: the checkpoint.
     """
@@ -125,7 +125,7 @@ def compare_batch(engine, folder, model, saved):
     micro = engine.engine.train_micro_batch_size_per_gpu()
     if was != now or doubt and TRUE_BATCH not in written:
         signs = [*client_signs(folder), *map(str, client_state_of(model))]
-        cure, *_ = cures(None if doubt else was, micro, *signs)
+        cure, *_ = advice_on_batch(None if doubt else was, micro, *signs)
         yield f"WARNING: the global batch was {was}{doubt}, and is {now} now: {keep}, {cure}"
     if saved.micro != micro and engine.has_batch_norm():
         yield f"NOTE: BatchNorm sees {micro} samples (was {saved.micro})"

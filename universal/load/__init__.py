@@ -5,6 +5,6 @@
     engine.Engine(engine)                DeepSpeed's engine: its layout, flat tensors and states
     collective.process_group(timeout)    all ranks, which go on together or fail together
 
-Of the core, engine.py, hooks.py and live_experts.py alone know DeepSpeed's private attributes.
+Of the core, engine.py, overrides.py and live_experts.py alone know DeepSpeed's private attributes.
 Needs torch and DeepSpeed, and of this package checkpoint/ and files/.
 """

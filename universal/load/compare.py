@@ -12,7 +12,7 @@ from universal.files.same import is_same
 from universal.load.ask import Answer
 from universal.load.collective import ProcessGroup, say
 from universal.load.engine import Engine
-from universal.load.hooks import LoadOptions
+from universal.load.overrides import LoadOptions
 from universal.load.parts import Parts
 
 WIDE = ("bf", "32", "None")  # parts of names of dtypes that need no loss scale
@@ -35,11 +35,11 @@ def compare_parameters(
     trained = checkpoint.parameters.keys()
     strict = options.load_module_strict
     if optimized and options.load_optimizer_states:
-        agree(optimized, trained, "trained", strict, "without their states")
+        check_same_names(optimized, trained, "trained", strict, "without their states")
     else:
         tied = tied_names(engine, checkpoint)
         known = trained | checkpoint.module.keys() | tied.keys()
-        agree(optimized - known, trained - present, "trained", strict)
+        check_same_names(optimized - known, trained - present, "trained", strict)
     by_group = options.load_optimizer_states or engine.loads_scheduler(options)
     groups = engine.group_numbers() if by_group else {}
     # In the order of their names, so that all ranks tell of the same one.
@@ -57,16 +57,16 @@ def compare_parameters(
         if param_group != saved.group_number and not expert_name(name):
             raise CheckpointError(
                 f"{name} is in parameter group {param_group}, and was in {saved.group_number}"
-                f"{cure_of_groups(engine)}"
+                f"{advice_on_groups(engine)}"
             )
 
 
-def cure_of_groups(engine):
+def advice_on_groups(engine):
     """Says what to do where DeepSpeed drops a group of which a pipeline stage has nothing."""
     return "; give each stage a parameter of every group" if engine.is_pipeline() else ""
 
 
-def agree(
+def check_same_names(
     live: set[str], saved: set[str], what: str, strict: bool, outcome: str = "left as it is"
 ) -> None:
     """Raises CheckpointError if names are on one side only; prints them if not strict."""
@@ -75,7 +75,7 @@ def agree(
         "in the checkpoint, and not here": saved - live,
     }
     texts = [f"{what} {side} {listed(names)}" for side, names in one_sided.items() if names]
-    cure = cure_of_names(live, saved)
+    cure = advice_on_names(live, saved)
     if texts and (strict or cure):
         cure = cure or "load_module_strict=False continues without"
         raise CheckpointError(f"{'; '.join(texts)}; {cure}")
@@ -83,7 +83,7 @@ def agree(
         say(f"{text}: {outcome}")
 
 
-def cure_of_names(live, saved):
+def advice_on_names(live, saved):
     """Says what to do if names differ by what torch puts into them; "" otherwise."""
     if any("_orig_mod." in name for name in live - saved):
         return "torch.compile() names them: give DeepSpeed the model without it, model._orig_mod"
@@ -111,7 +111,7 @@ def check_any_trained(checkpoint: Checkpoint, optimized: set[str], present: set[
         raise CheckpointError(
             f"nothing that is trained has the same name on both sides: here {listed(optimized)}; "
             f"in the checkpoint {listed(trained)}: "
-            f"{cure_of_names(optimized, trained) or 'give the model the names of before'}"
+            f"{advice_on_names(optimized, trained) or 'give the model the names of before'}"
         )
 
 
@@ -137,7 +137,7 @@ def misfits_of_optimizer(engine, checkpoint, answer, resharded):
     if resharded and len(saved.param_groups) != groups:
         yield (
             f"of another optimizer: it has {len(saved.param_groups)} parameter groups, "
-            f"that of the engine {groups}{cure_of_groups(engine)}"
+            f"that of the engine {groups}{advice_on_groups(engine)}"
         )
     yield from other_optimizer(engine, checkpoint, answer)
     if hasattr(engine.optimizer, "backup_optimizer"):

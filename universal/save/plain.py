@@ -16,7 +16,7 @@ from universal import patches
 from universal.checkpoint.tags import checkpoints_near
 from universal.errors import CheckpointError
 from universal.load.collective import say
-from universal.load.hooks import check_mesh
+from universal.load.overrides import check_mesh
 
 COUNTED = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 

@@ -29,7 +29,7 @@ from universal.files.torch_writer import (
     storage_records,
     write_records,
 )
-from universal.load.hooks import overridden, saving_alone
+from universal.load.overrides import overridden, saving_alone
 
 PAGE = 1 << 16  # bytes
 

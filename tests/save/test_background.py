@@ -37,7 +37,7 @@ from tests.support.toy import (
 from universal import background, elastic, patches
 from universal.files.same import is_same
 from universal.files.torch_file import load, verify
-from universal.load.hooks import meeting_before_collectives
+from universal.load.overrides import meeting_before_collectives
 from universal.save import snapshot as snapshots
 from universal.write import publish
 

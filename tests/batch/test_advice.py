@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.ranks import last_error, launch, run
-from universal.advice import CURES
+from universal.advice import BATCH_ADVICE
 from universal.inspect import lines_of, look
 
 START = """
@@ -279,7 +279,7 @@ def test_pasted(tmp_path, saved, reader):
         assert trained in stopped.err and f"\n  {cure}\n" in stopped.err
         assert stopped.codes == {0: 1, 1: 1, 2: 1}
     lines = [*lines_of(look(tmp_path / folder), 3)]
-    assert lines.index(f"  {cure}") == len(lines) - len(CURES)
+    assert lines.index(f"  {cure}") == len(lines) - len(BATCH_ADVICE)
     code = re.findall("`(.*?)`", cure)
     page = of_page(reader)
     if {*code} <= {without_names(piece) for piece in page}:

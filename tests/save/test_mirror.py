@@ -27,7 +27,7 @@ from tests.support.files import MODEL, flip, folders_in
 from tests.support.helpers import at_step
 from tests.support.ranks import launch, run
 from universal import mirror as mirrors
-from universal.load.hooks import overridden
+from universal.load.overrides import overridden
 from universal.mirror import Mirror
 from universal.save import snapshot as snapshots
 
