@@ -95,8 +95,9 @@ class HostsJob(Job):
             nodes = list(self.nodes.items())
             self.start(*[name for name, node in nodes if node.agent.poll() is not None])
             for folder in self.folder.glob("global_step*"):
-                if not folder.suffix and folder not in self.seen:
-                    self.seen[folder] = contents(folder)
+                files = contents(folder)  # none while it is being saved
+                if files and not folder.suffix and folder not in self.seen:
+                    self.seen[folder] = files
             time.sleep(0.05)
 
     def finish(self):

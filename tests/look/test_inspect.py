@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.support import ROOT
 from tests.support.commands import command, failed, no_permission, run_python
 from tests.support.files import (
     MODEL,
+    SHAPES,
     data_of,
     each_state,
     edit,
@@ -21,11 +23,13 @@ from tests.support.files import (
     records,
     with_bit_flipped,
 )
+from tests.support.lay_out import lay_out
 from universal import CheckpointError, convert, inspect
 from universal.advice import advice_on_batch
 from universal.batch.saved import BATCH_KEYS, batch_of
 from universal.batches import Share
-from universal.checkpoint.describe import check_present
+from universal.checkpoint.describe import check_present, describe
+from universal.files import torch_file
 from universal.inspect import lines_of, look
 from universal.write.console import short
 
@@ -368,6 +372,32 @@ def test_what_differs_between_ranks(laid_out, change):
     edit(source, f"zero_pp_rank_1_{MODEL}", change)
     words = "the client states or buffers of its ranks differ: on other ranks all get rank 0's"
     assert facts_in(source)["notes"] == [words]
+
+
+def test_files_of_ranks_that_are_alike(tmp_path, monkeypatch):
+    """They are unpickled once, until one differs, wherever it is; damage in any of them is seen."""
+    unpickled = []
+
+    class Counted(torch_file.Unpickler):
+        def __init__(self, data, records, file):
+            unpickled.append(Path(file.name).name)
+            super().__init__(data, records, file)
+
+    monkeypatch.setattr(torch_file, "Unpickler", Counted)
+    folder = tmp_path / "c"
+    lay_out(folder, SHAPES, 6, 3)
+    path = folder / f"zero_pp_rank_4_{MODEL}"
+    assert not describe(folder, workers=1).ranks_differ
+    assert sum(name.endswith(MODEL) for name in unpickled) <= 3  # rank 0's is read by two
+    edit(folder, path.name, lambda model: model.update(epoch=3))
+    assert describe(folder, workers=1).ranks_differ
+    edit(folder, path.name, lambda model: model.update(epoch=3, global_steps=7))
+    with pytest.raises(CheckpointError, match="rank_4_.* has other global_steps"):
+        describe(folder)
+    lay_out(folder, SHAPES, 6, 3)
+    flip(path, records(path, "/data.pkl")[0])
+    with pytest.raises(CheckpointError, match="rank_4_"):
+        describe(folder)
 
 
 def test_no_batch(laid_out):

@@ -80,19 +80,23 @@ def read_model_states(path: Path) -> dict:
     return expect(load(path), MODEL_STATES, path)
 
 
-def read_own_states(path: Path, first_path: Path, first: dict) -> tuple[Sequence, bool]:
+def read_own_states(
+    path: Path, first_path: Path, first: dict, known: dict
+) -> tuple[Sequence, bool]:
     """Returns what each rank saves for itself at ZeRO-3: its parts of the frozen parameters, from
     packed_extents(), and whether its client state or a buffer is another than rank 0's. first: rank
-    0's model states.
+    0's model states. known: of load(), where nothing is frozen.
 
     Raises: CheckpointError, if parts are missing, or these model states are of another save.
     """
     keys = {"module": MODEL_STATES["module"]}
-    model = first if path == first_path else expect(load(path), keys, path)
+    names = first.get("frozen_param_shapes") or {}
+    model = first
+    if path != first_path:
+        model = expect(load(path, None if names else known), keys, path)
     for key in SAME_ON_ALL_RANKS:
         if model.get(key) != first.get(key):
             raise CheckpointError(f"{path} has other {key} than {first_path.name}")
-    names = first.get("frozen_param_shapes") or {}
     parts = []
     for place, states in ((first_path, first), (path, model)):
         fragments = states.get("frozen_param_fragments") or {}

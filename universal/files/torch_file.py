@@ -244,9 +244,11 @@ def trim_storage(tensor: Tensor) -> Tensor:
 # 2. reading a file
 
 
-def load(path: str | Path) -> Any:
+def load(path: str | Path, known: dict | None = None) -> Any:
     """The content of a .pt file: tensors become Tensor, other objects Stub.
 
+    known: contents of earlier calls with it, a few; of a file with the same bytes, by its
+    checksums, that earlier content is returned, whose tensors are in the other file.
     Raises: CheckpointError, naming the file; OSError.
     """
     path = Path(path)
@@ -262,9 +264,17 @@ def load(path: str | Path) -> Any:
         if "byteorder" in records and archive.read(f"{prefix}/byteorder") != b"little":
             raise CheckpointError("it was written on a big-endian machine")
         data = archive.read(f"{prefix}/data.pkl")  # zipfile compares it with its checksum
-        return Unpickler(data, records, file).load()
+        key = data, *((name, record.nbytes, record.crc) for name, record in records.items())
+        if known and key in known:
+            return known[key]
+        content = Unpickler(data, records, file).load()
+        has_checksums = records["data.pkl"].crc is not None
+        if known is not None and len(known) < KNOWN and has_checksums:
+            known[key] = content
+        return content
 
 
+KNOWN = 2  # of the files of many ranks: they are alike, or each has its own
 UNZIPPED = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # how a file without an archive begins
 
 
