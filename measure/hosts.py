@@ -7,7 +7,6 @@ nothing may be written into a checkpoint that is finished, and all of them must 
 may be left. Needs Linux, iproute2 and the right to make namespaces: the kernel takes down what is
 made in them when this script ends, however it ends."""
 
-import contextlib
 import os
 import re
 import subprocess
@@ -97,9 +96,7 @@ class HostsJob(Job):
             self.start(*[name for name, node in nodes if node.agent.poll() is not None])
             for folder in self.folder.glob("global_step*"):
                 if not folder.suffix and folder not in self.seen:
-                    with contextlib.suppress(FileNotFoundError):  # it was removed
-                        if files := contents(folder):  # none while it is being saved
-                            self.seen[folder] = files
+                    self.seen[folder] = contents(folder)
             time.sleep(0.05)
 
     def finish(self):
