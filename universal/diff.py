@@ -142,7 +142,7 @@ def equal_flats(pairs: list[tuple], reader: ByteReader) -> set:
         return first.numel != second.numel or any(a != b for a, b in pieces(first, second, reader))
 
     results = [*reader.in_threads(jobs, differs, THREADS)]
-    different = {flat for (flat, *_), differs in zip(jobs, results, strict=True) if differs}
+    different = {flat for (flat, *_), is_other in zip(jobs, results, strict=True) if is_other}
     for flat, *extents in jobs:
         for extent in extents * (flat in different):
             reader.spans.pop(extent.record, None)  # it is read again

@@ -184,8 +184,8 @@ def describe_one_rank(folder, mp_rank, paths, pool):
     client_states = [client_state_of(model)]
     fragments = None  # at ZeRO-1 and 2 frozen parameters are whole
     if shard.stage == 3:
-        first = {"first_path": model_paths[0], "first": model, "known": {}}
-        read = functools.partial(read_own_states, **first)
+        of_rank_0 = {"first_path": model_paths[0], "first": model}
+        read = functools.partial(read_own_states, known={}, **of_rank_0)
         fragments, differ = zip(*pool.map(read, model_paths), strict=True)
         client_states += [None] * any(differ)
     parameters, rests, lost = describe_shards(shard, shards, model, experts, pool)

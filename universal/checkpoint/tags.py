@@ -197,7 +197,8 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
         missing = what_is_missing(folder / name, converted_only)
         says.append(f"`{latest_file(folder, pointers).name}` names {name}, which {missing}")
     elif not name and len(tags) > 1:
-        says.append(f"{folder} has no `latest`: {tags[0].name} is of the most steps")
+        absent = "` or `".join(pointers)
+        says.append(f"{folder} has no `{absent}`: {tags[0].name} is of the most steps")
     candidates = [name] if name else saved or names
     meant = candidates[0] if len(candidates) == 1 else ""
     return Choice([*dict.fromkeys([*named, *tags])], says, meant)

@@ -17,9 +17,8 @@ class Processes(ProcessPoolExecutor):
     """Processes of which each has one portion of the items. All of that can be pickled."""
 
     def __init__(self, workers: int):
-        super().__init__(
-            workers, get_context("fork"), signal.signal, (signal.SIGINT, signal.SIG_DFL)
-        )
+        ctrl_c = (signal.SIGINT, signal.SIG_DFL)  # ends each without a traceback
+        super().__init__(workers, get_context("fork"), signal.signal, ctrl_c)
         self.workers = workers
 
     def map(self, work: Callable[[Any], Any], items: Sequence) -> Iterator[Any]:
