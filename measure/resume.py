@@ -231,7 +231,7 @@ def read_slowly(folder):
         flat = torch.empty(len(group) * share)
         for part, parameter in zip(flat.split(share), checkpoint.parameters.values(), strict=True):
             reader.request(part, parameter.states[key], start)
-            ranges += parameter.states[key].ranges(start, share)
+            ranges += parameter.states[key].reads(memoryview(bytearray(4 * share)), start)
     preadv = os.preadv
     reads = []
 
@@ -240,9 +240,8 @@ def read_slowly(folder):
         reads.append(read)
         return preadv(*read)
 
-    def read_alone(part):
-        file = reader.opened(part.record.path)
-        slow(file.fileno(), [bytearray(part.nbytes)], part.record.offset + part.start)
+    def read_alone(item):
+        slow(reader.opened(item.record.path).fileno(), [item.buffer], item.offset)
 
     os.preadv = slow
     begin = time.perf_counter()

@@ -5,7 +5,7 @@ import math
 import struct
 
 from universal.files.joined import strided
-from universal.files.sources import ByteReader, Source, width
+from universal.files.sources import ByteReader, Source
 from universal.files.torch_file import Tensor
 
 ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
@@ -22,10 +22,9 @@ def has_values_of(weight: Tensor, masters: Source, reader: ByteReader) -> bool:
         return True
     in_order = strided("a weight", weight)  # stored in another order, as channels_last may be
     start = 0
-    for part in masters.ranges(0, masters.numel):
-        numel = part.nbytes // width(masters.dtype)
-        end = start + numel
-        for place in range(start, end, max(FIRST, numel // SAMPLES)):
+    for part in masters.parts(0, masters.numel):
+        end = start + part.numel
+        for place in range(start, end, max(FIRST, part.numel // SAMPLES)):
             count = min(FIRST, end - place)
             floats = reader.read(masters, place, count)
             if reader.read(in_order, place, count) != rounded(floats, weight.dtype):

@@ -16,7 +16,7 @@ from universal.checkpoint.types import SETTINGS, Limit, OptimizerState, Paramete
 from universal.errors import CheckpointError
 from universal.files.same import holds_elements, is_same
 from universal.files.schema import expect, is_natural
-from universal.files.sources import ByteRange, Extent
+from universal.files.sources import Extent, ReadItem, nbytes_of, width
 from universal.files.torch_file import (
     Stub,
     Tensor,
@@ -278,14 +278,22 @@ class Slices(NamedTuple):
     def numel(self) -> int:
         return self.cut.numel
 
-    def ranges(self, start: int, numel: int) -> Iterator[ByteRange]:
+    def parts(self, start: int, numel: int) -> Iterator[Extent]:
+        """Yields where the elements are from `start` on, an Extent for each rank."""
         rank, position = divmod(self.cut.origin + start, self.cut.share or 1)
         while numel:
             count = min(self.cut.share - position, numel)
-            yield from self.extents[rank].ranges(self.cut.start + position, count)
+            yield self.extents[rank].part(self.cut.start + position, count)
             numel -= count
             rank += 1
             position = 0
+
+    def reads(self, buffer: memoryview, start: int) -> Iterator[ReadItem]:
+        begin = 0
+        for part in self.parts(start, len(buffer) // width(self.dtype)):
+            end = begin + nbytes_of(part)
+            yield from part.reads(buffer[begin:end], 0)
+            begin = end
 
 
 class FlatCut(NamedTuple):

@@ -9,11 +9,11 @@ import functools
 import itertools
 import operator
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from universal.errors import CheckpointError
-from universal.files.sources import SHORT, ByteReader, Record, Source, width
+from universal.files.sources import SHORT, ByteReader, Record, Source, crc32, width
 from universal.files.torch_file import Tensor, contiguous_strides, has_gaps, trim_storage
 
 ARRAY_CODES = {"float32": "f", "float64": "d"}  # of the module array
@@ -76,6 +76,21 @@ class Block(NamedTuple):
             )
 
 
+class Computed(NamedTuple):
+    """A buffer that is no copy of bytes in a file. fill: fills it by a ByteReader."""
+
+    buffer: memoryview
+    fill: Callable[[ByteReader], None]
+
+    def __str__(self):
+        return f"{len(self.buffer)} bytes, joined from others"
+
+    def run(self, reader: ByteReader) -> int:
+        """Fill the buffer. Returns the CRC-32 of its bytes."""
+        self.fill(reader)
+        return crc32(self.buffer)
+
+
 class Target(NamedTuple):
     """A buffer for elements of the whole, from `start` on. filled: 1 for each that was read."""
 
@@ -130,7 +145,10 @@ class Joined(NamedTuple):
     def dtype(self) -> str:
         return self.parts[0].dtype
 
-    def read_into(self, buffer: memoryview, start: int, reader: ByteReader) -> None:
+    def reads(self, buffer: memoryview, start: int) -> Iterator[Computed]:
+        yield Computed(buffer, functools.partial(self.fill, buffer, start))
+
+    def fill(self, buffer: memoryview, start: int, reader: ByteReader) -> None:
         """Fill the buffer with elements of the whole, from `start` on.
 
         Raises: CheckpointError, if parts differ in an element, or none has it.
@@ -184,12 +202,16 @@ class Padded(NamedTuple):
     def dtype(self) -> str:
         return self.source.dtype
 
-    def read_into(self, buffer: memoryview, start: int, reader: ByteReader) -> None:
-        """Fill the buffer with elements, from `start` on."""
+    def reads(self, buffer: memoryview, start: int) -> Iterator[Any]:
         nbytes = max(0, self.source.numel - start) * width(self.dtype)
+        rest = buffer[nbytes:]
+
+        def zeros(reader):
+            rest[:] = bytes(len(rest))
+
         if nbytes:  # to read nothing, behind the end of a record, would be damage
-            reader.read_elements(buffer[:nbytes], self.source, start)
-        buffer[nbytes:] = bytes(len(buffer[nbytes:]))
+            yield from self.source.reads(buffer[:nbytes], start)
+        yield Computed(rest, zeros)
 
 
 def strided(name: str, tensor: Tensor) -> Source:

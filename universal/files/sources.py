@@ -46,18 +46,16 @@ def width(dtype: str) -> int:
 
 
 class Source(Protocol):
-    """The places in files where a tensor's elements are, in the order of their indices.
-
-    Extent is the simplest. A source that must compute its elements or collect them one by one has,
-    instead of ranges(), a read_into(buffer, start, reader), which fills the buffer and returns the
-    CRC-32 of its bytes, or None.
-    """
+    """The places in files where a tensor's elements are, in the order of their indices. Extent is
+    the simplest."""
 
     dtype: str  # "float32", as in Tensor
     numel: int
 
-    def ranges(self, start: int, numel: int) -> Iterator["ByteRange"]:
-        """The bytes of `numel` elements from `start` on, in the order of the elements."""
+    def reads(self, buffer: memoryview, start: int) -> Iterator["ReadItem"]:
+        """Yields what fills the buffer with elements from `start` on, in their order. In place of
+        ReadItems, a source that must collect elements one by one, or compute them, yields what has
+        their buffer and their run()."""
 
 
 class Record(NamedTuple):
@@ -80,16 +78,37 @@ class Record(NamedTuple):
     def numel(self) -> int:
         return self.nbytes
 
-    def ranges(self, start: int, numel: int) -> Iterator["ByteRange"]:
-        yield ByteRange(self, start, numel)
+    def reads(self, buffer: memoryview, start: int) -> Iterator["ReadItem"]:
+        for position in range(0, len(buffer), LARGEST_READ):
+            yield ReadItem(buffer[position : position + LARGEST_READ], self, start + position)
 
 
-class ByteRange(NamedTuple):
-    """Bytes of a record, from `start` on."""
+class ReadItem(NamedTuple):
+    """A buffer to be filled with the bytes of a record, from `start` on."""
 
+    buffer: memoryview
     record: Record
     start: int
-    nbytes: int
+
+    @property
+    def offset(self) -> int:
+        """The offset in the file."""
+        return self.record.offset + self.start
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.buffer)
+
+    def __str__(self):
+        return f"{self.record.path}, bytes {self.offset} to {self.end}"
+
+    def fill(self, reader: "ByteReader") -> None:
+        fill(reader.opened, [self.buffer], self.record.path, self.offset)
+
+    def run(self, reader: "ByteReader") -> int:
+        """Fill the buffer, and have the reader remember it. Returns the CRC-32 of its bytes."""
+        self.fill(reader)
+        return reader.remember(*self)
 
 
 class Extent(NamedTuple):
@@ -104,9 +123,11 @@ class Extent(NamedTuple):
         byte_offset = self.byte_offset + start * width(self.dtype)
         return Extent(self.dtype, self.record, byte_offset, numel)
 
-    def ranges(self, start: int, numel: int) -> Iterator[ByteRange]:
-        part = self.part(start, numel)
-        yield ByteRange(self.record, part.byte_offset, nbytes_of(part))
+    def parts(self, start: int, numel: int) -> Iterator["Extent"]:
+        yield self.part(start, numel)
+
+    def reads(self, buffer: memoryview, start: int) -> Iterator[ReadItem]:
+        return self.record.reads(buffer, self.byte_offset + start * width(self.dtype))
 
 
 class RecordsOfFile(NamedTuple):
@@ -218,23 +239,6 @@ def fill(opened, buffers, path, offset):
             buffers[0] = buffers[0][nbytes:]
 
 
-class PendingRead(NamedTuple):
-    """A buffer to be filled with the bytes of a record, from `start` on."""
-
-    buffer: memoryview
-    record: Record
-    start: int
-
-    @property
-    def offset(self) -> int:
-        """The offset in the file."""
-        return self.record.offset + self.start
-
-    @property
-    def end(self) -> int:
-        return self.offset + len(self.buffer)
-
-
 class ByteReader:
     """Reads records, and keeps the CRC-32 of each span of bytes that it has read.
 
@@ -255,17 +259,11 @@ class ByteReader:
         spans[-2] += len(buffer)
         return crc
 
-    def read_elements(self, buffer: memoryview, source: Source, start: int = 0) -> int | None:
-        """Fill the buffer with elements of a source, from `start` on.
-
-        Returns their CRC-32, if it is known without another look at them.
-        """
-        if hasattr(source, "read_into"):
-            return source.read_into(buffer, start, self)
+    def read_elements(self, buffer: memoryview, source: Source, start: int = 0) -> int:
+        """Fill the buffer with elements of a source, from `start` on. Returns their CRC-32."""
         crc = 0
-        for place in pending_reads(buffer, source, start):
-            fill(self.opened, [place.buffer], place.record.path, place.offset)
-            crc = append_crc(crc, place.buffer, self.remember(*place))
+        for item in source.reads(buffer, start):
+            crc = append_crc(crc, item.buffer, item.run(self))
         return crc
 
     def read_in_threads(
@@ -277,23 +275,16 @@ class ByteReader:
 
         requests: (buffer, source, first element). show: called with the bytes of each read.
         """
-        pending = []
-        jobs = []  # what one thread does; each has a reader of its own
-        for buffer, source, start in requests:
-            if hasattr(source, "read_into"):
-                jobs.append(([buffer], functools.partial(source.read_into, buffer, start)))
-            else:
-                pending += pending_reads(buffer, source, start)
-        for places in merged(pending):
-            buffers = [place.buffer for place in places]
-            jobs.append((buffers, functools.partial(read_merged, places)))
+        items = [item for buffer, *place in requests for item in place[0].reads(buffer, place[1])]
+        plain = [item for item in items if isinstance(item, ReadItem)]
+        jobs = [[item] for item in items if not isinstance(item, ReadItem)]
 
         def work(job, reader):
-            buffers, read = job
-            read(reader)
-            return sum(map(len, buffers))
+            first, *others = job
+            read_merged(job, reader) if others else first.run(reader)
+            return sum(len(item.buffer) for item in job)
 
-        for nbytes in self.in_threads(jobs, work, READERS):
+        for nbytes in self.in_threads([*jobs, *merged(plain)], work, READERS):
             show(nbytes)
 
     def in_threads(
@@ -325,26 +316,14 @@ class ByteReader:
         buffer = memoryview(bytearray(min(CHUNK, source.numel * size)))
         for start in range(0, source.numel, per_chunk):
             chunk = buffer[: min(per_chunk, source.numel - start) * size]
-            crc = self.read_elements(chunk, source, start)
-            yield chunk, crc32(chunk) if crc is None else crc
+            yield chunk, self.read_elements(chunk, source, start)
 
     def check(self) -> None:
         """Compare all that was read with the saved checksums. Raises CheckpointError."""
         check_all(self.spans, self.opened)
 
 
-def pending_reads(buffer: memoryview, source: Source, start: int) -> Iterator[PendingRead]:
-    """Yields what has to be read to fill a buffer, in pieces of at most LARGEST_READ bytes."""
-    done = 0
-    for part in source.ranges(start, len(buffer) // width(source.dtype)):
-        for position in range(0, part.nbytes, LARGEST_READ):
-            nbytes = min(LARGEST_READ, part.nbytes - position)
-            piece = buffer[done : done + nbytes]
-            yield PendingRead(piece, part.record, part.start + position)
-            done += nbytes
-
-
-def merged(pending: Iterable[PendingRead]) -> Iterator[list[PendingRead]]:
+def merged(pending: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
     """Yields places near each other in a file, in their order, to be read at once."""
     places = []
     for place in sorted(pending, key=lambda place: (place.record.path, place.offset)):
@@ -361,7 +340,7 @@ def merged(pending: Iterable[PendingRead]) -> Iterator[list[PendingRead]]:
         yield places
 
 
-def read_merged(places: list[PendingRead], reader: ByteReader) -> None:
+def read_merged(places: list[ReadItem], reader: ByteReader) -> None:
     """Fill the buffers of these places in one read. What lies between two of them is dropped."""
     offset = places[0].offset
     gap = memoryview(bytearray(GAP))

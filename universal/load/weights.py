@@ -13,7 +13,6 @@ import torch
 from universal.errors import CheckpointError
 from universal.files.joined import strided
 from universal.files.schema import expect
-from universal.files.sources import fill, pending_reads
 from universal.files.torch_file import load, tensor_of, trim_storage
 from universal.load.collective import ProcessGroup, say
 from universal.load.engine import Engine
@@ -109,12 +108,8 @@ def is_rounded_from(masters, source, start, reader):
 
 def read_unchecked(reader, tensor, source, start):
     """Fill a tensor. What equals the masters needs no checksum, and is read in half the time."""
-    buffer = memoryview(tensor.view(torch.uint8).numpy())
-    if hasattr(source, "read_into"):
-        source.read_into(buffer, start, reader)
-        return
-    for place in pending_reads(buffer, source, start):
-        fill(reader.opened, [place.buffer], place.record.path, place.offset)
+    for item in source.reads(memoryview(tensor.view(torch.uint8).numpy()), start):
+        item.fill(reader)
 
 
 def is_undamaged(reader):
