@@ -3,6 +3,7 @@ how close it stays.
 
     python -m measure.resume
     python -m measure.resume --loads    loading alone, by turns with its peers; 4 minutes
+    python -m measure.resume --loads --large    353 million parameters, on 2 ranks; 4 minutes
     python -m measure.resume --loads --device cuda --ranks 1    473 million parameters, on a card
 
     universal   universal.load_checkpoint(), from the ZeRO checkpoint as it is
@@ -50,6 +51,7 @@ SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768}  # 86 million parameters
 IS_CARD = get_accelerator().device_name() == "cuda"
 if IS_CARD:
     SHAPE = {"n_layer": 24, "n_head": 20, "n_embd": 1280}
+LARGE = {"n_layer": 28, "n_head": 16, "n_embd": 1024}
 SAVED = 2  # steps before the save
 STEPS = 12
 WAYS = ("universal", "DeepSpeed")
@@ -154,19 +156,19 @@ class Fsdp:
 
 def made(frozen, stage):
     if not frozen:
-        return make_engine(BATCH, 1, stage)
+        return make_engine(int(os.environ["WORLD_SIZE"]), 1, stage)
     init_distributed()
     return toy.make(stage, Frozen, toy.TORCH_ADAMW, batch=BATCH, micro=None)
 
 
-def save(folder, stage, frozen):
-    """Save on every rank."""
+def save(folder, stage, frozen, by_dcp):
+    """Save on every rank. by_dcp: the same model by DCP, too."""
     engine = made(frozen, stage)
     if not frozen:
         tokens = torch.randint(256, (1, LENGTH + 1)).to(engine.device)
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
         engine.step()  # before it, there are no moments
-        if not IS_CARD:
+        if by_dcp:
             Fsdp().save(f"{folder}/dcp")
     engine.save_checkpoint(folder, "saved")
 
@@ -256,7 +258,7 @@ def read_slowly(folder):
 
 def peers_of(device, ranks):
     """Yields (stage, whether a gigabyte is frozen, [(ranks, peer)])."""
-    if device == "cuda":
+    if device == "cuda" or ranks < 4:
         yield from ((stage, False, [(ranks, "DeepSpeed")]) for stage in (1, 3))
     else:
         yield from ((stage, False, [(4, "DeepSpeed"), (2, "DCP")]) for stage in (1, 3))
@@ -274,12 +276,13 @@ def loads(device, ranks):
     print(row.format(*heads, *["card MB", "MB peer"] * (device == "cuda")))
     for stage, frozen, peers in peers_of(device, ranks):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as work:
-            run_on(device, work, ranks, save, work, stage, frozen)
+            by_dcp = any(peer == "DCP" for _, peer in peers)
+            run_on(device, work, ranks, save, work, stage, frozen, by_dcp)
             for count, peer in peers:
                 ours, theirs, *rest = compare(device, work, stage, frozen, count, peer)
                 name = f"ZeRO-{stage}" + ", 1 GB frozen" * frozen
                 print(row.format(name, count, ours, peer, theirs, *rest), flush=True)
-    if device == "cuda":
+    if device == "cuda" or ranks < 4:
         return
     with tempfile.TemporaryDirectory(dir="/dev/shm") as work:
         ranges, reads, ours, alone = read_slowly(Path(work, "saved"))
@@ -319,5 +322,9 @@ if __name__ == "__main__":
     parser.add_argument("--loads", action="store_true", help="loading alone")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of --loads")
     parser.add_argument("--ranks", type=int, default=4, help="of --loads --device cuda")
+    parser.add_argument("--large", action="store_true", help="a larger model, on 2 ranks of a CPU")
     args = parser.parse_args()
+    if args.large:
+        SHAPE.update(LARGE)
+        args.ranks = 2
     loads(args.device, args.ranks) if args.loads else main()

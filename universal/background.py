@@ -166,7 +166,7 @@ class CannotRename(OSError):
     """The file system renames no folders: no rank can save there but under the final name."""
 
 
-class Place(NamedTuple):
+class SavePaths(NamedTuple):
     """The folders of a save. name: the folder as the script names it. hidden: while it is written.
     claimed: the hidden folder's name once one machine, of those that share it, publishes it."""
 
@@ -178,7 +178,7 @@ class Place(NamedTuple):
     tag: str
 
 
-class Need(NamedTuple):
+class RankReport(NamedTuple):
     """A rank's message to the others before it copies. attempt: the number of its save."""
 
     attempt: int
@@ -216,29 +216,29 @@ def begin_save(
         raise RankFailed("not saved: the handler of a signal has saved since")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     top = os.path.realpath(save_dir)  # a path with .. leads elsewhere behind a symbolic link
-    place = place_of_save(save_dir, top, tag, attempt, save_latest)
-    arguments = engine, top, os.path.relpath(place.hidden, top), client_state or {}, False, *args
+    paths = paths_of_save(save_dir, top, tag, attempt, save_latest)
+    arguments = engine, top, os.path.relpath(paths.hidden, top), client_state or {}, False, *args
     collect = functools.partial(method, *arguments, **options)
     wait_in_trainers()
     with signals_later(), torch.inference_mode(False):
         try:
-            with saver.ended_by_error(place):
-                write, is_copied = saver.begin(engine, collect, place, attempt, at_once)
+            with saver.ended_by_error(paths):
+                write, is_copied = saver.begin(engine, collect, paths, attempt, at_once)
         except CannotRename:
             say(f"{top} renames no folders: {tag} is saved in place, and the training waits for it")
             method(engine, top, tag, client_state or {}, save_latest, *args, **options)
-            return published() if published and saver.leads else None
-        finish = functools.partial(saver.finish, place, write, published)
-        finish = finish if at_once else functools.partial(saver.in_a_line, place, finish)
+            return published() if published and saver.is_local_leader else None
+        finish = functools.partial(saver.finish, paths, write, published)
+        finish = finish if at_once else functools.partial(saver.in_a_line, paths, finish)
         begin(finish) if is_copied else finish()
 
 
-def place_of_save(save_dir, top, tag, attempt, save_latest):
-    """Returns the Place of a tag. top: save_dir, as it is on the disk."""
+def paths_of_save(save_dir, top, tag, attempt, save_latest):
+    """Returns the SavePaths of a tag. top: save_dir, as it is on the disk."""
     output = Path(os.path.realpath(Path(top, tag)))
     folder = output.with_name(f".{output.name}.{attempt}.saving")
     latest = Path(top, "latest") if save_latest else None
-    return Place(Path(save_dir, tag), output, folder, hidden(output, "saving"), latest, tag)
+    return SavePaths(Path(save_dir, tag), output, folder, hidden(output, "saving"), latest, tag)
 
 
 class Saver:
@@ -251,13 +251,13 @@ class Saver:
         self.memory = {}
         self.lock = None
         # The first rank of its machine; machines may share the folder or have a disk each.
-        self.leads = os.environ.get("LOCAL_RANK", "0") == "0"
+        self.is_local_leader = os.environ.get("LOCAL_RANK", "0") == "0"
 
     def begin(
         self,
         engine: deepspeed.DeepSpeedEngine,
         collect: Callable[[], Any],
-        place: Place,
+        paths: SavePaths,
         attempt: int,
         at_once: bool,
     ) -> tuple[Callable[[], list[str]], bool]:
@@ -271,28 +271,28 @@ class Saver:
         while len({need.attempt for need in needs}) != 1:
             with self.group.all_or_none():
                 if not needs:
-                    if self.leads:
-                        place.output.mkdir(parents=True, exist_ok=True)
-                    place.hidden.mkdir(parents=True, exist_ok=True)
-                    self.lock = lock(place.hidden)
-                    renames = not self.leads or can_rename(place.hidden)
+                    if self.is_local_leader:
+                        paths.output.mkdir(parents=True, exist_ok=True)
+                    paths.hidden.mkdir(parents=True, exist_ok=True)
+                    self.lock = lock(paths.hidden)
+                    renames = not self.is_local_leader or can_rename(paths.hidden)
                     files = files_of_save(engine, collect)
                     images = [Image(path, content) for path, content in files]
                 machine = Path("/proc/sys/kernel/random/boot_id").read_text()
                 memory = sum(image.room for image in images if not self.fits(image))
-                save = f"{place.tag} at step {engine.global_steps}"
-                need = Need(attempt, save, machine, renames, memory, free_memory())
+                save = f"{paths.tag} at step {engine.global_steps}"
+                need = RankReport(attempt, save, machine, renames, memory, free_memory())
                 needs = self.group.all_gather(need)
             if attempt < max(need.attempt for need in needs):
-                raise RankFailed(f"{place.name} is not saved: another rank is at a later save")
+                raise RankFailed(f"{paths.name} is not saved: another rank is at a later save")
         saved = sorted({need.save for need in needs})
         if saved[1:]:
-            engine._checkpoint_tag_validation(place.tag)  # raises, if the config says so
+            engine._checkpoint_tag_validation(paths.tag)  # raises, if the config says so
             raise RankFailed(f"the ranks do not save the same: {', '.join(saved)}")
         if not all(need.can_rename for need in needs):
-            raise CannotRename(place.hidden)
+            raise CannotRename(paths.hidden)
         if at_once or not self.has_room(needs):
-            return functools.partial(write_files, files, place.hidden), False
+            return functools.partial(write_files, files, paths.hidden), False
         return functools.partial(write_images, images, self.copy(images)), True
 
     def copy(self, images: list[Image]) -> Exception | None:
@@ -311,7 +311,7 @@ class Saver:
         memory = self.memory.get(image.path.name)
         return memory is not None and memory.numel() >= image.room
 
-    def has_room(self, needs: list[Need]) -> bool:
+    def has_room(self, needs: list[RankReport]) -> bool:
         """Whether each machine has the memory that its ranks need beside what they have."""
         for machine in dict.fromkeys(need.machine for need in needs):
             total = sum(need.memory for need in needs if need.machine == machine) / 1e6
@@ -327,58 +327,58 @@ class Saver:
         return True
 
     def finish(
-        self, place: Place, write: Callable[[], list[str]], published: Callable[[], None] | None
+        self, paths: SavePaths, write: Callable[[], list[str]], published: Callable[[], None] | None
     ) -> None:
         """Write this rank's files. When all ranks have, give the folder its name. Raises on all
         ranks the error of one."""
-        with self.ended_by_error(place):
+        with self.ended_by_error(paths):
             with self.group.all_or_none():
                 names = write()
-                states = stamps_of(place.hidden, names)
+                states = stamps_of(paths.hidden, names)
             with self.group.all_or_none():
-                is_published = self.leads and publish_first(place)
+                is_published = self.is_local_leader and publish_first(paths)
             are_published = self.group.all_gather(is_published)
             with self.group.all_or_none():
                 is_gone = not any(are_published) or os.fstat(self.lock).st_nlink == 0
                 # What another machine has renamed, this one may not see yet.
-                if is_gone or is_published and stamps_of(place.output, names) != states:
+                if is_gone or is_published and stamps_of(paths.output, names) != states:
                     raise FileNotFoundError("another process has replaced or removed it")
             with self.group.all_or_none():
                 if is_published and published:
                     published()
-                self.end(place)  # the next save's folder might not be locked yet
+                self.end(paths)  # the next save's folder might not be locked yet
         if self.group.rank == 0:  # not say(): the script's own group may have ended
-            print_line(f"universal: {place.name} is saved")
+            print_line(f"universal: {paths.name} is saved")
 
     @contextlib.contextmanager
-    def ended_by_error(self, place: Place) -> Iterator[None]:
+    def ended_by_error(self, paths: SavePaths) -> Iterator[None]:
         """Remove what is left of a save if this block fails."""
         try:
             yield
         except Exception as error:
-            self.end(place, error)
+            self.end(paths, error)
             raise
 
-    def end(self, place: Place, error: Exception | None = None) -> None:
+    def end(self, paths: SavePaths, error: Exception | None = None) -> None:
         """Remove what is left of a save, published or not. error: what has ended it. A silent rank
         may be publishing it under a name that is not this rank's to remove."""
         if self.lock:
             self.lock = os.close(self.lock)
         with contextlib.suppress(OSError):  # whoever publishes it has claimed it
-            shutil.rmtree(place.hidden.rename(place.claimed))
+            shutil.rmtree(paths.hidden.rename(paths.claimed))
         with contextlib.suppress(OSError):  # rmdir() wants it empty
             if not isinstance(error, RankSilent):
-                sweep(place.output)  # on each rank: what others have locked, the last one removes
-            place.output.rmdir()
+                sweep(paths.output)  # on each rank: what others have locked, the last one removes
+            paths.output.rmdir()
 
-    def in_a_line(self, place: Place, finish: Callable[[], None]) -> None:
+    def in_a_line(self, paths: SavePaths, finish: Callable[[], None]) -> None:
         """Call finish(); print an error in one line."""
         try:
             finish()
         except Exception as error:
             if self.group.rank == 0:
                 print_line(
-                    f"universal: WARNING: {place.name} is not saved, and the training goes on: "
+                    f"universal: WARNING: {paths.name} is not saved, and the training goes on: "
                     f"{one_line(error)}"
                 )
 
@@ -404,13 +404,13 @@ def stamps_of(folder, names):
     return [file_state(folder / name) for name in names]
 
 
-def publish_first(place: Place) -> bool:
+def publish_first(paths: SavePaths) -> bool:
     """Publish the hidden folder, unless another machine does. Returns whether this one did."""
     try:
-        place.hidden.rename(place.claimed)
+        paths.hidden.rename(paths.claimed)
     except FileNotFoundError:
         return False
-    publish(place.claimed, place.output, place.latest, place.tag)
+    publish(paths.claimed, paths.output, paths.latest, paths.tag)
     return True
 
 

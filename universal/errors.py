@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Errors: of a checkpoint, in one line that names the file; and of a rank.
 
-Only the code that parses a file's bytes stands under parsing(), which calls every failure damage.
-What it returns is checked by expect() (schema.py), and other code relies on that: if it fails all
-the same, the fault is in the code, not in the checkpoint, and is not hidden.
+Only the code that parses a file's bytes stands under as_checkpoint_error(), which calls every
+failure damage. What it returns is checked by expect() (schema.py), and other code relies on that:
+if it fails all the same, the fault is in the code, not in the checkpoint, and is not hidden.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def shared_error(error: Exception) -> Exception:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def adding_path(path: Path) -> Iterator[None]:
     """Add the path to a CheckpointError, or to an error of the system, that does not name it."""
     try:
         yield
@@ -62,9 +62,9 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def parsing(path: Path) -> Iterator[None]:
+def as_checkpoint_error(path: Path) -> Iterator[None]:
     """Turn every error into a CheckpointError, but for those of the system."""
-    with naming(path):
+    with adding_path(path):
         try:
             yield
         except (CheckpointError, MemoryError):

@@ -65,9 +65,9 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
             )
         for flat in zero.flats:
             if flat.tensor.grad is not None:
-                for piece in flat.pieces:
-                    total = sums[piece.name].total[piece.start : piece.start + piece.numel]
-                    piece.within(flat.tensor.grad).copy_(total)
+                for fragment in flat.fragments:
+                    total = sums[fragment.name].total[fragment.start :]
+                    fragment.within(flat.tensor.grad).copy_(total[: fragment.numel])
 
     engine.backward = exact_backward
     # For batches.py and proof.py: the weight of a loss is 1 or 0, and the hooks take the mean.

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-LONG = 10  # seconds, after which a load shows its progress
+LONG_SECONDS = 10  # seconds, after which a load shows its progress
 
 
 def print_line(text: str) -> None:

@@ -53,8 +53,8 @@ BYTES_PER_PARAMETER = 33.6
 ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam)
 # The names of what a mirror writes into its folder; with fewer files than its name says, a slot was
 # being written.
-SLOT = re.compile(r"step\d{9}-\d{19}\.\d+")
-OWN = re.compile(rf"{SLOT.pattern}|\.rank\d+")
+SLOT_NAME = re.compile(r"step\d{9}-\d{19}\.\d+")
+OWN_NAME = re.compile(rf"{SLOT_NAME.pattern}|\.rank\d+")
 SLACK = 1 << 16  # bytes by which the next step's file may be longer
 
 
@@ -102,7 +102,7 @@ class Mirror:
         # A rank on the next machine gets this rank's files.
         self.partner = elsewhere[self.rank % len(elsewhere)] if elsewhere else self.rank
         self.machine_ranks = [rank for rank, other in enumerate(machines) if other == machine]
-        self.leads = self.machine_ranks[0] == self.rank
+        self.is_local_leader = self.machine_ranks[0] == self.rank
         begun = self.group.all_gather((self.problem(), time.time_ns()))
         problems, (self.attempt, *_) = zip(*begun, strict=True)
         for problem in problems:
@@ -119,11 +119,11 @@ class Mirror:
         None."""
         self.lock = os.open(self.folder, os.O_RDONLY)
         try:
-            if self.leads:  # the kernel releases it however the process dies
+            if self.is_local_leader:  # the kernel releases it however the process dies
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return f"{self.folder} is in use by another job"
-        others = [name for name in os.listdir(self.folder) if not OWN.fullmatch(name)]
+        others = [name for name in os.listdir(self.folder) if not OWN_NAME.fullmatch(name)]
         if others:
             return (
                 f"{self.folder} holds {min(others)}, so it is not for this job alone: name another"
@@ -244,7 +244,7 @@ class Mirror:
             for name in names if self.slot else []:
                 with contextlib.suppress(FileNotFoundError):
                     (self.slot / name).rename(self.spare / name)
-        self.remove(SLOT, slot.name)
+        self.remove(SLOT_NAME, slot.name)
         paths = [folder / name for folder in (slot, self.spare) for name in names]
         used = {path.stat().st_ino for path in paths if path.exists()}
         self.mapped = {inode: memory for inode, memory in self.mapped.items() if inode in used}
@@ -253,7 +253,7 @@ class Mirror:
 
     def remove(self, names: re.Pattern, kept: str = "") -> None:
         """Remove what has such a name in this machine's folder, but for `kept`."""
-        for path in self.folder.iterdir() if self.leads else []:
+        for path in self.folder.iterdir() if self.is_local_leader else []:
             if names.fullmatch(path.name) and path.name != kept:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -269,7 +269,7 @@ class Mirror:
         counts = Counter(slot for slot, _ in of_all)
         complete = [slot for slot, count in counts.items() if slot.endswith(f".{count}")]
         newest = max([f"step{saved:09}", *complete])
-        self.remove(OWN, newest)
+        self.remove(OWN_NAME, newest)
         gather(self.folder)
         problem = self.group.on_rank_0(lambda: self.problem_of(self.folder / newest))
         if problem is None:
@@ -317,7 +317,7 @@ class Mirror:
         self.finish()
         self.group.meet()
         with contextlib.suppress(OSError):  # it holds something else, or another rank was faster
-            self.remove(OWN)
+            self.remove(OWN_NAME)
             self.folder.rmdir()
 
 

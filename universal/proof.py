@@ -146,7 +146,7 @@ class Proof:
     def see_gradient(self, loss, gradient):
         """Note a loss by its gradient, which is its weight: 0 if the micro-batch is computed
         again."""
-        with harmless(self.engine.engine):
+        with ending_the_proof(self.engine.engine):
             has_weight = gradient.detach().squeeze() != 0
             self.add("output", loss * has_weight, has_weight)
             self.add_forward_passes(has_weight)
@@ -232,7 +232,7 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def harmless(engine):
+def ending_the_proof(engine):
     """Let an error in this block end the proof, with a line, and not the training."""
     try:
         yield
@@ -254,7 +254,7 @@ def proof_of(engine):
 
 def begin_after_save(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
     """Write this engine's next steps beside the checkpoint in a folder. Call it on all ranks."""
-    with harmless(engine):
+    with ending_the_proof(engine):
         proof = engine.universal_proof = proof_of(engine) or Proof(engine)
         proof.last_step = engine.global_steps + STEPS
         if dist.get_rank() == 0:
@@ -277,7 +277,7 @@ def begin_after_load(engine: deepspeed.DeepSpeedEngine, folder: Path | None, res
     """
     engine.universal_proof = None
     if folder:
-        with harmless(engine):
+        with ending_the_proof(engine):
             proof = engine.universal_proof = Proof(engine)
             rows = {}
             if dist.get_rank() == 0:
@@ -306,7 +306,7 @@ def around_forward(method, engine, *inputs, **named):
     trains = engine.module.training and torch.is_grad_enabled()
     if not proof or not trains or torch.compiler.is_compiling():
         return method(engine, *inputs, **named)
-    with harmless(engine):
+    with ending_the_proof(engine):
         proof.begin_forward([*inputs, named])
     try:
         with proof.watching_products():
@@ -314,7 +314,7 @@ def around_forward(method, engine, *inputs, **named):
     except BaseException:
         proof.waiting = proof.waiting[:-1]  # it may be tried again
         raise
-    with harmless(engine):
+    with ending_the_proof(engine):
         proof.see_output(output)
     return output
 
@@ -324,7 +324,7 @@ def around_backward(method, engine, loss, *args, **options):
     scales = options.get("scale_wrt_gas", args[-1] if len(args) > 1 else True)
     is_share = scales is False and not is_exact
     if proof := proof_of(engine):
-        with harmless(engine):
+        with ending_the_proof(engine):
             proof.see_loss(loss.detach().squeeze(), is_share, is_exact)
     return method(engine, loss, *args, **options)
 
@@ -333,10 +333,10 @@ def around_step(method, engine, *args, **options):
     proof = proof_of(engine)
     if not proof:
         return method(engine, *args, **options)
-    with harmless(engine):
+    with ending_the_proof(engine):
         proof.settings |= proof.engine.settings_of_step()
     result = method(engine, *args, **options)
-    with harmless(engine):
+    with ending_the_proof(engine):
         proof.end_step(engine.global_steps)
     proof.begin_step()
     if engine.global_steps >= proof.last_step:

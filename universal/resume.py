@@ -109,9 +109,9 @@ def load_checkpoint(
         loaded = find_and_load(
             engine, Search(Path(load_dir), tag, missing_ok, options, checks), group
         )
-        for add_on in having("after_load") if loaded.path else ():
+        for add_on in having("after_load") if loaded.folder else ():
             add_on.after_load(engine, loaded, group)
-        return loaded.path, loaded.client_state
+        return loaded.folder and str(loaded.folder), loaded.client_state
 
 
 def check_requirements(load_dir, custom_load_fn):

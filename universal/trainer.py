@@ -49,17 +49,17 @@ BY_HAND = (
 )
 
 
-class Samples(data.Dataset):
+class IndexIsSample(data.Dataset):
     """A data set whose indices are the samples, for a stream: its samples have no numbers."""
 
     def __getitem__(self, sample: Any) -> Any:
         return sample
 
-    def __len__(self):  # for the sampler that Trainer makes, and FilledSteps replaces
+    def __len__(self):  # for the sampler that Trainer makes, and PaddedBatchSampler replaces
         return 1
 
 
-class FilledSteps:
+class PaddedBatchSampler:
     """A batch sampler: this rank's micro-batches of an epoch, as many in each step.
 
     micro_batches: of all ranks, without repeats: lists of sample numbers; of a stream, of samples.
@@ -157,11 +157,11 @@ def digest_of(step: list) -> str:
 
 def fill_steps(
     loader: data.DataLoader, share: batches.Share, stream: data.IterableDataset | None = None
-) -> FilledSteps:
+) -> PaddedBatchSampler:
     """Let accelerate's DataLoader deal the same samples in each step, on any number of ranks.
 
-    loader: from prepare(); for a stream, with Samples() as its data set. Raises ValueError if what
-    it deals would depend on the number of ranks, or on when they start.
+    loader: from prepare(); for a stream, with IndexIsSample() as its data set. Raises ValueError if
+    what it deals would depend on the number of ranks, or on when they start.
     """
     sampler = loader.batch_sampler  # of this rank, around that of all; on a single rank that alone
     global_sampler = getattr(sampler, "batch_sampler", sampler)
@@ -187,10 +187,10 @@ def fill_steps(
         if is_so:
             raise ValueError(text)
     if stream is None:
-        filled_steps = FilledSteps(global_sampler, share, len(global_sampler))
+        filled_steps = PaddedBatchSampler(global_sampler, share, len(global_sampler))
     else:
         streamed = data.BatchSampler(stream, share.micro_batch, global_sampler.drop_last)
-        filled_steps = FilledSteps(streamed, share, math.inf)
+        filled_steps = PaddedBatchSampler(streamed, share, math.inf)
     # torch allows no other one after __init__(), as a loader that has begun would not see it.
     object.__setattr__(loader.base_dataloader, "batch_sampler", filled_steps)
     return filled_steps
@@ -294,7 +294,7 @@ class AnyRanks:
         dataset = self.train_dataset
         stream = dataset if isinstance(dataset, data.IterableDataset) else None
         if stream is not None:
-            self.train_dataset = Samples()
+            self.train_dataset = IndexIsSample()
         loader = super().get_train_dataloader()
         self.train_dataset = dataset
         self.filled_steps = fill_steps(loader, self.batch_share(), stream)

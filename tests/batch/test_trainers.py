@@ -21,7 +21,7 @@ from tests.support import toy
 from tests.support.commands import slow
 from tests.support.ranks import launch, run
 from universal import batches
-from universal.trainer import AnyRanks, FilledSteps, batch_config
+from universal.trainer import AnyRanks, PaddedBatchSampler, batch_config
 
 SAMPLES = 45  # five steps of 8, and one of 5
 STEPS = 14
@@ -263,7 +263,7 @@ def test_an_epoch_whose_last_step_is_short(monkeypatch):
         (22, 3, 0.5, {"AnyRanks": ()}),
         (22, 8, 1.6, {}),  # of Trainer with dataloader_drop_last: 5 steps an epoch
     ):
-        trainer.filled_steps = FilledSteps([], share, length)
+        trainer.filled_steps = PaddedBatchSampler([], share, length)
         trainer.state = SimpleNamespace(global_step=trained, epoch=epoch, stateful_callbacks=saved)
         trainer.begin_training()
     short, *more, other = said

@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.uint8, torch.bfloat16, torch.float64, torch.compl
 
 @pytest.fixture(params=[1 << 24, 32])
 def most(request, monkeypatch):
-    monkeypatch.setattr(blocks, "MOST", request.param)
+    monkeypatch.setattr(blocks, "MOST_BYTES", request.param)
 
 
 def bytes_of(tensor):
@@ -153,7 +153,7 @@ def test_many_at_once(tmp_path, monkeypatch, short):
     monkeypatch.setattr(os, "preadv", read)
     for number in range(30):
         draw = random.Random(number)
-        for name in ("LARGEST_READ", "GAP", "MOST_BUFFERS"):
+        for name in ("LARGEST_READ", "GAP_BYTES", "MOST_BUFFERS"):
             monkeypatch.setattr(sources, name, draw.choice([8, 40, 1000]))
         tensors = [torch.rand(draw.randint(1, 60)) for _ in range(8)]
         extents = saved(tmp_path / "x", tensors)
@@ -189,7 +189,7 @@ class HungUp(io.StringIO):
 @pytest.mark.parametrize("stream", [HungUp(), None])
 def test_a_bar_stops_nothing(tmp_path, monkeypatch, stream):
     """On a terminal that hangs up, or without one."""
-    monkeypatch.setattr(reader, "LONG", 0)
+    monkeypatch.setattr(reader, "LONG_SECONDS", 0)
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", stream)
     fetching = reader.TensorReader()

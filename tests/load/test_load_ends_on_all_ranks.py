@@ -65,7 +65,7 @@ def test_elements_that_no_rank_holds(saved):
     def patch():
         def less(engine, group):
             if is_rank(1):
-                engine.flats[0].pieces.pop()
+                engine.flats[0].fragments.pop()
             return check_cover(engine, group)
 
         check_cover = reshard.check_cover

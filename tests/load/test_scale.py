@@ -10,7 +10,7 @@ import torch
 from universal.errors import CheckpointError
 from universal.files import sources, torch_file
 from universal.files.sources import (
-    SHORT,
+    SHORT_BYTES,
     Extent,
     ExtentsOfRanks,
     Record,
@@ -61,7 +61,7 @@ def test_joined_crcs():
     """The CRC-32 of A + B from those of A and B, at lengths on either side of where another way
     is faster."""
     first = os.urandom(1000)
-    for nbytes in (0, 1, 100, SHORT - 1, SHORT, SHORT + 1, 5 * SHORT):
+    for nbytes in (0, 1, 100, SHORT_BYTES - 1, SHORT_BYTES, SHORT_BYTES + 1, 5 * SHORT_BYTES):
         second = os.urandom(nbytes)
         joined = join_crcs(zlib.crc32(first), zlib.crc32(second), nbytes)
         assert joined == zlib.crc32(first + second)

@@ -298,7 +298,7 @@ def a_load_that_takes_long(stage):
     engine = make(stage, seed=5)
     load(engine)
     assert "GB/s a rank" not in PRINTED.getvalue()
-    with overridden(loader, LONG=0):
+    with overridden(loader, LONG_SECONDS=0):
         load(engine)
     assert printed(" bytes a rank in ", "GB/s a rank")
 

@@ -163,7 +163,7 @@ def save(engine, tag="t"):
 
 
 def zero(stage):
-    """By reshard(); without ZeRO by DeepSpeed's own loader."""
+    """By reshard.py; without ZeRO by DeepSpeed's own loader."""
     save(make(stage))
     return make(stage, seed=5)
 

@@ -235,34 +235,36 @@ def step(engine):
         engine.step()
 
 
-def pieces_of(engine):
-    """Yields (key, what this rank has of a state of a parameter, its Piece)."""
+def fragments_of(engine):
+    """Yields (key, what this rank has of a state of a parameter, its Fragment)."""
     view = Engine(engine)
     for flat in view.flats:
         states = {"fp32": flat.tensor.detach()} | dict(sorted(view.state_of(flat).items()))
         for key, value in states.items():
             if torch.is_tensor(value) and value.numel() == flat.tensor.numel() and key != "step":
-                for piece in flat.pieces:
-                    yield key, piece.within(value.view(-1)), piece
+                for fragment in flat.fragments:
+                    yield key, fragment.within(value.view(-1)), fragment
 
 
 def fill(engine, oracle):
     """Give every element of masters and states the value that oracle(name, key) has for it."""
-    for key, values, piece in pieces_of(engine):
-        part = oracle(piece.name, key).flatten()
-        values.copy_(part[piece.start : piece.start + piece.numel])
+    for key, values, fragment in fragments_of(engine):
+        part = oracle(fragment.name, key).flatten()
+        values.copy_(part[fragment.start : fragment.start + fragment.numel])
     Engine(engine).masters_to_weights()
 
 
 def check(engine, oracle):
     """That they have these values, and the weights follow the masters. Returns the keys."""
     keys = set()
-    for key, values, piece in pieces_of(engine):
-        part = oracle(piece.name, key).flatten()[piece.start : piece.start + piece.numel]
-        assert torch.equal(values, part), (key, piece, values[:5], part[:5])
+    for key, values, fragment in fragments_of(engine):
+        part = oracle(fragment.name, key).flatten()[
+            fragment.start : fragment.start + fragment.numel
+        ]
+        assert torch.equal(values, part), (key, fragment, values[:5], part[:5])
         if key == "fp32":
-            weights = Engine(engine).weights_of(piece)
-            assert torch.equal(weights, part.to(weights.dtype)), piece
+            weights = Engine(engine).weights_of(fragment)
+            assert torch.equal(weights, part.to(weights.dtype)), fragment
         keys.add(key)
     return keys
 

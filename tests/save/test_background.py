@@ -451,7 +451,7 @@ def test_pinned_memory(monkeypatch, tmp_path, code):
     )
     memory = snapshots.new_memory(1_000_003)
     pointer = memory.data_ptr()
-    assert memory.numel() == 1_000_003 and pointer % snapshots.PAGE == 0
+    assert memory.numel() == 1_000_003 and pointer % snapshots.PAGE_BYTES == 0
     image = snapshots.Image(tmp_path / "a.pt", {"a": torch.ones(3)})
     image.copy(memory)
     image.write()  # from the CPU

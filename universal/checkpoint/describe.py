@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from universal.checkpoint.converted import describe_universal
-from universal.checkpoint.experts import read_experts, teams_of
+from universal.checkpoint.experts import expert_data_groups, read_experts
 from universal.checkpoint.module_states import (
     client_state_of,
     common_entries,
@@ -50,7 +50,7 @@ from universal.checkpoint.zero import (
     read_slice,
     shared_rest,
 )
-from universal.errors import CheckpointError, Refused, naming
+from universal.errors import CheckpointError, Refused, adding_path
 from universal.files.processes import pool_of
 from universal.files.same import is_same
 from universal.files.schema import expect
@@ -192,7 +192,7 @@ def describe_one_rank(folder, mp_rank, paths, pool):
     problems = []
     if model["module"] is not None:
         model = model | {"module": model["module"] | experts.state}
-        with naming(model_paths[0]):
+        with adding_path(model_paths[0]):
             model, not_saved = keep_untrained(model, parameters, fragments)
         # Only rank 0's shared_params says which are tied.
         if not_saved and not mp_rank:
@@ -248,11 +248,13 @@ def describe_shards(first, paths, model, experts, pool):
     trust_mapping = isinstance(model.get("ds_config"), dict)
     trust_mapping = trust_mapping and not zero_config.get("round_robin_gradients")
     check_group_count(first, shapes)
-    with naming(paths[0]):
+    with adding_path(paths[0]):
         flat_cuts = [
-            cut_flat(first, i, names, team)
+            cut_flat(first, i, names, data_group)
             for i, names in enumerate(shapes)
-            for team in teams_of(names, first.ranks[i], len(paths), model, experts.counts)
+            for data_group in expert_data_groups(
+                names, first.ranks[i], len(paths), model, experts.counts
+            )
         ]
 
     read = functools.partial(read_slices, paths, shapes, flat_cuts, trust_mapping)
@@ -261,7 +263,7 @@ def describe_shards(first, paths, model, experts, pool):
     group_of = {flat: i for i, group in enumerate(param_groups) for flat in group["params"]}
     parameters = {}
     lost = {}
-    with naming(paths[0]):
+    with adding_path(paths[0]):
         for flat_cut in flat_cuts:
             number = flat_cut.number
             of_flat = {path: of[flat_cut.name] for path, of in zip(paths, slices, strict=True)}
@@ -275,11 +277,11 @@ def read_slices(paths, shapes, flat_cuts, trust_mapping, rank):
     """Returns {flat tensor: SliceState} of a rank, and its shared_rest()."""
     shard = read_shard(paths[rank])
     check_group_count(shard, shapes)
-    with naming(paths[rank]):
+    with adding_path(paths[rank]):
         slices = {
             flat_cut.name: read_slice(shard, rank, flat_cut, trust_mapping)
             for flat_cut in flat_cuts
-            if rank in flat_cut.team.ranks
+            if rank in flat_cut.data_group.ranks
         }
         scalars = {name: of_flat.scalars for name, of_flat in slices.items()}
         return slices, shared_rest(shard, scalars)

@@ -15,8 +15,10 @@ from universal.errors import CheckpointError
 from universal.files.schema import expect
 from universal.files.torch_file import load, tensor_of
 
-LIST = "deepspeed_moe.experts.deepspeed_experts"  # of a layer's experts, within deepspeed's MoE
-EXPERT = re.compile(rf"(?P<layer>.*\.|){re.escape(LIST)}\.(?P<number>\d+)\.(?P<rest>.*)", re.DOTALL)
+EXPERT_LIST = "deepspeed_moe.experts.deepspeed_experts"  # within deepspeed's MoE
+EXPERT = re.compile(
+    rf"(?P<layer>.*\.|){re.escape(EXPERT_LIST)}\.(?P<number>\d+)\.(?P<rest>.*)", re.DOTALL
+)
 
 AUTOEP_LAYERS = ("ds_autoep_layers", "autoep_layers")  # the second is the older name
 
@@ -33,21 +35,21 @@ class ExpertName(NamedTuple):
 
     def moved(self, by: int) -> str:
         """The name with `by` added to the expert's number."""
-        return f"{self.layer}{LIST}.{self.number + by}.{self.rest}"
+        return f"{self.layer}{EXPERT_LIST}.{self.number + by}.{self.rest}"
 
 
 def expert_name(name: str) -> ExpertName | None:
     """The parts of a name; None if it is not of an expert."""
-    match = EXPERT.fullmatch(name)
+    match = EXPERT.fullmatch(name) if EXPERT_LIST in name else None
     return match and ExpertName(match["layer"], int(match["number"]), match["rest"])
 
 
-class Team(NamedTuple):
+class ExpertDataGroup(NamedTuple):
     """Ranks that share out a flat tensor: all ranks, or those with the same experts.
 
     ranks: in the order of their slices. first_experts: {layer: number of their first expert}.
 
-    Team(range(1, 4, 2), {"moe.": 2})  # ranks 1 and 3 of 4 have the experts from number 2 on
+    ExpertDataGroup(range(1, 4, 2), {"moe.": 2})  # ranks 1 and 3 of 4 have the experts from 2 on
     """
 
     ranks: range
@@ -103,7 +105,9 @@ def read_experts(folder: Path, model: dict) -> Experts:
     return experts
 
 
-def teams_of(names: Any, ranks_of_group: int, ranks: int, model: dict, counts: dict) -> list[Team]:
+def expert_data_groups(
+    names: Any, ranks_of_group: int, ranks: int, model: dict, counts: dict
+) -> list[ExpertDataGroup]:
     """The Teams that share out a parameter group, one for each expert-parallel rank.
 
     names: of the group's parameters, as on rank 0. ranks_of_group: the ranks that it is cut for.
@@ -113,7 +117,7 @@ def teams_of(names: Any, ranks_of_group: int, ranks: int, model: dict, counts: d
     """
     experts = [expert_name(name) for name in names]
     if not any(experts):
-        return [Team(range(ranks))]
+        return [ExpertDataGroup(range(ranks))]
     size = ranks // ranks_of_group
     layers = {expert and expert.layer for expert in experts}
     uneven = size * ranks_of_group != ranks or layers - counts.keys()
@@ -126,10 +130,10 @@ def teams_of(names: Any, ranks_of_group: int, ranks: int, model: dict, counts: d
         raise CheckpointError(
             f"its config is {config!r}: which ranks had the same experts is not known"
         )
-    teams = [range(i, ranks, size) for i in range(size)]
+    data_groups = [range(i, ranks, size) for i in range(size)]
     if 1 < size < ranks and config.get("use_data_before_expert_parallelism"):
-        teams = [range(i, i + ranks_of_group) for i in range(0, ranks, ranks_of_group)]
+        data_groups = [range(i, i + ranks_of_group) for i in range(0, ranks, ranks_of_group)]
     return [
-        Team(team, {layer: counts[layer] // size * i for layer in layers})
-        for i, team in enumerate(teams)
+        ExpertDataGroup(data_group, {layer: counts[layer] // size * i for layer in layers})
+        for i, data_group in enumerate(data_groups)
     ]

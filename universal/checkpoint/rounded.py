@@ -9,8 +9,8 @@ from universal.files.sources import ByteReader, Source
 from universal.files.torch_file import Tensor
 
 ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
-FIRST = 64  # elements of a weight that are compared with its masters
-SAMPLES = 4  # places in a slice: the first may be the padding of an embedding
+COMPARED_WEIGHTS = 64  # elements of a weight that are compared with its masters
+PLACES_IN_A_SLICE = 4  # places in a slice: the first may be the padding of an embedding
 
 
 def has_values_of(weight: Tensor, masters: Source, reader: ByteReader) -> bool:
@@ -24,8 +24,8 @@ def has_values_of(weight: Tensor, masters: Source, reader: ByteReader) -> bool:
     start = 0
     for part in masters.parts(0, masters.numel):
         end = start + part.numel
-        for place in range(start, end, max(FIRST, part.numel // SAMPLES)):
-            count = min(FIRST, end - place)
+        for place in range(start, end, max(COMPARED_WEIGHTS, part.numel // PLACES_IN_A_SLICE)):
+            count = min(COMPARED_WEIGHTS, end - place)
             floats = reader.read(masters, place, count)
             if reader.read(in_order, place, count) != rounded(floats, weight.dtype):
                 return False

@@ -29,14 +29,14 @@ WRITTEN = re.compile(
 class Tag(NamedTuple):
     """A checkpoint in a folder. step, written: of its model states, and when they were written.
 
-    is_saved: whether DeepSpeed saved it; a conversion may be written long after its step, so its
+    is_original: whether DeepSpeed saved it; a conversion may be written long after its step, so its
     time says nothing.
     """
 
     name: str
     step: int
     written: float
-    is_saved: bool
+    is_original: bool
 
 
 class Choice(NamedTuple):
@@ -106,7 +106,7 @@ def place_of(folder: Path, tag: str) -> Path:
     return put_aside(path.parent).get(path.name, path)
 
 
-def is_saved(folder: Path) -> bool:
+def is_original(folder: Path) -> bool:
     """Whether DeepSpeed saved a checkpoint, and no converter wrote it."""
     return not (folder / "zero").is_dir()
 
@@ -162,8 +162,8 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
     converted_only: pass over all but universal checkpoints. Raises: Refused.
     """
     places = {name: place_of(folder, name) for name in list_tags(folder)}
-    names = [name for name in places if not (converted_only and is_saved(places[name]))]
-    saved = [name for name in names if is_saved(places[name])]
+    names = [name for name in places if not (converted_only and is_original(places[name]))]
+    saved = [name for name in names if is_original(places[name])]
     pointers = [*POINTERS]
     if converted_only:
         pointers.remove("latest")
@@ -180,8 +180,8 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
         if isinstance(error, Refused) and (tag == name or not tags):
             raise error
         says.append(f"{tag} is passed over: {type(error).__name__}: {error}")
-    left = given_up(tags) if name else set()  # copies have no usable times
-    tags.sort(key=lambda tag: (tag not in left, tag.step, tag.is_saved), reverse=True)
+    left = abandoned(tags) if name else set()  # copies have no usable times
+    tags.sort(key=lambda tag: (tag not in left, tag.step, tag.is_original), reverse=True)
     named = [tag for tag in tags if tag.name == name]
     if named:
         pointer = latest_file(folder, pointers)
@@ -204,13 +204,15 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
     return Choice([*dict.fromkeys([*named, *tags])], says, meant)
 
 
-def given_up(tags):
+def abandoned(tags):
     """The tags that a run has gone back behind: of more steps than one that was saved later."""
     return {
         tag
         for tag in tags
         for later in tags
-        if later.is_saved and later.step < tag.step and later.written > tag.written + BETWEEN_SAVES
+        if later.is_original
+        and later.step < tag.step
+        and later.written > tag.written + BETWEEN_SAVES
     }
 
 
@@ -223,7 +225,7 @@ def read_tags(places):
         try:
             path = rank_0_model_states(folder)
             written = path.stat().st_mtime
-            tags.append(Tag(name, step_of(path), written, is_saved(folder)))
+            tags.append(Tag(name, step_of(path), written, is_original(folder)))
         except (CheckpointError, OSError) as error:
             problems[name] = error
     return tags, problems

@@ -32,7 +32,7 @@ LISTS = (REPLICATED, AVERAGE, VOCABULARY, ROWS, TWO_SUB_PARAMS)
 SUB_PARAMS = "parameter_with_sub_params"
 AFFINE = "affine_map"
 TIED = "pipeline_replicated_parameter_patterns"
-UNKNOWN = "autotp_unsupported_parameter_patterns"
+UNKNOWN_KEY = "autotp_unsupported_parameter_patterns"
 INFO_KEY = "universal_checkpoint_info"  # a key of the model states, and an attribute of a model
 OF_ONE_DEGREE = (AFFINE, "sub_param_shard_widths", "universal_checkpoint_version")
 
@@ -57,7 +57,7 @@ def is_place(value):
     return isinstance(value, (list, tuple)) and len(value) == 2 and is_shape([value[0], *value[1]])
 
 
-INFO = dict.fromkeys([f"{key}?" for key in (*LISTS, TIED, UNKNOWN)], are_patterns) | {
+INFO = dict.fromkeys([f"{key}?" for key in (*LISTS, TIED, UNKNOWN_KEY)], are_patterns) | {
     f"{SUB_PARAMS}?": [
         {"patterns": are_patterns, "shape": [(int, is_shape)], "partition_dim": is_natural}
     ],
@@ -209,7 +209,7 @@ class TensorParallel:
         A single rank has all of it, perhaps with a padded vocabulary.
         """
         matched = self.matched(name)
-        if self.match(self.info.get(UNKNOWN, {}), name):
+        if self.match(self.info.get(UNKNOWN_KEY, {}), name):
             raise self.error(f"DeepSpeed did not record how {name} is cut")
         # For layers that no category describes (bigcode, codegen, shared QK) AutoTP saves a map of
         # every element. So look for the map first.

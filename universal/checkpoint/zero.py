@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
 
-from universal.checkpoint.experts import Team
+from universal.checkpoint.experts import ExpertDataGroup
 from universal.checkpoint.types import SETTINGS, Limit, OptimizerState, Parameter, Problem
 from universal.errors import CheckpointError
 from universal.files.same import holds_elements, is_same
@@ -299,20 +299,20 @@ class Slices(NamedTuple):
 class FlatCut(NamedTuple):
     """A formula for where the parameters of a flat tensor lie in its slices.
 
-    number: of the flat tensor. name: with its kind, "group 3", or at ZeRO-3 "sub-group 3". team:
-    the ranks that have its slices. cuts: {a parameter's name in the shards: Cut}. share: elements
-    of a slice. numel: elements of all slices, without padding at the end.
+    number: of the flat tensor. name: with its kind, "group 3", or at ZeRO-3 "sub-group 3".
+    data_group: the ranks that have its slices. cuts: {a parameter's name in the shards: Cut}.
+    share: elements of a slice. numel: elements of all slices, without padding at the end.
     """
 
     number: int
     name: str
-    team: Team
+    data_group: ExpertDataGroup
     cuts: dict
     share: int
     numel: int
 
 
-def cut_flat(shard: SavedShard, number: int, shapes: dict, team: Team) -> FlatCut:
+def cut_flat(shard: SavedShard, number: int, shapes: dict, data_group: ExpertDataGroup) -> FlatCut:
     """Compute how a flat tensor is cut. shapes: {name: shape} of its parameters, in their order.
 
     param_slice_mappings says so, too (check_mapping()), but is wrong with round_robin_gradients.
@@ -320,7 +320,7 @@ def cut_flat(shard: SavedShard, number: int, shapes: dict, team: Team) -> FlatCu
     Raises: CheckpointError, if the shard has other sizes.
     """
     name = f"{'sub-group' if shard.stage == 3 else 'group'} {number}"
-    ranks = len(team.ranks)
+    ranks = len(data_group.ranks)
     size = shard.slice_sizes[number]
     if shard.ranks[number] != ranks:
         raise CheckpointError(f"{name} is cut for {shard.ranks[number]} ranks and not for {ranks}")
@@ -341,10 +341,10 @@ def cut_flat(shard: SavedShard, number: int, shapes: dict, team: Team) -> FlatCu
             cuts[parameter] = Cut(end, size, 0, numel)
             end += numel + padding
     if shard.stage == 3:
-        return FlatCut(number, name, team, cuts, end, end * ranks)
+        return FlatCut(number, name, data_group, cuts, end, end * ranks)
     if end > ranks * size:
         raise CheckpointError(f"{name} has {end} elements, its slices have fewer")
-    return FlatCut(number, name, team, cuts, size, end)
+    return FlatCut(number, name, data_group, cuts, size, end)
 
 
 def check_mapping(shard: SavedShard, flat_cut: FlatCut, begin: int) -> None:
@@ -439,7 +439,7 @@ def read_slice(shard: SavedShard, rank: int, flat_cut: FlatCut, trust_mapping: b
     share = shard.slice_sizes[number]
     if share != flat_cut.share:
         raise CheckpointError(f"{flat_cut.name} has a slice of another size")
-    begin = flat_cut.team.ranks.index(rank) * share
+    begin = flat_cut.data_group.ranks.index(rank) * share
     if trust_mapping and shard.stage < 3:
         check_mapping(shard, flat_cut, begin)
     result = slice_state(shard.masters[number], shard.optimizer["state"].get(number, {}), share)
@@ -470,12 +470,12 @@ def join_slices(
                 )
             in_both = key in kinds and key in kinds_of_first
             others.setdefault(outer(key), differs(rank) if in_both else ABSENT)
-    of_team = [[*slices.values()][rank] for rank in flat_cut.team.ranks]
+    of_group = [[*slices.values()][rank] for rank in flat_cut.data_group.ranks]
     share = flat_cut.share
-    numels = [max(0, min(flat_cut.numel - i * share, share)) for i in range(len(of_team))]
-    momentum = uncut_momentum(of_team, flat_cut.cuts) if "momentum_buffer" in others else {}
+    numels = [max(0, min(flat_cut.numel - i * share, share)) for i in range(len(of_group))]
+    momentum = uncut_momentum(of_group, flat_cut.cuts) if "momentum_buffer" in others else {}
     extents = {
-        key: tuple(map(extent_of, (of_rank.states[key] for of_rank in of_team), numels))
+        key: tuple(map(extent_of, (of_rank.states[key] for of_rank in of_group), numels))
         for key in first.states
         if key == "fp32" or outer(key) not in others
     }
@@ -486,8 +486,8 @@ def join_slices(
         states = {key: Slices(extents[key], cut) for key in extents}
         if momentum:
             states["momentum_buffer"] = momentum[name]
-        parameters[flat_cut.team.global_name(name)] = Parameter(
-            tuple(shapes[name]), group_number, states, of_team[0].scalars
+        parameters[flat_cut.data_group.global_name(name)] = Parameter(
+            tuple(shapes[name]), group_number, states, of_group[0].scalars
         )
     return parameters, others
 

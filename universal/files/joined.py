@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from universal.errors import CheckpointError
-from universal.files.sources import SHORT, ByteReader, Record, Source, crc32, width
+from universal.files.sources import SHORT_BYTES, ByteReader, Record, Source, crc32, width
 from universal.files.torch_file import Tensor, contiguous_strides, has_gaps, trim_storage
 
 ARRAY_CODES = {"float32": "f", "float64": "d"}  # of the module array
 AVERAGED = ARRAY_CODES.keys()
 FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}  # of the module struct, by bytes
-MOST = 1 << 24  # bytes that are read at a time; a multiple of any element's
+MOST_BYTES = 1 << 24  # bytes that are read at a time; a multiple of any element's
 
 
 class Block(NamedTuple):
@@ -335,7 +335,7 @@ def boxes(block: Block, target: Target, unit: int) -> Iterator[Block]:
     count, *shape = rows.shape
     stride = rows.stride[0]
     gap = stride - reach(shape, rows.stride[1:])
-    step = max(1, MOST // (max(stride, 1) * unit)) if gap * unit < SHORT else 1
+    step = max(1, MOST_BYTES // (max(stride, 1) * unit)) if gap * unit < SHORT_BYTES else 1
     for first in range(0, count, step):
         yield rows._replace(
             shape=(min(step, count - first), *shape),

@@ -25,10 +25,10 @@ except ImportError:
     from zlib import crc32
 
 CHUNK = 1 << 20
-SHORT = 1 << 14  # bytes; below this it is faster to continue a CRC than to join two
-ZEROS = memoryview(bytes(SHORT))
+SHORT_BYTES = 1 << 14  # bytes; below this it is faster to continue a CRC than to join two
+ZEROS = memoryview(bytes(SHORT_BYTES))
 LARGEST_READ = 1 << 22  # bytes of one read
-GAP = 1 << 16  # bytes between two places; to read them, too, is faster than to read twice
+GAP_BYTES = 1 << 16  # bytes between two places; to read them, too, is faster than to read twice
 MOST_BUFFERS = 1000  # in one read; the system takes 1024
 READERS = 8  # for a disk or a server that is slow to answer
 OpenFile = Callable[[str], BinaryIO]
@@ -329,7 +329,7 @@ def merged(pending: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
     for place in sorted(pending, key=lambda place: (place.record.path, place.offset)):
         if places and not (
             place.record.path == places[0].record.path
-            and 0 <= place.offset - places[-1].end <= GAP
+            and 0 <= place.offset - places[-1].end <= GAP_BYTES
             and place.end - places[0].offset <= LARGEST_READ
             and 2 * len(places) < MOST_BUFFERS
         ):
@@ -343,7 +343,7 @@ def merged(pending: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
 def read_merged(places: list[ReadItem], reader: ByteReader) -> None:
     """Fill the buffers of these places in one read. What lies between two of them is dropped."""
     offset = places[0].offset
-    gap = memoryview(bytearray(GAP))
+    gap = memoryview(bytearray(GAP_BYTES))
     buffers = []
     end = offset
     for place in places:
@@ -402,7 +402,7 @@ def checksum(opened: OpenFile, record: Record, start: int, end: int, crc: int = 
 
 def append_crc(crc: int, data: bytes, crc_of_data: int) -> int:
     """The CRC-32 of bytes that have this `crc` and of the data that follow them."""
-    if len(data) < SHORT:
+    if len(data) < SHORT_BYTES:
         return crc32(data, crc)
     return join_crcs(crc, crc_of_data, len(data))
 
@@ -412,7 +412,9 @@ def join_crcs(first: int, second: int, nbytes: int) -> int:
 
     So a byte that two files need is summed once.
     """
-    if nbytes < SHORT:  # zeros shift the first CRC to its place, 50 times as fast as a product
+    if (
+        nbytes < SHORT_BYTES
+    ):  # zeros shift the first CRC to its place, 50 times as fast as a product
         zeros = ZEROS[:nbytes]
         return crc32(zeros, first) ^ crc_of_zeros(nbytes) ^ second
     return crc_multiply(first, crc_power(nbytes)) ^ second

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from universal.errors import CheckpointError, Refused, parsing
+from universal.errors import CheckpointError, Refused, as_checkpoint_error
 from universal.files.schema import is_natural, is_shape
 from universal.files.sources import (
     ByteReader,
@@ -252,7 +252,7 @@ def load(path: str | Path, known: dict | None = None) -> Any:
     Raises: CheckpointError, naming the file; OSError.
     """
     path = Path(path)
-    with parsing(path), open_file(path) as file:
+    with as_checkpoint_error(path), open_file(path) as file:
         archive = archive_of(file)
         records = {}
         prefixes = (path.stem, "archive")  # torch.save() writes the file's name into the archive
@@ -364,7 +364,7 @@ class Unpickler(pickle.Unpickler):
 
 def records_of(path: Path) -> dict[str, Record]:
     """Returns the Records of a file by name: tensors, and the pickle. Raises CheckpointError."""
-    with parsing(path), open_file(path) as file:
+    with as_checkpoint_error(path), open_file(path) as file:
         archive = archive_of(file)
         names = [info.filename.partition("/")[2] for info in archive.infolist()]
         infos = zip(names, archive.infolist(), strict=True)

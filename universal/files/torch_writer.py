@@ -10,9 +10,9 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from universal.errors import CheckpointError, naming
+from universal.errors import CheckpointError, adding_path
 from universal.files.sources import (
-    SHORT,
+    SHORT_BYTES,
     ByteReader,
     Record,
     Source,
@@ -49,7 +49,7 @@ def pickled(content: Any) -> Pickled:
 
 def write_pt(path: Path, content: Pickled, reader: ByteReader) -> None:
     """Write a .pt file. Raises OSError and, if a source cannot be read, CheckpointError."""
-    with naming(path), open(path, "xb", buffering=SHORT) as file:
+    with adding_path(path), open(path, "xb", buffering=SHORT_BYTES) as file:
         write_archive(file, path.stem, content, reader)
 
 

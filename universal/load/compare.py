@@ -15,7 +15,7 @@ from universal.load.engine import Engine
 from universal.load.overrides import LoadOptions
 from universal.load.parts import Parts
 
-WIDE = ("bf", "32", "None")  # parts of names of dtypes that need no loss scale
+WIDE_DTYPES = ("bf", "32", "None")  # parts of names of dtypes that need no loss scale
 FRESH = "; load_optimizer_states=False continues with a fresh optimizer"
 
 
@@ -123,7 +123,7 @@ def compare_optimizer(
 ) -> None:
     """Raises CheckpointError if the checkpoint is of another optimizer, or lacks its states.
 
-    answer: of the engine's optimizer. resharded: whether reshard() will load it; if not,
+    answer: of the engine's optimizer. resharded: whether reshard.py will load it; if not,
     DeepSpeed's loader gives each rank its own groups and states.
     """
     for misfit in misfits_of_optimizer(engine, checkpoint, answer, resharded):
@@ -250,7 +250,7 @@ def say_rounded(entries: list, group: ProcessGroup) -> None:
 def scaled_by_torch(model):
     """Whether torch's GradScaler scaled the loss, as it does for an autocast to float16."""
     saved = config_of(model, "torch_autocast")
-    return saved.get("enabled") and not any(part in str(saved.get("dtype")) for part in WIDE)
+    return saved.get("enabled") and not any(part in str(saved.get("dtype")) for part in WIDE_DTYPES)
 
 
 def say_lost_scale(engine: Engine, model: dict) -> None:

@@ -9,13 +9,13 @@ import torch
 PACE = ("scale_window", "min_scale", "min_loss_scale", "delayed_shift", "consecutive_hysteresis")
 
 
-class Piece(NamedTuple):
-    """The part of a parameter that lies in this rank's partition.
+class Fragment(NamedTuple):
+    """The part of a parameter that lies in this rank's partition, as DeepSpeed calls it.
 
     start: its first element in the parameter. offset: its first element in the flat tensor.
 
-    Piece("a.weight", start=24, offset=0, numel=276)  # the rank before has the first 24 elements,
-                                                      # at the end of its partition
+    Fragment("a.weight", start=24, offset=0, numel=276)  # the rank before has the first 24
+                                                         # elements, at the end of its partition
     """
 
     name: str
@@ -36,7 +36,7 @@ class FlatTensor(NamedTuple):
     tensor: torch.Tensor
     param_group: int
     names: list[str]
-    pieces: list[Piece]
+    fragments: list[Fragment]
 
 
 class Partition(NamedTuple):

@@ -16,7 +16,7 @@ from universal.load.flat import Partition
 
 
 class LoadOptions(NamedTuple):
-    """The arguments of DeepSpeed's load_checkpoint(), under its names."""
+    """The arguments of DeepSpeed's load_checkpoint(), which get there under these names."""
 
     load_module_strict: bool = True
     load_optimizer_states: bool = True
@@ -86,36 +86,6 @@ def meeting_before_collectives(meet: Callable[[], Any]) -> Iterator[None]:
     names = [name for name in COLLECTIVES if hasattr(backend, name)]
     with overridden(backend, **{name: met_before(name) for name in names}):
         yield
-
-
-@contextlib.contextmanager
-def saving_alone(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
-    """Let a save of DeepSpeed's wait for no other rank in this block.
-
-    Otherwise ranks compare tags, meet, and at ZeRO-3 partition and gather the weights that are
-    gathered now: these are saved as empty tensors instead.
-    """
-    gathered = [
-        (parameter, parameter.data, parameter.ds_status)
-        for parameter in engine.module.parameters()
-        if hasattr(parameter, "ds_status") and parameter.data.numel()
-    ]
-    steps = {
-        "_checkpoint_tag_validation": lambda tag: None,
-        "_optimizer_has_ckpt_event_prologue": lambda: False,
-        "_optimizer_has_ckpt_event_epilogue": lambda: False,
-    }
-    backend = deepspeed.comm.comm.cdb
-    with overridden(engine, **steps), overridden(backend, barrier=lambda *args, **options: None):
-        try:
-            for parameter, data, status in gathered:
-                parameter.data = data.new_empty(0)
-                parameter.ds_status = type(status).NOT_AVAILABLE
-            yield
-        finally:
-            for parameter, data, status in gathered:
-                parameter.data = data
-                parameter.ds_status = status
 
 
 @contextlib.contextmanager

@@ -48,10 +48,10 @@ def set_weights(
     if not all(group.all_gather(is_undamaged(reader))):
         return {}  # the masters will do
     if not load_states:
-        for piece, masters in pieces_of(engine, states):
-            if piece.name in values:
-                end = piece.start + piece.numel
-                masters.copy_(values[piece.name].flatten()[piece.start : end])
+        for fragment, masters in fragments_of(engine, states):
+            if fragment.name in values:
+                end = fragment.start + fragment.numel
+                masters.copy_(values[fragment.name].flatten()[fragment.start : end])
     say(
         f"{len(names)} of the module's weights were not the optimizer's masters ({min(names)}): "
         "they are restored as they were saved"
@@ -76,22 +76,22 @@ def weights_in(path, names):
     return {name: trim_storage(tensor) for name, tensor in tensors.items() if tensor}
 
 
-def pieces_of(engine, states):
-    """Yields each of this rank's pieces with its masters in the states."""
+def fragments_of(engine, states):
+    """Yields each of this rank's fragments with its masters in the states."""
     for flat, state in zip(engine.flats, states, strict=True):
-        for piece in flat.pieces:
-            yield piece, piece.within(state["fp32"])
+        for fragment in flat.fragments:
+            yield fragment, fragment.within(state["fp32"])
 
 
 def names_set(engine, weights, states):
     """The names of weights that are not their masters, rounded, where this rank has these."""
     names = set()
     reader = TensorReader()
-    for piece, masters in pieces_of(engine, states):
-        if piece.name in weights:
-            source = strided(piece.name, weights[piece.name])
-            if not is_rounded_from(masters, source, piece.start, reader):
-                names.add(piece.name)
+    for fragment, masters in fragments_of(engine, states):
+        if fragment.name in weights:
+            source = strided(fragment.name, weights[fragment.name])
+            if not is_rounded_from(masters, source, fragment.start, reader):
+                names.add(fragment.name)
     return names
 
 

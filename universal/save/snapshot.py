@@ -9,12 +9,13 @@ can wait for a thread.
     data = image.seal()                             # the bytes of the .pt file
 """
 
+import contextlib
 import fcntl
 import io
 import os
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -29,9 +30,9 @@ from universal.files.torch_writer import (
     storage_records,
     write_records,
 )
-from universal.load.overrides import overridden, saving_alone
+from universal.load.overrides import overridden
 
-PAGE = 1 << 16  # bytes
+PAGE_BYTES = 1 << 16  # bytes
 
 
 class FileState(NamedTuple):
@@ -98,7 +99,7 @@ class Image:
             end = self.begins[-1] + storage.nbytes()
         # The directory, too, names each record.
         names = (len(self.storages) + 4) * (256 + len(path.stem))
-        self.room = (end + len(self.data) + names + PAGE) // PAGE * PAGE
+        self.room = (end + len(self.data) + names + PAGE_BYTES) // PAGE_BYTES * PAGE_BYTES
 
     def copy(self, memory: torch.Tensor) -> None:
         """Begin to copy all elements. memory: uint8, at least `room` bytes. See copies_done()."""
@@ -127,7 +128,7 @@ class Image:
         for device in self.devices:
             pin(self.target, device)
         nbytes = len(self.seal())
-        pages = self.memory[: -(-nbytes // PAGE) * PAGE]
+        pages = self.memory[: -(-nbytes // PAGE_BYTES) * PAGE_BYTES]
         with open(self.path, "wb", buffering=0) as file:
             try:  # without the system's own copy, whose new pages cost more than all the rest
                 set_direct(file, os.O_DIRECT)
@@ -172,6 +173,36 @@ class InPlace(io.RawIOBase):
         return len(data)
 
 
+@contextlib.contextmanager
+def saving_alone(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
+    """Let a save of DeepSpeed's wait for no other rank in this block.
+
+    Otherwise ranks compare tags, meet, and at ZeRO-3 partition and gather the weights that are
+    gathered now: these are saved as empty tensors instead.
+    """
+    gathered = [
+        (parameter, parameter.data, parameter.ds_status)
+        for parameter in engine.module.parameters()
+        if hasattr(parameter, "ds_status") and parameter.data.numel()
+    ]
+    steps = {
+        "_checkpoint_tag_validation": lambda tag: None,
+        "_optimizer_has_ckpt_event_prologue": lambda: False,
+        "_optimizer_has_ckpt_event_epilogue": lambda: False,
+    }
+    backend = deepspeed.comm.comm.cdb
+    with overridden(engine, **steps), overridden(backend, barrier=lambda *args, **options: None):
+        try:
+            for parameter, data, status in gathered:
+                parameter.data = data.new_empty(0)
+                parameter.ds_status = type(status).NOT_AVAILABLE
+            yield
+        finally:
+            for parameter, data, status in gathered:
+                parameter.data = data
+                parameter.ds_status = status
+
+
 def files_of_save(
     engine: deepspeed.DeepSpeedEngine, save: Callable[[], Any]
 ) -> list[tuple[Path, Any]]:
@@ -185,8 +216,8 @@ def files_of_save(
 
 def new_memory(nbytes: int) -> torch.Tensor:
     """Memory to copy into, uint8, at the beginning of a page."""
-    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")
-    return memory[-memory.data_ptr() % PAGE :][:nbytes]
+    memory = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
+    return memory[-memory.data_ptr() % PAGE_BYTES :][:nbytes]
 
 
 def pin(memory: torch.Tensor, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from universal.checkpoint.tags import find_tag, restore_all
 from universal.checkpoint.tensor_parallel import INFO_KEY, TensorParallel
 from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Limit, Problem
 from universal.checkpoint.zero import is_computed_anew
-from universal.errors import CheckpointError, naming
+from universal.errors import CheckpointError, adding_path
 from universal.files.sources import ByteReader, Extent, nbytes_of
 from universal.files.torch_file import contiguous, trim_storage, verify
 from universal.files.torch_writer import Pickled, pickled, write_pt
@@ -59,7 +59,7 @@ def convert(
     output = Path(os.path.realpath(output_folder))
     check_output(Path(os.path.realpath(source)), output)
     checkpoint = describe(source, num_extract_workers)
-    complain(checkpoint, strict)
+    check_lossless(checkpoint, strict)
     keep_weights(checkpoint, strict)
     files = files_of(checkpoint, zero3_before_0_19_3)
     with unfinished(output) as folder:
@@ -74,7 +74,7 @@ def convert(
     }
 
 
-def complain(checkpoint, strict):
+def check_lossless(checkpoint, strict):
     """Raise CheckpointError for what the conversion would lose, or warn of it if not strict."""
     if checkpoint.is_universal:
         raise CheckpointError(f"{checkpoint.folder} is a universal checkpoint already")
@@ -197,7 +197,7 @@ def files_of(checkpoint: Checkpoint, bare: bool = False) -> dict[str, Pickled]:
     info = checkpoint.model.get(INFO_KEY)
     pickled_step = functools.cache(pickled)  # most parameters share one step
     cuts = TensorParallel(info, checkpoint.layout.tensor, checkpoint.folder)
-    with naming(checkpoint.folder / "*_optim_states.pt"):
+    with adding_path(checkpoint.folder / "*_optim_states.pt"):
         for name, parameter in checkpoint.parameters.items():
             folder = f"zero/{file_name(name)}"
             cut_info = cuts.cut_info(name, parameter.shape).items()
