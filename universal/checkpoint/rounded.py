@@ -22,9 +22,9 @@ def has_values_of(weight: Tensor, masters: Source, reader: ByteReader) -> bool:
         return True
     in_order = strided("a weight", weight)  # stored in another order, as channels_last may be
     start = 0
-    for part in masters.parts(0, masters.numel):
-        end = start + part.numel
-        for place in range(start, end, max(COMPARED_WEIGHTS, part.numel // PLACES_IN_A_SLICE)):
+    for _, _, numel in masters.parts(0, masters.numel):
+        end = start + numel
+        for place in range(start, end, max(COMPARED_WEIGHTS, numel // PLACES_IN_A_SLICE)):
             count = min(COMPARED_WEIGHTS, end - place)
             floats = reader.read(masters, place, count)
             if reader.read(in_order, place, count) != rounded(floats, weight.dtype):

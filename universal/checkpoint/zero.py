@@ -16,7 +16,7 @@ from universal.checkpoint.types import SETTINGS, Limit, OptimizerState, Paramete
 from universal.errors import CheckpointError
 from universal.files.same import holds_elements, is_same
 from universal.files.schema import expect, is_natural
-from universal.files.sources import Extent, ReadItem, nbytes_of, width
+from universal.files.sources import Extent, ReadItem, width
 from universal.files.torch_file import (
     Stub,
     Tensor,
@@ -278,21 +278,22 @@ class Slices(NamedTuple):
     def numel(self) -> int:
         return self.cut.numel
 
-    def parts(self, start: int, numel: int) -> Iterator[Extent]:
-        """Yields where the elements are from `start` on, an Extent for each rank."""
+    def parts(self, start: int, numel: int) -> Iterator[tuple[Extent, int, int]]:
+        """Yields where the elements from `start` on are: (Extent, first one in it, how many)."""
         rank, position = divmod(self.cut.origin + start, self.cut.share or 1)
         while numel:
             count = min(self.cut.share - position, numel)
-            yield self.extents[rank].part(self.cut.start + position, count)
+            yield self.extents[rank], self.cut.start + position, count
             numel -= count
             rank += 1
             position = 0
 
     def reads(self, buffer: memoryview, start: int) -> Iterator[ReadItem]:
+        size = width(self.dtype)
         begin = 0
-        for part in self.parts(start, len(buffer) // width(self.dtype)):
-            end = begin + nbytes_of(part)
-            yield from part.reads(buffer[begin:end], 0)
+        for extent, first, count in self.parts(start, len(buffer) // size):
+            end = begin + count * size
+            yield from extent.reads(buffer[begin:end], first)
             begin = end
 
 

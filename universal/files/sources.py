@@ -123,8 +123,9 @@ class Extent(NamedTuple):
         byte_offset = self.byte_offset + start * width(self.dtype)
         return Extent(self.dtype, self.record, byte_offset, numel)
 
-    def parts(self, start: int, numel: int) -> Iterator["Extent"]:
-        yield self.part(start, numel)
+    def parts(self, start: int, numel: int) -> Iterator[tuple["Extent", int, int]]:
+        """As Slices.parts()."""
+        yield self, start, numel
 
     def reads(self, buffer: memoryview, start: int) -> Iterator[ReadItem]:
         return self.record.reads(buffer, self.byte_offset + start * width(self.dtype))
@@ -280,8 +281,7 @@ class ByteReader:
         jobs = [[item] for item in items if not isinstance(item, ReadItem)]
 
         def work(job, reader):
-            first, *others = job
-            read_merged(job, reader) if others else first.run(reader)
+            read_merged(job, reader) if isinstance(job[0], ReadItem) else job[0].run(reader)
             return sum(len(item.buffer) for item in job)
 
         for nbytes in self.in_threads([*jobs, *merged(plain)], work, READERS):
