@@ -124,7 +124,7 @@ class Extent(NamedTuple):
         return Extent(self.dtype, self.record, byte_offset, numel)
 
     def parts(self, start: int, numel: int) -> Iterator[tuple["Extent", int, int]]:
-        """As Slices.parts()."""
+        """Yields (Extent, first element in it, how many), as Slices.parts() does."""
         yield self, start, numel
 
     def reads(self, buffer: memoryview, start: int) -> Iterator[ReadItem]:
