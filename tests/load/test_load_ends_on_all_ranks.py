@@ -78,10 +78,12 @@ def test_elements_that_no_rank_holds(saved):
     assert placed < numel
 
 
-@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_vanishes(saved, by):
+@pytest.mark.parametrize(
+    "by, gone", [(signal.SIGKILL, 1), (signal.SIGSTOP, 1), (signal.SIGSTOP, 0)]
+)
+def test_a_rank_that_vanishes(saved, by, gone):
     """The others end at once when it dies, and after the time that is set when it is stopped; rank
-    0 names it."""
+    0 names it. Rank 0 has the store, which then answers nobody."""
     (saved / "options.json").write_text(json.dumps({"timeout": 3}))
 
     def patch():
@@ -90,7 +92,7 @@ def test_a_rank_that_vanishes(saved, by):
         load = universal.load_checkpoint
 
         def vanish(*args, **options):
-            if rank == "1":
+            if rank == f"{gone}":
                 os.kill(os.getpid(), by)
             request(*args, **options)
 
@@ -106,10 +108,10 @@ def test_a_rank_that_vanishes(saved, by):
 
     began = time.monotonic()
     launch(saved, 3, SCRIPT, 1, "load", ".", patch=patch, limit=20, grace=3)
-    of_rank_0, of_rank_2 = refusals(saved, 0, 2)
+    of_first, of_rank_2 = refusals(saved, 1 - gone, 2)
     assert time.monotonic() - began < 25
     assert "a rank does not answer" in of_rank_2, of_rank_2
-    assert "rank 1 is not there" in of_rank_0, of_rank_0
+    assert f"rank {gone} is not there" in of_first, of_first
 
 
 @pytest.mark.parametrize("stage", [1, 3])
