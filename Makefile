@@ -4,7 +4,7 @@
 # make hosts     three hosts whose cable is pulled, and two that launchers reach by ssh, on this machine; 10 minutes
 # make exact     the same bits on 1, 2, 4 and 8 ranks, from scratch and along a chain of checkpoints; 20 to 30 minutes
 # make 3d        change the tensor, pipeline and sequence layout; 30 minutes
-# make resume    what it costs to resume a model of 86 million parameters, and by others' means; 5 minutes
+# make resume    what it costs to resume a model of 86 million parameters, and of 353, and by others' means; 9 minutes
 # make clients   the scripts of examples/ under Hugging Face's Trainer, accelerate, Lightning and TRL, on other ranks
 # make clients-cli  LLaMA-Factory and ms-swift, which have commands instead of scripts, on other ranks; 20 minutes
 # make versions  the DeepSpeeds from 0.16.4 on: saved and loaded by each, and by this one; 9 minutes
@@ -247,6 +247,7 @@ $(OUT)/resume_cost.txt: .venv/installed measure/resume.py train.py $(PACKAGE)
 $(OUT)/load_cost.txt: .venv/installed measure/resume.py train.py $(PACKAGE)
 	@mkdir -p $(OUT)
 	$(PY) -m measure.resume --loads > $@
+	$(PY) -m measure.resume --loads --large >> $@
 	@cat $@
 
 # Training loops that are not ours
