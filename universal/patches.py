@@ -2,8 +2,8 @@
 """All that this package changes in DeepSpeed's classes: functions around methods of its engine.
 
 PATCHES says which, and why. install() has all of them called, but for those of what it is told to
-leave out; batches.config(), share() and any load those of batches. undo() has one owner's called no
-more. What is changed for the length of a load is in load/overrides.py, of a save in
+leave out; batches.config(), share() and any load those of batches. After undo() those of an owner
+are no longer called. What is changed for the length of a load is in load/overrides.py, of a save in
 save/snapshot.py; in an engine alone, in exact.py.
 """
 

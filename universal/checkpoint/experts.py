@@ -108,7 +108,7 @@ def read_experts(folder: Path, model: dict) -> Experts:
 def expert_data_groups(
     names: Any, ranks_of_group: int, ranks: int, model: dict, counts: dict
 ) -> list[ExpertDataGroup]:
-    """The Teams that share out a parameter group, one for each expert-parallel rank.
+    """The ranks that share out a parameter group, one for each expert-parallel rank.
 
     names: of the group's parameters, as on rank 0. ranks_of_group: the ranks that it is cut for.
         counts: as in Experts. Source: DeepSpeed's groups._create_expert_and_data_parallel().

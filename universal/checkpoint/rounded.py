@@ -10,7 +10,7 @@ from universal.files.torch_file import Tensor
 
 ROUNDED = ("float32", "float16", "bfloat16")  # precisions of weights beside float32 masters
 COMPARED_WEIGHTS = 64  # elements of a weight that are compared with its masters
-PLACES_IN_A_SLICE = 4  # places in a slice: the first may be the padding of an embedding
+PLACES_IN_A_SLICE = 4  # the first may be the padding of an embedding
 
 
 def has_values_of(weight: Tensor, masters: Source, reader: ByteReader) -> bool:

@@ -83,7 +83,7 @@ class Computed(NamedTuple):
     fill: Callable[[ByteReader], None]
 
     def __str__(self):
-        return f"{len(self.buffer)} bytes, joined from others"
+        return f"{len(self.buffer)} bytes, computed"
 
     def run(self, reader: ByteReader) -> int:
         """Fill the buffer. Returns the CRC-32 of its bytes."""

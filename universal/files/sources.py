@@ -276,7 +276,9 @@ class ByteReader:
 
         requests: (buffer, source, first element). show: called with the bytes of each read.
         """
-        items = [item for buffer, *place in requests for item in place[0].reads(buffer, place[1])]
+        items = []
+        for buffer, source, start in requests:
+            items += source.reads(buffer, start)
         plain = [item for item in items if isinstance(item, ReadItem)]
         jobs = [[item] for item in items if not isinstance(item, ReadItem)]
 
