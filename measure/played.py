@@ -109,10 +109,8 @@ def play_machines(others):
 def play_pool(others, clock, calls):
     do_share = collective.SharedPool.do_share
 
-    def of_all(pool, task=None):
+    def of_all(pool, task):
         results = do_share(pool, task)
-        if not task:
-            return results
         work, items = task
         counted, began = dict(calls), time.process_time()
         shares = [

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from universal.resume import install, load_checkpoint
     from universal.write.converter import convert
 
-__version__ = "3.4"
+__version__ = "3.5"
 HOME = {"install": "resume", "load_checkpoint": "resume", "convert": "write.converter"}
 HOME |= {"CheckpointError": "errors"}
 __all__ = ["CheckpointError", "convert", "install", "load_checkpoint"]

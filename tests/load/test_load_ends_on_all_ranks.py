@@ -1,6 +1,7 @@
 """What keeps load_checkpoint() from going on is one line, the same on all ranks, and soon: no rank
 waits for ever."""
 
+import contextlib
 import datetime
 import json
 import os
@@ -78,40 +79,67 @@ def test_elements_that_no_rank_holds(saved):
     assert placed < numel
 
 
+def leave_where_a_rank_is_silent():
+    """A patch: a process that is told so writes it down, and waits for nobody as it exits."""
+
+    def load_or_leave(*args, **options):
+        try:
+            return load(*args, **options)
+        except RankSilent as error:
+            path = Path(f"outcome.{os.environ['RANK']}.json")
+            path.write_text(json.dumps({"error": str(error)}))
+            os._exit(1)
+
+    load = universal.load_checkpoint
+    universal.load_checkpoint = load_or_leave
+
+
 @pytest.mark.parametrize(
     "by, gone", [(signal.SIGKILL, 1), (signal.SIGSTOP, 1), (signal.SIGSTOP, 0)]
 )
 def test_a_rank_that_vanishes(saved, by, gone):
     """The others end at once when it dies, and after the time that is set when it is stopped; rank
-    0 names it. Rank 0 has the store, which then answers nobody."""
+    0 names it, unless it died as they met. Rank 0 has the store, which then answers nobody."""
     (saved / "options.json").write_text(json.dumps({"timeout": 3}))
 
     def patch():
-        rank = os.environ["RANK"]
-        request = reader.TensorReader.request
-        load = universal.load_checkpoint
-
         def vanish(*args, **options):
-            if rank == f"{gone}":
+            if is_rank(gone):
                 os.kill(os.getpid(), by)
             request(*args, **options)
 
-        def leave(*args, **options):
-            try:
-                return load(*args, **options)
-            except RankSilent as error:
-                Path(f"outcome.{rank}.json").write_text(json.dumps({"error": str(error)}))
-                os._exit(1)
-
+        request = reader.TensorReader.request
         reader.TensorReader.request = vanish
-        universal.load_checkpoint = leave
+        leave_where_a_rank_is_silent()
 
     began = time.monotonic()
     launch(saved, 3, SCRIPT, 1, "load", ".", patch=patch, limit=20, grace=3)
     of_first, of_rank_2 = refusals(saved, 1 - gone, 2)
     assert time.monotonic() - began < 25
     assert "a rank does not answer" in of_rank_2, of_rank_2
-    assert f"rank {gone} is not there" in of_first, of_first
+    named = f"rank {gone} is not there|a rank was there a moment ago" if gone else "rank 0 is not"
+    assert re.search(named, of_first), of_first
+
+
+def test_a_rank_that_vanishes_where_it_has_met(saved):
+    """Rank 0 has heard of all, and does not know which one does not hear it."""
+
+    def patch():
+        @contextlib.contextmanager
+        def vanishing(*args):
+            with telling(*args):
+                yield
+            if is_rank(1):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        telling = collective.telling
+        collective.telling = vanishing
+        leave_where_a_rank_is_silent()
+
+    launch(saved, 3, SCRIPT, 1, "load", ".", patch=patch, limit=20, grace=3)
+    of_first, of_rank_2 = refusals(saved, 0, 2)
+    assert "a rank was there a moment ago, and is not now" in of_first, of_first
+    assert "a rank does not answer" in of_rank_2, of_rank_2
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -10,7 +10,7 @@ from universal.checkpoint.zero import ABSENT, outer
 from universal.errors import CheckpointError
 from universal.files.same import is_same
 from universal.load.ask import Answer
-from universal.load.collective import ProcessGroup, say
+from universal.load.collective import say
 from universal.load.engine import Engine
 from universal.load.overrides import LoadOptions
 from universal.load.parts import Parts
@@ -234,17 +234,14 @@ def in_groups_of(engine: Engine, checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint._replace(optimizer=saved._replace(param_groups=groups), models=models)
 
 
-def say_rounded(entries: list, group: ProcessGroup) -> None:
-    """Prints which buffers, or frozen weights, the engine has in a narrower dtype than the
-    checkpoint. entries: those of reshard.read_module()."""
-    narrower = {
+def rounded_names(entries: list) -> set[str]:
+    """The buffers and frozen weights that the engine has in a narrower dtype than the checkpoint,
+    as words. entries: those of reshard.read_module()."""
+    return {
         f"{entry.name} ({str(entry.target.dtype).removeprefix('torch.')})"
         for entry in entries
         if entry.target is not None and entry.target.dtype.itemsize < entry.value.dtype.itemsize
     }
-    (names,) = group.unions(narrower)
-    if names:
-        say(f"NOTE: rounded, as this engine has them in fewer bits {listed(names)}")
 
 
 def scaled_by_torch(model):
