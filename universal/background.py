@@ -267,10 +267,10 @@ class Saver:
         Returns a function that writes the files and returns their names, and whether they are
         copied.
         """
-        needs = []
-        while len({need.attempt for need in needs}) != 1:
+        reports = []
+        while len({report.attempt for report in reports}) != 1:
             with self.group.all_or_none():
-                if not needs:
+                if not reports:
                     if self.is_local_leader:
                         paths.output.mkdir(parents=True, exist_ok=True)
                     paths.hidden.mkdir(parents=True, exist_ok=True)
@@ -281,17 +281,17 @@ class Saver:
                 machine = Path("/proc/sys/kernel/random/boot_id").read_text()
                 memory = sum(image.room for image in images if not self.fits(image))
                 save = f"{paths.tag} at step {engine.global_steps}"
-                need = RankReport(attempt, save, machine, renames, memory, free_memory())
-                needs = self.group.all_gather(need)
-            if attempt < max(need.attempt for need in needs):
+                report = RankReport(attempt, save, machine, renames, memory, free_memory())
+                reports = self.group.all_gather(report)
+            if attempt < max(report.attempt for report in reports):
                 raise RankFailed(f"{paths.name} is not saved: another rank is at a later save")
-        saved = sorted({need.save for need in needs})
+        saved = sorted({report.save for report in reports})
         if saved[1:]:
             engine._checkpoint_tag_validation(paths.tag)  # raises, if the config says so
             raise RankFailed(f"the ranks do not save the same: {', '.join(saved)}")
-        if not all(need.can_rename for need in needs):
+        if not all(report.can_rename for report in reports):
             raise CannotRename(paths.hidden)
-        if at_once or not self.has_room(needs):
+        if at_once or not self.has_room(reports):
             return functools.partial(write_files, files, paths.hidden), False
         return functools.partial(write_images, images, self.copy(images)), True
 
@@ -311,18 +311,18 @@ class Saver:
         memory = self.memory.get(image.path.name)
         return memory is not None and memory.numel() >= image.room
 
-    def has_room(self, needs: list[RankReport]) -> bool:
+    def has_room(self, reports: list[RankReport]) -> bool:
         """Whether each machine has the memory that its ranks need beside what they have."""
-        for machine in dict.fromkeys(need.machine for need in needs):
-            total = sum(need.memory for need in needs if need.machine == machine) / 1e6
-            free = min(need.free for need in needs if need.machine == machine) / 1e6
+        for machine in dict.fromkeys(report.machine for report in reports):
+            total = sum(report.memory for report in reports if report.machine == machine) / 1e6
+            free = min(report.free for report in reports if report.machine == machine) / 1e6
             if total > free:
                 say(
                     f"a copy to save in the background needs {total:.1f} MB of memory, and "
                     f"{free:.1f} MB are free: saved without one"
                 )
                 return False
-            if total and not self.memory and machine == needs[0].machine:
+            if total and not self.memory and machine == reports[0].machine:
                 say(f"saves in the background keep a copy of {total:.1f} MB in memory")
         return True
 
