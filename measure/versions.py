@@ -143,11 +143,12 @@ def install(folder, *packages):
     return folder
 
 
-def elsewhere(function, arguments, *paths, limit, **environment):
+def elsewhere(function, arguments, *paths, limit, without=(), **environment):
     """Returns what "measure.module.function" returns in a Python with these folders first on its
-    path."""
+    path. without: names of modules that it shall not find."""
     module = function.rpartition(".")[0]
-    code = f"import json, {module}; print(json.dumps({function}(*{arguments})))"
+    hide = f"import json, sys; sys.modules.update(dict.fromkeys({without}))"
+    code = f"{hide}; import {module}; print(json.dumps({function}(*{arguments})))"
     process = subprocess.run(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,

@@ -19,8 +19,8 @@ A save goes through five states, and all ranks meet before each but the last:
 What comes in between:
 
     a kill     of any rank: the others' save ends, too, and they remove it if nobody publishes it. A
-               load finds the newest checkpoint that was published, and puts back one that was
-               aside. The next save of the tag removes what is left; any save does after a day.
+               load puts back what was aside, takes what `latest` names, and says if a later one was
+               published. The next save of the tag removes what is left; any save does after a day.
     an error   on one rank ends the save on all. As it begins it is raised, as by DeepSpeed; later
                it is a line, and the training goes on. The hidden folder is removed.
     a signal   is handled before a save has begun, or once all is copied: no rank leaves the others

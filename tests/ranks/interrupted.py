@@ -104,7 +104,7 @@ def a_run_that_loads_nothing(stage):
         assert not is_rank_0() or not printed(found.format(2))
         PRINTED.truncate(0)
         universal.load_checkpoint(gone_on, "out/checkpoint-4", "global_step4")
-        gone_on.save_checkpoint("out/checkpoint-4", "again")
+        gone_on.save_checkpoint("out/checkpoint-4", "global_step4")
         with overridden(plain, checkpoints_near=not_listed):
             apart.save_checkpoint("elsewhere", "t")
         assert not is_rank_0() or not printed("WARNING: ")

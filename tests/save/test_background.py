@@ -203,8 +203,12 @@ def other_job(tag):
     """Another job saves under the same tag, from its begin to its end."""
     output = Path("c", tag).resolve()
     publish.sweep(output)
-    folder = shutil.copytree(Path("other", tag), publish.hidden(output, "saving"))
+    folder = publish.hidden(output, "saving")
+    folder.mkdir()
+    descriptor = publish.lock(folder)  # or a rank of the first job may sweep it away
+    shutil.copytree(Path("other", tag), folder, dirs_exist_ok=True)
     publish.publish(folder, output, output.with_name("latest"))
+    os.close(descriptor)
     publish.sweep(output)
 
 
@@ -256,13 +260,14 @@ def saved_again(rank, state, event, tag):
 
 
 def once_more(rank, state, event, tag):
-    """The next job finds the newest complete checkpoint, and saves under the same tag."""
+    """The next job finds the checkpoint that `latest` names, and saves under the same tag."""
     if is_rank(0) and event in LAST:
         folder = Path("c", LAST[event])
         verify_all(folder)
         shutil.rmtree(folder)
     dist.barrier()
-    old = event in ("kill", "error") and state in OLD
+    is_unnamed = state == "published" and tag != "last"  # complete, and `latest` names the old one
+    old = event in ("kill", "error") and (state in OLD or is_unnamed)
     old = old or event == "process" and state in ("published", "named")
     engine = resume(1 if old else 2)
     in_background(train_and_save)(engine, [3], tag)
