@@ -439,5 +439,8 @@ def test_every_line_is_needed(tmp_path):
     for number, (line, without) in enumerate(MISTAKES):
         assert own_script().count(line) == 1
         loops[f"mistake_{number}"] = own_script().replace(line, without)
+    counted_twice = {name: loops.pop(name) for name in ["mistake_3"]}
+    with pytest.raises(AssertionError, match="with weight 0, and 6 of 6 losses are not 0"):
+        differences_of(tmp_path, counted_twice, 2, 3)
     gaps = differences_of(tmp_path, loops, 2, 3)
-    assert len(gaps) == 4 and all(gap > 1e-4 for gap in gaps.values()), gaps
+    assert len(gaps) == 3 and all(gap > 1e-4 for gap in gaps.values()), gaps
