@@ -62,6 +62,7 @@ from universal.write.publish import (
     publish,
     sweep,
     sync,
+    unlock,
     wait,
 )
 
@@ -363,7 +364,7 @@ class Saver:
         """Remove what is left of a save, published or not. error: what has ended it. A silent rank
         may be publishing it under a name that is not this rank's to remove."""
         if self.lock:
-            self.lock = os.close(self.lock)
+            self.lock = unlock(self.lock)
         with contextlib.suppress(OSError):  # whoever publishes it has claimed it
             shutil.rmtree(paths.hidden.rename(paths.claimed))
         with contextlib.suppress(OSError):  # rmdir() wants it empty

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 # An entry of DeepSpeed's config, which DeepSpeed ignores, and saves with each checkpoint.
 TRUE_BATCH = "universal_train_batch_size"
+FLOATS = "floats "  # begins what tells samples that are floats alone, which ranks may draw anew
 # Attributes of an engine whose objects copied the batch from its config.
 BATCH_ATTRIBUTES = {
     "tput_timer": "batch_size",
@@ -68,8 +69,9 @@ class Ledger:
 
     sharers: as share() was told. dealt: Share.key of the Share that was dealt out last; None if
     none was. drawn: what tells the samples that this rank has drawn from; None if nothing does.
-    is_compared: whether the ranks have compared both. forwards: the forward passes so far. ended:
-    the micro-step of the last backward pass, if it ended a step.
+    is_compared: whether the ranks have compared both. forwards: the forward passes so far. outputs:
+    tensors with gradients that the last one returned. ended: the micro-step of the last backward
+    pass, if it ended a step.
     """
 
     sharers: int = 1
@@ -77,6 +79,7 @@ class Ledger:
     drawn: str | None = None
     is_compared: bool = False
     forwards: int = 0
+    outputs: int = 0
     ended: int | None = None
     backwards: list[Backward] = dataclasses.field(default_factory=list)
 
@@ -284,8 +287,13 @@ def is_to_compare(engine):
 
 
 def counted_forward(method, engine, *inputs, **named):
-    ledger_of(engine).forwards += 1
-    return method(engine, *inputs, **named)
+    from torch.utils._pytree import tree_leaves
+
+    ledger = ledger_of(engine)
+    ledger.forwards += 1
+    result = method(engine, *inputs, **named)
+    ledger.outputs = sum(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(result))
+    return result
 
 
 def counted_backward(method, engine, loss, *args, **options):
@@ -304,6 +312,7 @@ def counted_epilogue(method, engine):
     result = method(engine)
     if not getattr(engine, "_running_engine_backward", True):
         note_backward(engine)
+        guesses.say_if_divided_twice(engine, ledger_of(engine).outputs)
     return result
 
 
@@ -379,7 +388,13 @@ def compare_ranks(engine, ledger, weighted):
     dealt, drawn, weighted = zip(*ranks, strict=True)
     if len({*dealt}) > 1:  # by one rank alone, for a line of its log
         ledger.dealt = None
-    if len({*drawn}) > 1:
+    if len({*drawn}) > 1 and all(str(of_rank).startswith(FLOATS) for of_rank in drawn):
+        guesses.say_once(
+            engine,
+            "the ranks draw different floats: it is right if they augment the same samples, and "
+            "wrong if each has a part of the stream: each must read the whole one",
+        )
+    elif len({*drawn}) > 1:
         raise ValueError(
             "the ranks draw from different samples: give each the whole data set in the same "
             "order, without a DistributedSampler; what deals it out gives each rank its part"
@@ -466,6 +481,7 @@ def name_batch(method, engine, batch):
     method(engine, batch)
     if is_between:
         engine.micro_steps = 0  # a step ends where the new accumulation steps divide it
+        ledger_of(engine).ended = None
     written = engine._config._param_dict  # a new one: other engines may have the same
     name = TRUE_BATCH if TRUE_BATCH in written else "train_batch_size"
     changes = {name: batch, "gradient_accumulation_steps": engine.gradient_accumulation_steps()}
@@ -531,9 +547,17 @@ class Sampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         kind = (self.samples, self.epoch_samples, self.seed, self.shuffle, self.step)
-        self.share.ledger.drawn = repr(kind)
+        ledger = self.share.ledger
+        ledger.drawn = repr(kind)
+        known = {None, self.share.key, ledger.dealt}
         order = functools.lru_cache(maxsize=2)(self.order)
         for step in itertools.count(self.step):
+            if ledger.dealt not in known:
+                raise ValueError(
+                    f"this Sampler deals out a batch of {self.share.batch}, and the loop one of "
+                    f"{ledger.dealt[0]}: make a new one of batches.share(engine), whose set_step() "
+                    "counts in steps of the new batch"
+                )
             for m, _ in self.share.places():
                 begin = (step - 1) * self.share.batch + m * self.share.micro_batch
                 numbers = range(begin, begin + self.share.micro_batch)

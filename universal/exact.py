@@ -46,6 +46,13 @@ def install(engine: deepspeed.DeepSpeedEngine) -> None:
     backward = engine.backward
 
     def exact_backward(loss, *args, **options):
+        now = batches.named_share(engine)
+        if now.key != share.key:
+            raise ValueError(
+                f"exact.install() was called for a batch of {share.batch} in {share.accumulation} "
+                f"accumulation steps, and it is {now.batch} in {now.accumulation} now: keep it, or "
+                "make a new engine"
+            )
         # A load may have cut a step short.
         if not (is_within_a_step(engine) or batches.ledger_of(engine).backwards):
             for rounded_sum in sums.values():

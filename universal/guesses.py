@@ -47,6 +47,24 @@ def say_if_lost(engine: "deepspeed.DeepSpeedEngine", ended: int | None) -> int |
     return engine.micro_steps
 
 
+def say_if_divided_twice(engine: "deepspeed.DeepSpeedEngine", outputs: int) -> None:
+    """Say, after a loss.backward() of the script's own, if DeepSpeed has divided the gradients by
+    the accumulation steps more than once: at each output that the loss comes from.
+
+    outputs: tensors with gradients that the model has returned.
+    """
+    divides = hasattr(engine, "_backward_prologue_per_tensor")
+    if divides and outputs > 1 and engine.zero_optimization_stage() in (1, 2):
+        if engine.gradient_accumulation_steps() > 1:
+            say_once(
+                engine,
+                f"the model returns {outputs} tensors with gradients, and the script calls "
+                "loss.backward(): at ZeRO-1 and 2 DeepSpeed divides the gradient by the "
+                "accumulation steps at each of those that the loss comes from: call "
+                "engine.backward(loss)",
+            )
+
+
 def say_once(engine: "deepspeed.DeepSpeedEngine", text: str) -> None:
     if engine.global_rank == 0:
         print_once(f"universal: WARNING: {text}")

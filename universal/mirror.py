@@ -18,7 +18,6 @@ that only have disks of their own need just gather().
 """
 
 import contextlib
-import fcntl
 import functools
 import os
 import re
@@ -43,6 +42,7 @@ from universal.load import reader
 from universal.load.collective import ProcessGroup
 from universal.load.engine import Engine
 from universal.save.snapshot import FileState, Image, copies_done, file_state, files_of_save
+from universal.write.publish import lock
 
 if TYPE_CHECKING:
     import deepspeed
@@ -117,11 +117,9 @@ class Mirror:
     def problem(self) -> str | None:
         """Lock the folder for as long as this process lives. Returns why it cannot be used, or
         None."""
-        self.lock = os.open(self.folder, os.O_RDONLY)
-        try:
-            if self.is_local_leader:  # the kernel releases it however the process dies
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        # The kernel releases it however the process dies.
+        self.lock = self.is_local_leader and lock(self.folder, alone=True)
+        if self.lock is None:
             return f"{self.folder} is in use by another job"
         others = [name for name in os.listdir(self.folder) if not OWN_NAME.fullmatch(name)]
         if others:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from universal import patches
 from universal.checkpoint.types import NEXT_STEPS
 from universal.load.collective import say
+from universal.load.overrides import is_within_a_step
 from universal.proving.comparison import Comparison, coarsest
 from universal.proving.next_steps import NextSteps, Row, read_rows
 from universal.proving.samples import ForwardPass, generator_states, hashes, scrambled, tensors_in
@@ -64,6 +65,7 @@ class Proof:
         self.dtypes = None
         self.settings = {}
         self.begin_step()
+        self.is_partial = is_within_a_step(engine)
 
     def begin_step(self):
         """Start a step with empty sums and counts: `sums` on the device, `known` for Python's
@@ -74,6 +76,7 @@ class Proof:
         self.known = [[0.0, 0.0] for _ in SUMMED]
         self.waiting = []  # forward passes
         self.has_loss = False
+        self.is_partial = False  # whether the step had begun before
 
     def add(self, kind, total, count=1):
         row = SUMMED.index(kind)
@@ -200,7 +203,7 @@ class Proof:
         sums = zip(SUMMED, self.sums.tolist(), strict=True)
         means = {kind: total / count if count else None for kind, (total, count) in sums}
         digests = [means[number] for number in range(MOST_TENSORS)]
-        return Row(
+        row = Row(
             step=step,
             ranks=dist.get_world_size(),
             micro_batch=self.engine.micro_batch(),
@@ -212,6 +215,8 @@ class Proof:
             digests=" ".join(str(digest) for digest in digests if digest is not None),
             **self.settings,
         )
+        not_whole = dict.fromkeys(("loss", "draws", "others", "digests"))
+        return row._replace(**not_whole) if self.is_partial else row
 
 
 # --------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch.utils import data
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -148,11 +149,21 @@ class PaddedBatchSampler:
 
 
 def digest_of(step: list) -> str:
-    """What tells a step's samples from others; those of a stream may have floats, which differ from
-    rank to rank."""
-    values = [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in tree_leaves(step)]
-    exact = [value for value in tree_leaves(values) if isinstance(value, int | str | bytes)]
-    return hashlib.sha256(repr(exact).encode()).hexdigest()
+    """What tells a step's samples from others. Floats, which a stream may draw anew on each rank,
+    count only where there is nothing else; the digest then begins with FLOATS."""
+    digests = {True: hashlib.sha256(), False: hashlib.sha256()}
+    is_exact = False
+    for leaf in tree_leaves(step):
+        if isinstance(leaf, numpy.ndarray | numpy.generic) and leaf.dtype.kind in "biufc":
+            leaf = torch.as_tensor(leaf)
+        data = repr(leaf).encode()
+        is_float = not isinstance(leaf, int | str | bytes)
+        if torch.is_tensor(leaf):
+            is_float = leaf.is_floating_point() or leaf.is_complex()
+            data = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        digests[is_float].update(data)
+        is_exact |= not is_float
+    return ("" if is_exact else batches.FLOATS) + digests[not is_exact].hexdigest()
 
 
 def fill_steps(

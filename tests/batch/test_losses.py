@@ -3,8 +3,10 @@ of mixtures, of classes that override Trainer's methods."""
 
 import functools
 import json
+import random
 import re
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -99,7 +101,7 @@ def arguments(micro_batch, batch=BATCH, **named):
 def begin(seed=1):
     toy.begin()
     universal.install()
-    torch.manual_seed(seed)
+    transformers.set_seed(seed)
 
 
 def train(make, labels, micro_batch, bases=(AnyRanks, Trainer), samples=4 * BATCH, **named):
@@ -182,6 +184,23 @@ def test_a_mean_beside_a_sum(tmp_path):
     before, _ = trained(tmp_path, 1, llama, "words", 2, bases=(AnyRanks, Penalized))
     now, _ = trained(tmp_path, 4, llama, "words", 2, bases=(AnyRanks, Penalized))
     assert all(abs(a - b) <= ROUNDING * a for a, b in zip(before[1], now[1], strict=True))
+
+
+class Drawing(Trainer):
+    """Draws by numpy and by Python in each forward pass, as SpecAugment does."""
+
+    def compute_loss(self, *args, **options):
+        loss = super().compute_loss(*args, **options)
+        return loss * (1 + np.random.rand() + random.random())
+
+
+def test_asking_draws_no_random_numbers(tmp_path):
+    """The same bits as Trainer alone, which asks nothing."""
+    alone, now = (
+        trained(tmp_path, 1, llama, "words", BATCH, bases=bases)[0]
+        for bases in ((Drawing,), (AnyRanks, Drawing))
+    )
+    assert alone == now
 
 
 OTHER_SUMS = {

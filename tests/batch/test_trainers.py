@@ -8,6 +8,7 @@ import shutil
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,7 +22,8 @@ from tests.support import toy
 from tests.support.commands import slow
 from tests.support.ranks import launch, run
 from universal import batches
-from universal.trainer import AnyRanks, PaddedBatchSampler, batch_config
+from universal.batches import FLOATS
+from universal.trainer import AnyRanks, PaddedBatchSampler, batch_config, digest_of
 
 SAMPLES = 45  # five steps of 8, and one of 5
 STEPS = 14
@@ -274,6 +276,20 @@ def test_an_epoch_whose_last_step_is_short(monkeypatch):
 def test_a_batch_of_nothing():
     with pytest.raises(ValueError, match="UNIVERSAL_BATCH=0 is no number of samples"):
         batch_config("0", None)
+
+
+def test_what_tells_samples():
+    """What is exact; floats where there is nothing else."""
+    numbers = torch.arange(4)
+    exact = [[{"ids": numbers, "x": torch.rand(2)}], [{"ids": numbers, "x": torch.rand(2)}]]
+    other = [{"ids": numbers + 1, "x": exact[0][0]["x"]}]
+    assert digest_of(exact[0]) == digest_of(exact[1]) != digest_of(other)
+    halves = torch.rand(2).bfloat16()
+    floats = [[halves], [halves.clone()], [halves + 1], [np.ones(2)], [1.5]]
+    same, again, *others = map(digest_of, floats)
+    assert same == again and len({same, *others}) == 4
+    assert all(digest.startswith(FLOATS) for digest in (same, *others))
+    assert len({*map(digest_of, [[3], [b"3"], ["3"], [np.arange(3)], [np.arange(3) + 1]])}) == 5
 
 
 def test_an_older_transformers(monkeypatch):

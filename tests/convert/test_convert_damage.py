@@ -226,8 +226,8 @@ def test_missing_keys(tmp_path, saved, every):
     convert(saved.early, whole)
     wanted = weights(whole).items()
     cases = changed_entries(saved.early, every, lambda holder, key: holder.pop(key))
-    # A buffer may be there under another name, and what is frozen ZeRO-1 does not list: a load misses
-    # them, as its module has them.
+    # A buffer may be there under another name, and what is frozen ZeRO-1 does not list: a load
+    # misses them, as its module has them.
     unlisted = ("('module', 'calls')",) + ("('module', 'wpe.weight')",) * (saved.stage == 1)
     cases = (case for case in cases if not case[0].endswith(unlisted))
     # A tied weight may be kept in addition where shared_params no longer says that it is one.

@@ -25,6 +25,7 @@ from tests.support.conversions import settled
 from tests.support.files import SHAPES, content, each_state, edit, flip
 from tests.support.lay_out import lay_out
 from universal import CheckpointError, convert
+from universal.write import publish
 
 
 class Two:
@@ -49,6 +50,24 @@ class Two:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     return Two(tmp_path_factory.mktemp("two"))
+
+
+def test_a_forked_process_keeps_no_lock(tmp_path):
+    """A DataLoader's worker may live for longer than the save in which it was started."""
+    descriptor = publish.lock(tmp_path)
+    ends, begins = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(begins[1], b".")
+        os.close(ends[1])
+        os.read(ends[0], 1)
+        os._exit(0)
+    os.read(begins[0], 1)
+    assert publish.is_locked(tmp_path) and publish.lock(tmp_path, alone=True) is None
+    publish.unlock(descriptor)
+    assert not publish.is_locked(tmp_path)
+    os.close(ends[1])
+    os.waitpid(child, 0)
 
 
 CHANGES = {"os.link", "os.mkdir", "os.rename", "os.rmdir", "ctypes.dlsym", "shutil.rmtree"}

@@ -80,6 +80,7 @@ SAYS = {
     "half_a_row": ["steps 3 to 4, trained before"],
     "another_rate_on_purpose": ["WARNING: step 3, trained before on 2 ranks: the learning rate"],
     "saved_again_under_its_name": ["step 6, trained before"],
+    "saved_within_a_step": ["steps 3 to 4, trained before on 2 ranks, now on 2: the loss differs"],
     "elastic_save": ["steps 3 to 4, trained before"],
     "mirrored": ["steps 3 to 4, trained before"],
     "full_disk": ["the next steps are not compared: OSError: [Errno 28] No space left on device"],

@@ -46,6 +46,7 @@ from universal.load import loader
 from universal.load.overrides import overridden
 from universal.load.reader import TensorReader
 from universal.save import plain
+from universal.write import publish
 
 
 def save_beside_damage(stage):
@@ -108,6 +109,20 @@ def a_run_that_loads_nothing(stage):
         with overridden(plain, checkpoints_near=not_listed):
             apart.save_checkpoint("elsewhere", "t")
         assert not is_rank_0() or not printed("WARNING: ")
+
+
+@case(save_as_trainer, stages=(1,))
+def weights_of_a_trainers_checkpoint(stage):
+    """The engine counts its own steps then, one more than the checkpoint's."""
+    if is_rank_0():
+        Path("out/checkpoint-2/trainer_state.json").write_text('{"global_step": 2, "epoch": 1.0}')
+    dist.barrier()
+    engine = make(stage)
+    for step in range(3):
+        train(engine, step)
+    folder = "out/checkpoint-2"
+    universal.load_checkpoint(engine, folder, "global_step2", load_module_only=True)
+    assert engine.global_steps == 3
 
 
 def go_back(stage, tolerance=1e-6, exact=True, **options):
@@ -313,7 +328,8 @@ def newest_in_memory(stage):
     engine.save_checkpoint("disk", tag="t")
     train(engine, 1)
     mirrored.save({"step": 2})
-    os.close(mirrored.lock)
+    if mirrored.lock:
+        publish.unlock(mirrored.lock)
     save_truth(snapshot(engine))
     train(engine, 2)
     engine.save_checkpoint("disk", tag="later", save_latest=False)

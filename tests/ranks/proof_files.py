@@ -11,7 +11,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from proof_engines import SAVED, Kind, engine_of, train
+from proof_engines import SAVED, Kind, engine_of, micro_batches, train
 
 import universal
 from tests.support.toy import begin, in_turn, is_rank_0
@@ -129,6 +129,27 @@ def saves_at_each_step():
         engine.save_checkpoint(".", tag=f"step{step}")
         train_more(engine, 1)
     assert steps_in("step3/next_steps.csv") == [3, 4, 5] and steps_in() == [3, 4, 5]
+
+
+@story
+def saved_within_a_step():
+    """Of that step the file has what belongs to all of it: a resume trains the whole step."""
+    engine = new_engine()
+    train(engine, KIND, range(1, SAVED + 1))
+    for place, (samples, weight) in enumerate(micro_batches(engine, SAVED + 1)):
+        if place == 1:
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                engine.save_checkpoint(".", tag="t")
+            words = "WARNING: this save is within a step, whose gradients so far are in no file"
+            assert (words in printed.getvalue()) == is_rank_0()
+        KIND.train(engine, samples, weight)
+        engine.step()
+    train_more(engine, 1)
+    dist.barrier()
+    _, first, second = Path("t/next_steps.csv").read_text().splitlines()
+    assert first.count("null") == 4 and second.count("null") == 1, (first, second)
+    resume(2)
 
 
 @story

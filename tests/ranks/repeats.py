@@ -482,12 +482,28 @@ def another_batch_in_mid_run():
     engine.set_train_batch_size(18)
     for _ in range(3):
         is_trained(engine, new_loop)
+    sampler = iter(batches.Sampler(99, batches.share(engine)))
+    next(sampler)
     engine.save_checkpoint(".", tag="between")
     engine.backward(engine(samples(1, 0)))
     with pytest.raises(ValueError, match="within a step, .*: call it after a step"):
         engine.set_train_batch_size(27)
     universal.load_checkpoint(engine, ".", "between")
+    engine.set_train_batch_size(27)
+    later = iter(batches.Sampler(99, batches.share(engine)))
+    next(later)  # a DataLoader's workers may draw before the loop deals
     is_trained(engine, new_loop)
+    with pytest.raises(
+        ValueError, match="this Sampler deals out a batch of 18, and the"
+    ):
+        [*itertools.islice(sampler, 3)]
+    assert len([*itertools.islice(later, 4)]) == 4
+    rounded = named(9)
+    exact.install(rounded)
+    is_trained(rounded, new_loop)
+    rounded.set_train_batch_size(18)
+    with pytest.raises(ValueError, match="for a batch of 27 in 3 accumulation steps, and it is 18"):
+        new_loop(rounded)
     unnamed = make(1, Net, batch=27, micro=3)
     usual(unnamed, unnamed(samples(1, 0)))
     unnamed.set_train_batch_size(18)
@@ -593,6 +609,16 @@ def orders_of_samples():
     is_trained(engine, new_loop)
     with overridden(dist, all_gather_object=None):  # the ranks ask each other once
         is_trained(engine, new_loop)
+    for same in (True, False):
+        engine = named()
+        drawn = dist.get_rank() * (not same)
+        batches.ledger_of(engine).drawn = f"{batches.FLOATS}{drawn}"
+        guesses.print_once.cache_clear()
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            is_trained(engine, new_loop)
+        said = "WARNING: the ranks draw different floats: it is right if" in printed.getvalue()
+        assert said == (not same and dist.get_rank() == 0)
 
 
 def shared_micro_batches():
@@ -686,6 +712,49 @@ def lost_gradients():
 
     difference, said = gap(2, boundary_by_script)
     assert difference < 1e-6 and not said
+    engine = make(1, Net, batch=None, micro=MICRO)
+    for change in (
+        lambda: universal.load_checkpoint(engine, ".", "one"),
+        lambda: engine.set_train_batch_size(MICRO * dist.get_world_size()),
+    ):
+        usual(engine, engine(samples(1, 0)))
+        engine.save_checkpoint(".", "one")
+        change()
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            usual(engine, engine(samples(1, 0)))
+        assert line not in printed.getvalue(), change
+
+
+class WithLogits(Net):
+    """Returns what its loss comes from, too."""
+
+    def forward(self, x):
+        logits = self.outputs(self.norm(self.inputs(x)).tanh())
+        return (logits - 1).pow(2).mean(), logits
+
+
+def divided_twice():
+    """By DeepSpeed, at ZeRO-1 and 2, where a script calls loss.backward() and the model returns
+    logits: a line says so, and none where the gradient is right."""
+    batches.install()
+    for stage, net, own in itertools.product((1, 2, 3), (Net, WithLogits), (False, True)):
+        norms = []
+        guesses.print_once.cache_clear()
+        printed = io.StringIO()
+        for count in (1, 4):
+            engine = make(stage, net, batch=None, micro=MICRO, gradient_accumulation_steps=count)
+            with contextlib.redirect_stdout(printed):
+                for _ in range(count):
+                    result = engine(samples(1, 0))
+                    loss = result[0] if net is WithLogits else result
+                    loss.backward() if own else engine.backward(loss)
+                    engine.step()
+            norms.append(float(engine.get_global_grad_norm()))
+        is_off = stage < 3 and net is WithLogits and own
+        assert abs(norms[0] / norms[1] - (4 if is_off else 1)) < 1e-3, (stage, net, own, norms)
+        said = printed.getvalue().count("the model returns 2 tensors with gradients, and the")
+        assert said == (is_off and dist.get_rank() == 0), (stage, net, own)
 
 
 def misled_schedulers_and_sums():
@@ -720,7 +789,7 @@ CHECKS += (loop_that_was_left, changed_after_initialize, another_batch_by_name, 
 CHECKS += (said_and_not_dealt, no_weights, ways_to_step, ways_to_train_another_batch)
 CHECKS += (another_batch_in_mid_run, loader_of_deepspeed, other_gradients, orders_of_samples)
 CHECKS += (shared_micro_batches, exact_sums, exact_ways_to_step, other_gradients_at_a_load)
-CHECKS += (loaders_of_accelerate, lost_gradients, misled_schedulers_and_sums)
+CHECKS += (loaders_of_accelerate, lost_gradients, divided_twice, misled_schedulers_and_sums)
 
 
 def play(*names):

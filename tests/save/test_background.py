@@ -208,7 +208,7 @@ def other_job(tag):
     descriptor = publish.lock(folder)  # or a rank of the first job may sweep it away
     shutil.copytree(Path("other", tag), folder, dirs_exist_ok=True)
     publish.publish(folder, output, output.with_name("latest"))
-    os.close(descriptor)
+    publish.unlock(descriptor)
     publish.sweep(output)
 
 

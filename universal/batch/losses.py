@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
+from universal.load.ask import keeping_generators
 from universal.load.collective import say
 from universal.load.overrides import overridden
 
@@ -57,10 +58,11 @@ def kind_of_loss(
     undivided = 2 * halved - loss
     if abs(undivided - loss) <= rounding:
         times = count if follows_ranks else count / ranks
-        say(
-            f"NOTE: the loss is a mean that takes no {NUMBER}: it counts once in a step, and with "
-            f"Trainer alone {times:g} times"
-        )
+        if times != 1:
+            say(
+                f"NOTE: the loss is a mean that takes no {NUMBER}: it counts once in a step, and "
+                f"with Trainer alone {times:g} times"
+            )
         return LossKind(takes_mean=True)
     check_sum(type(trainer).__name__, loss, halved, abs(undivided) <= rounding, follows_ranks)
     if abs(with_routers - loss) <= rounding:
@@ -112,12 +114,10 @@ def ask_loss(trainer, compute_loss, model, args, options, routers, times=1, acro
     asked.current_gradient_accumulation_steps *= times
     bound = getattr(compute_loss, "__func__", None)
     ask = types.MethodType(bound, asked) if bound else compute_loss
-    device = trainer.args.device
-    devices = [] if device.type == "cpu" else [device]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with (
         torch.no_grad(),
-        torch.random.fork_rng(devices, device_type=device.type),
+        keeping_generators(trainer.args.device),
         times_router_loss(routers, 0),
         overridden(trainer.args, average_tokens_across_devices=across),
     ):

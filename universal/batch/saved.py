@@ -150,5 +150,8 @@ def compare_gradients(engine, model):
 
 def after_load(engine: Any, loaded: Any, group: Any) -> None:
     """Begin a step. loaded: loader.Loaded. Raises: as check_trainer_step()."""
-    ledger_of(engine).backwards.clear()
-    group.on_rank_0(lambda: check_trainer_step(loaded.folder, engine.global_steps))
+    ledger = ledger_of(engine)
+    ledger.backwards.clear()
+    ledger.ended = None
+    if not loaded.options.load_module_only:  # the engine keeps its own count
+        group.on_rank_0(lambda: check_trainer_step(loaded.folder, engine.global_steps))

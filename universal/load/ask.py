@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -114,11 +115,23 @@ def kinds_of(groups):
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Leave random numbers as they are in this block, and compile nothing."""
-    state = random.getstate()
     eager = torch.compiler.set_stance("force_eager")
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), eager, torch.device("cpu"):
+    with keeping_generators(), torch.enable_grad(), eager, torch.device("cpu"):
         yield
-    random.setstate(state)
+
+
+@contextlib.contextmanager
+def keeping_generators(device: torch.device | None = None) -> Iterator[None]:
+    """Leave the default generators as they are: Python's, numpy's, torch's, and a device's."""
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    kind = device.type if device else "cpu"
+    devices = [] if kind == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices, device_type=kind):
+            yield
+    finally:
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
 
 
 class Run(NamedTuple):

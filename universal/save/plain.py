@@ -16,7 +16,7 @@ from universal import patches
 from universal.checkpoint.tags import checkpoints_near
 from universal.errors import CheckpointError
 from universal.load.collective import say
-from universal.load.overrides import check_mesh
+from universal.load.overrides import check_mesh, is_within_a_step
 
 COUNTED = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 
@@ -40,9 +40,15 @@ def checked_save(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Save by a method. Raises CheckpointError; says which checkpoint is of another run."""
+    """Save by a method. Raises CheckpointError; says which checkpoint is of another run, and what
+    the save leaves out."""
     check_mesh(engine)
     check_client_state(engine, client_state)
+    if is_within_a_step(engine):
+        say(
+            "WARNING: this save is within a step, whose gradients so far are in no file: save "
+            "after the step() that updates the weights"
+        )
     say_if_another_run(engine, save_dir)
     return method(engine, save_dir, tag, client_state or {}, *args, **options)
 

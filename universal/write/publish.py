@@ -23,6 +23,7 @@ from universal.checkpoint.types import NEXT_STEPS
 from universal.errors import CheckpointError
 
 BACKGROUND = "universal"  # the name of the threads in which saves go on
+LOCKED = set()  # descriptors of this process
 DAY = 86400  # seconds; nobody writes any more into a folder that is older
 
 
@@ -71,12 +72,34 @@ def check_output(source: Path, output: Path) -> None:
             )
 
 
-def lock(folder: Path) -> int:
-    """Mark a folder as being written, until the descriptor that this returns is closed."""
+def lock(folder: Path, alone: bool = False) -> int | None:
+    """Mark a folder as being written, until unlock(), or for as long as this process lives. Returns
+    the descriptor. alone: for this process alone; then returns None if another one has locked it.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    LOCKED.add(descriptor)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except OSError as error:  # or a file system without locks
+        if alone and error.errno == errno.EWOULDBLOCK:
+            return unlock(descriptor)
     return descriptor
+
+
+def unlock(descriptor: int) -> None:
+    """Close what lock() has returned."""
+    LOCKED.discard(descriptor)
+    os.close(descriptor)
+
+
+def drop_locks():
+    """Close, in a process that was forked, what it shares: a DataLoader's worker would keep a lock
+    for as long as it lives."""
+    while LOCKED:
+        os.close(LOCKED.pop())
+
+
+os.register_at_fork(after_in_child=drop_locks)
 
 
 def is_locked(folder: Path) -> bool:
@@ -140,7 +163,7 @@ def unfinished(output: Path) -> Iterator[Path]:
             )
         yield folder
     finally:
-        os.close(descriptor)
+        unlock(descriptor)
         sweep(output)
 
 
