@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from universal.checkpoint.describe import describe
 from universal.checkpoint.module_states import client_state_of
+from universal.checkpoint.same_step import weights_set
 from universal.checkpoint.tags import find_tag
 from universal.checkpoint.types import Checkpoint, Limit
 from universal.checkpoint.zero import Slices, is_computed_anew
@@ -94,7 +95,9 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, tuple[tuple, Source]]:
         for name, parameter in checkpoint.parameters.items()
         for key, source in parameter.states.items()
     }
-    for name, tensor in checkpoint.module.items():
+    others = dict(checkpoint.module)
+    others |= {f"{name} set by a script": tensor for name, tensor in weights_set(checkpoint)}
+    for name, tensor in others.items():
         tensors[name] = (tensor.size, strided(name, tensor))
     return tensors
 
@@ -121,7 +124,8 @@ def flat_of(pair):
     """What is the same for all tensors of one flat tensor that both sides have cut alike, such as
     exp_avg of a parameter group; None for any other."""
     _, first, second = pair
-    is_cut = isinstance(first, Slices) and isinstance(second, Slices)
+    # Each frozen parameter of ZeRO-3 has extents of its own, which are no flat tensor.
+    is_cut = all(isinstance(of, Slices) and type(of.extents) is tuple for of in (first, second))
     if is_cut and (first.cut, first.dtype) == (second.cut, second.dtype):
         return id(first.extents), id(second.extents)
 

@@ -25,7 +25,7 @@ from universal.advice import advice_on_batch, largest_divisor
 from universal.batch.saved import CHOOSE, batch_of, client_signs, doubt_of
 from universal.checkpoint.describe import describe, left_over, paths_of
 from universal.checkpoint.module_states import client_state_of, config_of
-from universal.checkpoint.same_step import check_same_step, compares_weights
+from universal.checkpoint.same_step import check_same_step, weights_set
 from universal.checkpoint.tags import choose_tag, is_checkpoint, list_tags, place_of
 from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Limit
 from universal.errors import CheckpointError, Refused
@@ -112,7 +112,7 @@ def damage_of(folder, checkpoint):
     paths = paths_of(checkpoint) if checkpoint else [*folder.glob("[!.]*_states.pt")]
     with pool_of(WORKERS, len(paths)) as pool:
         damages = dict(ChainMap(*pool.map(look_into, paths)))
-    unread = weights_not_read(checkpoint) if damages and checkpoint else set()
+    unread = weights_not_read(checkpoint, damages.keys()) if damages and checkpoint else set()
     needed = [text for place, text in damages.items() if place not in unread]
     return {
         "problem": "; ".join(needed) or None,
@@ -129,12 +129,14 @@ def look_into(path):
         return {(path, None): str(error)}
 
 
-def weights_not_read(checkpoint):
+def weights_not_read(checkpoint, damaged):
     """Returns {(path, offset)} of weights in model states that a load does not read, as it reads
-    their masters."""
+    their masters; but where a script has set some. damaged: such places, which tell nothing."""
     places = set()
-    if compares_weights(checkpoint):
-        return places
+    with contextlib.suppress(CheckpointError):
+        changed = (weight.storage for _, weight in weights_set(checkpoint))
+        if any((Path(of.path), of.offset) not in damaged for of in changed):
+            return places
     for path in checkpoint.folder.glob("[!.]*model_states.pt"):
         with contextlib.suppress(CheckpointError):
             content = load(path)

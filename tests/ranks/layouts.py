@@ -3,6 +3,7 @@ optimizer, what is frozen, what modules add, damage, left-over files, refusals."
 
 import functools
 import itertools
+import os
 import shutil
 from pathlib import Path
 
@@ -261,7 +262,7 @@ def save_two_in_one(stage):
             engine.save_checkpoint(".", tag=f"{tag} {step}")
         if is_rank_0():
             (shard,) = Path(f"{tag} 0").glob("*mp_rank_01_optim_states.pt")
-            shutil.copy(shard, Path(f"{tag} 1", shard.name))
+            os.utime(shutil.copy(shard, Path(f"{tag} 1", shard.name)), (0, 0))
 
 
 @tensor_parallel((1, 2), save=save_two_in_one)

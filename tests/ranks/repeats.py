@@ -493,9 +493,7 @@ def another_batch_in_mid_run():
     later = iter(batches.Sampler(99, batches.share(engine)))
     next(later)  # a DataLoader's workers may draw before the loop deals
     is_trained(engine, new_loop)
-    with pytest.raises(
-        ValueError, match="this Sampler deals out a batch of 18, and the"
-    ):
+    with pytest.raises(ValueError, match="this Sampler deals out a batch of 18, and the"):
         [*itertools.islice(sampler, 3)]
     assert len([*itertools.islice(later, 4)]) == 4
     rounded = named(9)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: MIT
 """Compare the module's weights with their masters: are the files of the same step?"""
 
+import itertools
 from collections.abc import Iterator
 from types import NoneType
 
+from universal.checkpoint.describe import BETWEEN_SAVES, paths_of, text_of_steps
 from universal.checkpoint.module_states import modules_of_layers
 from universal.checkpoint.rounded import has_values_of
-from universal.checkpoint.types import Checkpoint, Limit
+from universal.checkpoint.types import Checkpoint
 from universal.errors import CheckpointError
 from universal.files.joined import Joined
 from universal.files.schema import expect
@@ -15,9 +17,17 @@ from universal.files.torch_file import Tensor, load, tensor_of
 
 
 def compares_weights(checkpoint: Checkpoint) -> bool:
-    """Whether check_same_step() must read: no state counts steps, or there are doubts."""
-    doubts = any(problem.limit is Limit.DOUBT for problem in checkpoint.problems)
-    return doubts or not counts_steps(checkpoint)
+    """Whether check_same_step() must read: the optimizer is of another step than the module, or
+    counts none, and files are of different times. In one save a script may have set the weights."""
+    if checkpoint.is_universal:  # which has both
+        return False
+    counts = [parameter.scalars.get("step") for parameter in checkpoint.parameters.values()]
+    text = text_of_steps(checkpoint.model_states, checkpoint.model, counts)
+    if any(problem.text == text for problem in checkpoint.problems):
+        return True
+    times = sorted(path.stat().st_mtime for path in paths_of(checkpoint))
+    gaps = (after - before for before, after in itertools.pairwise(times))
+    return not counts_steps(checkpoint) and max(gaps, default=0) > BETWEEN_SAVES
 
 
 def counts_steps(checkpoint: Checkpoint) -> bool:
@@ -36,6 +46,8 @@ def check_same_step(checkpoint: Checkpoint) -> None:
     """Raises CheckpointError unless model states and shards are of the same step."""
     if compares_weights(checkpoint) and any(weights_set(checkpoint)):
         text = f"{checkpoint.folder}: model states and shards are of different steps"
+        if not counts_steps(checkpoint):
+            text += " (if a script has set the weights, run `touch` on all of its files)"
         if left_over := checkpoint.left_over:
             text += f"; older ones may be in the way: {', '.join(left_over)}"
         raise CheckpointError(text)

@@ -6,18 +6,20 @@ ZeRO-1 and 2 save the module's weights beside the masters. Both are restored.
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from universal.checkpoint.types import Checkpoint
 from universal.errors import CheckpointError
 from universal.files.joined import strided
 from universal.files.schema import expect
-from universal.files.torch_file import load, tensor_of, trim_storage
+from universal.files.torch_file import Tensor, load, tensor_of, trim_storage
 from universal.load.collective import ProcessGroup, say
 from universal.load.engine import Engine
 from universal.load.flat import full_shape, is_same_bits
-from universal.load.reader import TensorReader
+from universal.load.reader import Damaged, TensorReader
 
 PORTION = 1 << 18  # elements that are compared at a time: so few stay in a processor's cache
 
@@ -27,26 +29,36 @@ def set_weights(
 ) -> dict[str, torch.Tensor]:
     """Returns {trained parameter: value in the module} of those that are not their masters.
 
-    plan: reshard.Plan, whose masters become these weights unless load_states.
+    plan: reshard.Plan, whose masters become these weights unless load_states. Raises: Damaged.
     """
     checkpoint, states = plan.checkpoint, plan.states
     path = path_of_weights(engine, checkpoint, plan.own_file)
     if path is None:
         return {}
-    look = functools.partial(weights_in, path, checkpoint.parameters)
-    weights = {
-        name: tensor
-        for name, tensor in (look() if plan.own_file else group.on_rank_0(look)).items()
-        if name in engine.parameters and tensor.size == full_shape(engine.parameters[name])
-    }
+    weights = saved_weights(engine, checkpoint, plan.own_file, checkpoint.parameters.keys(), group)
     (names,) = group.unions(names_set(engine, weights, states))
     if not names:
         return {}
-    reader = TensorReader()
-    values = {name: reader.empty(name, weights[name]) for name in sorted(names & weights.keys())}
-    reader.fetch()
-    if not all(group.all_gather(is_undamaged(reader))):
-        return {}  # the masters will do
+    values = {}
+    damaged = set()
+    for name in sorted(names & weights.keys()):
+        reader = TensorReader()
+        values[name] = reader.empty(name, weights[name])
+        reader.fetch()
+        if not is_undamaged(reader):
+            damaged.add(name)
+    (damaged,) = group.unions(damaged)
+    if damaged == names:  # as far as one knows, nobody has set them
+        say(
+            f"WARNING: {path} is damaged where {len(names)} of the module's weights are not the "
+            f"optimizer's masters ({min(names)}): the masters are taken"
+        )
+        return {}
+    if damaged:
+        raise Damaged(
+            f"{path} is damaged: {min(damaged)} does not match its checksum, and a script has set "
+            f"{min(names - damaged)}, so that its masters will not do"
+        )
     if not load_states:
         for fragment, masters in fragments_of(engine, states):
             if fragment.name in values:
@@ -57,6 +69,26 @@ def set_weights(
         "they are restored as they were saved"
     )
     return values
+
+
+def saved_weights(
+    engine: Engine,
+    checkpoint: Checkpoint,
+    own_file: bool,
+    names: Iterable[str],
+    group: ProcessGroup,
+) -> dict[str, Tensor]:
+    """Returns {name: Tensor} of these trained parameters in the saved module, as far as this rank
+    has them whole. own_file: whether it has the file that it would save. Call it on all ranks."""
+    path = path_of_weights(engine, checkpoint, own_file)
+    if path is None:
+        return {}
+    look = functools.partial(weights_in, path, names)
+    return {
+        name: tensor
+        for name, tensor in (look() if own_file else group.on_rank_0(look)).items()
+        if name in engine.parameters and tensor.size == full_shape(engine.parameters[name])
+    }
 
 
 def path_of_weights(engine, checkpoint, own_file):
