@@ -95,7 +95,8 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, tuple[tuple, Source]]:
         for name, parameter in checkpoint.parameters.items()
         for key, source in parameter.states.items()
     }
-    others = dict(checkpoint.module)
+    names = checkpoint.module.keys() - checkpoint.parameters.keys()
+    others = {name: checkpoint.module[name] for name in names}
     others |= {f"{name} set by a script": tensor for name, tensor in weights_set(checkpoint)}
     for name, tensor in others.items():
         tensors[name] = (tensor.size, strided(name, tensor))

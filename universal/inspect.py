@@ -31,7 +31,7 @@ from universal.checkpoint.types import NEXT_STEPS, Checkpoint, Limit
 from universal.errors import CheckpointError, Refused
 from universal.files.processes import pool_of
 from universal.files.schema import is_natural
-from universal.files.torch_file import damages_in, load, tensor_of
+from universal.files.torch_file import damages_in, load, number_in, read_scalar, tensor_of
 from universal.proving.next_steps import read_rows
 from universal.write.console import counted, in_one_line, print_screen, short, wrapped
 from universal.write.converter import problem_of_loss
@@ -107,6 +107,11 @@ def look_at(folder):
         return facts | {"problem": str(error)}, None
 
 
+def number_of(value):
+    """A number that a parameter group has, be it in a tensor."""
+    return number_in(read_scalar(value))
+
+
 def damage_of(folder, checkpoint):
     """Compare checksums. Returns three of the facts. checkpoint: None if saved without ZeRO."""
     paths = paths_of(checkpoint) if checkpoint else [*folder.glob("[!.]*_states.pt")]
@@ -176,7 +181,7 @@ def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "optimizer": config_of(model, "optimizer").get("type"),
         "states": [*states],
         "groups": [
-            {"rate": group.get("lr"), "decay": group.get("weight_decay")}
+            {"rate": number_of(group.get("lr")), "decay": number_of(group.get("weight_decay"))}
             for group in checkpoint.optimizer.param_groups
         ],
         "scheduler": str(model.get("lr_scheduler") or "none")[:200],

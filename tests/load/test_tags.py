@@ -69,6 +69,15 @@ def test_latest_universal_beside_latest(tag, latest, tmp_path):
     assert order(tmp_path)[0][0] == "step200"
 
 
+def test_a_copy_of_an_early_one(tag, latest, tmp_path):
+    """`cp -r step1 best`, long after: the run has not gone back."""
+    for step in (1, 2, 3):
+        tag(f"step{step}", step, step)
+    tag("best", 1, 9)
+    latest("latest", "step3", 3)
+    assert order(tmp_path)[0][:2] == ["step3", "step2"]
+
+
 def test_in_doubt(tag, latest, tmp_path):
     """What takes one alone takes that with which a resume begins, or none."""
     tag("step200", 200, 1)

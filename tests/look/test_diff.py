@@ -35,6 +35,21 @@ def add_more(model):
     model["scores"] = [torch.ones(3), {"best": 1}]
 
 
+def test_objects(tmp_path):
+    """As keys of a dict, in sets that have their own order, and storages without a tensor."""
+
+    def read(name, numbers, last=b"z"):
+        storage = torch.ones(3).untyped_storage()
+        content = {b"a": 1, (b"x", 2): numbers, last: storage}
+        torch.save(content, tmp_path / name)
+        return read_pt(tmp_path / name)
+
+    first, same = read("first", {0, 8}), read("same", {8, 0})
+    assert is_same(first, same)
+    assert not is_same(first, read("number", {0, 9}))
+    assert not is_same(first, read("key", {0, 8}, b"y"))
+
+
 @pytest.fixture(params=[1, 3])
 def pair(request, laid_out, tmp_path):
     """A checkpoint, and what it converts into."""

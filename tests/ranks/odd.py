@@ -32,6 +32,8 @@ from tests.support.toy import (
     torch_optimizer,
     train,
 )
+from universal.checkpoint.describe import describe
+from universal.diff import diff, tensors_of
 from universal.load.overrides import deepspeed_load
 
 
@@ -394,6 +396,7 @@ def weights_that_a_script_set(stage):
     if is_rank_0():
         with pytest.warns(match="weights are not the optimizer's masters .a.bias.: both are kept"):
             universal.convert("t", "u")
+        assert diff("t", "u")["same"] and "a.bias set by a script" in tensors_of(describe("t"))
     dist.barrier()
     engine = resumed(stage, "u")
     check_weights(engine)
@@ -404,6 +407,35 @@ def weights_that_a_script_set(stage):
             check_weights(engine)
             engine.optimizer.update_lp_params()
             check_weights(engine)
+
+
+class Thawed(Net):
+    """Its norm is frozen at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm.requires_grad_(False)
+
+
+def save_thawed(stage):
+    engine = make(stage, Thawed)
+    for step in range(3):
+        train(engine, step)
+    engine.save_checkpoint(".", "frozen")
+    engine = make(stage, seed=5, zero={"sub_group_size": 1})
+    universal.load_checkpoint(engine, ".", "frozen", load_module_strict=False)
+    for step in range(3, 5):
+        train(engine, step)
+    engine.save_checkpoint(".", "t")
+
+
+@case(save_thawed, stages=(3,))
+def uneven_steps(stage):
+    """ZeRO-3 counts those of each sub-group; one that has all counts them together, and says so."""
+    load(make(stage, seed=6, zero={"sub_group_size": 1}))
+    assert not is_rank_0() or not printed("have taken")
+    load(make(stage, seed=6))
+    assert printed("WARNING: parameters beside a.weight have taken [2.0, 5.0] steps, and this")
 
 
 class Encoder(Net):

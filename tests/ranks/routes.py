@@ -21,6 +21,7 @@ from tests.support.case import (
     PRINTED,
     case,
     check_losses,
+    check_weights_restored,
     degrees,
     load,
     on_own_ranks,
@@ -342,6 +343,13 @@ def an_optimizer_that_nobody_knows(stage):
     load(unknown(make(stage)))
     unchecked = f"nobody has checked that DeepSpeed's loader restores all of the {kind}"
     assert printed(f"WARNING: {unchecked}")
+    engine = unknown(make(stage))
+    train(engine, 9)
+    engine.save_checkpoint(".", "later")
+    for told in ({"load_module_only": True}, {"load_optimizer_states": False}):
+        engine = unknown(make(stage, seed=5))
+        load(engine, **told)
+        check_weights_restored(engine)
     for reason, options in {
         "b.weight is (7, 5) here, and (5, 7) in the checkpoint": {"net": lambda: Shaped(7, 5)},
         "of another optimizer": {"optimizer": momentum},

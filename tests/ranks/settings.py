@@ -1,12 +1,14 @@
 """What a new config changes of a run is said before the first step, and holds at every stage; what
 parameter groups keep stays as it was."""
 
+import functools
 from pathlib import Path
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.data_pipeline.data_routing.basic_layer import RandomLayerTokenDrop
 from deepspeed.utils import groups
 from torch import nn
@@ -23,7 +25,18 @@ from tests.support.case import (
     saved_with_losses,
 )
 from tests.support.helpers import fp16_is
-from tests.support.toy import BF16, Net, adam, falling, is_rank_0, make
+from tests.support.toy import (
+    BF16,
+    Net,
+    adam,
+    falling,
+    is_rank_0,
+    make,
+    read_truth,
+    save_truth,
+    train,
+)
+from universal.diff import diff
 from universal.load.overrides import overridden
 
 NOTE = "NOTE: other settings than at the save: "
@@ -110,6 +123,39 @@ def what_groups_keep(stage):
         "True (False here); weight_decay stays 0.1 (0.2 here); without a scheduler the learning "
         "rate stays 0.00333333\n"
     )
+
+
+SCHEDULES = {
+    "WarmupLR": {"warmup_max_lr": 0.1, "warmup_num_steps": 9, "warmup_type": "linear"},
+    "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 5},
+}
+
+
+def scheduled(stage, name, seed=1):
+    kind = getattr(lr_schedules, name)
+    return make(stage, seed=seed, scheduler=functools.partial(kind, **SCHEDULES[name]))
+
+
+def save_scheduled(stage):
+    for name in SCHEDULES:
+        engine = scheduled(stage, name)
+        for step in range(3):
+            train(engine, step)
+        engine.save_checkpoint(".", name)
+        save_truth(engine.get_lr(), f"{name}.pt")
+
+
+@case(save_scheduled, quick_stages=(1, 3))
+def rates_of_deepspeeds_schedules(stage):
+    """They go on where a load takes the scheduler without the optimizer's states."""
+    for name in SCHEDULES:
+        engine = scheduled(stage, name, seed=5)
+        load(engine, name, load_optimizer_states=False)
+        rates = [group["lr"] for group in engine.optimizer.param_groups]
+        assert rates == read_truth(f"{name}.pt") and rates[0] > 0.01
+    if is_rank_0():
+        first, second = SCHEDULES
+        assert diff(first, first)["same"] and not diff(first, second)["same"]
 
 
 class Normed(nn.Module):

@@ -84,7 +84,7 @@ SOURCES = ("0 fp32", "0 autocast", "0 bf16", "0 flat bf16", "0 fp16", "0 flat fp
 
 
 def save_sources(stage):
-    for kind in (*SOURCES, "2 bf16"):
+    for kind in (*SOURCES, "2 bf16", "3 fp32"):
         save(kind, kind)
 
 
@@ -97,6 +97,8 @@ def without_zero(stage):
         refused(engine, told, tag=None, folder=kind)
         check(loaded(kind, kind), kind, kind)
         assert printed("NOTE: without ZeRO no file tells which parameter an optimizer's state is")
+    told = "set zero_optimization.stage to 1, 2 or 3"
+    refused(engine_of("0 fp32", 5), told, folder="3 fp32", load_optimizer_states=False)
     engine = engine_of("0 fp32", 5, lambda: torch.compile(Net(), backend="eager"))
     told = "torch.compile() names them: give DeepSpeed the model without it"
     refused(engine, told, folder="0 fp32", load_module_strict=False)

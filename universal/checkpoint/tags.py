@@ -181,6 +181,8 @@ def choose_tag(folder: Path, converted_only: bool = False) -> Choice:
             raise error
         says.append(f"{tag} is passed over: {type(error).__name__}: {error}")
     left = abandoned(tags) if name else set()  # copies have no usable times
+    if any(tag.name == name for tag in left):
+        left = set()  # the run has not gone back: the later one is a copy
     tags.sort(key=lambda tag: (tag not in left, tag.step, tag.is_original), reverse=True)
     named = [tag for tag in tags if tag.name == name]
     if named:

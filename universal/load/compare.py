@@ -9,6 +9,7 @@ from universal.checkpoint.types import Checkpoint, Limit
 from universal.checkpoint.zero import ABSENT, outer
 from universal.errors import CheckpointError
 from universal.files.same import is_same
+from universal.files.torch_file import number_in
 from universal.load.ask import Answer
 from universal.load.collective import say
 from universal.load.engine import Engine
@@ -58,6 +59,20 @@ def compare_parameters(
             raise CheckpointError(
                 f"{name} is in parameter group {param_group}, and was in {saved.group_number}"
                 f"{advice_on_groups(engine)}"
+            )
+
+
+def say_uneven_steps(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Warn where parameters have taken different numbers of steps, and this engine counts one for
+    all of a flat tensor."""
+    for flat in engine.flats:
+        known = [checkpoint.parameters[n] for n in flat.names if n in checkpoint.parameters]
+        scalars = {id(parameter.scalars): parameter.scalars for parameter in known}
+        first, *others = [number_in(of.get("step")) for of in scalars.values()] or [None]
+        if {first} != {first, *others}:
+            say(
+                f"WARNING: parameters beside {flat.names[0]} have taken {sorted({first, *others})} "
+                f"steps, and this engine counts them together: they go on with {first}"
             )
 
 
