@@ -54,7 +54,7 @@ def pairs_within(a, b):
         same = len(a) == len(b) and isinstance(a, Tensor) == isinstance(b, Tensor)
         return [*zip(a, b, strict=True)] if same else None
     if isinstance(a, Stub) and isinstance(b, Stub):
-        contents = [(type(x), in_order(x), x.state, x.items, x.entries) for x in (a, b)]
+        contents = [(type(x), arguments_of(x), x.state, x.items, x.entries) for x in (a, b)]
         return [*zip(*contents, strict=True)]
     if isinstance(a, StubType) and isinstance(b, StubType):
         names = [(x.__module__, x.__qualname__) for x in (a, b)]
@@ -64,7 +64,7 @@ def pairs_within(a, b):
     return [] if equal else None
 
 
-def in_order(stub):
+def arguments_of(stub):
     """The arguments of an object; those of a set in an order that no process decides."""
     if type(stub).__qualname__ in ("set", "frozenset") and stub.args:
         return sorted(stub.args[0], key=repr)
