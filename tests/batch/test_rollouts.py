@@ -126,7 +126,8 @@ def check_equal(before, after, steps):
     assert [*after] == [*before] == steps
     for step in steps:
         for old, new in zip(before[step], after[step], strict=True):
-            assert abs(new - old) <= ROUNDING * max(abs(old), 0.1), (step, before, after)
+            # RLOO's loss is 0 but for rounding, of terms around 1, whose last bit is 1.2e-7.
+            assert abs(new - old) <= ROUNDING * max(abs(old), 0.2), (step, before, after)
 
 
 CASES = [
