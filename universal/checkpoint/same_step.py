@@ -8,7 +8,7 @@ from types import NoneType
 from universal.checkpoint.describe import BETWEEN_SAVES, paths_of, text_of_steps
 from universal.checkpoint.module_states import modules_of_layers
 from universal.checkpoint.rounded import has_values_of
-from universal.checkpoint.types import Checkpoint
+from universal.checkpoint.types import Checkpoint, Limit
 from universal.errors import CheckpointError
 from universal.files.joined import Joined
 from universal.files.schema import expect
@@ -21,13 +21,15 @@ def compares_weights(checkpoint: Checkpoint) -> bool:
     counts none, and files are of different times. In one save a script may have set the weights."""
     if checkpoint.is_universal:  # which has both
         return False
-    counts = [parameter.scalars.get("step") for parameter in checkpoint.parameters.values()]
-    text = text_of_steps(checkpoint.model_states, checkpoint.model, counts)
-    if any(problem.text == text for problem in checkpoint.problems):
-        return True
+    if doubts := [p.text for p in checkpoint.problems if p.limit is Limit.DOUBT]:
+        counts = [parameter.scalars.get("step") for parameter in checkpoint.parameters.values()]
+        if text_of_steps(checkpoint.model_states, checkpoint.model, counts) in doubts:
+            return True
+    if counts_steps(checkpoint):
+        return False
     times = sorted(path.stat().st_mtime for path in paths_of(checkpoint))
     gaps = (after - before for before, after in itertools.pairwise(times))
-    return not counts_steps(checkpoint) and max(gaps, default=0) > BETWEEN_SAVES
+    return max(gaps, default=0) > BETWEEN_SAVES
 
 
 def counts_steps(checkpoint: Checkpoint) -> bool:
