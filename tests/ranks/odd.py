@@ -409,6 +409,24 @@ def weights_that_a_script_set(stage):
             check_weights(engine)
 
 
+def without_momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+save_clamped = saved_by(optimizer=without_momentum, change=lambda of: (halve(of), save_weights(of)))
+
+
+@case(save_clamped, stages=(1, 2), quick_stages=(1,), quick_ranks=(2, 3))
+def weights_set_beside_an_optimizer_that_counts_no_steps(stage):
+    """In files of one save they are no damage, nor in what it converts into."""
+    check_weights(resumed(stage, optimizer=without_momentum))
+    if is_rank_0():
+        with pytest.warns(match="both are kept"):
+            universal.convert("t", "u")
+    dist.barrier()
+    check_weights(resumed(stage, "u", optimizer=without_momentum))
+
+
 class Thawed(Net):
     """Its norm is frozen at first."""
 
