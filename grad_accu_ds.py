@@ -102,7 +102,7 @@ engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=confi
 device = engine.device
 print(f"batch {batch}: micro-batches of {micro}, accumulation steps: {accumulation}")
 print(f"on each of {ranks} ranks; repeats, with weight 0: {accumulation * ranks - micro_batches}")
-Path("logs").mkdir(exist_ok=True)
+Path("logs", args.run_name).parent.mkdir(parents=True, exist_ok=True)
 log = open(f"logs/{args.run_name}.csv" if rank == 0 else os.devnull, "w", buffering=1)
 print("step,loss,grad_norm,seconds,batch,micro_batch,accumulation,ranks", file=log)
 

@@ -82,7 +82,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 model.to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 print(f"batch {batch}: micro-batches of {micro}, accumulation steps: {accumulation}")
-Path("logs").mkdir(exist_ok=True)
+Path("logs", args.run_name).parent.mkdir(parents=True, exist_ok=True)
 log = open(f"logs/{args.run_name}.csv", "w", buffering=1)
 print("step,loss,grad_norm,seconds,batch,micro_batch,accumulation,ranks", file=log)
 

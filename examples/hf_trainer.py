@@ -77,6 +77,9 @@ class SeedDropout(TrainerCallback):
         self.micro_batch += args.world_size
         self.seed(args, state)
 
+    def on_train_end(self, args, state, control, **kwargs):
+        set_seed(args.seed)  # the same on all ranks for what comes after
+
     def seed(self, args, state):
         set_seed((args.seed + state.global_step * 100_000 + self.micro_batch) % 2**32)
 

@@ -9,6 +9,7 @@ It puts the folder start/ first in PYTHONPATH, which child processes inherit, an
 command. DeepSpeed's launcher passes it on to other machines, where the folder must be, too;
 srun and mpirun must be told to. `python -I` and `python -S` ignore it."""
 
+import itertools
 import os
 import re
 import sys
@@ -21,6 +22,9 @@ MPI = f"`-x PYTHONPATH -x {BATCH}` with Open MPI, `-genvall` with MPICH and Inte
 ADVICE = {"srun": "`--export=ALL`", "mpirun": MPI, "mpiexec": MPI}
 
 
+SCRIPT = re.compile(r"(^|/)python[\d.]*$|\.(py|sh)$")  # what a launcher starts
+
+
 def fail(problem: str) -> NoReturn:
     print(f"universal: error: {problem}", file=sys.stderr)
     sys.exit(2)
@@ -28,7 +32,7 @@ def fail(problem: str) -> NoReturn:
 
 def check_exports(launcher: str, *words: str):
     """End before ranks start without what is set here."""
-    options = " ".join(words)
+    options = " ".join(itertools.takewhile(lambda word: not SCRIPT.search(word), words))
     if launcher == "srun":
         export = re.search(r"--export[= ](\S+)", options)
         options = export[1] if export else os.environ.get("SLURM_EXPORT_ENV", "ALL")

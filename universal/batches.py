@@ -351,7 +351,7 @@ def checked_step(method, engine, *args, **options):
     """Raises ValueError, the same on all ranks, if the step trains another batch than is named."""
     share, ledger = named_share(engine), ledger_of(engine)
     asked = os.environ.get("UNIVERSAL_BATCH", str(share.batch))
-    if asked != str(share.batch):
+    if not asked.isdecimal() or int(asked) != share.batch:
         guesses.say_once(
             engine,
             f"UNIVERSAL_BATCH={asked} has no effect here (it has in Trainers under `python -m "
@@ -397,7 +397,8 @@ def compare_ranks(engine, ledger, weighted):
     elif len({*drawn}) > 1:
         raise ValueError(
             "the ranks draw from different samples: give each the whole data set in the same "
-            "order, without a DistributedSampler; what deals it out gives each rank its part"
+            "order, without a DistributedSampler, shuffled by a seed and set_epoch(); what deals "
+            "it out gives each rank its part"
         )
     return sum(weighted)
 

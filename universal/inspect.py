@@ -14,6 +14,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 from collections import ChainMap
 from collections.abc import Iterator
@@ -146,6 +147,8 @@ def weights_not_read(checkpoint, damaged):
         with contextlib.suppress(CheckpointError):
             content = load(path)
             module = content.get("module") or content
+            if layer := re.match(r"layer_(\d+)-", path.name):  # of a pipeline
+                module = {f"{int(layer[1])}.{key}": module[key] for key in module}
             tensors = [tensor_of(module.get(name)) for name in checkpoint.parameters]
             places |= {(path, tensor.storage.offset) for tensor in tensors if tensor}
     return places

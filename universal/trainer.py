@@ -118,11 +118,13 @@ class PaddedBatchSampler:
         places = self.share.accumulation * self.share.ranks
         micro_batches = itertools.islice(self.micro_batches, self.begin * size, None)
         self.number = self.length
-        for before in itertools.count(self.begin * size, size):
+        begin = self.begin * size
+        for before in itertools.count(begin, size):
             step = list(itertools.islice(micro_batches, size))
-            if not self.first_step:
-                self.first_step = step
+            self.first_step = self.first_step or step
+            if before == begin:  # each epoch may be shuffled by a generator of the rank's own
                 self.share.ledger.drawn = digest_of(step)
+                self.share.ledger.is_compared = False
             if len(step) < size:
                 self.number = min(self.number, before + len(step))
             if not step:

@@ -278,6 +278,19 @@ def test_a_batch_of_nothing():
         batch_config("0", None)
 
 
+def test_each_epoch_is_compared():
+    """A rank may shuffle it by a generator of its own."""
+    share = batches.Share(4, 2, 1)
+    steps = PaddedBatchSampler([[0, 1], [2, 3]], share, 2)
+    drawn = set()
+    for micro_batches in ([[0, 1], [2, 3]], [[2, 3], [0, 1]]):
+        steps.micro_batches = micro_batches
+        share.ledger.is_compared = True
+        assert len([*steps]) == 2 and not share.ledger.is_compared
+        drawn.add(share.ledger.drawn)
+    assert len(drawn) == 2
+
+
 def test_what_tells_samples():
     """What is exact; floats where there is nothing else."""
     numbers = torch.arange(4)

@@ -79,9 +79,18 @@ def test_trainable_parameter_that_no_group_holds(laid_out):
 def test_experts(laid_out, stage):
     """With the way to go on."""
     words = ("has experts", "DeepSpeed's own converter does AutoEP's")
-    layers = [{"num_experts": 4}]
+    layers = [{"num_experts": 4}]  # which loads on its own ranks: it is no damage
     source = laid_out(stage, lambda model: model.update(ds_autoep_layers=layers))
     not_converted(source, *words)
+    (facts,) = look(source)["tags"].values()
+    assert facts["refused"] and not facts["problem"]
+
+
+def test_a_vocabulary_without_its_size(laid_out):
+    """A line, and not a KeyError."""
+    info = {"universal_checkpoint_version": 0.2, "vocabulary_parameter_patterns": ["a"]}
+    source = laid_out(1, lambda model: model.update(universal_checkpoint_info=info))
+    not_converted(source, "vocabulary_parameter_patterns and no original_vocab_size")
 
 
 def test_flag_that_permits_it(laid_out, tmp_path):

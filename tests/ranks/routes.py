@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.linear import LoRAConfig, OptimizedLinear
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 from models import Shaped
 from optimizers import SliceNorm, momentum
@@ -21,6 +22,7 @@ from tests.support.case import (
     PRINTED,
     case,
     check_losses,
+    check_restored,
     check_weights_restored,
     degrees,
     load,
@@ -38,6 +40,7 @@ from tests.support.toy import (
     BF16_OPTIMIZER,
     Net,
     differences,
+    forward,
     is_rank_0,
     make,
     read_truth,
@@ -251,6 +254,56 @@ def another_pipeline(stage):
             refused(engine, f"0.weight is {shape} here, and (2, 8) in the checkpoint")
         refused(pipeline(stages, SCALING, optimizer=momentum), "of another optimizer")
         load(pipeline(stages, SCALING))
+
+
+def save_two_pipelines(stage):
+    """Of the second one a script has set the weights; and its first layer's file is lost."""
+    engine = train_and_save_pipeline(pipeline(2, SCALING), "one")
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(0.5)
+    engine.save_checkpoint(".", tag="set")
+    train_and_save_pipeline(engine, "two")
+    if is_rank_0():
+        Path("two/layer_00-model_states.pt").unlink()
+
+
+@case(save_two_pipelines, stages=(1,), quick_ranks=(2, 3))
+def files_of_layers(stage):
+    stages = 2 if on_own_ranks() else 1
+    engine = pipeline(stages, SCALING, seed=5)
+    path, _ = universal.load_checkpoint(engine, ".")
+    lost = "two is not complete, and is passed over: two lacks the file layer_00-*model_states.pt"
+    assert path == "one" and printed(lost)
+    load(engine, "set")
+    assert printed("WARNING: 2 of the module's weights are not the optimizer's masters (0.weight)")
+
+
+def with_ulysses(stage, seed=1):
+    """An engine whose mpu, of sequence parallelism, names its own degree as the tensor-parallel."""
+    with overridden(groups, mpu=None), overridden(parallel_state_sp, _SEQUENCE_PARALLEL_GROUP=None):
+        parallel_state_sp.initialize_sequence_parallel(2)
+        return make(stage, seed=seed, mpu=parallel_state_sp, batch=4, micro=1)
+
+
+def train_alone(engine):
+    for step in range(int(engine.gradient_accumulation_steps())):
+        engine.backward(forward(engine, step))
+        engine.step()
+    return engine
+
+
+def save_by_ulysses(stage):
+    engine = train_alone(with_ulysses(stage))
+    engine.save_checkpoint(".", tag="t")
+    save_truth(snapshot(engine))
+
+
+@case(save_by_ulysses, stages=(1, 3), quick_stages=(1, 3), quick_ranks=(2, 3))
+def sequence_parallelism_of_deepspeed(stage):
+    engine = with_ulysses(stage, seed=5) if on_own_ranks() else make(stage, seed=5)
+    load(engine)
+    check_restored(engine)
 
 
 def state_of(engine):

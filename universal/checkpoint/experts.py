@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from universal.errors import CheckpointError
+from universal.errors import CheckpointError, Refused
 from universal.files.schema import expect
 from universal.files.torch_file import load, tensor_of
 
@@ -74,17 +74,17 @@ class Experts(NamedTuple):
 def read_experts(folder: Path, model: dict) -> Experts:
     """Read the files of experts, without their tensors' elements. model: the model states.
 
-    Raises: CheckpointError, also for what is not loaded: experts of AutoEP, and experts with tensor
-        or pipeline parallelism.
+    Raises: CheckpointError; Refused for what is not loaded: experts of AutoEP, and experts with
+        tensor or pipeline parallelism.
     """
     counts = model.get("num_experts") or []
     if any(model.get(key) for key in AUTOEP_LAYERS):
-        raise CheckpointError(
+        raise Refused(
             f"{folder} has experts of AutoEP, which are not loaded on other ranks, nor converted: "
             "DeepSpeed's own converter does AutoEP's"
         )
     if counts and (model["module"] is None or model.get("mp_world_size", 1) > 1):
-        raise CheckpointError(
+        raise Refused(
             f"{folder} has experts, and tensor or pipeline parallelism: it loads on its own ranks "
             "only, by DeepSpeed's own load_checkpoint()"
         )

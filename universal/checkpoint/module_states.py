@@ -119,6 +119,8 @@ def degrees_of(model: dict, mp_ranks: int, folder: Path) -> tuple[int, int]:
     if model["module"] is None and "pp_degree" not in degrees:
         endings = {path.name.partition("-")[2] for path in folder.glob("layer_*-model_states.pt")}
         pipeline = mp_ranks // max(1, len(endings))
+    if model.get("mp_world_size") == 1:  # an mpu of sequence parallelism names its own degree
+        return 1, pipeline
     return degrees.get("tp_degree") or max(1, mp_ranks // pipeline), pipeline
 
 
@@ -249,11 +251,17 @@ def tensors_of_module(model: dict) -> dict[str, Tensor]:
 
 def modules_of_layers(folder: Path, degree: int, parameters: Iterable[str]) -> list[dict]:
     """Returns what a pipeline's files of layers hold besides these parameters, as {name: value} of
-    each tensor-parallel rank. Names begin with the layer's number.
+    each tensor-parallel rank. Names begin with the layer's number. Raises: CheckpointError, if the
+    file of one of the parameters is missing.
     """
+    wanted = {name.partition(".")[0] for name in parameters}
     modules = []
-    for paths in files_of_layers(folder, degree).values():
+    for paths in files_of_layers(folder, degree).values() or [[]]:
         module = {}
+        present = {str(int(path.name.removeprefix("layer_").partition("-")[0])) for path in paths}
+        if missing := {prefix for prefix in wanted if prefix.isdecimal()} - present:
+            layer = min(map(int, missing))
+            raise CheckpointError(f"{folder} lacks the file layer_{layer:02d}-*model_states.pt")
         for path in paths:
             layer = int(path.name.removeprefix("layer_").partition("-")[0])
             entries = expect(load(path), {str: object}, path)

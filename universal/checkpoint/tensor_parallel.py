@@ -242,6 +242,8 @@ class TensorParallel:
             blocks = blocks_along(dim, shape, count * [[width // count for width in widths]])
         # The vocabulary was padded to a multiple of the ranks.
         if matched[VOCABULARY]:
+            if "original_vocab_size" not in self.info:
+                raise self.error(f"{INFO_KEY} has {VOCABULARY} and no original_vocab_size")
             shape = (self.info["original_vocab_size"], *shape[1:])
         return PartMap(shape, blocks)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from universal.checkpoint.same_step import weights_set
 from universal.checkpoint.types import Checkpoint
 from universal.errors import CheckpointError
 from universal.files.joined import strided
@@ -33,7 +34,8 @@ def set_weights(
     """
     checkpoint, states = plan.checkpoint, plan.states
     path = path_of_weights(engine, checkpoint, plan.own_file)
-    if path is None:
+    if path is None or engine.is_pipeline():
+        say_if_left_out(checkpoint, group)
         return {}
     weights = saved_weights(engine, checkpoint, plan.own_file, checkpoint.parameters.keys(), group)
     (names,) = group.unions(names_set(engine, weights, states))
@@ -69,6 +71,18 @@ def set_weights(
         "they are restored as they were saved"
     )
     return values
+
+
+def say_if_left_out(checkpoint: Checkpoint, group: ProcessGroup) -> None:
+    """Warn if a script has set weights that no rank has whole. Call it on all ranks."""
+    if checkpoint.stage == 3 or checkpoint.is_universal:  # which have none
+        return
+    if names := group.on_rank_0(lambda: [name for name, _ in weights_set(checkpoint)]):
+        say(
+            f"WARNING: {len(names)} of the module's weights are not the optimizer's masters "
+            f"({min(names)}): the masters are taken, as what a script has set is restored on "
+            "data-parallel ranks and on their own tensor-parallel ones alone"
+        )
 
 
 def saved_weights(

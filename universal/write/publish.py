@@ -58,6 +58,8 @@ def check_output(source: Path, output: Path) -> None:
             f"{output} is not a universal checkpoint but holds the input: "
             "name another output folder"
         )
+    if source / "zero" in (output, *output.parents):
+        raise CheckpointError(f"{output} would make a conversion of the input: name another output")
     if pointer == output or pointer.is_dir():
         raise CheckpointError(
             f"{pointer} is the name of the file that points to the output, and not of a folder"
