@@ -281,7 +281,8 @@ def files_of_layers(stage):
 
 def with_ulysses(stage, seed=1):
     """An engine whose mpu, of sequence parallelism, names its own degree as the tensor-parallel."""
-    with overridden(groups, mpu=None), overridden(parallel_state_sp, _SEQUENCE_PARALLEL_GROUP=None):
+    parallel_state_sp._SEQUENCE_PARALLEL_GROUP = None  # or it refuses to make another
+    with overridden(groups, mpu=None):
         parallel_state_sp.initialize_sequence_parallel(2)
         return make(stage, seed=seed, mpu=parallel_state_sp, batch=4, micro=1)
 
