@@ -13,7 +13,7 @@ from tests.support.ranks import run
 from universal.load import reshard
 
 # Of rank 0; by parameters of one kind of parallelism, without experts, frozen weights or buffers.
-FUNCTIONS, FILES, TYPES = 335, 37, 42
+FUNCTIONS, FILES, TYPES = 337, 37, 42
 PLANNED = (
     r"universal: rank \d reads (\S+), bytes (\d+) to (\d+), "
     r"to (\w+) of (\S+), elements (\d+) to (\d+)\n"
