@@ -20,8 +20,6 @@ from typing import NoReturn
 BATCH = "UNIVERSAL_BATCH"
 MPI = f"`-x PYTHONPATH -x {BATCH}` with Open MPI, `-genvall` with MPICH and Intel MPI"
 ADVICE = {"srun": "`--export=ALL`", "mpirun": MPI, "mpiexec": MPI}
-
-
 SCRIPT = re.compile(r"(^|/)python[\d.]*$|\.(py|sh)$")  # what a launcher starts
 
 

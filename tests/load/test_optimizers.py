@@ -134,3 +134,18 @@ def test_saved_by_one_rank():
     assert shards(1, {"norm": 1.0, "unread": 2.0}, answer) == ["norm"]
     assert not shards(2, {"norm": 1.0}, answer)
     assert not shards(1, {"norm": 1.0}, None)
+
+
+def test_parameters_without_a_count(monkeypatch):
+    """What has taken no step yet is not compared with what has."""
+    lines = []
+    monkeypatch.setattr(compare, "say", lines.append)
+    parameters = {
+        name: SimpleNamespace(scalars=scalars)
+        for name, scalars in {"a": {"step": 5.0}, "b": {}, "c": {"step": 2.0}}.items()
+    }
+    for names, said in ((["a", "b"], 0), (["a", "b", "c"], 1)):
+        engine = SimpleNamespace(flats=[SimpleNamespace(names=names)])
+        compare.say_uneven_steps(engine, SimpleNamespace(parameters=parameters))
+        assert len(lines) == said
+    assert "have taken [2.0, 5.0] steps" in lines[0]

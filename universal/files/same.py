@@ -66,7 +66,8 @@ def pairs_within(a, b):
 
 def arguments_of(stub):
     """The arguments of an object; those of a set in an order that no process decides."""
-    if type(stub).__qualname__ in ("set", "frozenset") and stub.args:
+    is_set = type(stub).__qualname__ in ("set", "frozenset")
+    if is_set and stub.args and isinstance(stub.args[0], list):
         return sorted(stub.args[0], key=repr)
     return stub.args
 

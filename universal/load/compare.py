@@ -68,11 +68,11 @@ def say_uneven_steps(engine: Engine, checkpoint: Checkpoint) -> None:
     for flat in engine.flats:
         known = [checkpoint.parameters[n] for n in flat.names if n in checkpoint.parameters]
         scalars = {id(parameter.scalars): parameter.scalars for parameter in known}
-        first, *others = [number_in(of.get("step")) for of in scalars.values()] or [None]
-        if {first} != {first, *others}:
+        counts = [number_in(of["step"]) for of in scalars.values() if "step" in of]
+        if len({*counts}) > 1:
             say(
-                f"WARNING: parameters beside {flat.names[0]} have taken {sorted({first, *others})} "
-                f"steps, and this engine counts them together: they go on with {first}"
+                f"WARNING: parameters beside {flat.names[0]} have taken {sorted({*counts})} steps, "
+                f"and this engine counts them together: they go on with {counts[0]}"
             )
 
 
